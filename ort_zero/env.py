@@ -1,0 +1,59 @@
+"""Environment variables that ort_zero reads, in one place.
+
+| variable | effect |
+|---|---|
+| ``ORT_ZERO_DISABLE`` | ``1``: the entry point arms nothing and :func:`ort_zero.enable` does nothing |
+| ``ORT_ZERO_CACHE_DIR`` | folder of the built C++ extensions (default ``$XDG_CACHE_HOME/ort_zero``) |
+| ``ORT_ZERO_LOG_LEVEL`` | level of the ``ort_zero`` logger; wins over the section's ``log_level`` |
+| ``ORT_ZERO_DEBUG`` | ``1``: command line errors keep their traceback |
+
+``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set by the launchers.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_TRUE = {"1", "true", "yes", "on"}
+
+
+def flag(name: str) -> bool:
+    """Return True if the variable `name` is set to 1, true, yes or on."""
+    return os.environ.get(name, "").strip().lower() in _TRUE
+
+
+def disabled() -> bool:
+    """Return True if the user switched the plugin off for this process."""
+    return flag("ORT_ZERO_DISABLE")
+
+
+def cache_dir() -> Path:
+    """Return the folder in which built extensions are kept."""
+    explicit = os.environ.get("ORT_ZERO_CACHE_DIR")
+    if explicit:
+        return Path(explicit).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "ort_zero"
+
+
+def rank() -> int:
+    """Return this process's global rank; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0") or 0)
+
+
+def local_world_size() -> int:
+    """Return how many ranks share this machine; 1 without a launcher."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+
+
+def threads_per_rank() -> int:
+    """Return the number of threads that one rank may use: ``OMP_NUM_THREADS``, else its share of the cores."""
+    explicit = os.environ.get("OMP_NUM_THREADS", "")
+    if explicit.isdigit() and int(explicit) > 0:
+        return int(explicit)
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    return max(1, cores // local_world_size())

@@ -1,0 +1,43 @@
+"""Errors that ort_zero raises; every one names its cause and the way out."""
+
+from __future__ import annotations
+
+
+class OrtZeroError(Exception):
+    """Base of all errors raised on purpose by ort_zero."""
+
+
+class ConfigError(OrtZeroError):
+    """A key or a value of the ``"ort_zero"`` section is wrong."""
+
+
+class UnsupportedVersionError(OrtZeroError):
+    """An installed version of Python, torch, DeepSpeed or onnxruntime-training is not supported."""
+
+
+class PatchError(OrtZeroError):
+    """A patch could not be applied or restored without harming its target."""
+
+
+class BuildError(OrtZeroError):
+    """The C++ extensions of onnxruntime-training could not be built or loaded."""
+
+
+class ExportError(OrtZeroError):
+    """A module could not be exported to ONNX, or its graph could not be built."""
+
+
+class BridgeError(OrtZeroError):
+    """ONNX Runtime's gradient graph could not be rewritten, or broke a rule of the bridge."""
+
+
+class RankError(OrtZeroError):
+    """Another rank failed; raised on the ranks that did not fail themselves.
+
+    Attributes:
+        failures: message of each failed rank, by rank.
+    """
+
+    def __init__(self, message: str, failures: dict[int, str]):
+        super().__init__(message)
+        self.failures = dict(failures)
