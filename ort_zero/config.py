@@ -1,0 +1,148 @@
+"""The ``"ort_zero"`` section of the DeepSpeed JSON: types, defaults, errors with dotted paths."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from ort_zero.errors import ConfigError
+
+SECTION = "ort_zero"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class OrtModuleConfig(_Strict):
+    """``ort_zero.ortmodule``: how the model runs in ONNX Runtime."""
+
+    enabled: bool = True
+    """Run the model in ONNX Runtime; False keeps PyTorch execution."""
+    fallback: Literal["raise", "warn"] = "raise"
+    """What a failed export does: raise, or warn once on rank 0 and train in PyTorch."""
+    exclude: list[str] = Field(default_factory=list)
+    """Glob patterns of module paths that stay in PyTorch."""
+    log_level: str = "INFO"
+    """DEBUG, VERBOSE, DEVINFO, INFO, WARNING or ERROR."""
+    graph_cache_size: int = Field(default=8, ge=1)
+    """Number of exported graphs kept per mode."""
+    cache_dir: str | None = None
+    """Folder of the export cache; None keeps no cache across runs."""
+    save_onnx: str | None = None
+    """Folder into which rank 0 writes the graphs; None writes none."""
+
+    @field_validator("log_level")
+    @classmethod
+    def _known_level(cls, value: str) -> str:
+        from ort_zero.log import level_names
+
+        if value.upper() not in level_names():
+            raise ValueError(f"must be one of {', '.join(level_names())}")
+        return value.upper()
+
+
+class CheckpointConfig(_Strict):
+    """``ort_zero.checkpoint``: the format of ``engine.save_checkpoint``."""
+
+    sharded: bool = False
+    async_save: bool = False
+
+
+class StatisticsConfig(_Strict):
+    """``ort_zero.statistics``: collection of activation statistics."""
+
+    enabled: bool = False
+    output_dir: str | None = None
+    start_step: int = Field(default=0, ge=0)
+    end_step: int | None = None
+    override_output_dir: bool = False
+
+
+class MemoryConfig(_Strict):
+    """``ort_zero.memory``: recomputation of activations."""
+
+    recompute: Literal["off", "all", "auto"] | list[str] = "off"
+    budget: str | None = None
+
+
+class Config(_Strict):
+    """The whole section."""
+
+    enabled: bool = True
+    ortmodule: OrtModuleConfig = Field(default_factory=OrtModuleConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    statistics: StatisticsConfig = Field(default_factory=StatisticsConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    memory_efficient_gradients: bool = False
+
+
+_NOT_YET = {
+    "ortmodule.exclude": lambda c: bool(c.ortmodule.exclude),
+    "ortmodule.cache_dir": lambda c: c.ortmodule.cache_dir is not None,
+    "checkpoint.sharded": lambda c: c.checkpoint.sharded,
+    "checkpoint.async_save": lambda c: c.checkpoint.async_save,
+    "statistics.enabled": lambda c: c.statistics.enabled,
+    "memory.recompute": lambda c: c.memory.recompute != "off",
+    "memory.budget": lambda c: c.memory.budget is not None,
+    "memory_efficient_gradients": lambda c: c.memory_efficient_gradients,
+}
+"""Keys of the contract whose feature is not in this version: asking for one is refused, never ignored."""
+
+
+def parse(section: Any) -> Config:
+    """Return the validated section.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or value; the message names the key's dotted path, the value and,
+            for an unknown key, the nearest valid name.
+    """
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'"{SECTION}" in the DeepSpeed config must be an object, not {section!r}')
+    try:
+        config = Config.model_validate(dict(section))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+    for path, asked in _NOT_YET.items():
+        if config.enabled and asked(config):
+            raise ConfigError(f"{SECTION}.{path} is not available in this version of ort_zero; leave it at its default")
+    return config
+
+
+def section_of(ds_config: Mapping[str, Any] | None) -> Config | None:
+    """Return the section of a DeepSpeed config dict, or None if there is none or it says ``"enabled": false``.
+
+    Raises:
+        ConfigError: see :func:`parse`; also for a misspelt section name such as ``"ort-zero"``.
+    """
+    if not isinstance(ds_config, Mapping):
+        return None
+    if SECTION not in ds_config:
+        for key in ds_config:
+            if isinstance(key, str) and key != SECTION and key.lower().replace("-", "_") in (SECTION, "ortzero"):
+                raise ConfigError(f'unknown key "{key}" in the DeepSpeed config; did you mean "{SECTION}"?')
+        return None
+    config = parse(ds_config[SECTION])
+    return config if config.enabled else None
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    where = [str(part) for part in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        valid = _field_names(where[:-1])
+        near = difflib.get_close_matches(where[-1], valid, n=1, cutoff=0.5)
+        hint = f'did you mean "{near[0]}"?' if near else f"valid keys: {', '.join(valid)}"
+        return f"{SECTION}.{'.'.join(where)}: unknown key (value {error['input']!r}); {hint}"
+    # a union's branches add their own names to the location
+    path = ".".join(p for p in where if "[" not in p and p not in ("str", "none"))
+    return f"{SECTION}.{path}: {error['msg']}, got {error['input']!r}"
+
+
+def _field_names(path: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in path:
+        model = model.model_fields[part].annotation  # type: ignore[assignment]
+    return list(model.model_fields)
