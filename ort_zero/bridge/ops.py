@@ -1,0 +1,230 @@
+"""What the gather and reduce nodes do when ORT runs them, and the table of events that one graph owns.
+
+A node knows its table and event by two integers. Tables are held by their graph and found through weak references: a
+graph that is exported again leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ort_zero.bridge.plan import Gather, Phase, Plan
+from ort_zero.bridge.rewrite import GATHER, REDUCE
+
+
+class ParameterStore(Protocol):
+    """How the bridge talks to ZeRO. All ranks make the same calls in the same order."""
+
+    def partitioned(self, parameters: Sequence[Any]) -> list[Any]:
+        """Return those whose data is not here and not on its way."""
+
+    def in_flight(self, parameter: Any) -> bool:
+        """Return True if the parameter's data is on its way."""
+
+    def start(self, parameters: Sequence[Any]) -> Any:
+        """Begin to gather `parameters`; return a handle. Collective."""
+
+    def wait(self, handle: Any) -> None:
+        """Return when the data of a started gather is there. Collective on some backends."""
+
+    def release(self, parameters: Sequence[Any]) -> None:
+        """Partition `parameters` again; tensors that were taken from them stay valid."""
+
+    def reduce(self, parameter: Any, gradient: torch.Tensor) -> None:
+        """Hand the full gradient of this rank to the parameter. Collective."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a table has done since it was made."""
+
+    gathers: int = 0
+    gathered_elements: int = 0
+    waits: int = 0
+    """Gathers that no prefetch had started."""
+    reduces: int = 0
+
+
+class Table:
+    """The running side of one graph's plan.
+
+    Args:
+        plan: the plan that the graph was rewritten by.
+        parameters: the module's parameters by graph input name.
+        store: ZeRO, or a stand-in in unit tests.
+        prefetch_elements: how many elements may be gathered ahead of their use, within one phase.
+    """
+
+    def __init__(self, plan: Plan, parameters: dict[str, Any], store: ParameterStore, prefetch_elements: int):
+        self.number = next(_numbers)
+        self.plan = plan
+        self.store = store
+        self.prefetch_elements = prefetch_elements
+        self.counters = Counters()
+        self.error: BaseException | None = None
+        self.live: LiveElements | None = None
+        self._parameters = [[parameters[name] for name in event.weights] for event in plan.events]
+        self._size = [sum(plan.weights[name].numel for name in event.weights) for event in plan.events]
+        self._sequence = {phase: [i for i, _ in plan.gathers(phase)] for phase in Phase}
+        self._position = {i: (seq, at) for seq in self._sequence.values() for at, i in enumerate(seq)}
+        self._ahead: dict[int, tuple[Any, list[Any]]] = {}
+        self._token: torch.Tensor | None = None
+        _tables[self.number] = self
+
+    def gather(self, index: int) -> tuple[torch.Tensor, ...]:
+        """Return the full weights of event `index`, and start the next gathers of its phase."""
+        event = self.plan.events[index]
+        assert isinstance(event, Gather)
+        parameters = self._parameters[index]
+        sequence, at = self._position[index]
+        if at == 0:
+            self.drain()
+        mine = self._finish(index)
+        for parameter in parameters:
+            if self.store.in_flight(parameter):
+                mine += self._take_over(parameter, parameters)
+        missing = self.store.partitioned(parameters)
+        if missing:
+            self.store.wait(self.store.start(missing))
+            mine += missing
+            self.counters.waits += 1
+        # Taken before anything is started ahead: a later event may hold the same parameter.
+        weights = tuple(parameter.data.detach() for parameter in parameters)
+        if self.live is not None:
+            weights = tuple(self.live.track(w) if any(p is m for m in mine) else w
+                            for w, p in zip(weights, parameters, strict=True))  # fmt: skip
+        self.store.release(mine)
+        self.counters.gathers += 1
+        self.counters.gathered_elements += sum(w.numel() for w in weights)
+        self._start_ahead(sequence, at)
+        return weights
+
+    def reduce(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
+        """Hand the gradients of event `index` to their parameters."""
+        for parameter, gradient in zip(self._parameters[index], gradients, strict=True):
+            self.store.reduce(parameter, gradient)
+        self.counters.reduces += 1
+
+    def drain(self) -> None:
+        """Finish all that was started ahead and partition it: no parameter stays in flight."""
+        for index in list(self._ahead):
+            self.store.release(self._finish(index))
+
+    def _start_ahead(self, sequence: list[int], at: int) -> None:
+        room = self.prefetch_elements - sum(self._size[i] for i in self._ahead)
+        for index in sequence[at + 1 :]:
+            if index in self._ahead:
+                continue
+            # a gather ahead of its use never exceeds the window, the very next one excepted by nobody
+            if self._size[index] > room:
+                break
+            missing = self.store.partitioned(self._parameters[index])
+            if not missing:
+                continue
+            self._ahead[index] = (self.store.start(missing), missing)
+            room -= self._size[index]
+
+    def _finish(self, index: int) -> list[Any]:
+        handle, parameters = self._ahead.pop(index, (None, []))
+        if parameters:
+            self.store.wait(handle)
+        return list(parameters)
+
+    def _take_over(self, parameter: Any, wanted: list[Any]) -> list[Any]:
+        """Finish the gather that another event started for `parameter`; keep what is wanted, release the rest."""
+        for index, (_, parameters) in list(self._ahead.items()):
+            if any(p is parameter for p in parameters):
+                there = self._finish(index)
+                self.store.release([p for p in there if not any(p is w for w in wanted)])
+                return [p for p in there if any(p is w for w in wanted)]
+        raise RuntimeError(f"parameter {getattr(parameter, 'ds_id', '?')} is in flight outside the bridge")
+
+
+class LiveElements:
+    """Counts the gathered elements that are alive at once (for benchmarks and tests: it copies every weight)."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.peak = 0
+
+    def track(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `weight` whose memory reports its own end."""
+        array = weight.cpu().numpy().copy()
+        self.current += array.size
+        self.peak = max(self.peak, self.current)
+        weakref.finalize(array, self._gone, array.size)
+        return torch.from_numpy(array)
+
+    def _gone(self, size: int) -> None:
+        self.current -= size
+
+
+_numbers = itertools.count()
+_tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
+
+
+def live_tables() -> int:
+    """Return the number of tables that some graph still holds."""
+    return len(_tables)
+
+
+class GatherFunction(torch.autograd.Function):
+    """Body of the gather nodes; ORT calls ``forward`` with a stand-in for the context."""
+
+    @staticmethod
+    def forward(ctx, table, index, token, *anchor):
+        """Return a token and the full weights of event `index`."""
+        owner = _tables[table]
+        try:
+            with torch.no_grad():
+                return (torch.zeros(1), *owner.gather(index))
+        except BaseException as error:
+            owner.error = error
+            raise
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """Never called: the nodes are put in after ORT made the gradient graph."""
+        raise RuntimeError("a gather node is not differentiable")
+
+
+class ReduceFunction(torch.autograd.Function):
+    """Body of the reduce nodes."""
+
+    @staticmethod
+    def forward(ctx, table, index, token, *gradients):
+        """Hand over the gradients of event `index`; return a token."""
+        owner = _tables[table]
+        try:
+            owner.reduce(index, gradients)
+            return (torch.zeros(1),)
+        except BaseException as error:
+            owner.error = error
+            raise
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """Never called: the nodes are put in after ORT made the gradient graph."""
+        raise RuntimeError("a reduce node is not differentiable")
+
+
+_registered = False
+
+
+def register(register_function) -> None:
+    """Make the two functions known to ORT; a second call does nothing.
+
+    Args:
+        register_function: ``(name, autograd Function)``, see :func:`ort_zero.compat.ortmodule.register_function`.
+    """
+    global _registered
+    if not _registered:
+        register_function(GATHER, GatherFunction)
+        register_function(REDUCE, ReduceFunction)
+        _registered = True

@@ -1,0 +1,62 @@
+"""ZeRO-3's parameters behind the interface of :mod:`ort_zero.bridge.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class DeepSpeedParameters:
+    """Gathers, partitions and reduces through the methods that DeepSpeed puts on each parameter."""
+
+    def __init__(self) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        self._status = ZeroParamStatus
+
+    def partitioned(self, parameters: Sequence[Any]) -> list[Any]:
+        """Return those whose data is not here and not on its way."""
+        return [p for p in parameters if is_partitioned(p) and p.ds_status == self._status.NOT_AVAILABLE]
+
+    def in_flight(self, parameter: Any) -> bool:
+        """Return True if the parameter's data is on its way."""
+        return is_partitioned(parameter) and parameter.ds_status == self._status.INFLIGHT
+
+    def start(self, parameters: Sequence[Any]) -> Any:
+        """Begin to gather; all ranks of the partition group must call."""
+        return parameters[0].all_gather_coalesced(list(parameters))
+
+    def wait(self, handle: Any) -> None:
+        """Return when the data is there."""
+        handle.wait()
+
+    def release(self, parameters: Sequence[Any]) -> None:
+        """Partition those that are whole; what was taken from them stays valid."""
+        for parameter in parameters:
+            if parameter.ds_status == self._status.AVAILABLE:
+                parameter.partition()
+
+    def reduce(self, parameter: Any, gradient: torch.Tensor) -> None:
+        """Run the parameter's backward, and with it DeepSpeed's own reduction hook and the user's."""
+        partitioned = is_partitioned(parameter) and parameter.ds_status == self._status.NOT_AVAILABLE
+        saved = parameter.data
+        if partitioned:
+            parameter.data = gradient.detach()  # carries the full shape only
+        try:
+            with torch.enable_grad():
+                parameter.backward(gradient)
+        finally:
+            if partitioned and parameter.ds_status == self._status.NOT_AVAILABLE:
+                parameter.data = saved
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Return True if ZeRO-3 manages the parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of the whole parameter."""
+    return tuple(parameter.ds_shape) if is_partitioned(parameter) else tuple(parameter.shape)

@@ -1,0 +1,53 @@
+"""Names of DeepSpeed that are not public, in one place. Version 0.19."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+PARAMETER_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+ENGINE = "deepspeed.runtime.engine"
+ENGINE_INIT = f"{ENGINE}:DeepSpeedEngine.__init__"
+
+
+def plain_linear() -> Any:
+    """Return ``torch.nn.functional.linear`` as it was before ``zero.Init`` replaced it, or None if it did not."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    return getattr(partition_parameters.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+
+
+def set_in_forward(module: Any, value: bool) -> bool | None:
+    """Set DeepSpeed's "this module is in its forward" mark; return the old value, None if it carries none."""
+    table = module._parameters
+    if not hasattr(table, "_in_forward"):
+        return None
+    old, table._in_forward = table._in_forward, value
+    return old
+
+
+def config_of(init: Any, self: Any, args: tuple, kwargs: dict) -> tuple[inspect.BoundArguments, dict]:
+    """Return the bound arguments of an engine's ``__init__`` and the config as the dict that DeepSpeed uses.
+
+    Args:
+        init: the original ``DeepSpeedEngine.__init__``.
+    """
+    bound = inspect.signature(init).bind(self, *args, **kwargs)
+    config = bound.arguments.get("config")
+    if not isinstance(config, dict):
+        config_class = bound.arguments.get("config_class")
+        config = getattr(config_class, "_param_dict", None) or {}
+    return bound, config
+
+
+def parameter_offload_of(engine: Any) -> Any:
+    """Return the engine's DeepSpeedZeRoOffload, or None below ZeRO-3."""
+    optimizer = getattr(engine, "optimizer", None)
+    return getattr(optimizer, "parameter_offload", None) or (
+        optimizer if type(optimizer).__name__ == "DeepSpeedZeRoOffload" else None
+    )
+
+
+def prefetch_window(offload: Any) -> int:
+    """Return ``stage3_prefetch_bucket_size`` in elements."""
+    return int(offload._prefetch_bucket_sz)

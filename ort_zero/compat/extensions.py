@@ -1,0 +1,436 @@
+"""Builds, caches and loads the two CPU extensions whose sources onnxruntime-training carries.
+
+``aten_op_executor`` lets ONNX Runtime run ATen operators, ``torch_interop_utils`` lets it run autograd functions.
+Both are compiled once per Python, torch, onnxruntime-training and edit table into :func:`extension_dir`; the installed
+packages are never written to. The compiler is ``$CXX``, else ``g++``, else ``c++``. Importing this module imports
+neither torch nor onnxruntime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import filelock
+
+from ort_zero import env
+from ort_zero.compat import source_edits
+from ort_zero.errors import BuildError
+
+# Sources in the order in which the one translation unit includes them.
+_SOURCES: dict[str, tuple[str, ...]] = {
+    "aten_op_executor": ("aten_op_executor.cc",),
+    "torch_interop_utils": (
+        "ctx_pool.cc",
+        "custom_function_shared.cc",
+        "custom_function_fw.cc",
+        "custom_function_bw.cc",
+        "torch_interop_utils.cc",
+    ),
+}
+# Stand-ins for torch's umbrella headers, which pull in the whole C++ frontend: a fifth of the time to compile.
+_HEADERS: dict[str, str] = {
+    "torch/torch.h": """\
+#pragma once
+#include <ATen/ATen.h>
+#include <torch/csrc/jit/runtime/operator.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+""",
+    "torch/extension.h": """\
+#pragma once
+#include <iostream>
+#include <mutex>
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+""",
+}
+_FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-w", "-D_GLIBCXX_USE_CXX11_ABI=1")
+_LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
+_ORT_DISTRIBUTIONS = ("onnxruntime-training", "onnxruntime-training-cpu")
+_FAILURE = "last_failure.txt"
+_TAIL_LINES = 20
+
+_loaded: dict[str, ModuleType] = {}
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What one call of :func:`build` did.
+
+    Attributes:
+        directory: folder of the extensions.
+        seconds: time from call to return, waiting for another process included.
+        built: names of the extensions that this process compiled.
+        reused: names of the extensions that were there already or that another process compiled meanwhile.
+    """
+
+    directory: Path
+    seconds: float
+    built: tuple[str, ...]
+    reused: tuple[str, ...]
+
+
+def extension_dir() -> Path:
+    """Return the folder of the extensions for the installed versions; it need not exist.
+
+    Raises:
+        BuildError: torch or onnxruntime-training is not installed.
+    """
+    recipe = repr((source_edits.table_hash(), _SOURCES, _HEADERS, _FLAGS, _LIBRARIES))
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
+    python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
+    key = f"{python}-torch{_torch_version()}-ort{_version(*_ORT_DISTRIBUTIONS)}-{digest}"
+    return env.cache_dir() / "extensions" / key
+
+
+def built_paths() -> dict[str, Path]:
+    """Return where each extension is, or will be once built, by name."""
+    directory = extension_dir()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+    return {name: directory / f"{name}{suffix}" for name in _SOURCES}
+
+
+def is_built() -> bool:
+    """Return True if every extension is in the cache."""
+    return all(path.is_file() for path in built_paths().values())
+
+
+def build(force: bool = False, progress: Callable[[str], None] | None = None) -> BuildReport:
+    """Compile the extensions that the cache lacks and return what was done.
+
+    Processes that call this at the same time build once: one compiles, the others wait and then reuse its result, or
+    raise its error. A finished extension is moved into place, so no half-made file ever has the final name.
+
+    Args:
+        force: compile even what is in the cache.
+        progress: receives the progress lines instead of stderr.
+
+    Raises:
+        BuildError: no compiler, no Python headers, a cache that cannot be written, or a failed compilation.
+    """
+    start = time.monotonic()
+    paths = built_paths()
+    if not force and is_built():
+        return BuildReport(extension_dir(), time.monotonic() - start, (), tuple(paths))
+    directory = extension_dir()
+    before = {path: _stamp(path) for path in (*paths.values(), directory / _FAILURE)}
+    talk = _Progress(progress)
+    with _lock(directory, talk):
+        due = tuple(
+            name
+            for name, path in paths.items()
+            if not path.is_file() or (force and _stamp(path) == before[path])
+        )
+        if due:
+            _raise_other_failure(directory, before[directory / _FAILURE])
+            try:
+                try:
+                    _compile(due, paths, directory, talk)
+                except OSError as error:
+                    raise BuildError(f"cannot build the C++ extensions in {directory}: {error}") from error
+            except BuildError as error:
+                _write_failure(directory, str(error))
+                raise
+            (directory / _FAILURE).unlink(missing_ok=True)
+    reused = tuple(name for name in paths if name not in due)
+    return BuildReport(directory, time.monotonic() - start, due, reused)
+
+
+def load_modules() -> dict[str, ModuleType]:
+    """Import both extensions, after building what is missing, and return them by name.
+
+    The modules are not entered into ``sys.modules``; see :func:`install_into`.
+
+    Raises:
+        BuildError: the extensions can be neither found nor built, or do not load.
+    """
+    if not _loaded:
+        build()
+        import torch  # noqa: F401  (the extensions link against the libraries that this loads)
+
+        modules = {name: _load(name, path) for name, path in built_paths().items()}
+        _loaded.update(modules)
+    return dict(_loaded)
+
+
+def install_into(ortmodule_package: ModuleType) -> None:
+    """Make ``from onnxruntime.training.ortmodule.torch_cpp_extensions import <extension>`` find our modules.
+
+    Also clears the error that the package keeps for ``ORTModule()`` when it saw no extension in its own folder; any
+    other kept error stays.
+
+    Args:
+        ortmodule_package: the imported package ``onnxruntime.training.ortmodule``.
+    """
+    package = importlib.import_module(f"{ortmodule_package.__name__}.torch_cpp_extensions")
+    for name, module in load_modules().items():
+        setattr(package, name, module)
+        sys.modules[f"{package.__name__}.{name}"] = module
+    kept = getattr(ortmodule_package, "_FALLBACK_INIT_EXCEPTION", None)
+    if kept is not None and "extensions were not detected" in str(kept):
+        ortmodule_package._FALLBACK_INIT_EXCEPTION = None
+
+
+class _Progress:
+    """Tells how far the build is: in place on a terminal, else one line at the start and one at the end."""
+
+    def __init__(self, sink: Callable[[str], None] | None):
+        self._sink = sink
+        self._open_line = False
+        self._in_place = sink is None and sys.stderr is not None and sys.stderr.isatty()
+
+    def line(self, text: str) -> None:
+        if self._sink is not None:
+            self._sink(text)
+        elif sys.stderr is not None:
+            lead = "\r\033[K" if self._open_line else ""
+            print(f"{lead}[ort_zero rank {env.rank()}] {text}", file=sys.stderr, flush=True)
+        self._open_line = False
+
+    def update(self, text: str) -> None:
+        if self._in_place:
+            print(f"\r\033[K[ort_zero rank {env.rank()}] {text}", end="", file=sys.stderr, flush=True)
+            self._open_line = True
+
+    def close(self) -> None:
+        if self._open_line:
+            print(file=sys.stderr, flush=True)
+            self._open_line = False
+
+
+def _version(*distributions: str) -> str:
+    for name in distributions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    raise BuildError(f"{distributions[0]} is not installed: pip install {distributions[0]}")
+
+
+def _torch_version() -> str:
+    return _version("torch")
+
+
+def _package_dir(name: str) -> Path:
+    # find_spec of a top-level package does not run it: torch takes seconds to import, and is not needed to compile.
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise BuildError(f"the package {name} is not installed")
+    return Path(spec.origin).parent
+
+
+def _wheel_sources() -> Path:
+    path = _package_dir("onnxruntime") / "training" / "ortmodule" / "torch_cpp_extensions" / "cpu"
+    if not path.is_dir():
+        raise BuildError(f"no C++ sources in {path}: install onnxruntime-training, not onnxruntime")
+    return path
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        stat = path.stat()
+    except OSError:  # a folder that cannot be read shows up, with a better message, when the lock is taken
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+@contextlib.contextmanager
+def _lock(directory: Path, talk: _Progress):
+    lock = filelock.FileLock(str(directory.with_name(directory.name + ".lock")))
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            talk.line(f"waiting for the build of the C++ extensions by another process ({directory})")
+            lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        raise BuildError(f"cannot use {directory}: {error}; set ORT_ZERO_CACHE_DIR to a writable folder") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _raise_other_failure(directory: Path, before: tuple[int, int, int] | None) -> None:
+    # Without this, each of the waiting ranks would repeat the failed build in turn.
+    path = directory / _FAILURE
+    if _stamp(path) not in (None, before):
+        raise BuildError(path.read_text())
+
+
+def _write_failure(directory: Path, message: str) -> None:
+    with contextlib.suppress(OSError):
+        handle, name = tempfile.mkstemp(dir=directory, text=True)
+        with os.fdopen(handle, "w") as file:
+            file.write(message)
+        os.replace(name, directory / _FAILURE)
+
+
+def _compiler() -> list[str]:
+    explicit = shlex.split(os.environ.get("CXX", ""))
+    for command in [explicit] if explicit else [["g++"], ["c++"]]:
+        if shutil.which(command[0]):
+            return command
+    wanted = explicit[0] if explicit else "g++"
+    raise BuildError(f"no C++ compiler ({wanted}) to build onnxruntime-training's extensions: apt-get install g++")
+
+
+def _python_include() -> Path:
+    path = Path(sysconfig.get_paths()["include"])
+    if not (path / "Python.h").is_file():
+        raise BuildError(
+            f"no Python.h in {path} to build onnxruntime-training's extensions: apt-get install python3-dev"
+        )
+    return path
+
+
+def _command(name: str, folder: Path, output: Path) -> list[str]:
+    torch = _package_dir("torch")
+    includes = (folder / "include", torch / "include", torch / "include/torch/csrc/api/include", _python_include())
+    return [
+        *_compiler(),
+        *_FLAGS,
+        f"-DTORCH_EXTENSION_NAME={name}",
+        *(f"-I{path}" for path in includes),
+        str(folder / f"{name}.cpp"),
+        "-o",
+        str(output),
+        f"-L{torch / 'lib'}",
+        *_LIBRARIES,
+    ]
+
+
+def _write_sources(name: str, folder: Path) -> None:
+    """Put the edited copy of the extension's sources, and the unit that includes them, into `folder`."""
+    version = _torch_version()
+    copies = folder / name
+    copies.mkdir()
+    for source in sorted((_wheel_sources() / name).iterdir()):
+        if source.suffix in {".cc", ".h"}:
+            edited = source_edits.apply_edits(source.name, source.read_text(encoding="utf-8"), version)
+            (copies / source.name).write_text(edited, encoding="utf-8")
+    missing = [source for source in _SOURCES[name] if not (copies / source).is_file()]
+    if missing:
+        raise BuildError(f"onnxruntime-training lacks the sources {', '.join(missing)} of {name}")
+    unit = [f'#include "{name}/{source}"\n' for source in _SOURCES[name]]
+    if name == "torch_interop_utils":
+        unit = ["#include <torch/extension.h>\n", source_edits.helpers(version), *unit]
+    (folder / f"{name}.cpp").write_text("".join(unit), encoding="utf-8")
+
+
+def _compile(names: tuple[str, ...], paths: dict[str, Path], directory: Path, talk: _Progress) -> None:
+    """Compile `names` side by side, as the cores allow, and move the results to `paths`."""
+    for left_over in directory.glob(".build-*"):  # of a killed process; nobody else builds while we hold the lock
+        shutil.rmtree(left_over, ignore_errors=True)
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=directory) as temporary:
+        folder = Path(temporary)
+        for header, text in _HEADERS.items():
+            (folder / "include" / header).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "include" / header).write_text(text, encoding="utf-8")
+        jobs = {}
+        for name in names:
+            _write_sources(name, folder)
+            jobs[name] = _command(name, folder, folder / paths[name].name)
+        what = f"building {' and '.join(names)} for torch {_torch_version()}"
+        talk.line(f"{what} (once; under a minute on most machines)")
+        try:
+            _run(jobs, directory, lambda: talk.update(f"{what}: {time.monotonic() - start:.0f} s"))
+        finally:
+            talk.close()
+        for name in names:
+            made = folder / paths[name].name
+            if not made.is_file():
+                raise BuildError(f"{jobs[name][0]} made no {made.name}; full log: {_log_path(directory, name)}")
+        for name in names:
+            os.replace(folder / paths[name].name, paths[name])
+    talk.line(f"built {' and '.join(names)} in {time.monotonic() - start:.0f} s: {directory}")
+
+
+def _log_path(directory: Path, name: str) -> Path:
+    return directory / f"{name}.log"
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+def _run(jobs: dict[str, list[str]], directory: Path, tick: Callable[[], None]) -> None:
+    """Run the commands `jobs`, at most one per core, and stop all of them at the first failure."""
+    waiting = dict(jobs)
+    running: dict[str, subprocess.Popen] = {}
+    slots = max(1, _cores())
+    next_tick = 0.0
+    try:
+        while waiting or running:
+            while waiting and len(running) < slots:
+                name = next(iter(waiting))
+                running[name] = _start(waiting.pop(name), _log_path(directory, name))
+            time.sleep(0.05)
+            for name, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[name]
+                if process.returncode != 0:
+                    raise _failure(name, process.returncode, _log_path(directory, name))
+            if time.monotonic() >= next_tick:
+                tick()
+                next_tick = time.monotonic() + 1
+    finally:
+        for process in running.values():
+            _stop(process)
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen:
+    with open(log, "w", encoding="utf-8") as file:
+        file.write(shlex.join(command) + "\n")
+        file.flush()
+        # A process group of its own, since g++ starts the real compiler as a child that would outlive it.
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
+def _stop(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _failure(name: str, status: int, log: Path) -> BuildError:
+    output = log.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+    tail = "\n".join(output[-_TAIL_LINES:])
+    return BuildError(f"compiling {name} failed with status {status}; full log: {log}\n{tail}")
+
+
+def _load(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        raise BuildError(f"{path} does not load: {error}; delete {path.parent} to have it built again") from error
+    return module

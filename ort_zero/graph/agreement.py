@@ -1,0 +1,49 @@
+"""Ranks tell each other what they are about to do, so that a failure of one is raised on all and nobody hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ort_zero import env
+from ort_zero.errors import RankError
+
+FAILED = 2
+
+
+def world_size(group: Any = None) -> int:
+    """Return the number of ranks of `group`; 1 without torch.distributed."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def votes(code: int, group: Any = None) -> list[int]:
+    """Return the code of every rank. All ranks of `group` must call."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    mine = torch.tensor([code], dtype=torch.int32, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    return [int(t.item()) for t in everyone]
+
+
+def exchange(value: Any, group: Any = None) -> list[Any]:
+    """Return the value of every rank. All ranks of `group` must call."""
+    everyone: list[Any] = [None] * world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def raise_if_others_failed(reports: list[str | None], what: str) -> None:
+    """Raise on a rank that did not fail itself.
+
+    Args:
+        reports: error message of each rank, None where it succeeded.
+
+    Raises:
+        RankError: names each failed rank and its error.
+    """
+    failures = {rank: text for rank, text in enumerate(reports) if text is not None}
+    if failures and env.rank() not in failures:
+        lines = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+        raise RankError(f"{what} failed on another rank: {lines}", failures)

@@ -1,0 +1,299 @@
+"""One ORTModule under DeepSpeed: when its graphs are made, what is done to them, and what has run.
+
+A forward call of a rank goes through these steps; those with (*) concern all ranks of the ZeRO group::
+
+    call -> transition: ORT's check -> (*) vote -> export with stand-ins -> post-processing
+         -> graph_built: plan, rewrite -> session_created -> (*) exchange of digests or errors
+         -> run: gathers, reduces
+
+Under ZeRO-3 every call votes, since a rank that exports while another one gathers would hang both. Below ZeRO-3 the
+graph has no collectives: only the first training graph is agreed on, so that an export that fails on one rank stops
+all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from ort_zero import env
+from ort_zero.bridge import ops
+from ort_zero.bridge.plan import Plan, Weight
+from ort_zero.bridge.plan import plan as make_plan
+from ort_zero.bridge.rewrite import describe, rewrite
+from ort_zero.bridge.zero_parameters import DeepSpeedParameters, full_shape, is_partitioned
+from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.config import OrtModuleConfig
+from ort_zero.errors import ExportError
+from ort_zero.graph import agreement, outputs
+from ort_zero.graph.failures import explain
+from ort_zero.graph.standins import full_shape_weights, unchanged_buffers
+from ort_zero.log import get_logger
+
+
+@dataclass(slots=True)
+class GraphRecord:
+    """One graph that runs, or ran until it was exported again."""
+
+    mode: str
+    """``"training"`` or ``"inference"``."""
+    exports: int = 0
+    nodes: int = 0
+    python_ops: int = 0
+    seconds: float = 0.0
+    """Time from the decision to export until the session existed."""
+    bridge: str | None = None
+    runs: Counter = field(default_factory=Counter)
+    """Completed runs of the ORT session, by ``"forward"`` and ``"backward"``."""
+
+
+class Runtime:
+    """The seams of one ORTModule.
+
+    Args:
+        module: the user's module.
+        config: the section's ``ortmodule`` part.
+        stage: ZeRO stage of the engine.
+    """
+
+    def __init__(self, module: torch.nn.Module, config: OrtModuleConfig, stage: int):
+        self.module = module
+        self.config = config
+        self.stage = stage
+        self.group: Any = None
+        self.prefetch_elements = 0
+        self.on_fallback: Callable[[], None] | None = None
+        self.records = {True: GraphRecord("training"), False: GraphRecord("inference")}
+        self.tables: dict[bool, ops.Table] = {}
+        self.fallback_reason: str | None = None
+        self._agreed_once = False
+        self._must_vote = self._must_exchange = self._exporting = False
+        self._started = 0.0
+        self._pending_digest: str | None = None
+        self._busy = False
+
+    # -- the seams, in the order in which a call meets them ---------------------------------------------------------
+
+    def call(self, manager: ort_compat.ManagerView, run: Callable[[], Any]) -> Any:
+        """Run a forward call; an error that is not the user's own becomes one clear error on all ranks."""
+        self._must_vote = self._must_exchange = self._exporting = False
+        if self.fallback_reason is not None:
+            return run()
+        try:
+            result = run()
+        except BaseException as error:
+            raise self._failed(manager, error) from error
+        if manager.fell_back is not None:
+            # never reached with "raise": ORT has run the module in PyTorch already
+            self._note_fallback(manager.fell_back)
+        return result
+
+    def transition(self, manager: ort_compat.ManagerView, proceed: Callable[[], Any]) -> Any:
+        """Surround ORT's decision to export."""
+        several = agreement.world_size(self.group) > 1
+        self._must_vote = several and (self.stage == 3 or (manager.training and not self._agreed_once))
+        self._started = time.perf_counter()
+        self._refuse_unsupported()
+        return proceed()
+
+    def needs_export(self, verdict: bool) -> bool:
+        """Return True on all ranks if one of them has to export."""
+        if self._must_vote:
+            codes = agreement.votes(int(verdict), self.group)
+            self._must_vote = False
+            if agreement.FAILED in codes:
+                agreement.raise_if_others_failed(agreement.exchange(None, self.group), "preparing the inputs")
+            verdict = any(codes)
+            self._must_exchange = verdict
+        self._exporting = self._exporting or verdict
+        return verdict
+
+    @contextlib.contextmanager
+    def exporting(self, flattened_module: torch.nn.Module):
+        """Hold stand-ins and keep the buffers while the module is traced."""
+        with unchanged_buffers(flattened_module), full_shape_weights(flattened_module):
+            yield
+
+    def flatten_outputs(self, value: Any, device: Any) -> tuple[list[torch.Tensor], Any]:
+        """Take the module's outputs apart; training leaves caches of keys and values out."""
+        return outputs.flatten(value, drop_caches=self.module.training)
+
+    def restore_outputs(self, tensors: Any, schema: Any) -> Any:
+        """Put the module's outputs together."""
+        return outputs.unflatten(tensors, schema)
+
+    def graph_built(self, manager: ort_compat.ManagerView) -> None:
+        """Rewrite the new graph if the module's weights are partitioned."""
+        record = self.records[manager.training]
+        self.tables.pop(manager.training, None)
+        self._pending_digest = "no bridge"
+        parameters = dict(manager.flattened_module.named_parameters())
+        partitioned = {n: p for n, p in parameters.items() if is_partitioned(p)}
+        if partitioned:
+            plan = make_plan(manager.model, _weights(partitioned), training=manager.training)
+            self._install(manager, plan, partitioned)
+            record.bridge = describe(plan)
+            self._pending_digest = plan.digest()
+        model = manager.model
+        record.nodes = len(model.graph.node)
+        record.python_ops = sum(node.op_type == "PythonOp" for node in model.graph.node)
+        record.exports += self._exporting
+        self._save(manager, model)
+
+    def session_created(self, manager: ort_compat.ManagerView) -> None:
+        """Agree with the other ranks on the new graph, and watch its runs."""
+        if self._must_exchange:
+            self._exchange(self._pending_digest, None)
+            self._agreed_once = True
+        record = self.records[manager.training]
+        record.seconds = time.perf_counter() - self._started
+        table = self.tables.get(manager.training)
+
+        def around(phase: str, run: Callable[[], Any]) -> Any:
+            try:
+                result = run()
+            except BaseException as error:
+                raise _own_error(table, error) from None
+            record.runs[phase] += 1
+            return result
+
+        manager.guard_agent(around)
+        bridge = f", {record.bridge}" if record.bridge else ""
+        get_logger().info(
+            "%s %s graph ready in %.1f s: %d nodes, %d PythonOps%s",
+            type(self.module).__name__, record.mode, record.seconds, record.nodes, record.python_ops, bridge,
+        )  # fmt: skip
+
+    def add_inputs(self, trigger: str, inputs: dict, device: Any) -> None:
+        """Add the trigger; it requires grad, so that autograd calls the backward."""
+        inputs[trigger] = torch.zeros(1, device=device).requires_grad_()
+
+    # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _install(self, manager: ort_compat.ManagerView, plan: Plan, parameters: dict[str, Any]) -> None:
+        ops.register(ort_compat.register_function)
+        table = ops.Table(plan, parameters, DeepSpeedParameters(), self.prefetch_elements)
+        model, gradient = rewrite(manager.model, plan, table=table.number, training=manager.training)
+        manager.model = model
+        manager.drop_graph_inputs(set(plan.weights), "ort_zero_trigger", gradient)
+        self.tables[manager.training] = table
+
+    def _refuse_unsupported(self) -> None:
+        """Raise for a module that is known to fail, before minutes are spent on its export."""
+        for name, child in self.module.named_modules():
+            if getattr(child, "gradient_checkpointing", False) is True and child.training:
+                raise ExportError(
+                    f"{type(self.module).__name__}: submodule {name or 'itself'} has torch activation checkpointing "
+                    "on, which cannot be exported; call model.gradient_checkpointing_disable()"
+                )
+        if self.records[True].exports or self.records[False].exports:
+            return
+        for name, parameter in self.module.named_parameters():
+            if parameter.device.type == "cpu" and parameter.dtype in (torch.float16, torch.bfloat16):
+                kind = str(parameter.dtype).removeprefix("torch.")
+                raise ExportError(
+                    f"parameter {name} is {kind}, and ONNX Runtime's CPU provider has no {kind} kernels for training; "
+                    f'train in fp32 (drop "{"bf16" if kind == "bfloat16" else "fp16"}" from the DeepSpeed config), '
+                    'use a GPU, or set "ort_zero": {"ortmodule": {"enabled": false}}'
+                )
+
+    def _exchange(self, digest: str | None, error: str | None) -> None:
+        self._must_exchange = False
+        reports = agreement.exchange((digest, error), self.group)
+        agreement.raise_if_others_failed([r[1] for r in reports], "building the ONNX graph")
+        digests = [r[0] for r in reports]
+        if error is None and self.stage == 3 and len(set(digests)) > 1:
+            odd = [rank for rank, d in enumerate(digests) if d != digests[0]]
+            raise ExportError(
+                f"ranks {odd} built a graph with other weights or another order than rank 0, so their collectives "
+                "would not match: give every rank inputs of one structure (the same arguments, None or not)"
+            )
+
+    def _failed(self, manager: ort_compat.ManagerView, error: BaseException) -> BaseException:
+        """Tell the ranks that wait for this one, leave a clean state, return the error to raise."""
+        for table in self.tables.values():
+            with contextlib.suppress(Exception):
+                table.drain()
+        building = self._must_vote or self._must_exchange or self._exporting
+        clear = explain(error, self.module) if building else error
+        waiting, self._must_vote = self._must_vote, False
+        if waiting:
+            agreement.votes(agreement.FAILED, self.group)
+            agreement.exchange(str(clear), self.group)
+        elif self._must_exchange:
+            self._exchange(None, str(clear))
+        if building:
+            manager.forget_graph()
+            self.tables.pop(manager.training, None)
+        return clear
+
+    def _note_fallback(self, error: BaseException) -> None:
+        self.fallback_reason = str(explain(error, self.module))
+        get_logger().warning("running in PyTorch: %s", self.fallback_reason)
+
+    def _save(self, manager: ort_compat.ManagerView, model: onnx.ModelProto) -> None:
+        if self.config.save_onnx is None or env.rank() != 0:
+            return
+        folder = Path(self.config.save_onnx)
+        os.makedirs(folder, exist_ok=True)
+        onnx.save(model, folder / f"rewritten_{self.records[manager.training].mode}.onnx")
+
+    def status(self) -> dict[str, Any]:
+        """Return what runs and why, as plain values."""
+        graphs = {}
+        for training, record in self.records.items():
+            if not record.exports:
+                continue
+            table = self.tables.get(training)
+            graphs[record.mode] = {
+                "exports": record.exports,
+                "nodes": record.nodes,
+                "python_ops": record.python_ops,
+                "seconds": round(record.seconds, 3),
+                "bridge": record.bridge,
+                "runs": dict(record.runs),
+                "gathers": table.counters.gathers if table else 0,
+                "gathered_elements": table.counters.gathered_elements if table else 0,
+                "reduces": table.counters.reduces if table else 0,
+            }
+        return {
+            "module": type(self.module).__name__,
+            "zero_stage": self.stage,
+            "backend": "torch" if self.fallback_reason else "onnxruntime",
+            "fallbacks": int(self.fallback_reason is not None),
+            "fallback_reason": self.fallback_reason,
+            "graphs": graphs,
+        }
+
+
+def _weights(parameters: dict[str, Any]) -> dict[str, Weight]:
+    return {
+        name: Weight(
+            name=name,
+            shape=full_shape(p),
+            elem_type=ort_compat.onnx_type(p.dtype),
+            trainable=p.requires_grad,
+        )
+        for name, p in parameters.items()
+    }
+
+
+def _own_error(table: ops.Table | None, error: BaseException) -> BaseException:
+    """Return the error that a node raised, rather than ORT's words about it."""
+    if table is None:
+        return error
+    own, table.error = table.error, None
+    if own is None:
+        return error
+    with contextlib.suppress(Exception):
+        table.drain()
+    return own

@@ -1,0 +1,51 @@
+"""ONNX symbolics that the exporter or ORT lacks on this stack, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ort_zero.compat.torch_onnx import Symbolic
+
+
+def embedding(g: Any, weight: Any, indices: Any, padding_idx: Any, scale_grad_by_freq: Any, sparse: Any) -> Any:
+    """Export ``aten::embedding`` as an ATen node, whatever the weight's size at export.
+
+    A weight that ZeRO-3 partitioned has size (0): then only the rank of the output is known, not its last dimension.
+    """
+    out = g.op(
+        "org.pytorch.aten::ATen", weight, indices, padding_idx, scale_grad_by_freq, sparse, operator_s="embedding"
+    )
+    sizes = Symbolic.sizes(weight)
+    width = sizes[1] if sizes is not None and len(sizes) == 2 else None
+    index_sizes = Symbolic.sizes(indices)
+    kind = weight.type()
+    if index_sizes is not None and hasattr(kind, "with_sizes"):
+        out.setType(kind.with_sizes([*index_sizes, width]))
+    elif hasattr(kind, "with_sizes"):
+        # nothing about the shape is known: keep the element type alone, never the weight's own shape
+        out.setType(kind.with_sizes(None))
+    return out
+
+
+def diff(g: Any, self: Any, n: Any, dim: Any, prepend: Any, append: Any) -> Any:
+    """Export ``aten::diff`` of any order as slices and subtractions."""
+    order = Symbolic.integer(n, "n")
+    axis = Symbolic.integer(dim, "dim")
+    parts = [part for part in (prepend, self, append) if not Symbolic.is_none(part)]
+    value = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else self
+    is_bool = self.type().scalarType() == "Bool"
+    for _ in range(order):
+        later = Symbolic.slice(g, value, axis, 1, 2**63 - 1)
+        earlier = Symbolic.slice(g, value, axis, 0, -1)
+        value = g.op("Xor", later, earlier) if is_bool else g.op("Sub", later, earlier)
+    return value
+
+
+TABLE: dict[str, Callable] = {"::embedding": embedding, "::diff": diff}
+"""``"::name"`` of an ATen operator to its symbolic; wins over ORT's own."""
+
+
+def install(ort_table: dict[str, Callable]) -> None:
+    """Put :data:`TABLE` into ORT's table of symbolics, which every ORTModule registers."""
+    ort_table.update(TABLE)

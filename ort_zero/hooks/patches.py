@@ -1,0 +1,106 @@
+"""The patches that bring ZeRO-3's hooks under ort_zero, for a :class:`~ort_zero.patching.PatchSet`.
+
+An offload keeps the mode it was set up in (see :mod:`ort_zero.hooks.mode`), so that hooks which are registered again
+later, as TRL and ``deepspeed.runtime.zero.unwrap_model_for_generation`` do, go the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ort_zero.compat import deepspeed_hooks
+from ort_zero.hooks import mode
+from ort_zero.patching import Patch, defined_in
+
+_MODE = "_ort_zero_mode"
+_SUBSCRIBER = "_ort_zero_subscriber"
+
+
+def mode_of(offload: Any) -> str | None:
+    """Return the mode in which the hooks of `offload` were set up."""
+    return vars(offload).get(_MODE)
+
+
+def switch(offload: Any, new_mode: str) -> None:
+    """Remove the module hooks of `offload` and register them anew for `new_mode`, ``"torch"`` or ``"ort"``.
+
+    To be called between steps, on every rank.
+
+    Raises:
+        ValueError: `new_mode` is something else.
+    """
+    if mode.check(new_mode) is None:
+        raise ValueError("hooks cannot be switched to mode None: there is no ort_zero section to return from")
+    deepspeed_hooks.unregister(offload)
+    setattr(offload, _MODE, new_mode)
+    deepspeed_hooks.register_root(offload)
+
+
+def _subscriber(offload: Any) -> Any:
+    found = vars(offload).get(_SUBSCRIBER)
+    if found is None:
+        from ort_zero.hooks.zero_offload import ZeROOffloadSubscriber
+
+        found = ZeROOffloadSubscriber(offload)
+        setattr(offload, _SUBSCRIBER, found)
+    return found
+
+
+def _build_setup(original: Callable) -> Callable:
+    def setup_zero_stage3_hooks(self: Any) -> None:
+        """Set hooks up for the engine that will run the model."""
+        current = mode.current()
+        setattr(self, _MODE, current)
+        if current is None:
+            original(self)
+            return
+        self.hierarchy = 0
+        hooks = _subscriber(self).hooks
+        self.fwd_pre_hook = self.module.register_forward_pre_hook(hooks.start_of_forward)
+        deepspeed_hooks.register_root(self)
+        deepspeed_hooks.push_root(self)
+
+    return setup_zero_stage3_hooks
+
+
+def _build_register(original: Callable) -> Callable:
+    def _register_deepspeed_module(self: Any, module: Any, count: list[int] | None = None) -> None:
+        """Register hooks on `module` and below, in the mode that this offload was set up in."""
+        if count is None:
+            count = deepspeed_hooks.shared_count(original)
+        current = mode_of(self)
+        if current is None:
+            original(self, module, count)
+            return
+        deepspeed_hooks.number_modules(self, module, count)
+        if current == "torch":
+            _subscriber(self).register(module)
+
+    return _register_deepspeed_module
+
+
+def _guard(probe: Callable[[Callable], Any]) -> Callable[[Any], None]:
+    ours = defined_in(deepspeed_hooks.MODULE)
+
+    def guard(original: Any) -> None:
+        ours(original)
+        probe(original)
+
+    return guard
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target=deepspeed_hooks.SETUP_TARGET,
+        build=_build_setup,
+        why="ZeRO-3 hooks fit the engine that runs the model",
+        guard=_guard(deepspeed_hooks.probe_setup),
+    ),
+    Patch(
+        target=deepspeed_hooks.REGISTER_TARGET,
+        build=_build_register,
+        why="ZeRO-3 hooks that are registered again stay with that engine",
+        guard=_guard(deepspeed_hooks.probe),
+    ),
+)

@@ -1,0 +1,139 @@
+"""Switches the plugin on and off, and says what it does.
+
+Nothing heavy is imported at module level: :func:`autoload` runs at the end of every ``import torch``.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+from ort_zero import env
+from ort_zero.errors import PatchError
+
+_HOOKED_MODULE = "deepspeed.runtime.engine"
+_sets: dict[str, Any] = {}
+_runtimes: weakref.WeakSet = weakref.WeakSet()
+_state: dict[str, Any] = {"armed": False, "auto_error": None}
+
+
+def autoload() -> None:
+    """Arm the hook that enables ort_zero when DeepSpeed's engine is imported. Never raises.
+
+    Called by torch through the entry point ``torch.backends``; an exception here would break ``import torch``.
+    """
+    try:
+        if env.disabled() or _state["armed"]:
+            return
+        from wrapt.importer import register_post_import_hook
+
+        _state["armed"] = True
+        register_post_import_hook(_enable_quietly, _HOOKED_MODULE)
+    except Exception as error:
+        _state["auto_error"] = f"{type(error).__name__}: {error}"
+
+
+def _enable_quietly(module: Any) -> None:
+    """Enable; on failure leave DeepSpeed as it is, say so once, and keep the reason for :func:`status`."""
+    try:
+        enable()
+    except Exception as error:
+        _state["auto_error"] = str(error)
+        from ort_zero.log import get_logger
+
+        get_logger().warning("not enabled, DeepSpeed is left as it is: %s", error)
+
+
+def enable() -> None:
+    """Patch DeepSpeed, all or nothing; a second call does nothing. ``ORT_ZERO_DISABLE=1`` makes it do nothing.
+
+    Raises:
+        UnsupportedVersionError: DeepSpeed is missing or out of range.
+        PatchError: an engine exists already, DeepSpeed's code has an unknown shape, or another library patched it.
+    """
+    if env.disabled() or is_enabled():
+        return
+    from ort_zero.compat import versions
+
+    versions.require("zero")
+    _refuse_late()
+    from ort_zero import engine
+    from ort_zero.hooks import patches as hook_patches
+    from ort_zero.patching import PatchSet
+
+    wanted = PatchSet("deepspeed", (*engine.PATCHES, *hook_patches.PATCHES))
+    wanted.apply()
+    _sets["deepspeed"] = wanted
+    _state["auto_error"] = None
+
+
+def disable() -> None:
+    """Put back the very objects that were there. Engines that exist keep running as they are.
+
+    Raises:
+        PatchError: somebody patched one of our targets after us; nothing is changed then.
+    """
+    for name in ("onnxruntime", "deepspeed"):
+        if name in _sets:
+            _sets[name].restore()
+            del _sets[name]
+
+
+def is_enabled() -> bool:
+    """Return True between :func:`enable` and :func:`disable`."""
+    return "deepspeed" in _sets
+
+
+def patch_ortmodule() -> None:
+    """Apply the patches of ORTModule; called when the first model is wrapped, since it imports onnxruntime."""
+    if "onnxruntime" in _sets:
+        return
+    from ort_zero.compat import ortmodule
+    from ort_zero.graph import symbolics
+    from ort_zero.patching import PatchSet
+
+    ortmodule.import_ortmodule()
+    wanted = PatchSet("onnxruntime", ortmodule.patches())
+    wanted.apply()
+    symbolics.install(ortmodule.symbolics())
+    _sets["onnxruntime"] = wanted
+
+
+def register(runtime: Any) -> None:
+    """Make a model's runtime show in :func:`status` for as long as it lives."""
+    _runtimes.add(runtime)
+
+
+def status() -> dict[str, Any]:
+    """Return what is patched, which graph runs, and why, as plain values.
+
+    Keys: ``enabled``, ``reason`` (why not, or None), ``patches`` (targets), ``models`` (one for each engine whose
+    section asks for ONNX Runtime: backend, graphs, runs, gathers, reduces, fallback reason) and ``fallbacks`` (sum).
+    """
+    models = [runtime.status() for runtime in _runtimes]
+    reason = "ORT_ZERO_DISABLE is set" if env.disabled() else _state["auto_error"]
+    return {
+        "enabled": is_enabled(),
+        "reason": reason,
+        "patches": [target for patch_set in _sets.values() for target in patch_set.targets()],
+        "models": models,
+        "fallbacks": sum(model["fallbacks"] for model in models),
+    }
+
+
+def _refuse_late() -> None:
+    """Raise if a DeepSpeed engine was made before: its hooks are in place, it would be half ours."""
+    module = sys.modules.get(_HOOKED_MODULE)
+    engine_class = getattr(module, "DeepSpeedEngine", None)
+    if engine_class is None:
+        return
+    import gc
+
+    if any(issubclass(type(obj), engine_class) for obj in gc.get_objects()):
+        raise PatchError(
+            "ort_zero.enable() was called after a DeepSpeed engine had been made; call it before "
+            "deepspeed.initialize() (or let the entry point do it: install ort_zero with pip)"
+        )
+
+

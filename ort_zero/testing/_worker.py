@@ -1,0 +1,81 @@
+"""One rank of :func:`ort_zero.testing.ranks.run_on_ranks`: ``python -m ort_zero.testing._worker FOLDER``."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import runpy
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def load(module_name: str | None, path: str | None, qualname: str) -> Callable[..., Any]:
+    """Return the function `qualname` of the module `module_name`, or of the file `path`."""
+    if path is None:
+        found: Any = importlib.import_module(module_name)
+    else:
+        name = module_name or Path(path).stem
+        if name == "__main__":  # its ``if __name__ == "__main__"`` block must not run again
+            name = "__mp_main__"
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        spec = importlib.util.spec_from_file_location(name, path)
+        found = importlib.util.module_from_spec(spec)
+        sys.modules[name] = found  # pickle looks a result's class up here
+        spec.loader.exec_module(found)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def write(path: Path, payload: Any) -> None:
+    """Write `payload` so that whoever sees the file sees all of it."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(pickle.dumps(payload))
+    temporary.replace(path)
+
+
+def main(folder: Path) -> int:
+    """Run this rank's function, leave its result or its traceback in `folder`, return the exit code."""
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        spec = pickle.loads((folder / "spec.pkl").read_bytes())
+        sys.path.extend(entry for entry in spec["sys_path"] if entry not in sys.path)
+        args = pickle.loads(spec["args"])
+        if spec["qualname"] is None:
+            sys.argv = [spec["path"], *map(str, args)]
+            runpy.run_path(spec["path"], run_name="__main__")
+            result = None
+        else:
+            result = load(spec["module"], spec["path"], spec["qualname"])(*args)
+        write(folder / f"rank_{rank}.result", result)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            write(folder / f"rank_{rank}.result", None)
+        else:
+            write(folder / f"rank_{rank}.error", (time.monotonic(), traceback.format_exc()))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # No orderly exit: it may wait for peers, in a collective that this rank will never join.
+            os._exit(1)
+    # Rank 0 serves the store of the process group: nobody leaves before all are done. Should a rank fail, the parent
+    # ends this wait.
+    while not all((folder / f"rank_{r}.result").exists() for r in range(world_size)):
+        time.sleep(0.02)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

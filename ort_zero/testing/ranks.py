@@ -1,0 +1,185 @@
+"""Runs a function on several ranks, each a real process, and brings back what each returned.
+
+    from ort_zero.testing.ranks import run_on_ranks
+
+    def train(steps):
+        deepspeed.init_distributed("gloo")
+        ...
+        return losses
+
+    first, second = run_on_ranks(train, 2, 10)
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+_TAIL = 4000
+
+
+def free_port() -> int:
+    """Return a TCP port of this machine that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def run_on_ranks(
+    target: Callable[..., Any] | str,
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run `target` on `world_size` new processes and return their results in the order of ranks.
+
+    Each process gets what a launcher sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
+    ``MASTER_ADDR``, ``MASTER_PORT``) and one thread; a process group that the function leaves behind is destroyed.
+    No process outlives the call.
+
+    Args:
+        target: a function at the top level of a module or file, its name as ``"module:name"`` or ``"file.py:name"``,
+            or a script ``"file.py"``, which gets `args` as its command line and returns None.
+        world_size: number of ranks.
+        args: arguments; they and the results must be picklable.
+        timeout: seconds for everything, start of the processes included.
+        env: more environment variables.
+
+    Raises:
+        RuntimeError: a rank failed (with the traceback of the one that failed first), or time ran out (with what each
+            rank was doing).
+    """
+    with tempfile.TemporaryDirectory(prefix="ort_zero_ranks_") as name:
+        folder = Path(name)
+        (folder / "spec.pkl").write_bytes(pickle.dumps(_spec(target, args)))
+        processes = _start(folder, world_size, env or {})
+        try:
+            _wait(folder, processes, timeout)
+        finally:
+            _kill(processes)
+        return [pickle.loads((folder / f"rank_{rank}.result").read_bytes()) for rank in range(world_size)]
+
+
+def _spec(target: Callable[..., Any] | str, args: tuple) -> dict[str, Any]:
+    # Arguments are pickled apart: their classes may live where only the extended sys.path of the worker leads.
+    spec: dict[str, Any] = {"module": None, "path": None, "qualname": None, "args": pickle.dumps(args)}
+    spec["sys_path"] = [os.path.abspath(entry) for entry in sys.path]
+    if isinstance(target, str):
+        place, colon, qualname = target.rpartition(":")
+        if not colon or qualname.endswith(".py"):
+            place, qualname = target, None
+        key = "path" if place.endswith(".py") else "module"
+        if qualname is None and key == "module":
+            raise ValueError(f"{target!r} is neither 'module:function' nor a file that ends in .py")
+        spec[key] = os.path.abspath(place) if key == "path" else place
+        spec["qualname"] = qualname
+        return spec
+    spec["qualname"] = target.__qualname__
+    if "<" in target.__qualname__:
+        raise ValueError(f"{target.__qualname__} is not at the top level of a module: another process cannot find it")
+    spec["module"] = target.__module__
+    if "." not in target.__module__:
+        # A test file or a script: its module name means nothing to another process, its path does.
+        spec["path"] = os.path.abspath(inspect.getsourcefile(target))
+    return spec
+
+
+def _start(folder: Path, world_size: int, extra: Mapping[str, str]) -> list[subprocess.Popen]:
+    package_home = str(Path(__file__).resolve().parents[2])
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_home, env.get("PYTHONPATH"))))
+    env.update(
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+        OMP_NUM_THREADS="1",
+    )
+    env.update(extra)
+    processes: list[subprocess.Popen] = []
+    try:
+        for rank in range(world_size):
+            with open(folder / f"rank_{rank}.output", "wb") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "ort_zero.testing._worker", str(folder)],
+                    env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # so that its own children can be ended with it
+                )
+            processes.append(process)
+    except BaseException:
+        _kill(processes)
+        raise
+    return processes
+
+
+def _wait(folder: Path, processes: list[subprocess.Popen], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes):
+            time.sleep(0.2)  # a rank that failed first may be seen second
+            _raise_failure(folder, processes)
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            _raise_timeout(folder, processes, timeout)
+        time.sleep(0.05)
+
+
+def _raise_failure(folder: Path, processes: list[subprocess.Popen]) -> None:
+    errors = []
+    for rank in range(len(processes)):
+        path = folder / f"rank_{rank}.error"
+        if path.exists():
+            moment, text = pickle.loads(path.read_bytes())
+            errors.append((moment, rank, text))
+    dead = [rank for rank, p in enumerate(processes) if p.poll() and not (folder / f"rank_{rank}.error").exists()]
+    if dead:  # killed or crashed: what the others report is only that this one is gone
+        rank = dead[0]
+        code = processes[rank].returncode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        raise RuntimeError(f"rank {rank} of {len(processes)} {how}\n{_output(folder, rank)}")
+    _, rank, text = min(errors)
+    raise RuntimeError(f"rank {rank} of {len(processes)} failed:\n{text}\n{_output(folder, rank)}")
+
+
+def _raise_timeout(folder: Path, processes: list[subprocess.Popen], timeout: float) -> None:
+    running = [rank for rank, process in enumerate(processes) if process.poll() is None]
+    if hasattr(signal, "SIGUSR1"):
+        for rank in running:
+            processes[rank].send_signal(signal.SIGUSR1)  # makes it print where it is
+        time.sleep(0.5)
+    outputs = "\n".join(_output(folder, rank) for rank in range(len(processes)))
+    unfinished = [rank for rank in running if not (folder / f"rank_{rank}.result").exists()]
+    raise RuntimeError(f"ranks {unfinished} of {len(processes)} did not finish within {timeout} s\n{outputs}")
+
+
+def _output(folder: Path, rank: int) -> str:
+    text = (folder / f"rank_{rank}.output").read_text(errors="replace").strip()
+    if len(text) > _TAIL:
+        text = "..." + text[-_TAIL:]
+    return f"--- output of rank {rank} ---\n{text or '(none)'}"
+
+
+def _kill(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # the group, even if its leader ended: it may have left children
+        except (ProcessLookupError, PermissionError):
+            pass
+    for process in processes:
+        process.wait()

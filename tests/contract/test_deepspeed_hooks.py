@@ -1,0 +1,296 @@
+"""The installed DeepSpeed has the hook code that ort_zero rebinds."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+parameter_offload = pytest.importorskip("deepspeed.runtime.zero.parameter_offload")
+
+from ort_zero.compat import deepspeed_hooks  # noqa: E402
+from ort_zero.errors import PatchError  # noqa: E402
+from ort_zero.hooks import mode  # noqa: E402
+from ort_zero.hooks.patches import PATCHES, mode_of, switch  # noqa: E402
+from ort_zero.hooks.zero_offload import AfterBackward, BeforeBackward, Side  # noqa: E402
+from ort_zero.patching import MARKER, PatchSet, resolve  # noqa: E402
+
+Offload = parameter_offload.DeepSpeedZeRoOffload
+
+
+class Coordinator:
+    """Counts what is asked of it."""
+
+    def __init__(self):
+        self.invalid = False
+        self.resets = 0
+
+    def is_invalid_trace(self):
+        return self.invalid
+
+    def _invalidate_trace(self):
+        self.invalid = True
+
+    def reset_step(self):
+        self.resets += 1
+
+
+class Calls(Offload):
+    """A real offload without its constructor; the gathering and releasing is written down only."""
+
+    def __init__(self, module):
+        self.module = module
+        self.param_coordinator = Coordinator()
+        self.forward_hooks = []
+        self.backward_hooks = []
+        self.calls = []
+        for each in module.modules():
+            each._external_params = {}
+
+    def pre_sub_module_forward_function(self, module):
+        parameter_offload.FWD_MODULE_STACK.append(module)
+        self.calls.append(("gather", module.ds_id))
+
+    def post_sub_module_forward_function(self, module):
+        self.calls.append(("release", module.ds_id))
+
+    def pre_sub_module_backward_function(self, module):
+        self.calls.append(("gather for backward", module.ds_id))
+
+    def post_sub_module_backward_function(self, module):
+        self.calls.append(("release after backward", module.ds_id))
+
+
+@pytest.fixture
+def patched():
+    patches = PatchSet("zero3 hooks", PATCHES)
+    patches.apply()
+    yield patches
+    patches.restore()
+
+
+@pytest.fixture(autouse=True)
+def clean_state():
+    count = deepspeed_hooks.shared_count(Offload._register_deepspeed_module)
+    stack, first = list(parameter_offload.FWD_MODULE_STACK), count[0]
+    yield
+    parameter_offload.FWD_MODULE_STACK[:] = stack
+    count[0] = first
+
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear(5, 2)))
+
+
+def hooks_on(module):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+
+def test_installed_code_passes_the_probe():
+    shape = deepspeed_hooks.probe(Offload._register_deepspeed_module)
+    assert shape.free_variables("_post_forward_module_hook") == ("self",)
+    deepspeed_hooks.probe_setup(Offload.setup_zero_stage3_hooks)
+
+
+def test_rebound_functions_run_deepspeeds_code_with_closures_by_name():
+    offload = Calls(net())
+    register = Offload._register_deepspeed_module
+    hooks = deepspeed_hooks.rebind(offload)
+    constants = [const for const in register.__code__.co_consts if hasattr(const, "co_code")]
+    assert hooks.pre_backward.__code__ in constants
+    assert hooks.pre_backward.__globals__ is vars(parameter_offload)
+    assert hooks.pre_backward.__closure__[0].cell_contents.__name__ == "_bwd_hook_unexpected_inputs_msg"
+    assert "unknown inputs" in hooks.pre_backward.__closure__[0].cell_contents(3)
+    inner = hooks.run_before_backward.__closure__[0].cell_contents  # DeepSpeed's nvtx wrapper keeps it in a cell
+    assert inner.__code__ in constants
+    assert inner.__closure__[0].cell_contents is offload
+    module = offload.module
+    module.ds_id = 7
+    hooks.pre_forward(module, ())
+    hooks.start_of_forward(module, ())
+    assert offload.calls == [("gather", 7)]
+    assert offload.param_coordinator.resets == 1
+
+
+def test_patches_apply_and_restore_the_very_objects():
+    before = {patch.target: resolve(patch.target)[2] for patch in PATCHES}
+    patches = PatchSet("zero3 hooks", PATCHES)
+    patches.apply()
+    for patch in PATCHES:
+        found = resolve(patch.target)[2]
+        assert getattr(found, MARKER) == patch.target
+        assert found.__wrapped__ is before[patch.target]
+    patches.restore()
+    for patch in PATCHES:
+        assert resolve(patch.target)[2] is before[patch.target]
+
+
+def test_a_strangers_patch_is_not_patched_over(monkeypatch):
+    monkeypatch.setattr(Offload, "setup_zero_stage3_hooks", lambda self: None)
+    patches = PatchSet("zero3 hooks", PATCHES)
+    with pytest.raises(PatchError, match="already patched by"):
+        patches.apply()
+    assert not patches.active
+
+
+def test_hooks_can_be_rebound_while_patched(patched):
+    assert deepspeed_hooks.rebind(Calls(net())).pre_forward is not None
+
+
+def run(offload, inputs):
+    """One forward and backward; what was gathered and released, and the gradients."""
+    loss = offload.module(inputs).square().sum()
+    loss.backward()
+    return list(offload.calls), [p.grad.clone() for p in offload.module.parameters()]
+
+
+def build(patches, use, leaf=False):
+    torch.manual_seed(0)
+    deepspeed_hooks.shared_count(Offload._register_deepspeed_module)[0] = 0
+    offload = Calls(net())
+    if leaf:
+        offload.module[1]._z3_leaf = True
+    if patches is not None:
+        patches.apply()
+    try:
+        with mode.use(use):
+            offload.setup_zero_stage3_hooks()
+    finally:
+        if patches is not None:
+            patches.restore()
+    return offload
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("use", ["torch", None])
+def test_same_calls_in_same_order_as_deepspeed(use, leaf):
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    theirs = build(None, None, leaf)
+    ours = build(PatchSet("zero3 hooks", PATCHES), use, leaf)
+    assert mode_of(ours) == use
+    assert [getattr(m, "ds_id", None) for m in ours.module.modules()] == [
+        getattr(m, "ds_id", None) for m in theirs.module.modules()
+    ]
+    assert hooks_on(ours.module) == hooks_on(theirs.module)
+    assert parameter_offload.FWD_MODULE_STACK[-1] is ours.module
+    parameter_offload.FWD_MODULE_STACK.pop()
+    their_calls, their_grads = run(theirs, inputs)
+    parameter_offload.FWD_MODULE_STACK.append(ours.module)
+    our_calls, our_grads = run(ours, inputs)
+    assert our_calls == their_calls
+    assert {name for name, _ in our_calls} == {
+        "gather", "release", "gather for backward", "release after backward"
+    }
+    assert all(map(torch.equal, our_grads, their_grads))
+    for name in ("applied_pre_backward_ref_cnt", "ds_grads_remaining"):
+        assert [getattr(m, name, None) for m in ours.module.modules()] == [
+            getattr(m, name, None) for m in theirs.module.modules()
+        ]
+    if leaf:
+        assert all(p.ds_z3_leaf_module is ours.module[1] for p in ours.module[1].parameters())
+
+
+def test_one_autograd_class_for_each_side(patched):
+    with mode.use("torch"):
+        offload = Calls(net())
+        offload.setup_zero_stage3_hooks()
+    for module in offload.module.modules():
+        assert isinstance(module.pre_bwd_fn, Side) and module.pre_bwd_fn.function is BeforeBackward
+        assert isinstance(module.post_bwd_fn, Side) and module.post_bwd_fn.function is AfterBackward
+
+
+def test_removal_leaves_nothing_and_registration_comes_back_the_same_way(patched):
+    with mode.use("torch"):
+        offload = Calls(net())
+        offload.setup_zero_stage3_hooks()
+    full = hooks_on(offload.module)
+    assert len(offload.forward_hooks) == 2 * 4
+    deepspeed_hooks.unregister(offload)
+    assert hooks_on(offload.module) == 1  # the start-of-forward hook
+    assert not any("pre_bwd_fn" in vars(m) or "post_bwd_fn" in vars(m) for m in offload.module.modules())
+    offload.param_coordinator.invalid = False
+    offload._register_deepspeed_module(offload.module)  # outside of mode.use
+    assert offload.param_coordinator.invalid
+    assert hooks_on(offload.module) == full
+    assert isinstance(offload.module.pre_bwd_fn, Side)
+    offload.destroy()
+    assert hooks_on(offload.module) == 0
+
+
+def test_a_second_offload_on_the_same_modules_gets_its_own_backward(patched):
+    model = net()
+    with mode.use("torch"):
+        first = Calls(model)
+        first.setup_zero_stage3_hooks()
+        first.destroy()
+        second = Calls(model)
+        second.setup_zero_stage3_hooks()
+    calls, _ = run(second, torch.ones(1, 3, requires_grad=True))
+    assert ("gather for backward", model.ds_id) in calls
+    assert first.calls == []
+
+
+def test_ort_mode_hooks_the_start_of_forward_only(patched):
+    with mode.use("ort"):
+        offload = Calls(net())
+        offload.setup_zero_stage3_hooks()
+    assert offload.hierarchy == 0
+    assert hooks_on(offload.module) == 1
+    assert all(m.ds_recompute_parameters == set() for m in offload.module.modules())
+    assert len({m.ds_id for m in offload.module.modules()}) == 5
+    offload.module(torch.ones(1, 3))
+    assert offload.calls == [] and offload.param_coordinator.resets == 1
+    offload._register_deepspeed_module(offload.module)
+    assert hooks_on(offload.module) == 1
+    switch(offload, "torch")
+    assert hooks_on(offload.module) == 1 + 4 * 5
+    switch(offload, "ort")
+    assert hooks_on(offload.module) == 1
+    offload.destroy()
+    assert hooks_on(offload.module) == 0
+
+
+def test_ort_mode_takes_a_module_that_delegates_to_another(patched):
+    class Wrapper(torch.nn.Module):
+        """Delegates the tree as onnxruntime's ORTModule does."""
+
+        def __init__(self, module):
+            super().__init__()
+            self.__dict__["wrapped"] = module
+            del self._modules
+
+        def named_children(self):
+            yield from self.wrapped.named_children()
+
+        def modules(self):
+            yield from self.wrapped.modules()
+
+        def forward(self, inputs):
+            return self.wrapped(inputs)
+
+        def __getattr__(self, name):
+            return getattr(self.__dict__["wrapped"], name)
+
+        def __setattr__(self, name, value):
+            setattr(self.wrapped, name, value) if "wrapped" in self.__dict__ else super().__setattr__(name, value)
+
+    wrapper = Wrapper(net())
+    with mode.use("ort"):
+        offload = Calls(wrapper)
+        offload.setup_zero_stage3_hooks()
+    wrapper(torch.ones(1, 3))
+    assert offload.param_coordinator.resets == 1
+    assert all(hasattr(m, "ds_id") for m in wrapper.modules())
+    offload.destroy()
+    wrapper(torch.ones(1, 3))
+    assert offload.param_coordinator.resets == 1
+
+
+def test_a_hooked_module_can_be_deep_copied_without_its_offload(patched):
+    with mode.use("torch"):
+        offload = Calls(net())
+        offload.unpicklable = (i for i in ())  # as process groups and streams are
+        offload.setup_zero_stage3_hooks()
+    twin = copy.deepcopy(offload.module)
+    assert twin.pre_bwd_fn.module is twin
