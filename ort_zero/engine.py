@@ -66,11 +66,9 @@ def _connect(engine: Any, runtime: Any) -> None:
 
 def _back_to_hooks(offload: Any) -> None:
     """Give a model that ORT could not run the hooks that PyTorch execution needs under ZeRO-3."""
-    offload.destroy()
-    offload.forward_hooks.clear()
-    offload.backward_hooks.clear()
-    with mode.use("torch"):
-        offload.setup_zero_stage3_hooks()
+    from ort_zero.hooks.patches import switch
+
+    switch(offload, "torch")
 
 
 def _refuse_half_on_cpu(ds_config: dict) -> None:

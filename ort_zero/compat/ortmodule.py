@@ -36,12 +36,12 @@ def import_ortmodule() -> Any:
     from ort_zero.compat import extensions
     from ort_zero.compat.torch_onnx import alias_exporter_modules
 
-    modules = extensions.load_modules()
+    extensions.load_modules()
     alias_exporter_modules()
     _silence_nvtx()
     import onnxruntime.training.ortmodule as package
 
-    extensions.install_into(package, modules)
+    extensions.install_into(package)
     _package = package
     return package
 
