@@ -5,6 +5,7 @@ Nothing heavy is imported at module level: :func:`autoload` runs at the end of e
 
 from __future__ import annotations
 
+import importlib
 import sys
 import weakref
 from typing import Any
@@ -58,6 +59,9 @@ def enable() -> None:
 
     versions.require("zero")
     _refuse_late()
+    importlib.import_module(_HOOKED_MODULE)
+    if is_enabled():
+        return  # the armed hook has just done it
     from ort_zero import engine
     from ort_zero.hooks import patches as hook_patches
     from ort_zero.patching import PatchSet

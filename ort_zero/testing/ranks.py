@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 _TAIL = 4000
+_STACK_TAIL = 20_000  # faulthandler prints the innermost frame first: a short tail would cut off the one that matters
 
 
 def free_port() -> int:
@@ -163,15 +164,15 @@ def _raise_timeout(folder: Path, processes: list[subprocess.Popen], timeout: flo
         for rank in running:
             processes[rank].send_signal(signal.SIGUSR1)  # makes it print where it is
         time.sleep(0.5)
-    outputs = "\n".join(_output(folder, rank) for rank in range(len(processes)))
+    outputs = "\n".join(_output(folder, rank, _STACK_TAIL) for rank in range(len(processes)))
     unfinished = [rank for rank in running if not (folder / f"rank_{rank}.result").exists()]
     raise RuntimeError(f"ranks {unfinished} of {len(processes)} did not finish within {timeout} s\n{outputs}")
 
 
-def _output(folder: Path, rank: int) -> str:
+def _output(folder: Path, rank: int, tail: int = _TAIL) -> str:
     text = (folder / f"rank_{rank}.output").read_text(errors="replace").strip()
-    if len(text) > _TAIL:
-        text = "..." + text[-_TAIL:]
+    if len(text) > tail:
+        text = "..." + text[-tail:]
     return f"--- output of rank {rank} ---\n{text or '(none)'}"
 
 

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 parameter_offload = pytest.importorskip("deepspeed.runtime.zero.parameter_offload")
 
+from ort_zero import plugin  # noqa: E402
 from ort_zero.compat import deepspeed_hooks  # noqa: E402
 from ort_zero.errors import PatchError  # noqa: E402
 from ort_zero.hooks import mode  # noqa: E402
@@ -17,6 +18,16 @@ from ort_zero.hooks.zero_offload import AfterBackward, BeforeBackward, Side  # n
 from ort_zero.patching import MARKER, PatchSet, resolve  # noqa: E402
 
 Offload = parameter_offload.DeepSpeedZeRoOffload
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stock_deepspeed():
+    """Take off what the entry point applied when DeepSpeed was imported, for the time of this module."""
+    enabled = plugin.is_enabled()
+    plugin.disable()
+    yield
+    if enabled:
+        plugin.enable()
 
 
 class Coordinator:

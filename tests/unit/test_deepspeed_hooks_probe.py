@@ -84,10 +84,10 @@ def test_the_known_shape_passes():
 
 
 def test_classes_of_the_form_without_setup_context_pass():
-    setup = "        @staticmethod\n        def setup_context(ctx, inputs, output):\n"
+    header = "        @staticmethod\n        def setup_context(ctx, inputs, output):\n            ctx.module = module\n"
     without = define(
-        (setup + "            ctx.module = module\n            ctx.pre_backward_function = _run_before_backward_function\n", ""),
-        (setup + "            ctx.module = module\n            ctx.post_backward_function = _run_after_backward_function\n", ""),
+        *((f"{header}            ctx.{side}_backward_function = _run_{when}_backward_function\n", "")
+          for side, when in (("pre", "before"), ("post", "after")))
     )
     deepspeed_hooks.probe(without)
 

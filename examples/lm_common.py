@@ -1,0 +1,138 @@
+"""What the examples share: English text, a small GPT-2, the lines they print. Nothing here knows ort_zero's hooks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
+
+VOCAB = 256  # one token per byte
+_HELD_OUT = 10  # one block in so many is kept for validation
+_BLOCK = 4096
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that every example takes."""
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, help="samples per rank and step; default: the DeepSpeed config's")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128, help="a multiple of 32")
+    parser.add_argument("--seq", type=int, default=128, help="tokens per sample")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", help="folder for a checkpoint at the end; default: none is saved")
+    parser.add_argument("--expect-ort", action="store_true", help="exit 1 unless ONNX Runtime ran every step")
+
+
+def load_text() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the training and the validation bytes: the prose of Python's own manual, which every CPython ships."""
+    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    blocks = [text[i : i + _BLOCK] for i in range(0, len(text), _BLOCK)]
+    parts = (
+        b"".join(b for i, b in enumerate(blocks) if i % _HELD_OUT),
+        b"".join(b for i, b in enumerate(blocks) if not i % _HELD_OUT),
+    )
+    train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
+    return train, held_out
+
+
+def make_batch(
+    text: torch.Tensor, *, step: int, batch: int, seq: int, seed: int, rank: int, world: int
+) -> torch.Tensor:
+    """Return this rank's samples of one step, ``[batch, seq]``; no two ranks draw the same ones."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(len(text) - seq, (world * batch,), generator=generator)[rank * batch : (rank + 1) * batch]
+    return torch.stack([text[start : start + seq] for start in starts.tolist()]).long()
+
+
+def make_model(*, layers: int, hidden: int, seq: int, seed: int) -> GPT2LMHeadModel:
+    """Return a GPT-2 with random weights, the same on every rank."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=seq,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=max(1, hidden // 32),
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks, as the process group says."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    """Return the mean of every rank's loss."""
+    total = loss.detach().float().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+        total /= dist.get_world_size()
+    return total.item()
+
+
+class StepPrinter:
+    """Prints one line per step on rank 0; the time runs from one call to the next."""
+
+    def __init__(self, steps: int):
+        self._steps = steps
+        self._start = time.perf_counter()
+
+    def __call__(self, step: int, loss: float) -> None:
+        now = time.perf_counter()
+        if rank_and_world()[0] == 0:
+            width = len(str(self._steps))
+            print(f"step {step:>{width}}/{self._steps}  loss {loss:.4f}  {now - self._start:.3f} s", flush=True)
+        self._start = time.perf_counter()
+
+
+def print_proof(forwards: int) -> bool:
+    """Print on rank 0 what executed the model; return True if ONNX Runtime did, in every training step.
+
+    Args:
+        forwards: number of training forwards that the example asked for.
+    """
+    try:
+        import ort_zero
+    except ImportError:
+        status: dict[str, Any] = {"models": [], "fallbacks": 0, "reason": "ort_zero is not installed"}
+    else:
+        status = ort_zero.status()
+    lines = []
+    proved = False
+    for model in status["models"]:
+        lines.append(f"backend: {model['backend']}, ZeRO stage {model['zero_stage']}")
+        for name, graph in model["graphs"].items():
+            runs = graph["runs"]
+            proved |= runs.get("forward", 0) >= forwards and runs.get("backward", 0) >= forwards
+            lines.append(
+                f"{name}: {graph['exports']} graph(s), {graph['nodes']} nodes, {graph['python_ops']} PythonOps, "
+                f"{runs.get('forward', 0)} forward and {runs.get('backward', 0)} backward runs, "
+                f"{graph['gathers']} gathers, {graph['reduces']} reduces"
+            )
+    if not status["models"]:
+        lines.append(f"backend: torch ({status['reason'] or 'the config asks for nothing else'})")
+    lines.append(f"fallbacks: {status['fallbacks']}")
+    if rank_and_world()[0] == 0:
+        print("\n".join(lines), flush=True)
+    return proved and status["fallbacks"] == 0
+
+
+def exit_status(proved: bool, args: argparse.Namespace) -> int:
+    """Return the exit status of the example, and say why it is not 0."""
+    if proved or not args.expect_ort:
+        return 0
+    print("error: --expect-ort was given, but ONNX Runtime did not run every step", file=sys.stderr)
+    return 1

@@ -1,0 +1,55 @@
+"""``ort-zero doctor``: says whether this machine can train in ONNX Runtime, and what to fix first."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from ort_zero import doctor
+from ort_zero.cli import print_json
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and return its parser."""
+    text = "show versions, compiler, extensions and providers, and the first thing to fix"
+    return subparsers.add_parser("doctor", help=text, description=text)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; return 1 if something must be fixed before ONNX Runtime can train, else 0."""
+    report = doctor.examine()
+    if args.json:
+        print_json({**dataclasses.asdict(report), "ok": report.ok})
+    else:
+        print(text_of(report))
+    return 0 if report.ok else 1
+
+
+def text_of(report: doctor.Report) -> str:
+    """Return the report as aligned lines."""
+    rows = [("", "", "found", "needed")]
+    for v in report.versions:
+        rows.append(("ok" if v.ok else "FIX", v.name, v.found or "missing", v.needed))
+    for name, version in (("accelerate", report.accelerate), ("transformers", report.transformers)):
+        rows.append(("ok" if version else "-", name, version or "missing", "(optional)"))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0))).rstrip() for row in rows]
+    extensions = f"{'built' if report.extensions_built else 'not built'}, {report.extensions_dir or 'nowhere yet'}"
+    facts = {
+        "python": report.python,
+        "platform": report.platform,
+        "compiler": report.compiler or "none",
+        "extensions": extensions,
+        "providers": ", ".join(report.providers) or "none",
+        "cores": f"{report.cores}, {report.threads_per_rank} thread(s) per rank",
+        "entry point": "installed" if report.entry_point else "not installed",
+    }
+    lines.append("")
+    lines += [f"{name.ljust(12)} {value}" for name, value in facts.items()]
+    lines.append("")
+    if report.problems:
+        lines += [f"problem: {problem.what}" for problem in report.problems]
+        lines.append(f"fix first: {report.first_fix}")
+    else:
+        lines.append("ready: models can be trained in ONNX Runtime")
+    return "\n".join(lines)

@@ -1,0 +1,84 @@
+"""The command ``ort-zero`` (also ``python -m ort_zero``).
+
+Exit status, the same for every command: 0 = done, or the same; 1 = a difference, a failed verification, something to
+fix; 2 = the command could not do its work (usage, bad input, a failed build).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ort_zero import __version__, env
+from ort_zero.cli import build, doctor, print_json
+from ort_zero.errors import OrtZeroError
+
+_COMMANDS = (doctor, build)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong usage in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see: {self.prog} --help)\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser with every command; each sets ``args.run``, a function of the arguments to the exit status."""
+    parser = _Parser(prog="ort-zero", description="DeepSpeed ZeRO in ONNX Runtime.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"ort-zero {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for command in _COMMANDS:
+        sub = command.add_parser(subparsers)
+        sub.allow_abbrev = False
+        sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error (or ORT_ZERO_DEBUG=1)")
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Args:
+        argv: arguments without the program's name; None takes the process's.
+    """
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.error("no command given")
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader of our output left; what is still buffered must not fail at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    except Exception as error:
+        return _report(error, args)
+
+
+def _report(error: Exception, args: argparse.Namespace) -> int:
+    """Say in one line what went wrong; with ``--debug`` in full. Returns the exit status."""
+    message = str(error).strip()
+    if not isinstance(error, (OrtZeroError, OSError)):
+        message = f"internal error, {type(error).__name__}: {message}"
+    if args.json:
+        print_json({"command": args.command, "error": message})
+    if args.debug or env.flag("ORT_ZERO_DEBUG"):
+        traceback.print_exception(error)
+    else:
+        first, _, rest = message.partition("\n")
+        hint = " (--debug shows all)" if rest else ""
+        print(f"ort-zero {args.command}: {first}{hint}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Examines whether this machine can train in ONNX Runtime.
+
+Everything is read from metadata and files, but for the execution providers: onnxruntime-training imports torch and
+DeepSpeed, which print to stdout, so a process of its own is asked, and only where the package is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from ort_zero import env
+from ort_zero.compat import extensions, versions
+from ort_zero.errors import BuildError
+
+_ASK_PROVIDERS = "import onnxruntime; print('providers', *onnxruntime.get_available_providers())"
+_ASK_SECONDS = 120
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that keeps models from being trained in ONNX Runtime."""
+
+    what: str
+    fix: str
+    """One command line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What :func:`examine` found."""
+
+    python: str
+    """Path of the interpreter."""
+    platform: str
+    versions: tuple[versions.Finding, ...]
+    accelerate: str | None
+    transformers: str | None
+    compiler: str | None
+    extensions_built: bool
+    extensions_dir: Path | None
+    """None if torch or onnxruntime-training is missing: their versions name the folder."""
+    providers: tuple[str, ...]
+    """Execution providers of onnxruntime; empty if it is missing or cannot be imported."""
+    cores: int
+    threads_per_rank: int
+    entry_point: bool
+    """True if ``import torch`` finds ort_zero."""
+    problems: tuple[Problem, ...]
+    first_fix: str | None
+    """The command that cures the first problem."""
+
+    @property
+    def ok(self) -> bool:
+        """True if nothing needs fixing."""
+        return not self.problems
+
+
+def examine() -> Report:
+    """Return what this machine has and lacks; raises nothing for what is missing."""
+    findings = versions.findings()
+    problems = [
+        Problem(what=f"{f.name} {f.found or 'is missing'}, needed: {f.needed}", fix=f.cure) for f in findings if not f.ok
+    ]
+    complete = not problems
+    built, directory = _extensions()
+    compiler, trouble = _compiler()
+    if not built:
+        if trouble is not None:
+            problems.append(trouble)
+        if directory is not None:
+            problems.append(Problem(what="the C++ extensions are not built", fix="ort-zero build"))
+    providers: tuple[str, ...] = ()
+    if complete:
+        providers, trouble = _providers()
+        if trouble is not None:
+            problems.append(trouble)
+    entry_point = _has_entry_point()
+    problems += _switched_off(entry_point)
+    return Report(
+        python=sys.executable,
+        platform=platform.platform(),
+        versions=findings,
+        accelerate=versions.installed("accelerate"),
+        transformers=versions.installed("transformers"),
+        compiler=compiler,
+        extensions_built=built,
+        extensions_dir=directory,
+        providers=providers,
+        cores=_cores(),
+        threads_per_rank=env.threads_per_rank(),
+        entry_point=entry_point,
+        problems=tuple(problems),
+        first_fix=problems[0].fix if problems else None,
+    )
+
+
+def _extensions() -> tuple[bool, Path | None]:
+    try:
+        return extensions.is_built(), extensions.extension_dir()
+    except BuildError:
+        return False, None
+
+
+def _compiler() -> tuple[str | None, Problem | None]:
+    """Return the compiler's command, and what hinders a build."""
+    try:
+        compiler = " ".join(extensions._compiler())
+    except BuildError as error:
+        return None, Problem(what=_first_line(error), fix="apt-get install g++")
+    try:
+        extensions._python_include()
+    except BuildError as error:
+        return compiler, Problem(what=_first_line(error), fix="apt-get install python3-dev")
+    return compiler, None
+
+
+def _providers() -> tuple[tuple[str, ...], Problem | None]:
+    """Ask a new process which execution providers onnxruntime has."""
+    cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == "onnxruntime-training")
+    reinstall = cure.replace("install", "install --force-reinstall --no-deps", 1)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK_PROVIDERS],
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+            env={**os.environ, "ORT_ZERO_DISABLE": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        return (), Problem(what=f"importing onnxruntime takes over {_ASK_SECONDS} s", fix=reinstall)
+    for line in done.stdout.splitlines():
+        if line.startswith("providers "):
+            return tuple(line.split()[1:]), None
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return (), Problem(what=f"onnxruntime cannot be imported: {last}", fix=reinstall)
+
+
+def _has_entry_point() -> bool:
+    found = metadata.entry_points(group="torch.backends")
+    return any(point.name == "ort_zero" for point in found)
+
+
+def _switched_off(entry_point: bool) -> list[Problem]:
+    problems = []
+    if not entry_point:
+        problems.append(
+            Problem(
+                what="ort_zero is not installed, so the section of the JSON is not read",
+                fix="pip install --force-reinstall --no-deps ort-zero",
+            )
+        )
+    if env.disabled():
+        problems.append(Problem(what="ORT_ZERO_DISABLE is set", fix="unset ORT_ZERO_DISABLE"))
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+        problems.append(
+            Problem(
+                what="TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading ort_zero",
+                fix="unset TORCH_DEVICE_BACKEND_AUTOLOAD",
+            )
+        )
+    return problems
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

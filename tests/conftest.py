@@ -1,0 +1,8 @@
+"""Paths that the tests share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "dist"))
