@@ -42,12 +42,13 @@ def load_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_batch(
-    text: torch.Tensor, *, step: int, batch: int, seq: int, seed: int, rank: int, world: int
-) -> torch.Tensor:
-    """Return this rank's samples of one step, ``[batch, seq]``; no two ranks draw the same ones."""
+    text: torch.Tensor, *, step: int, batch: int, seq: int, seed: int, rank: int, world: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return this rank's samples of one step as the model's arguments; each rank takes its own of one draw."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text) - seq, (world * batch,), generator=generator)[rank * batch : (rank + 1) * batch]
-    return torch.stack([text[start : start + seq] for start in starts.tolist()]).long()
+    ids = torch.stack([text[start : start + seq] for start in starts.tolist()]).long().to(device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
 def make_model(*, layers: int, hidden: int, seq: int, seed: int) -> GPT2LMHeadModel:

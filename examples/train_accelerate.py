@@ -49,7 +49,7 @@ def main() -> int:
     model.train()
     print_step = StepPrinter(args.steps)
     for step in range(1, args.steps + 1):
-        ids = make_batch(
+        batch = make_batch(
             train_text,
             step=step,
             batch=config["train_micro_batch_size_per_gpu"],
@@ -57,8 +57,9 @@ def main() -> int:
             seed=args.seed,
             rank=rank,
             world=world,
-        ).to(accelerator.device)
-        loss = model(input_ids=ids, labels=ids).loss
+            device=accelerator.device,
+        )
+        loss = model(**batch).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

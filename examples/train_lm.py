@@ -51,6 +51,7 @@ def main() -> int:
         "seed": args.seed,
         "rank": rank,
         "world": world,
+        "device": engine.device,
     }
 
     engine.train()
@@ -58,16 +59,14 @@ def main() -> int:
     for step in range(1, args.steps + 1):
         for micro in range(engine.gradient_accumulation_steps()):
             number = step * engine.gradient_accumulation_steps() + micro
-            ids = make_batch(train_text, step=number, **shape).to(engine.device)
-            loss = engine(input_ids=ids, labels=ids).loss
+            loss = engine(**make_batch(train_text, step=number, **shape)).loss
             engine.backward(loss)
             engine.step()
         print_step(step, mean_over_ranks(loss))
 
     engine.eval()
     with torch.no_grad():
-        ids = make_batch(held_out, step=0, **shape).to(engine.device)
-        validation = mean_over_ranks(engine(input_ids=ids, labels=ids).loss)
+        validation = mean_over_ranks(engine(**make_batch(held_out, step=0, **shape)).loss)
     if rank == 0:
         print(f"validation loss {validation:.4f}")
     proved = print_proof(args.steps * engine.gradient_accumulation_steps())

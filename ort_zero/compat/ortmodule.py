@@ -73,6 +73,9 @@ class Seams(Protocol):
     def exporting(self, flattened_module: Any) -> AbstractContextManager:
         """Return a context that is held while the module is run and traced."""
 
+    def exported(self, model: Any) -> None:
+        """Repair, in place, the ModelProto that the exporter wrote."""
+
     def flatten_outputs(self, outputs: Any, device: Any) -> tuple[list, Any]:
         """Return tensors and schema of what the user's module returned."""
 
@@ -307,7 +310,9 @@ def patches() -> tuple[Patch, ...]:
             # `exporting` keeps buffers; a deep copy of a partitioned model would copy nothing useful
             kwargs["deepcopy_before_model_export"] = False
             with seams.exporting(kwargs["flattened_module"]):
-                return original(*args, **kwargs)
+                model, schema = original(*args, **kwargs)
+            seams.exported(model)
+            return model, schema
 
         return _get_exported_model
 

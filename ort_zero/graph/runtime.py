@@ -35,6 +35,7 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.graph import agreement, outputs
+from ort_zero.graph.exported import complete_dropout
 from ort_zero.graph.failures import explain
 from ort_zero.graph.standins import full_shape_weights, unchanged_buffers
 from ort_zero.log import get_logger
@@ -122,6 +123,10 @@ class Runtime:
         """Hold stand-ins and keep the buffers while the module is traced."""
         with unchanged_buffers(flattened_module), full_shape_weights(flattened_module):
             yield
+
+    def exported(self, model: onnx.ModelProto) -> None:
+        """Repair what the exporter is known to write incompletely."""
+        complete_dropout(model)
 
     def flatten_outputs(self, value: Any, device: Any) -> tuple[list[torch.Tensor], Any]:
         """Take the module's outputs apart; training leaves caches of keys and values out."""

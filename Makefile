@@ -1,0 +1,72 @@
+# Works from any clone: everything lives in .venv; `make help` lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := torch==2.13.0
+STEPS ?= 20
+# the ranks of a test share few cores; without this each takes all of them
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PYTEST := $(BIN)/python -m pytest
+FREE_PORT = $$($(BIN)/python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: venv
+venv: $(READY) ## Make .venv with everything, and build the C++ extensions (once)
+
+$(READY): setup.cfg constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 11)))' 2>/dev/null || \
+	  { echo "error: $(PYTHON) is not Python 3.10 or 3.11: apt-get install python3.11, then: make PYTHON=python3.11 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
+	@command -v $(or $(firstword $(CXX)),g++) >/dev/null || { echo "error: no C++ compiler: apt-get install g++" >&2; exit 1; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || \
+	  { echo "error: no Python.h: apt-get install python3-dev" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing torch and the other packages into $(VENV) (some hundred MB, minutes)"
+	@# torch on its own, at one version: anything newer drags in gigabytes of CUDA
+	$(BIN)/python -m pip install -q '$(TORCH)'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ort,examples,test]'
+	$(BIN)/ort-zero build
+	@touch $@
+
+.PHONY: train
+train: $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=20)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py \
+	  --deepspeed_config configs/zero3.json --steps $(STEPS) --out out/train --expect-ort
+
+.PHONY: test
+test: $(READY) ## Run every test but the slow ones: unit, contract, 2-4 ranks
+	$(PYTEST) -m "not slow" tests/unit tests/contract tests/dist
+
+.PHONY: test-unit
+test-unit: $(READY) ## Run the unit and contract tests
+	$(PYTEST) -m "not slow" tests/unit tests/contract
+
+.PHONY: test-dist
+test-dist: $(READY) ## Run the tests on 2-4 ranks
+	$(PYTEST) -m "not slow" tests/dist
+
+.PHONY: test-slow
+test-slow: $(READY) ## Run the tests that take minutes
+	$(PYTEST) -m slow --timeout 1800 tests
+
+.PHONY: bench
+bench: $(READY) ## Run every benchmark
+	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done
+
+.PHONY: lint
+lint: $(READY) ## Check the style with ruff
+	@test -x $(BIN)/ruff || $(BIN)/python -m pip install -q -c constraints.txt -e '.[lint]'
+	$(BIN)/ruff check .
+
+.PHONY: clean
+clean: ## Remove what runs leave behind (.venv and the extensions' cache stay)
+	rm -rf out build dist .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

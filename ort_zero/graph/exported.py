@@ -1,0 +1,35 @@
+"""Repairs of what torch's exporter wrote, before ORT builds gradients from it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+
+def complete_dropout(model: onnx.ModelProto) -> int:
+    """Give every Dropout node its training flag and its mask, in place; return how many lacked them.
+
+    The exporter writes the dropout of ``scaled_dot_product_attention`` with neither (torch 2.13,
+    ``symbolic_opset14.scaled_dot_product_attention``): ORT would treat it as inference, where it does nothing, and its
+    gradient builder stops at the missing mask. The functional form drops whenever its probability is not 0, so the
+    flag is True.
+    """
+    repaired = 0
+    flag = "ort_zero_dropout_on"
+    for node in model.graph.node:
+        if node.op_type != "Dropout" or node.domain:
+            continue
+        if len(node.input) < 3:
+            while len(node.input) < 2:
+                node.input.append("")
+            node.input.append(flag)
+            repaired += 1
+        if len(node.output) < 2:
+            node.output.append(f"{node.output[0]}__mask")
+    if repaired:
+        constant = helper.make_node(
+            "Constant", [], [flag], flag, value=numpy_helper.from_array(np.array(True), f"{flag}_value")
+        )
+        model.graph.node.insert(0, constant)
+    return repaired
