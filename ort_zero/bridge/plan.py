@@ -26,6 +26,11 @@ NEAR = 8
 """Uses of a weight within so many levels share one gather; a farther use gathers again, so nothing is kept between."""
 
 _SOURCES = ("YieldOp", "PythonOp", "PythonOpGrad")
+_RANDOM = frozenset(
+    ("Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial",
+     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "multinomial", "bernoulli")
+)  # fmt: skip
+"""Operators (the last two of ATen nodes) that draw anew each time: a copy for the backward would draw otherwise."""
 
 
 class Phase(enum.Enum):
@@ -138,6 +143,14 @@ def all_inputs(node: onnx.NodeProto) -> list[str]:
     return [name for name in node.input if name] + captured_inputs(node)
 
 
+def is_random(node: onnx.NodeProto) -> bool:
+    """Return True if running the node twice gives two results."""
+    name = node.op_type
+    if name == "ATen":
+        name = next((a.s.decode() for a in node.attribute if a.name == "operator"), name)
+    return name in _RANDOM or any(is_random(inner) for body in bodies(node) for inner in body.node)
+
+
 def node_key(node: onnx.NodeProto) -> str:
     """Return a name that is unique in the graph: that of the first output."""
     return next(name for name in node.output if name)
@@ -207,7 +220,7 @@ def analyse(graph: onnx.GraphProto, weights: Mapping[str, Weight]) -> Analysis:
         value_level.update(dict.fromkeys(outs, level))
         if node.op_type == "YieldOp" or any(name in backward for name in ins):
             backward.update(outs)
-        if node.op_type in _SOURCES:
+        if node.op_type in _SOURCES or is_random(node):
             continue
         if node.op_type in ("Shape", "Size") and node.input[0] in made_of:
             constant.update(outs)

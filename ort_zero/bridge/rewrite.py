@@ -17,6 +17,7 @@ from ort_zero.bridge.plan import (
     all_inputs,
     analyse,
     bodies,
+    is_random,
     node_key,
     sorted_nodes,
 )
@@ -166,7 +167,8 @@ class _Edit:
                 info = onnx.ValueInfoProto(name=out + suffix)
                 info.type.tensor_type.CopyFrom(self.types[out])
                 self.infos.append(info)
-        maker.name += suffix
+        # the nodes of one chain may share the suffix, and ORT refuses equal names
+        maker.name = f"{maker.name or self._cloned[key]}{suffix}"
         self.clones.append(maker)
         return self._cloned[key]
 
@@ -283,6 +285,7 @@ def check(model: onnx.ModelProto, plan: Plan) -> None:
     forward_only = {
         gathered_name(w, i) for i, g in gathers for w in g.weights if g.phase.value == "forward"
     }  # fmt: skip
+    constant = {i.name for i in graph.initializer}
     chain_of: dict[int, str] = {}
     for node in nodes:
         names = all_inputs(node)
@@ -297,8 +300,15 @@ def check(model: onnx.ModelProto, plan: Plan) -> None:
                 if bad:
                     raise BridgeError(f"backward node {node.name!r} reads {bad!r}, which the forward gathered")
             after_yield.update(out for out in node.output if out)
+        elif node.op_type == "Constant" or (names and all(n in constant for n in names)):
+            constant.update(node.output)
+        elif not ours and node.op_type != "PythonOp" and not is_random(node):
+            if any(n in forward_only for n in names) and all(n in forward_only or n in constant for n in names):
+                forward_only.update(node.output)
         if ours:
             index = int(node.name.rpartition("_")[2])
+            if index in chain_of:
+                raise BridgeError(f"event {index} happens twice")
             chain_of[index] = node.input[0]
             if node.name.startswith("ort_zero_reduce"):
                 for gradient in node.input[1:]:

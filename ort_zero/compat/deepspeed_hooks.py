@@ -21,6 +21,7 @@ from ort_zero.errors import PatchError
 
 MODULE = "deepspeed.runtime.zero.parameter_offload"
 SETUP_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.setup_zero_stage3_hooks"
+DESTROY_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.destroy"
 REGISTER_TARGET = f"{MODULE}:DeepSpeedZeRoOffload._register_deepspeed_module"
 WORKING = "DeepSpeed 0.19.x"
 
@@ -211,6 +212,12 @@ def unregister(offload: Any) -> None:
 def push_root(offload: Any) -> None:
     """Put the model of `offload` at the bottom of DeepSpeed's stack of modules in forward."""
     sys.modules[MODULE].FWD_MODULE_STACK.append(offload.module)
+
+
+def pop_root(offload: Any) -> None:
+    """Take the model of `offload` off that stack again; DeepSpeed 0.19 leaves it there and so keeps it alive."""
+    stack = sys.modules[MODULE].FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not offload.module]
 
 
 def _original(function: Any) -> Any:

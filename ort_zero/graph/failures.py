@@ -32,8 +32,11 @@ _WAY_OUT = (
 
 def explain(error: BaseException, module: Any) -> BaseException:
     """Return the error to raise for `error`, which stopped `module` from being exported or built."""
-    if isinstance(error, (OrtZeroError, KeyboardInterrupt, SystemExit)):
-        return error
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, (OrtZeroError, KeyboardInterrupt, SystemExit)):
+            return link
+        link = link.__cause__ or link.__context__
     text = str(error)
     cause = next((cure.format(**m.groupdict()) for pattern, cure in _CURES if (m := pattern.search(text))), None)
     if cause is None:

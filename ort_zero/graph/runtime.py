@@ -32,6 +32,7 @@ from ort_zero.bridge.plan import plan as make_plan
 from ort_zero.bridge.rewrite import describe, rewrite
 from ort_zero.bridge.zero_parameters import DeepSpeedParameters, full_shape, is_partitioned
 from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.compat import torch_checkpoint
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.graph import agreement, outputs
@@ -92,7 +93,10 @@ class Runtime:
         try:
             result = run()
         except BaseException as error:
-            raise self._failed(manager, error) from error
+            clear = self._failed(manager, error)
+            if clear is error:
+                raise
+            raise clear from error
         if manager.fell_back is not None:
             # never reached with "raise": ORT has run the module in PyTorch already
             self._note_fallback(manager.fell_back)
@@ -121,7 +125,11 @@ class Runtime:
     @contextlib.contextmanager
     def exporting(self, flattened_module: torch.nn.Module):
         """Hold stand-ins and keep the buffers while the module is traced."""
-        with unchanged_buffers(flattened_module), full_shape_weights(flattened_module):
+        with (
+            torch_checkpoint.watch(self._refuse_checkpointing),
+            unchanged_buffers(flattened_module),
+            full_shape_weights(flattened_module),
+        ):
             yield
 
     def exported(self, model: onnx.ModelProto) -> None:
@@ -194,12 +202,6 @@ class Runtime:
 
     def _refuse_unsupported(self) -> None:
         """Raise for a module that is known to fail, before minutes are spent on its export."""
-        for name, child in self.module.named_modules():
-            if getattr(child, "gradient_checkpointing", False) is True and child.training:
-                raise ExportError(
-                    f"{type(self.module).__name__}: submodule {name or 'itself'} has torch activation checkpointing "
-                    "on, which cannot be exported; call model.gradient_checkpointing_disable()"
-                )
         if self.records[True].exports or self.records[False].exports:
             return
         for name, parameter in self.module.named_parameters():
@@ -210,6 +212,13 @@ class Runtime:
                     f'train in fp32 (drop "{"bf16" if kind == "bfloat16" else "fp16"}" from the DeepSpeed config), '
                     'use a GPU, or set "ort_zero": {"ortmodule": {"enabled": false}}'
                 )
+
+    def _refuse_checkpointing(self) -> None:
+        raise ExportError(
+            f"{type(self.module).__name__} uses torch activation checkpointing, which an ONNX graph cannot contain: "
+            "switch it off (model.gradient_checkpointing_disable(), or drop the call of checkpoint()), or run the "
+            'model in PyTorch with "ort_zero": {"ortmodule": {"enabled": false}}'
+        )
 
     def _exchange(self, digest: str | None, error: str | None) -> None:
         self._must_exchange = False

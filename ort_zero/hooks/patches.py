@@ -80,6 +80,16 @@ def _build_register(original: Callable) -> Callable:
     return _register_deepspeed_module
 
 
+def _build_destroy(original: Callable) -> Callable:
+    def destroy(self: Any) -> None:
+        """Remove the hooks; an engine of ours leaves nothing that keeps its model alive."""
+        original(self)
+        if mode_of(self) is not None:
+            deepspeed_hooks.pop_root(self)
+
+    return destroy
+
+
 def _guard(probe: Callable[[Callable], Any]) -> Callable[[Any], None]:
     ours = defined_in(deepspeed_hooks.MODULE)
 
@@ -102,5 +112,11 @@ PATCHES: tuple[Patch, ...] = (
         build=_build_register,
         why="ZeRO-3 hooks that are registered again stay with that engine",
         guard=_guard(deepspeed_hooks.probe),
+    ),
+    Patch(
+        target=deepspeed_hooks.DESTROY_TARGET,
+        build=_build_destroy,
+        why="a destroyed engine does not keep its model alive",
+        guard=defined_in(deepspeed_hooks.MODULE),
     ),
 )
