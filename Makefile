@@ -68,5 +68,5 @@ lint: $(READY) ## Check the style with ruff
 
 .PHONY: clean
 clean: ## Remove what runs leave behind (.venv and the extensions' cache stay)
-	rm -rf out build dist .pytest_cache .ruff_cache *.egg-info
+	rm -rf out build dist .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -70,10 +70,11 @@ def main() -> int:
         model.save_checkpoint(args.out, tag=f"step_{args.steps}")
         if rank == 0:
             print(f"checkpoint: {Path(args.out) / f'step_{args.steps}'}", flush=True)
+    status = exit_status(proved, args)
     accelerator.end_training()
     if dist.is_initialized():
         dist.destroy_process_group()
-    return exit_status(proved, args)
+    return status
 
 
 if __name__ == "__main__":

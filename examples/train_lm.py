@@ -74,9 +74,10 @@ def main() -> int:
         engine.save_checkpoint(args.out, tag=f"step_{args.steps}")
         if rank == 0:
             print(f"checkpoint: {Path(args.out) / f'step_{args.steps}'}", flush=True)
+    status = exit_status(proved, args)
     engine.destroy()
     dist.destroy_process_group()
-    return exit_status(proved, args)
+    return status
 
 
 if __name__ == "__main__":

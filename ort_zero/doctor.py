@@ -65,7 +65,9 @@ def examine() -> Report:
     """Return what this machine has and lacks; raises nothing for what is missing."""
     findings = versions.findings()
     problems = [
-        Problem(what=f"{f.name} {f.found or 'is missing'}, needed: {f.needed}", fix=f.cure) for f in findings if not f.ok
+        Problem(what=f"{f.name} {f.found or 'is missing'}, needed: {f.needed}", fix=f.cure)
+        for f in findings
+        if not f.ok
     ]
     complete = not problems
     built, directory = _extensions()

@@ -17,6 +17,9 @@ import torch
 from ort_zero.bridge.plan import Gather, Phase, Plan
 from ort_zero.bridge.rewrite import GATHER, REDUCE
 
+BUCKET = 1 << 19
+"""Small gathers that are started ahead share one collective of at most so many elements; a larger one has its own."""
+
 
 class ParameterStore(Protocol):
     """How the bridge talks to ZeRO. All ranks make the same calls in the same order."""
@@ -51,6 +54,21 @@ class Counters:
     reduces: int = 0
 
 
+class _Flight:
+    """One collective that was started ahead, for one or more events."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Any):
+        self.handle = handle
+
+    def land(self, store: ParameterStore) -> None:
+        """Wait, once."""
+        if self.handle is not None:
+            handle, self.handle = self.handle, None
+            store.wait(handle)
+
+
 class Table:
     """The running side of one graph's plan.
 
@@ -73,7 +91,7 @@ class Table:
         self._size = [sum(plan.weights[name].numel for name in event.weights) for event in plan.events]
         self._sequence = {phase: [i for i, _ in plan.gathers(phase)] for phase in Phase}
         self._position = {i: (seq, at) for seq in self._sequence.values() for at, i in enumerate(seq)}
-        self._ahead: dict[int, tuple[Any, list[Any]]] = {}
+        self._ahead: dict[int, tuple[_Flight | None, list[Any]]] = {}
         self._token: torch.Tensor | None = None
         _tables[self.number] = self
 
@@ -85,24 +103,34 @@ class Table:
         sequence, at = self._position[index]
         if at == 0:
             self.drain()
-        mine = self._finish(index)
-        for parameter in parameters:
-            if self.store.in_flight(parameter):
-                mine += self._take_over(parameter, parameters)
-        missing = self.store.partitioned(parameters)
-        if missing:
-            self.store.wait(self.store.start(missing))
-            mine += missing
-            self.counters.waits += 1
+        mine: list[Any] = []
+        try:
+            mine += self._finish(index)
+            for parameter in parameters:
+                if self.store.in_flight(parameter):
+                    mine += self._take_over(parameter, parameters)
+            missing = self.store.partitioned(parameters)
+            if missing:
+                self.store.wait(self.store.start(missing))
+                mine += missing
+                self.counters.waits += 1
+        except BaseException:
+            self.store.release(mine)
+            raise
         # Taken before anything is started ahead: a later event may hold the same parameter.
         weights = tuple(parameter.data.detach() for parameter in parameters)
         if self.live is not None:
-            weights = tuple(self.live.track(w) if any(p is m for m in mine) else w
+            weights = tuple(self.live.track(w) if _among(p, mine) else w
                             for w, p in zip(weights, parameters, strict=True))  # fmt: skip
-        self.store.release(mine)
+        kept: list[Any] = []
+        try:
+            self._start_ahead(sequence, at, mine, kept)
+        finally:
+            self.store.release([p for p in mine if not _among(p, kept)])
         self.counters.gathers += 1
         self.counters.gathered_elements += sum(w.numel() for w in weights)
-        self._start_ahead(sequence, at)
+        if self.live is not None:
+            self.live.note_ahead(self._ahead_elements())
         return weights
 
     def reduce(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
@@ -112,46 +140,99 @@ class Table:
         self.counters.reduces += 1
 
     def drain(self) -> None:
-        """Finish all that was started ahead and partition it: no parameter stays in flight."""
-        for index in list(self._ahead):
-            self.store.release(self._finish(index))
+        """Finish all that was started ahead and partition it: no parameter stays in flight.
 
-    def _start_ahead(self, sequence: list[int], at: int) -> None:
-        room = self.prefetch_elements - sum(self._size[i] for i in self._ahead)
+        An error keeps none of the others from being finished; the first one is raised at the end.
+        """
+        first: BaseException | None = None
+        for index in list(self._ahead):
+            try:
+                self.store.release(self._finish(index))
+            except Exception as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+    def _ahead_elements(self) -> int:
+        return sum(self._size[i] for i in self._ahead)
+
+    def _start_ahead(self, sequence: list[int], at: int, mine: list[Any], kept: list[Any]) -> None:
+        """Start the next gathers that fit into the window; add to `kept` those of `mine` that one takes as they are."""
+        room = self.prefetch_elements - self._ahead_elements()
+        following = sequence[at + 1 : at + 2]
+        if 2 * room < self.prefetch_elements and following and following[0] in self._ahead:
+            return  # each collective has a price of its own: wait until several gathers fit
+        bucket: list[tuple[int, list[Any]]] = []
+        started: list[Any] = []
+        elements = 0
         for index in sequence[at + 1 :]:
             if index in self._ahead:
                 continue
             # a gather ahead of its use never exceeds the window, the very next one excepted by nobody
-            if self._size[index] > room:
+            size = self._size[index]
+            if size > room:
                 break
-            missing = self.store.partitioned(self._parameters[index])
-            if not missing:
+            again = [p for p in self._parameters[index] if _among(p, mine) and not _among(p, kept)]
+            missing = [p for p in self.store.partitioned(self._parameters[index]) if not _among(p, started)]
+            if not missing and not again:
                 continue
-            self._ahead[index] = (self.store.start(missing), missing)
-            room -= self._size[index]
+            room -= size
+            self._ahead[index] = (None, again)
+            kept += again
+            if missing:
+                if elements + size > BUCKET:
+                    self._start(bucket)
+                    bucket, elements = [], 0
+                bucket.append((index, missing))
+                started += missing
+                elements += size
+        self._start(bucket)
+
+    def _start(self, bucket: list[tuple[int, list[Any]]]) -> None:
+        if bucket:
+            flight = _Flight(self.store.start([p for _, parameters in bucket for p in parameters]))
+            for index, parameters in bucket:
+                self._ahead[index] = (flight, self._ahead[index][1] + parameters)
 
     def _finish(self, index: int) -> list[Any]:
-        handle, parameters = self._ahead.pop(index, (None, []))
-        if parameters:
-            self.store.wait(handle)
+        flight, parameters = self._ahead.pop(index, (None, []))
+        if flight is not None:
+            try:
+                flight.land(self.store)
+            except BaseException:
+                # some were kept and not gathered anew, or another event of the flight has what came
+                self.store.release([p for p in parameters if not self.store.in_flight(p)])
+                raise
         return list(parameters)
 
     def _take_over(self, parameter: Any, wanted: list[Any]) -> list[Any]:
         """Finish the gather that another event started for `parameter`; keep what is wanted, release the rest."""
         for index, (_, parameters) in list(self._ahead.items()):
-            if any(p is parameter for p in parameters):
+            if _among(parameter, parameters):
                 there = self._finish(index)
-                self.store.release([p for p in there if not any(p is w for w in wanted)])
-                return [p for p in there if any(p is w for w in wanted)]
+                self.store.release([p for p in there if not _among(p, wanted)])
+                return [p for p in there if _among(p, wanted)]
         raise RuntimeError(f"parameter {getattr(parameter, 'ds_id', '?')} is in flight outside the bridge")
 
 
+def _among(parameter: Any, parameters: Sequence[Any]) -> bool:
+    return any(parameter is other for other in parameters)
+
+
 class LiveElements:
-    """Counts the gathered elements that are alive at once (for benchmarks and tests: it copies every weight)."""
+    """Counts the gathered elements that are alive at once (for benchmarks and tests: it copies every weight).
+
+    Alive are the weights that ORT holds; ``peak_with_ahead`` counts those that were gathered ahead of their use too.
+    """
 
     def __init__(self) -> None:
         self.current = 0
         self.peak = 0
+        self.peak_with_ahead = 0
+
+    def note_ahead(self, elements: int) -> None:
+        """Take notice of `elements` that are ahead of their use now."""
+        self.peak_with_ahead = max(self.peak_with_ahead, self.current + elements)
 
     def track(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a copy of `weight` whose memory reports its own end."""

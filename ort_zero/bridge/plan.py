@@ -25,7 +25,8 @@ from ort_zero.errors import BridgeError
 NEAR = 8
 """Uses of a weight within so many levels share one gather; a farther use gathers again, so nothing is kept between."""
 
-_SOURCES = ("YieldOp", "PythonOp", "PythonOpGrad")
+SOURCES = ("YieldOp", "PythonOp", "PythonOpGrad")
+"""Operators whose outputs are never made of weights only: what they do is not known, or happens once."""
 _RANDOM = frozenset(
     ("Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial",
      "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "multinomial", "bernoulli")
@@ -90,6 +91,8 @@ class Plan:
 
     events: tuple[Event, ...]
     weights: Mapping[str, Weight]
+    takes_weights: bool = True
+    """Whether the weights stop being graph inputs, be they gathered anywhere or not."""
 
     def gathers(self, phase: Phase | None = None) -> list[tuple[int, Gather]]:
         """Return (index, gather) in order, of one phase or of both."""
@@ -220,7 +223,7 @@ def analyse(graph: onnx.GraphProto, weights: Mapping[str, Weight]) -> Analysis:
         value_level.update(dict.fromkeys(outs, level))
         if node.op_type == "YieldOp" or any(name in backward for name in ins):
             backward.update(outs)
-        if node.op_type in _SOURCES or is_random(node):
+        if node.op_type in SOURCES or is_random(node):
             continue
         if node.op_type in ("Shape", "Size") and node.input[0] in made_of:
             constant.update(outs)
@@ -260,7 +263,7 @@ def plan(model: onnx.ModelProto, weights: Mapping[str, Weight], *, training: boo
     if training:
         events += _reduces(a, {o.name for o in graph.output}, weights)
     events.sort(key=lambda item: item[0])
-    return Plan(events=tuple(event for _, event in events), weights=weights)
+    return Plan(events=tuple(event for _, event in events), weights=weights, takes_weights=gather)
 
 
 def _gathers(a: Analysis) -> list[tuple[tuple, Gather]]:

@@ -10,6 +10,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from ort_zero.bridge.plan import (
+    SOURCES,
     Analysis,
     Gather,
     Plan,
@@ -58,12 +59,11 @@ def rewrite(model: onnx.ModelProto, plan: Plan, *, table: int, training: bool) -
     result = onnx.ModelProto()
     result.CopyFrom(model)
     graph = result.graph
-    gathers = bool(plan.gathers())
-    gone = set(plan.weights) if gathers else set()
+    gone = set(plan.weights) if plan.takes_weights else set()
     types = {v.name: v.type.tensor_type for v in chain(graph.value_info, graph.input, graph.output)}
-    a = analyse(graph, plan.weights if gathers else {})
+    a = analyse(graph, plan.weights if plan.takes_weights else {})
     edit = _Edit(graph, plan, a, types)
-    nodes = edit.without_weights() if gathers else list(a.order)
+    nodes = edit.without_weights() if plan.takes_weights else list(a.order)
     events = edit.event_nodes(table)
     reduced = {g for _, r in plan.reduces() for g in r.gradients}
     frozen = {f"{w}_grad" for w in gone} - reduced
@@ -275,7 +275,7 @@ def check(model: onnx.ModelProto, plan: Plan) -> None:
     """
     graph = model.graph
     gathers = plan.gathers()
-    weights = set(plan.weights) if gathers else set()
+    weights = set(plan.weights) if plan.takes_weights else set()
     left = [i.name for i in graph.input if i.name in weights]
     if left:
         raise BridgeError(f"weights are still graph inputs: {left}")
@@ -300,10 +300,10 @@ def check(model: onnx.ModelProto, plan: Plan) -> None:
                 if bad:
                     raise BridgeError(f"backward node {node.name!r} reads {bad!r}, which the forward gathered")
             after_yield.update(out for out in node.output if out)
-        elif node.op_type == "Constant" or (names and all(n in constant for n in names)):
-            constant.update(node.output)
-        elif not ours and node.op_type != "PythonOp" and not is_random(node):
-            if any(n in forward_only for n in names) and all(n in forward_only or n in constant for n in names):
+        elif node.op_type not in SOURCES and not is_random(node):
+            if all(n in constant for n in names) and (names or node.op_type == "Constant"):
+                constant.update(node.output)
+            elif names and all(n in forward_only or n in constant for n in names):
                 forward_only.update(node.output)
         if ours:
             index = int(node.name.rpartition("_")[2])

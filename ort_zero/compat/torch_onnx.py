@@ -74,3 +74,10 @@ class Symbolic:
         from torch.onnx import symbolic_helper
 
         return symbolic_helper._slice_helper(g, value, axes=[axis], starts=[start], ends=[end])
+
+    @staticmethod
+    def onnx_type(dtype: int) -> int:
+        """Return the ONNX element type of a dtype as the tracer numbers it."""
+        from torch.onnx import JitScalarType  # the facade is kept by every torch so far
+
+        return int(JitScalarType(dtype).onnx_type())

@@ -8,26 +8,32 @@ from onnx import helper, numpy_helper
 
 
 def complete_dropout(model: onnx.ModelProto) -> int:
-    """Give every Dropout node its training flag and its mask, in place; return how many lacked them.
+    """Give every Dropout node its training flag and its mask, in place; return how many lacked one of them.
 
     The exporter writes the dropout of ``scaled_dot_product_attention`` with neither (torch 2.13,
     ``symbolic_opset14.scaled_dot_product_attention``): ORT would treat it as inference, where it does nothing, and its
     gradient builder stops at the missing mask. The functional form drops whenever its probability is not 0, so the
     flag is True.
     """
-    repaired = 0
+    repaired, needs_flag = 0, False
     flag = "ort_zero_dropout_on"
     for node in model.graph.node:
         if node.op_type != "Dropout" or node.domain:
             continue
-        if len(node.input) < 3:
-            while len(node.input) < 2:
-                node.input.append("")
-            node.input.append(flag)
-            repaired += 1
-        if len(node.output) < 2:
-            node.output.append(f"{node.output[0]}__mask")
-    if repaired:
+        inputs, outputs = list(node.input), list(node.output)
+        inputs += [""] * (3 - len(inputs))
+        outputs += [""] * (2 - len(outputs))
+        if inputs[2] and outputs[1]:
+            continue
+        needs_flag = needs_flag or not inputs[2]
+        inputs[2] = inputs[2] or flag
+        outputs[1] = outputs[1] or f"{outputs[0]}__mask"
+        node.ClearField("input")
+        node.ClearField("output")
+        node.input.extend(inputs)
+        node.output.extend(outputs)
+        repaired += 1
+    if needs_flag:
         constant = helper.make_node(
             "Constant", [], [flag], flag, value=numpy_helper.from_array(np.array(True), f"{flag}_value")
         )

@@ -14,7 +14,7 @@ _CURES = (
         "(model.gradient_checkpointing_disable(), or drop the call of torch.utils.checkpoint)",
     ),
     (
-        re.compile(r"(?:export of|Exporting the) operator '?(?P<what>[\w:.]+)'?"),
+        re.compile(r"(?:(?:export of|Exporting the) operator|unrecognized namespace) '?(?P<what>\w[\w:]*(?:\.\w+)*)"),
         "the exporter has no symbolic for the operator {what}",
     ),
     (

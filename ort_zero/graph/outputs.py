@@ -7,7 +7,9 @@ values, and any object that merely passes through.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ class _Mapping:
     kind: type
     items: tuple
     """(key, schema) pairs."""
+    default: Any = None
+    """The factory of a defaultdict."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,15 +82,14 @@ def flatten(value: Any, *, drop_caches: bool) -> tuple[list[torch.Tensor], Schem
                 return _Constant(None)
             return _Cache(type(item), tuple((walk(k), walk(v)) for k, v in _cache_layers(item)))
         if isinstance(item, Mapping):
-            return _Mapping(type(item), tuple((key, walk(val)) for key, val in item.items()))
+            items = tuple((key, walk(val)) for key, val in item.items())
+            return _Mapping(type(item), items, getattr(item, "default_factory", None))
         if isinstance(item, (list, tuple)):
             return _Sequence(type(item), tuple(walk(val) for val in item))
         if dataclasses.is_dataclass(item) and not isinstance(item, type):
             names = [f.name for f in dataclasses.fields(item)]
             return _Fields(type(item), tuple((name, walk(getattr(item, name))) for name in names))
-        if isinstance(getattr(item, "__dict__", None), dict) and any(
-            isinstance(v, torch.Tensor) for v in vars(item).values()
-        ):
+        if _holds_tensors(item, set()):
             raise TypeError(
                 f"the module returns a {type(item).__module__}.{type(item).__qualname__}, which holds tensors; "
                 "return a tuple, list, dict or dataclass"
@@ -109,6 +112,8 @@ def unflatten(tensors: Any, schema: Schema) -> Any:
         items = {key: unflatten(tensors, item) for key, item in schema.items}
         if dataclasses.is_dataclass(schema.kind):  # transformers' ModelOutput
             return schema.kind(**items)
+        if issubclass(schema.kind, defaultdict):
+            return schema.kind(schema.default, items)
         return schema.kind(items)
     if isinstance(schema, _Fields):
         result = object.__new__(schema.kind)  # __init__ may want more than the fields
@@ -119,6 +124,23 @@ def unflatten(tensors: Any, schema: Schema) -> Any:
     for layer, (keys, values) in enumerate(schema.layers):
         cache.update(unflatten(tensors, keys), unflatten(tensors, values), layer)
     return cache
+
+
+def _holds_tensors(item: Any, seen: set[int], depth: int = 6) -> bool:
+    """Return True if a computed tensor is inside `item`; modules and their parameters are no results."""
+    if isinstance(item, torch.Tensor):
+        return not isinstance(item, torch.nn.Parameter)
+    if depth == 0 or id(item) in seen or callable(item) or isinstance(item, (str, bytes, ModuleType)):
+        return False
+    seen.add(id(item))
+    if isinstance(item, Mapping):
+        parts = list(item.values())
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        parts = list(item)
+    else:
+        slots = [name for cls in type(item).__mro__ for name in vars(cls).get("__slots__", ())]
+        parts = [getattr(item, name, None) for name in slots] + list(getattr(item, "__dict__", {}).values())
+    return any(_holds_tensors(part, seen, depth - 1) for part in parts)
 
 
 def is_cache(item: Any) -> bool:

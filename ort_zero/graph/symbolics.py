@@ -42,7 +42,22 @@ def diff(g: Any, self: Any, n: Any, dim: Any, prepend: Any, append: Any) -> Any:
     return value
 
 
-TABLE: dict[str, Callable] = {"::embedding": embedding, "::diff": diff}
+def cumsum(g: Any, self: Any, dim: Any, dtype: Any) -> Any:
+    """Export ``aten::cumsum``; booleans and small integers are summed as int64, as torch does.
+
+    ONNX's CumSum takes no bool. Decoders sum "is this position not the successor of the one before" without a mask.
+    """
+    kind = self.type().scalarType()
+    if not Symbolic.is_none(dtype):
+        target = Symbolic.onnx_type(Symbolic.integer(dtype, "dtype"))
+    elif kind in ("Bool", "Byte", "Char", "Short", "Int"):
+        target = 7  # TensorProto.INT64
+    else:
+        return g.op("CumSum", self, dim)
+    return g.op("CumSum", g.op("Cast", self, to_i=target), dim)
+
+
+TABLE: dict[str, Callable] = {"::cumsum": cumsum, "::diff": diff, "::embedding": embedding}
 """``"::name"`` of an ATen operator to its symbolic; wins over ORT's own."""
 
 

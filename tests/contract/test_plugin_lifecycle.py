@@ -1,0 +1,202 @@
+"""Switching on and off against the installed torch and DeepSpeed, each case in a fresh process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from ort_zero.compat import versions
+
+pytestmark = pytest.mark.skipif(versions.installed("deepspeed") is None, reason="deepspeed is not installed")
+HELPERS = """
+import sys
+def snapshot():
+    import deepspeed.runtime.engine as e
+    import deepspeed.runtime.zero.parameter_offload as p
+    owners = (e.DeepSpeedEngine, p.DeepSpeedZeRoOffload)
+    return [dict(vars(owner)) for owner in owners]
+def same(a, b):
+    return all(x.keys() == y.keys() and all(x[k] is y[k] for k in x) for x, y in zip(a, b))
+def patched():
+    import deepspeed.runtime.engine as e
+    return hasattr(e.DeepSpeedEngine.__init__, "__ort_zero_patch__")
+def refused(call):
+    from ort_zero.errors import OrtZeroError
+    try:
+        call()
+    except OrtZeroError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("not refused")
+"""
+NO_ENTRY_POINT = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+
+def run(code: str, **env: str) -> str:
+    """Run `code` in a fresh process and return its stdout and stderr."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ORT_ZERO_", "TORCH_DEVICE_BACKEND"))}
+    done = subprocess.run(
+        [sys.executable, "-c", HELPERS + textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**clean, **env},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch, deepspeed",
+        "import deepspeed, torch",
+        "import torch, ort_zero, deepspeed",
+        "import ort_zero, deepspeed",
+        "import ort_zero; ort_zero.enable(); import torch, deepspeed",
+        "import torch, deepspeed, ort_zero; ort_zero.enable()",
+    ],
+)
+def test_entry_point_arms_in_every_order_and_disable_restores(code):
+    run(f"""
+        {code}
+        import ort_zero
+        assert ort_zero.status()["enabled"] and patched(), ort_zero.status()
+        ort_zero.enable()
+        assert ort_zero.status()["patches"]
+        ort_zero.disable()
+        assert not ort_zero.status()["enabled"] and not patched()
+        ort_zero.disable()
+    """)
+
+
+@pytest.mark.parametrize("code", ["import ort_zero, torch, deepspeed", "import torch, deepspeed, ort_zero"])
+def test_enable_by_hand_and_back_leaves_the_very_objects(code):
+    run(
+        f"""
+        {code}
+        before = snapshot()
+        assert not patched()
+        for _ in range(2):
+            ort_zero.enable()
+            once = snapshot()
+            ort_zero.enable()
+            assert same(snapshot(), once) and patched()
+            ort_zero.disable()
+            assert same(snapshot(), before)
+        """,
+        **NO_ENTRY_POINT,
+    )
+
+
+def test_import_torch_alone_imports_no_deepspeed():
+    run("import torch; assert 'ort_zero.plugin' in sys.modules and 'deepspeed' not in sys.modules")
+
+
+def test_disable_variable_switches_everything_off():
+    run(
+        """
+        import torch, deepspeed, ort_zero
+        ort_zero.enable()
+        status = ort_zero.status()
+        assert not status["enabled"] and not patched() and "ORT_ZERO_DISABLE" in status["reason"]
+        """,
+        ORT_ZERO_DISABLE="1",
+    )
+
+
+def test_enable_after_an_engine_exists_is_refused_and_changes_nothing():
+    run(
+        """
+        import deepspeed, ort_zero
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        import torch
+        engine = object.__new__(DeepSpeedEngine)
+        torch.nn.Module.__init__(engine)
+        before = snapshot()
+        message = refused(ort_zero.enable)
+        assert message.startswith("PatchError") and "before" in message and "\\n" not in message, message
+        assert same(snapshot(), before)
+        # taken apart by hand: its own destructor wants what the constructor sets
+        engine.__class__ = torch.nn.Module
+        """,
+        **NO_ENTRY_POINT,
+    )
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "runtime.engine:DeepSpeedEngine.__init__",
+        "runtime.zero.parameter_offload:DeepSpeedZeRoOffload.setup_zero_stage3_hooks",
+    ],
+)
+def test_another_librarys_patch_is_refused_and_deepspeed_left_alone(target):
+    run(
+        f"""
+        import functools, importlib, deepspeed, ort_zero
+        module, _, path = "deepspeed.{target}".partition(":")
+        owner, name = path.split(".")
+        cls = getattr(importlib.import_module(module), owner)
+        original = getattr(cls, name)
+        @functools.wraps(original)
+        def strange(self, *args, **kwargs):
+            return original(self, *args, **kwargs)
+        setattr(cls, name, strange)
+        before = snapshot()
+        message = refused(ort_zero.enable)
+        assert message.startswith("PatchError") and name in message, message
+        assert same(snapshot(), before) and not ort_zero.status()["enabled"]
+        """,
+        **NO_ENTRY_POINT,
+    )
+
+
+_OLD = """
+from importlib import metadata
+true = metadata.version
+metadata.version = lambda name: "0.14.5" if name == "deepspeed" else true(name)
+"""
+
+
+def test_unsupported_version_is_refused_in_one_line():
+    run(
+        _OLD
+        + textwrap.dedent("""
+        import deepspeed, ort_zero
+        before = snapshot()
+        message = refused(ort_zero.enable)
+        assert message.startswith("UnsupportedVersionError") and "\\n" not in message, message
+        assert "deepspeed 0.14.5" in message and "pip install" in message, message
+        assert same(snapshot(), before)
+        """),
+        **NO_ENTRY_POINT,
+    )
+
+
+def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
+    output = run(
+        _OLD
+        + textwrap.dedent("""
+        import torch, deepspeed, ort_zero
+        status = ort_zero.status()
+        assert not status["enabled"] and "0.14.5" in status["reason"] and not patched()
+        """)
+    )
+    assert output.count("not enabled, DeepSpeed is left as it is") == 1
+
+
+def test_entry_point_never_breaks_import_torch():
+    run("""
+        import ort_zero.env
+        def broken():
+            raise RuntimeError("broken on purpose")
+        ort_zero.env.disabled = broken
+        import torch
+        assert torch.ones(2).sum() == 2
+        from ort_zero import plugin
+        assert "broken on purpose" in plugin._state["auto_error"]
+    """)

@@ -1,0 +1,132 @@
+"""The command line: exit statuses, JSON, one-line errors, the frozen list of options."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ort_zero import __version__, doctor
+from ort_zero.cli import main as cli
+from ort_zero.compat import extensions, versions
+from ort_zero.errors import BuildError
+
+GOOD = (versions.Finding(name="torch", found="2.13.0", needed=">=2.13,<2.14", ok=True, cure="pip install torch"),)
+BAD = (
+    versions.Finding(name="torch", found="2.4.1", needed=">=2.13,<2.14", ok=False, cure="pip install 'torch==2.13.0'"),
+    versions.Finding(name="onnx", found=None, needed=">=1.17,<2", ok=False, cure="pip install 'onnx>=1.17,<2'"),
+)
+
+
+@pytest.fixture
+def healthy(monkeypatch):
+    """Makes the doctor find a machine that lacks nothing, without starting a process."""
+    monkeypatch.setattr(doctor.versions, "findings", lambda: GOOD)
+    monkeypatch.setattr(doctor, "_extensions", lambda: (True, Path("/cache/x")))
+    monkeypatch.setattr(doctor, "_compiler", lambda: ("g++", None))
+    monkeypatch.setattr(doctor, "_providers", lambda: (("CPUExecutionProvider",), None))
+    monkeypatch.setattr(doctor, "_has_entry_point", lambda: True)
+    monkeypatch.delenv("ORT_ZERO_DISABLE", raising=False)
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+
+
+def test_doctor_of_a_healthy_machine(healthy, capsys):
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "ready:" in out and "CPUExecutionProvider" in out and "/cache/x" in out
+
+
+def test_doctor_json_is_one_object(healthy, capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True and report["first_fix"] is None and report["problems"] == []
+    assert report["versions"][0]["name"] == "torch" and report["extensions_dir"] == "/cache/x"
+
+
+def test_doctor_names_the_first_fix_and_asks_no_process_when_packages_are_wrong(healthy, monkeypatch, capsys):
+    monkeypatch.setattr(doctor.versions, "findings", lambda: BAD)
+    monkeypatch.setattr(doctor, "_providers", lambda: pytest.fail("must not be asked"))
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "fix first: pip install 'torch==2.13.0'" in out and "onnx is missing" in out
+    assert cli.main(["doctor", "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
+
+
+def test_doctor_without_compiler_matters_only_while_not_built(healthy, monkeypatch):
+    trouble = doctor.Problem(what="no C++ compiler", fix="apt-get install g++")
+    monkeypatch.setattr(doctor, "_compiler", lambda: (None, trouble))
+    assert doctor.examine().ok
+    monkeypatch.setattr(doctor, "_extensions", lambda: (False, Path("/cache/x")))
+    report = doctor.examine()
+    assert report.first_fix == "apt-get install g++" and report.problems[1].fix == "ort-zero build"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("ORT_ZERO_DISABLE", "1"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")]
+)
+def test_doctor_sees_what_switches_the_plugin_off(healthy, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert doctor.examine().first_fix == f"unset {name}"
+
+
+def test_build_reports_where_and_what(monkeypatch, capsys):
+    asked = []
+
+    def fake(force=False, progress=None):
+        asked.append(force)
+        return extensions.BuildReport(Path("/cache/x"), 0.0, ("a",) if force else (), () if force else ("a",))
+
+    monkeypatch.setattr(extensions, "build", fake)
+    assert cli.main(["build"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert cli.main(["build", "--force"]) == 0
+    assert capsys.readouterr().out.startswith("built a in")
+    assert cli.main(["build", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["directory"] == "/cache/x"
+    assert asked == [False, True, False]
+
+
+@pytest.mark.parametrize("error", [BuildError("no compiler\nsecond line"), RuntimeError("a bug\nsecond line")])
+def test_an_error_is_one_line_unless_debug(monkeypatch, capsys, error):
+    def fail(**kwargs):
+        raise error
+
+    monkeypatch.delenv("ORT_ZERO_DEBUG", raising=False)
+    monkeypatch.setattr(extensions, "build", fail)
+    assert cli.main(["build"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1 and "second line" not in captured.err
+    assert cli.main(["build", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"].endswith("second line")
+    assert cli.main(["build", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "second line" in err
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["doctor", "--nonsense"], ["build", "--forc"], ["doctor", "extra"]])
+def test_wrong_usage_is_status_2_and_one_line(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+
+
+def test_options_are_frozen():
+    found = {}
+    for action in cli.make_parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                found[name] = sorted(o for a in sub._actions for o in a.option_strings)
+    common = ["--debug", "--help", "--json", "-h"]
+    assert found == {"doctor": common, "build": sorted([*common, "--force"])}
+
+
+def test_module_runs_the_same_command():
+    done = subprocess.run([sys.executable, "-m", "ort_zero", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"ort-zero {__version__}"

@@ -1,0 +1,107 @@
+"""The "ort_zero" section: defaults, and errors that name the dotted path."""
+
+from __future__ import annotations
+
+import pytest
+
+from ort_zero import config
+from ort_zero.errors import ConfigError
+
+
+def test_defaults_run_in_onnxruntime_and_refuse_fallback():
+    parsed = config.parse({})
+    assert parsed.enabled and parsed.ortmodule.enabled
+    assert parsed.ortmodule.fallback == "raise"
+    assert parsed.ortmodule.exclude == [] and parsed.ortmodule.graph_cache_size == 8
+    assert parsed.ortmodule.cache_dir is None and parsed.ortmodule.save_onnx is None
+    assert parsed.statistics.enabled is False and parsed.memory.recompute == "off"
+    assert parsed.memory_efficient_gradients is False
+
+
+def test_no_section_and_disabled_section_give_none():
+    assert config.section_of({"train_batch_size": 4}) is None
+    assert config.section_of({"ort_zero": {"enabled": False}}) is None
+    assert config.section_of(None) is None
+    assert config.section_of({"ort_zero": {}}) is not None
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "value", "near"),
+    [
+        ({"enabeld": True}, "ort_zero.enabeld", "True", '"enabled"'),
+        ({"ortmodule": {"fall_back": "warn"}}, "ort_zero.ortmodule.fall_back", "'warn'", '"fallback"'),
+        ({"statistics": {"outputdir": "x"}}, "ort_zero.statistics.outputdir", "'x'", '"output_dir"'),
+    ],
+)
+def test_unknown_key_names_path_value_and_nearest_key(section, path, value, near):
+    with pytest.raises(ConfigError) as error:
+        config.parse(section)
+    message = str(error.value)
+    assert path in message and value in message and near in message
+
+
+def test_unknown_key_without_a_near_one_lists_the_valid_keys():
+    with pytest.raises(ConfigError, match="valid keys: .*graph_cache_size"):
+        config.parse({"ortmodule": {"zzzzzz": 1}})
+
+
+@pytest.mark.parametrize(
+    ("section", "path", "value"),
+    [
+        ({"enabled": "yes"}, "ort_zero.enabled", "'yes'"),
+        ({"enabled": 1}, "ort_zero.enabled", "1"),
+        ({"ortmodule": {"fallback": "ignore"}}, "ort_zero.ortmodule.fallback", "'ignore'"),
+        ({"ortmodule": {"graph_cache_size": 0}}, "ort_zero.ortmodule.graph_cache_size", "0"),
+        ({"ortmodule": {"graph_cache_size": "8"}}, "ort_zero.ortmodule.graph_cache_size", "'8'"),
+        ({"ortmodule": {"log_level": "LOUD"}}, "ort_zero.ortmodule.log_level", "'LOUD'"),
+        ({"ortmodule": {"save_onnx": 3}}, "ort_zero.ortmodule.save_onnx", "3"),
+        ({"ortmodule": True}, "ort_zero.ortmodule", "True"),
+    ],
+)
+def test_wrong_value_names_path_and_value(section, path, value):
+    with pytest.raises(ConfigError) as error:
+        config.parse(section)
+    assert f"{path}: " in str(error.value) and value in str(error.value)
+
+
+@pytest.mark.parametrize("section", [None, True, [], "on"])
+def test_section_must_be_an_object(section):
+    with pytest.raises(ConfigError, match="must be an object"):
+        config.parse(section)
+
+
+@pytest.mark.parametrize("name", ["ort-zero", "Ort_Zero", "ORT_ZERO", "ortzero"])
+def test_misspelt_section_is_refused_with_the_right_name(name):
+    with pytest.raises(ConfigError) as error:
+        config.section_of({name: {}})
+    assert f'"{name}"' in str(error.value) and 'did you mean "ort_zero"' in str(error.value)
+
+
+def _nested(path: str, value: object) -> dict:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value  # type: ignore[return-value]
+
+
+_ASKED = {
+    "ortmodule.exclude": ["head"],
+    "ortmodule.cache_dir": "/tmp/x",
+    "checkpoint.sharded": True,
+    "checkpoint.async_save": True,
+    "statistics.enabled": True,
+    "memory.recompute": "all",
+    "memory.budget": "1GB",
+    "memory_efficient_gradients": True,
+}
+
+
+@pytest.mark.parametrize("path", sorted(config._NOT_YET))
+def test_feature_that_is_not_available_is_refused_not_ignored(path):
+    with pytest.raises(ConfigError, match=f"ort_zero.{path} is not available"):
+        config.parse(_nested(path, _ASKED[path]))
+    disabled = {"enabled": False, **_nested(path, _ASKED[path])}
+    assert config.section_of({"ort_zero": disabled}) is None
+
+
+def test_level_is_accepted_in_lower_case():
+    assert config.parse({"ortmodule": {"log_level": "devinfo"}}).ortmodule.log_level == "DEVINFO"

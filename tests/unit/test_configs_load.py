@@ -1,0 +1,37 @@
+"""The files in configs/ are what the examples and the README promise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ort_zero import config
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = {"zero1.json": 1, "zero2.json": 2, "zero3.json": 3, "zero3_offload.json": 3}
+YAMLS = {"accelerate_zero1.yaml": "configs/zero1.json", "accelerate_zero3.yaml": "configs/zero3.json"}
+
+
+def test_every_file_is_listed_here():
+    assert {p.name for p in (ROOT / "configs").iterdir()} == {*STAGES, *YAMLS}
+
+
+@pytest.mark.parametrize(("name", "stage"), STAGES.items())
+def test_json_asks_for_onnxruntime_at_its_stage(name, stage):
+    loaded = json.loads((ROOT / "configs" / name).read_text())
+    section = config.section_of(loaded)
+    assert section is not None and section.ortmodule.enabled and section.ortmodule.fallback == "raise"
+    assert loaded["zero_optimization"]["stage"] == stage
+    assert loaded["optimizer"]["params"]["torch_adam"] is True  # the other one is compiled on first use
+    assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in name)
+
+
+@pytest.mark.parametrize(("name", "json_path"), YAMLS.items())
+def test_yaml_starts_two_deepspeed_ranks_on_cpu(name, json_path):
+    yaml = pytest.importorskip("yaml")
+    loaded = yaml.safe_load((ROOT / "configs" / name).read_text())
+    assert loaded["distributed_type"] == "DEEPSPEED" and loaded["use_cpu"] is True and loaded["num_processes"] == 2
+    assert loaded["deepspeed_config"]["deepspeed_config_file"] == json_path
+    assert (ROOT / json_path).is_file()

@@ -1,0 +1,153 @@
+"""One message from what the exporter or ORT raised: the cause, the user's line, the way out."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from ort_zero.errors import BridgeError, ExportError, RankError
+from ort_zero.graph.failures import explain
+
+SITE = "/venv/lib/python3.11/site-packages"
+
+
+class Net(nn.Module):
+    """The user's module."""
+
+
+def traceback(*frames: tuple[str, int, str], error: str) -> str:
+    """Return what ORTModule makes of an exception: its own sentence and a whole traceback."""
+    lines = [f'  File "{path}", line {line}, in {name}\n    some_code()' for path, line, name in frames]
+    return "\n".join(
+        ["There was an error while exporting the PyTorch model to ONNX: ", "", "Traceback (most recent call last):"]
+        + [*lines, error, ""]
+    )
+
+
+def message(text: str | BaseException) -> str:
+    error = text if isinstance(text, BaseException) else RuntimeError(text)
+    result = explain(error, Net())
+    assert type(result) is ExportError
+    return str(result)
+
+
+CHECKPOINT_FRAMES = (
+    ("/home/me/train.py", 41, "forward"),
+    (f"{SITE}/torch/utils/checkpoint.py", 503, "checkpoint"),
+    (f"{SITE}/onnxruntime/training/ortmodule/_custom_autograd_function_exporter.py", 240, "_export_pt_1_10"),
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        traceback(*CHECKPOINT_FRAMES, error="RuntimeError: stopped"),
+        traceback(
+            ("/home/me/train.py", 41, "forward"),
+            error="Exception: The autograd.Function <class 'torch.utils.checkpoint.CheckpointFunction'> cannot be "
+            "exported: Exporting the operator 'prim::PythonOp' to ONNX opset version 17 is not supported.",
+        ),
+        traceback(
+            ("/home/me/train.py", 41, "forward"),
+            (f"{SITE}/torch/_dynamo/eval_frame.py", 1, "wrapper"),
+            error="RuntimeError: Detected that you are using FX to torch.jit.trace a dynamo-optimized function. "
+            "This is not supported at the moment.",
+        ),
+        traceback(
+            ("/home/me/train.py", 41, "forward"),
+            error="TypeError: 'NoneType' object is not callable: self._gradient_checkpointing_func",
+        ),
+    ],
+)
+def test_activation_checkpointing_wins_over_what_it_led_to(text):
+    said = message(text)
+    assert said.startswith(
+        "Net cannot run in ONNX Runtime: the module uses torch activation checkpointing, which cannot be exported"
+    )
+    assert "gradient_checkpointing_disable()" in said
+    assert "(at /home/me/train.py:41 in forward)" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "operator"),
+    [
+        (
+            "torch.onnx.errors.UnsupportedOperatorError: Exporting the operator 'aten::fft_rfft' to ONNX opset version "
+            "17 is not supported. Please feel free to request support or submit a pull request.",
+            "aten::fft_rfft",
+        ),
+        (
+            "torch.onnx.errors.OnnxExporterError: Unsupported: ONNX export of operator adaptive pooling. Please open",
+            "adaptive",
+        ),
+        ("torch.onnx.errors.SymbolicValueError: Unsupported: ONNX export of operator unfold. Please", "unfold"),
+        (
+            "torch.onnx.errors.UnsupportedOperatorError: ONNX export failed on an operator with unrecognized namespace "
+            "torchvision::nms. If you are trying to export a custom operator, make sure you registered it",
+            "torchvision::nms",
+        ),
+    ],
+)
+def test_a_missing_symbolic_names_the_operator_and_the_users_line(text, operator):
+    frames = (
+        ("/home/me/run.py", 3, "<module>"),
+        (f"{SITE}/torch/nn/modules/module.py", 1786, "_call_impl"),
+        ("/home/me/model.py", 17, "forward"),
+        (f"{SITE}/torch/onnx/_internal/torchscript_exporter/utils.py", 506, "export"),
+    )
+    said = message(traceback(*frames, error=text))
+    assert f": the exporter has no symbolic for the operator {operator} (at /home/me/model.py:17 in forward). " in said
+
+
+def test_a_missing_kernel_names_the_operator_with_its_version():
+    said = message(
+        "[ONNXRuntimeError] : 9 : NOT_IMPLEMENTED : Could not find an implementation for ReduceMean(13) node with name "
+        "'/norm/ReduceMean'"
+    )
+    assert "provider has no kernel for the operator ReduceMean(13) with these types. " in said
+    assert "(at " not in said
+
+
+def test_an_input_type_that_onnx_has_not_is_named():
+    said = message(
+        "ORTModuleIOError: ORTModule does not support input type <class 'torch.Generator'> for input rng\nmore"
+    )
+    assert "an input has a type that ONNX cannot pass: <class 'torch.Generator'> for input rng. " in said
+
+
+def test_anything_else_is_quoted_by_the_last_error_line_of_the_traceback():
+    text = traceback(
+        ("/home/me/model.py", 8, "forward"),
+        (f"{SITE}/torch/nn/functional.py", 2, "linear"),
+        error="ValueError: expected 3 heads\n(see the notes below)\nnote 1",
+    )
+    assert message(text).startswith(
+        "Net cannot run in ONNX Runtime: ValueError: expected 3 heads (at /home/me/model.py:8 in forward). "
+    )
+
+
+def test_a_text_without_an_error_line_is_quoted_by_its_last_line_and_an_empty_one_by_its_type():
+    assert ": second line. " in message("first line\nsecond line\n\n")
+    assert ": KeyError. " in message(KeyError())
+
+
+def test_every_message_offers_the_way_out():
+    said = message("anything")
+    assert said.endswith(
+        'Run the model in PyTorch with "ort_zero": {"ortmodule": {"enabled": false}}, or let ort_zero do so by itself '
+        'with {"ortmodule": {"fallback": "warn"}}'
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ExportError("x"),
+        BridgeError("Exporting the operator 'a::b'"),
+        RankError("rank 1: x", {1: "x"}),
+        KeyboardInterrupt(),
+        SystemExit(3),
+    ],
+)
+def test_our_own_errors_and_interrupts_pass_through(error):
+    assert explain(error, Net()) is error

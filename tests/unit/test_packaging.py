@@ -1,0 +1,81 @@
+"""setup.cfg says what the support table and the contract say."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from ort_zero.compat import versions
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORT_NAMES = {"filelock", "packaging", "pydantic", "wrapt"}
+
+
+@pytest.fixture(scope="module")
+def setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def requirements(text: str) -> dict[str, Requirement]:
+    found = [Requirement(line) for line in text.strip().splitlines()]
+    return {r.name: r for r in found}
+
+
+def extra(setup_cfg, name: str) -> dict[str, Requirement]:
+    """Return the requirements of an extra, with the extras that it refers to."""
+    found = requirements(setup_cfg["options.extras_require"][name])
+    own = found.pop("ort-zero", None)
+    for other in own.extras if own else ():
+        found |= extra(setup_cfg, other)
+    return found
+
+
+def test_extras_have_the_bounds_of_the_support_table(setup_cfg):
+    ort = extra(setup_cfg, "ort")
+    for row in versions.REQUIREMENTS:
+        assert ort[row.distribution].specifier == SpecifierSet(row.specifier), row.distribution
+    zero = {row.distribution for row in versions.REQUIREMENTS if row.needed_for == "zero"}
+    assert zero | {"torch"} == set(extra(setup_cfg, "zero"))
+
+
+def test_python_bounds_are_those_of_the_support_table(setup_cfg):
+    assert SpecifierSet(setup_cfg["options"]["python_requires"]) == versions.PYTHON
+
+
+def test_core_requires_what_the_package_imports_and_no_more(setup_cfg):
+    core = requirements(setup_cfg["options"]["install_requires"])
+    assert set(core) == IMPORT_NAMES and all(r.specifier for r in core.values())
+    text = "\n".join(p.read_text() for p in (ROOT / "ort_zero").rglob("*.py"))
+    imported = set(re.findall(r"^\s*(?:from|import) (\w+)", text, flags=re.M))
+    assert IMPORT_NAMES <= imported
+    assert not imported & {"tqdm", "rich", "yaml"}, "declare it in install_requires"
+
+
+def test_entry_points(setup_cfg):
+    points = setup_cfg["options.entry_points"]
+    assert points["console_scripts"].strip() == "ort-zero = ort_zero.cli.main:main"
+    assert points["torch.backends"].strip() == "ort_zero = ort_zero.plugin:autoload"
+
+
+def test_constraints_pin_versions_that_the_extras_allow(setup_cfg):
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = requirements("\n".join(line for line in lines if line and not line.startswith("#")))
+    wanted = requirements(setup_cfg["options"]["install_requires"])
+    for name in ("ort", "examples", "test", "lint"):
+        wanted |= extra(setup_cfg, name)
+    pins = {name.lower(): pin for name, pin in pins.items()}
+    for name, requirement in wanted.items():
+        (pin,) = pins[name.lower()].specifier
+        assert pin.operator == "==" and requirement.specifier.contains(pin.version), name
+
+
+def test_makefile_installs_the_pinned_torch():
+    (made,) = re.findall(r"^TORCH := (\S+)", (ROOT / "Makefile").read_text(), flags=re.M)
+    assert made in (ROOT / "constraints.txt").read_text().splitlines()

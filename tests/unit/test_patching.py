@@ -1,0 +1,154 @@
+"""Patches are applied together or not at all, and what was there comes back as the same object."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from ort_zero.errors import PatchError
+from ort_zero.patching import MARKER, Patch, PatchSet, defined_in, resolve
+
+NAME = "ort_zero_test_victim"
+SOURCE = """
+class Base:
+    def inherited(self): return "inherited"
+
+class Victim(Base):
+    def method(self): return "method"
+    @staticmethod
+    def static(): return "static"
+    @classmethod
+    def clsm(cls): return cls.__name__
+
+def function(): return "function"
+"""
+TARGETS = ("Victim.method", "Victim.static", "Victim.clsm", "Victim.inherited", "function")
+
+
+@pytest.fixture
+def victim(monkeypatch):
+    module = ModuleType(NAME)
+    exec(SOURCE, module.__dict__)
+    monkeypatch.setitem(sys.modules, NAME, module)
+    return module
+
+
+def loud(original):
+    def replacement(*args, **kwargs):
+        return "patched " + original(*args, **kwargs)
+
+    return replacement
+
+
+def patches(*names: str, **kwargs) -> PatchSet:
+    return PatchSet("test", tuple(Patch(target=f"{NAME}:{n}", build=loud, why="test", **kwargs) for n in names))
+
+
+def state(victim) -> dict[str, dict]:
+    return {name: dict(vars(owner)) for name, owner in
+            (("module", victim), ("Victim", victim.Victim), ("Base", victim.Base))}
+
+
+def same(a: dict[str, dict], b: dict[str, dict]) -> bool:
+    return all(a[o].keys() == b[o].keys() and all(a[o][k] is b[o][k] for k in a[o] if k != "__builtins__") for o in a)
+
+
+def test_apply_replaces_and_restore_brings_the_same_objects_back(victim):
+    before = state(victim)
+    wanted = patches(*TARGETS)
+    wanted.apply()
+    obj = victim.Victim()
+    assert obj.method() == "patched method" and obj.static() == "patched static"
+    assert victim.Victim.static() == "patched static" and victim.Victim.clsm() == "patched Victim"
+    assert obj.inherited() == "patched inherited" and victim.Base().inherited() == "inherited"
+    assert victim.function() == "patched function"
+    assert wanted.active and wanted.targets() == tuple(f"{NAME}:{n}" for n in TARGETS)
+    wanted.restore()
+    assert same(state(victim), before)
+    assert "inherited" not in vars(victim.Victim)
+    assert not wanted.active and wanted.targets() == ()
+
+
+def test_replacement_carries_marker_and_original(victim):
+    original = victim.function
+    patches("function").apply()
+    assert getattr(victim.function, MARKER) == f"{NAME}:function"
+    assert victim.function.__wrapped__ is original
+
+
+def test_second_apply_and_second_restore_do_nothing(victim):
+    before = state(victim)
+    wanted = patches("function")
+    wanted.apply()
+    once = victim.function
+    wanted.apply()
+    assert victim.function is once
+    wanted.restore()
+    wanted.restore()
+    assert same(state(victim), before)
+
+
+@pytest.mark.parametrize("bad", ["nowhere", "Victim.nowhere", "Nobody.method"])
+def test_a_missing_target_leaves_everything_as_it_was(victim, bad):
+    before = state(victim)
+    wanted = patches(*TARGETS, bad)
+    with pytest.raises(PatchError, match="cannot patch"):
+        wanted.apply()
+    assert same(state(victim), before) and not wanted.active
+
+
+def test_a_missing_module_is_a_patch_error():
+    with pytest.raises(PatchError, match="cannot patch no_such_module_at_all:x"):
+        resolve("no_such_module_at_all:x")
+
+
+def test_a_failing_build_leaves_everything_as_it_was(victim):
+    before = state(victim)
+
+    def broken(original):
+        raise ZeroDivisionError
+
+    ok = Patch(target=f"{NAME}:Victim.static", build=loud, why="test")
+    wanted = PatchSet("test", (ok, Patch(target=f"{NAME}:function", build=broken, why="test")))
+    with pytest.raises(ZeroDivisionError):
+        wanted.apply()
+    assert same(state(victim), before)
+
+
+def test_restore_refuses_when_a_stranger_patched_later_and_changes_nothing(victim):
+    wanted = patches("Victim.method", "function")
+    wanted.apply()
+    ours = vars(victim.Victim)["method"]
+    victim.function = len
+    with pytest.raises(PatchError, match=f"{NAME}:function was replaced by builtins.len"):
+        wanted.restore()
+    assert wanted.active and vars(victim.Victim)["method"] is ours and victim.function is len
+
+
+def test_two_sets_do_not_patch_the_same_target(victim):
+    patches("function").apply()
+    with pytest.raises(PatchError, match="already"):
+        patches("function").apply()
+
+
+def test_guard_defined_in_accepts_home_and_refuses_strangers(victim):
+    guarded = patches("function", "Victim.static", guard=defined_in(NAME))
+    guarded.apply()
+    guarded.restore()
+    stranger = loud(victim.function)
+    victim.function = stranger
+    before = state(victim)
+    with pytest.raises(PatchError, match=f"already patched by {__name__}"):
+        guarded.apply()
+    assert same(state(victim), before) and victim.function is stranger
+
+
+def test_guard_sees_through_functools_wraps(victim):
+    import functools
+
+    victim.function = functools.wraps(victim.function)(loud(victim.function))
+    assert victim.function.__module__ == NAME
+    with pytest.raises(PatchError, match="already patched"):
+        patches("function", guard=defined_in(NAME)).apply()
