@@ -61,14 +61,6 @@ def _connect(engine: Any, runtime: Any) -> None:
     if offload is not None:
         runtime.group = offload.dp_process_group
         runtime.prefetch_elements = ds_compat.prefetch_window(offload)
-        runtime.on_fallback = functools.partial(_back_to_hooks, offload)
-
-
-def _back_to_hooks(offload: Any) -> None:
-    """Give a model that ORT could not run the hooks that PyTorch execution needs under ZeRO-3."""
-    from ort_zero.hooks.patches import switch
-
-    switch(offload, "torch")
 
 
 def _refuse_half_on_cpu(ds_config: dict) -> None:

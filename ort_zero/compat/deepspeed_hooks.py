@@ -163,16 +163,19 @@ def rebind(offload: Any) -> RebindedHooks:
     )
 
 
-def number_modules(offload: Any, module: Any, count: list[int]) -> None:
-    """Give `module` and those below their ``ds_id``, and make DeepSpeed record its fetch trace anew for the root.
+def invalidate_trace(offload: Any) -> None:
+    """Make DeepSpeed record its fetch trace anew; it does so when the root is registered again."""
+    coordinator = offload.get_param_coordinator()
+    if coordinator is not None and not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+
+
+def number_modules(module: Any, count: list[int]) -> None:
+    """Give `module` and those below their ``ds_id``.
 
     Numbers and marks are those that ``_register_deepspeed_module`` gives: depth first, parent before child, the inside
     of a leaf module left out, `count` carrying the last number over to the next call.
     """
-    if module is offload.module:
-        coordinator = offload.get_param_coordinator()
-        if coordinator is not None and not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()
     module.ds_id = count[0]
     module.ds_recompute_parameters = set()
     if is_leaf(module):
@@ -181,7 +184,7 @@ def number_modules(offload: Any, module: Any, count: list[int]) -> None:
         return
     for child in module.children():
         count[0] += 1
-        number_modules(offload, child, count)
+        number_modules(child, count)
 
 
 def is_leaf(module: Any) -> bool:
@@ -201,23 +204,15 @@ def register_root(offload: Any) -> None:
     offload._register_deepspeed_module(offload.module)
 
 
-def unregister(offload: Any) -> None:
-    """Remove the module hooks of `offload` but not its start-of-forward hook."""
-    for handle in (*offload.forward_hooks, *offload.backward_hooks):
-        handle.remove()
-    offload.forward_hooks = []
-    offload.backward_hooks = []
+def push_root(root: Any) -> None:
+    """Put `root` at the bottom of DeepSpeed's stack of modules in forward."""
+    sys.modules[MODULE].FWD_MODULE_STACK.append(root)
 
 
-def push_root(offload: Any) -> None:
-    """Put the model of `offload` at the bottom of DeepSpeed's stack of modules in forward."""
-    sys.modules[MODULE].FWD_MODULE_STACK.append(offload.module)
-
-
-def pop_root(offload: Any) -> None:
-    """Take the model of `offload` off that stack again; DeepSpeed 0.19 leaves it there and so keeps it alive."""
+def pop_root(root: Any) -> None:
+    """Take `root` off that stack again; DeepSpeed 0.19 leaves it there and so keeps it alive."""
     stack = sys.modules[MODULE].FWD_MODULE_STACK
-    stack[:] = [module for module in stack if module is not offload.module]
+    stack[:] = [module for module in stack if module is not root]
 
 
 def _original(function: Any) -> Any:

@@ -39,6 +39,7 @@ from ort_zero.graph import agreement, outputs
 from ort_zero.graph.exported import complete_dropout
 from ort_zero.graph.failures import explain
 from ort_zero.graph.standins import full_shape_weights, unchanged_buffers
+from ort_zero.hooks.manager import paused
 from ort_zero.log import get_logger
 
 
@@ -73,7 +74,6 @@ class Runtime:
         self.stage = stage
         self.group: Any = None
         self.prefetch_elements = 0
-        self.on_fallback: Callable[[], None] | None = None
         self.records = {True: GraphRecord("training"), False: GraphRecord("inference")}
         self.tables: dict[bool, ops.Table] = {}
         self.fallback_reason: str | None = None
@@ -126,6 +126,7 @@ class Runtime:
     def exporting(self, flattened_module: torch.nn.Module):
         """Hold stand-ins and keep the buffers while the module is traced."""
         with (
+            paused(),
             torch_checkpoint.watch(self._refuse_checkpointing),
             unchanged_buffers(flattened_module),
             full_shape_weights(flattened_module),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,25 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from ort_zero.hooks.subscriber import SubscriberBase
+
+
+_paused = False
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Keep every hook of every manager still: modules run as if nobody had subscribed, for tracing."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
+
+
+def is_paused() -> bool:
+    """Return True inside :func:`paused`."""
+    return _paused
 
 
 @dataclass(slots=True)
@@ -67,16 +87,16 @@ def _register(subscriber: SubscriberBase, module: Module, handles: Handles) -> N
     # Functions, not bound methods: deepcopy of a hooked module would copy a bound method's subscriber, and with it
     # process groups and streams; a function it leaves alone.
     def before_module(module: Module, args: tuple) -> Any:
-        return subscriber.pre_forward_module_apply(module, args)
+        return None if _paused else subscriber.pre_forward_module_apply(module, args)
 
     def after_module(module: Module, args: tuple, outputs: Any) -> Any:
-        return subscriber.post_forward_module_apply(module, args, outputs)
+        return None if _paused else subscriber.post_forward_module_apply(module, args, outputs)
 
     def after_tensors(module: Module, args: tuple, outputs: Any) -> Any:
-        return subscriber.post_forward_tensors(module, args, outputs)
+        return None if _paused else subscriber.post_forward_tensors(module, args, outputs)
 
     def before_tensors(module: Module, args: tuple) -> Any:
-        return subscriber.pre_forward_tensors(module, args)
+        return None if _paused else subscriber.pre_forward_tensors(module, args)
 
     handles.module.append(module.register_forward_pre_hook(before_module))
     handles.module.append(module.register_forward_hook(after_module))

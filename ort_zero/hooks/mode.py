@@ -1,7 +1,7 @@
 """Which engine runs the model whose ZeRO-3 hooks are being set up.
 
 ``None``: no ``"ort_zero"`` section, DeepSpeed's own code runs unchanged. ``"torch"``: PyTorch, through our subscriber.
-``"ort"``: ONNX Runtime, no module hooks. DeepSpeed sets hooks up deep inside ``deepspeed.initialize``, hence a context
+``"ort"``: ONNX Runtime; the hooks are on the user's module all the same, for direct calls. DeepSpeed sets hooks up deep inside ``deepspeed.initialize``, hence a context
 variable and not an argument.
 """
 

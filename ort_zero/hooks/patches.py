@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero.compat import deepspeed_hooks
+from ort_zero.compat.ortmodule import is_ortmodule
 from ort_zero.hooks import mode
 from ort_zero.patching import Patch, defined_in
 
@@ -22,19 +23,14 @@ def mode_of(offload: Any) -> str | None:
     return vars(offload).get(_MODE)
 
 
-def switch(offload: Any, new_mode: str) -> None:
-    """Remove the module hooks of `offload` and register them anew for `new_mode`, ``"torch"`` or ``"ort"``.
+def hooked_root(offload: Any) -> Any:
+    """Return the module that carries the hooks: the user's own, also where an ORTModule surrounds it.
 
-    To be called between steps, on every rank.
-
-    Raises:
-        ValueError: `new_mode` is something else.
+    ORT runs the graph, not the module, so the hooks serve direct calls: HF Trainer evaluates the module that it was
+    given, a fallback runs it in PyTorch. They are paused while the module is traced.
     """
-    if mode.check(new_mode) is None:
-        raise ValueError("hooks cannot be switched to mode None: there is no ort_zero section to return from")
-    deepspeed_hooks.unregister(offload)
-    setattr(offload, _MODE, new_mode)
-    deepspeed_hooks.register_root(offload)
+    module = offload.module
+    return module.module if is_ortmodule(module) else module
 
 
 def _subscriber(offload: Any) -> Any:
@@ -55,11 +51,18 @@ def _build_setup(original: Callable) -> Callable:
         if current is None:
             original(self)
             return
+        from ort_zero.hooks.manager import is_paused
+
         self.hierarchy = 0
-        hooks = _subscriber(self).hooks
-        self.fwd_pre_hook = self.module.register_forward_pre_hook(hooks.start_of_forward)
+        start = _subscriber(self).hooks.start_of_forward
+
+        def start_of_forward(module: Any, args: tuple) -> None:
+            if not is_paused():
+                start(module, args)
+
+        self.fwd_pre_hook = hooked_root(self).register_forward_pre_hook(start_of_forward)
         deepspeed_hooks.register_root(self)
-        deepspeed_hooks.push_root(self)
+        deepspeed_hooks.push_root(hooked_root(self))
 
     return setup_zero_stage3_hooks
 
@@ -69,13 +72,14 @@ def _build_register(original: Callable) -> Callable:
         """Register hooks on `module` and below, in the mode that this offload was set up in."""
         if count is None:
             count = deepspeed_hooks.shared_count(original)
-        current = mode_of(self)
-        if current is None:
+        if mode_of(self) is None:
             original(self, module, count)
             return
-        deepspeed_hooks.number_modules(self, module, count)
-        if current == "torch":
-            _subscriber(self).register(module)
+        if module is self.module:
+            module = hooked_root(self)
+            deepspeed_hooks.invalidate_trace(self)
+        deepspeed_hooks.number_modules(module, count)
+        _subscriber(self).register(module)
 
     return _register_deepspeed_module
 
@@ -85,7 +89,7 @@ def _build_destroy(original: Callable) -> Callable:
         """Remove the hooks; an engine of ours leaves nothing that keeps its model alive."""
         original(self)
         if mode_of(self) is not None:
-            deepspeed_hooks.pop_root(self)
+            deepspeed_hooks.pop_root(hooked_root(self))
 
     return destroy
 

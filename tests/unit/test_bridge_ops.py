@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from ort_zero.bridge import ops
 from ort_zero.bridge.ops import (
     GatherFunction,
     LiveElements,
@@ -41,11 +42,12 @@ class Store:
     def __init__(self) -> None:
         self.calls: list[tuple] = []
         self.fail: tuple | None = None
+        self.failed = False
 
     def _record(self, what: str, names: str) -> None:
         self.calls.append((what, names))
         if (what, names) == self.fail:
-            self.fail = None
+            self.fail, self.failed = None, True
             raise OSError(f"{what} {names} failed")
 
     def partitioned(self, parameters):
@@ -70,11 +72,11 @@ class Store:
                 p.state, p.data = "here", p.whole
 
     def release(self, parameters):
-        if not parameters:
-            return
-        self._record("release", names(parameters))
-        for p in parameters:
-            assert p.state == "here", (p, p.state)
+        assert self.failed or all(p.state == "here" for p in parameters), parameters
+        whole = [p for p in parameters if p.state == "here"]
+        if whole:
+            self._record("release", names(whole))
+        for p in whole:
             p.state, p.data = "away", torch.empty(0)
 
     def reduce(self, parameter, gradient):
@@ -140,31 +142,69 @@ def test_a_gathered_weight_has_no_gradient():
     assert not weight.requires_grad
 
 
-def test_prefetch_starts_later_gathers_after_its_own_release_and_within_the_window():
+@pytest.fixture
+def alone(monkeypatch):
+    """Every gather that is started ahead has a collective of its own."""
+    monkeypatch.setattr(ops, "BUCKET", 0)
+
+
+def test_prefetch_starts_the_next_gathers_within_the_window(alone):
     table = table_of(*(gather(F, w) for w in "abcde"), window=2 * SIZE)
-    table.gather(0)
-    assert calls(table) == ["start a", "wait a", "release a", "start b", "start c"]
-    table.gather(1)
-    assert calls(table) == ["wait b", "release b", "start d"]
-    table.gather(2)
-    assert calls(table) == ["wait c", "release c", "start e"]
-    table.gather(3)
-    table.gather(4)
+    found = [table.gather(0)[0][0].item()]
+    assert calls(table) == ["start a", "wait a", "start b", "start c", "release a"]
+    found.append(table.gather(1)[0][0].item())
+    assert calls(table) == ["wait b", "start d", "release b"]
+    found.append(table.gather(2)[0][0].item())
+    assert calls(table) == ["wait c", "start e", "release c"]
+    found += [table.gather(i)[0][0].item() for i in (3, 4)]
     assert calls(table) == ["wait d", "release d", "wait e", "release e"]
+    assert found == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert table.counters.waits == 1
     assert states(table) == {"away"}
 
 
+def test_small_gathers_that_are_started_together_share_a_collective():
+    table = table_of(*(gather(F, w) for w in "abcde"), window=2 * SIZE)
+    values = [table.gather(i)[0][0].item() for i in range(5)]
+    assert values == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert calls(table) == [
+        "start a", "wait a", "start bc", "release a",
+        "wait bc", "start d", "release b",
+        "start e", "release c",
+        "wait d", "release d", "wait e", "release e",
+    ]  # fmt: skip
+
+
+def test_a_bucket_is_closed_before_it_grows_too_large(monkeypatch):
+    monkeypatch.setattr(ops, "BUCKET", 2 * SIZE)
+    table = table_of(*(gather(F, w) for w in ("a", "b", "c", "def", "g")), window=1000)
+    table.gather(0)
+    assert calls(table) == ["start a", "wait a", "start bc", "start def", "start g", "release a"]
+
+
+def test_nothing_is_started_until_half_the_window_is_free_unless_the_next_gather_waits(alone):
+    table = table_of(*(gather(F, w) for w in "abcdefg"), window=3 * SIZE)
+    table.gather(0)
+    assert calls(table)[2:] == ["start b", "start c", "start d", "release a"]
+    table.gather(1)
+    assert calls(table) == ["wait b", "release b"]
+    table.gather(2)
+    assert calls(table) == ["wait c", "start e", "start f", "release c"]
+
+
+@pytest.mark.parametrize("bucket", [0, 1000])
 @pytest.mark.parametrize("window", [0, 5, SIZE, 25, 3 * SIZE, 1000])
-def test_what_is_in_flight_never_exceeds_the_window(window):
-    events = [gather(F, w) for w in ("a", "bc", "d", "efg", "h", "a", "bc")]
+def test_what_is_ahead_of_its_use_never_exceeds_the_window(monkeypatch, window, bucket):
+    monkeypatch.setattr(ops, "BUCKET", bucket)
+    events = [gather(F, w) for w in ("a", "bc", "d", "efg", "a", "h", "a", "bc")]
     table = table_of(*events, window=window)
-    for index in range(len(events)):
-        table.gather(index)
-        flying = [p for p in table.by_name.values() if p.state == "flying"]
-        assert SIZE * len(flying) <= window
-        assert all(p.state != "here" for p in table.by_name.values())
+    for index, event in enumerate(events):
+        weights = table.gather(index)
+        assert [w.tolist() for w in weights] == [table.by_name[n].whole.tolist() for n in event.weights]
+        ahead = [p for p in table.by_name.values() if p.state != "away"]
+        assert SIZE * len(ahead) <= window
     assert states(table) == {"away"}
+    assert table._ahead == {}
 
 
 def test_a_gather_too_large_for_the_window_keeps_those_after_it_from_overtaking():
@@ -172,17 +212,17 @@ def test_a_gather_too_large_for_the_window_keeps_those_after_it_from_overtaking(
     table.gather(0)
     assert calls(table) == ["start a", "wait a", "release a"]
     table.gather(1)
-    assert calls(table) == ["start bc", "wait bc", "release bc", "start d"]
+    assert calls(table) == ["start bc", "wait bc", "start d", "release bc"]
 
 
 def test_prefetch_never_crosses_a_phase():
-    table = table_of(gather(F, "a"), gather(F, "b"), gather(B, "c"), gather(B, "d"), window=1000)
+    table = table_of(gather(F, "a"), gather(F, "b"), gather(B, "b"), gather(B, "d"), window=1000)
     table.gather(0)
     table.gather(1)
-    assert calls(table) == ["start a", "wait a", "release a", "start b", "wait b", "release b"]
+    assert calls(table) == ["start a", "wait a", "start b", "release a", "wait b", "release b"]
     assert states(table) == {"away"}
     table.gather(2)
-    assert calls(table) == ["start c", "wait c", "release c", "start d"]
+    assert calls(table) == ["start b", "wait b", "start d", "release b"]
     table.gather(3)
     assert states(table) == {"away"}
 
@@ -192,43 +232,51 @@ def test_a_forward_that_was_not_finished_is_drained_by_the_next_start_of_a_phase
     table.gather(0)
     calls(table)
     table.gather(0)
-    assert calls(table) == ["wait b", "release b", "start a", "wait a", "release a", "start b"]
+    assert calls(table) == ["wait b", "release b", "start a", "wait a", "start b", "release a"]
     table.gather(2)
     assert calls(table) == ["wait b", "release b", "start a", "wait a", "release a"]
 
 
-def test_drain_leaves_nothing_in_flight():
-    table = table_of(*(gather(F, w) for w in "abc"), window=1000)
+def test_a_weight_that_is_used_again_soon_stays_for_it():
+    table = table_of(gather(F, "a"), gather(F, "b"), gather(F, "ac"), window=1000)
+    values = [[w[0].item() for w in table.gather(i)] for i in range(3)]
+    assert values == [[0.0], [1.0], [0.0, 2.0]]
+    assert calls(table) == ["start a", "wait a", "start bc", "wait bc", "release b", "release ac"]
+    assert states(table) == {"away"}
+
+
+def test_drain_leaves_nothing_in_flight_and_nothing_kept():
+    table = table_of(*(gather(F, w) for w in "abca"), window=1000)
     table.gather(0)
-    assert states(table) == {"away", "flying"}
+    assert states(table) == {"here", "flying"}
+    calls(table)
     table.drain()
-    assert calls(table)[-4:] == ["wait b", "release b", "wait c", "release c"]
+    assert calls(table) == ["wait bc", "release b", "release c", "release a"]
     assert states(table) == {"away"}
     table.drain()
     assert calls(table) == []
 
 
 def test_a_parameter_in_flight_for_another_event_is_taken_over():
-    """Event 2 is started ahead for a and c; event 1 comes first and needs a: c must not stay gathered."""
-    table = table_of(gather(F, "b"), gather(F, "a"), gather(F, "ac"), window=1000)
-    sequence = table._sequence[F]
-    table._ahead[2] = (table.store.start([table.by_name["a"], table.by_name["c"]]), list(table._parameters[2]))
+    """Event 2 was started ahead for a and c; event 1 comes first and needs a alone."""
+    table = table_of(gather(F, "b"), gather(F, "a"), gather(F, "ac"), window=0)
+    both = [table.by_name["a"], table.by_name["c"]]
+    table._ahead[2] = (ops._Flight(table.store.start(both)), both)
     calls(table)
-    assert sequence == [0, 1, 2]
     (weight,) = table.gather(1)
     assert weight.tolist() == [0.0] * SIZE
-    assert calls(table) == ["wait ac", "release c", "release a", "start ac"]
-    table.gather(2)
+    assert calls(table) == ["wait ac", "release c", "release a"]
+    assert [w[0].item() for w in table.gather(2)] == [0.0, 2.0]
     assert states(table) == {"away"}
 
 
 def test_a_prefetch_leaves_out_what_is_in_flight_already_and_the_later_event_gathers_it_itself():
     table = table_of(gather(F, "a"), gather(F, "b"), gather(F, "bc"), window=1000)
     table.gather(0)
-    assert calls(table) == ["start a", "wait a", "release a", "start b", "start c"]
+    assert calls(table) == ["start a", "wait a", "start bc", "release a"]
     table.gather(1)
-    table.gather(2)
-    assert calls(table) == ["wait b", "release b", "wait c", "start b", "wait b", "release cb"]
+    assert [w[0].item() for w in table.gather(2)] == [1.0, 2.0]
+    assert calls(table) == ["wait bc", "release b", "start b", "wait b", "release cb"]
     assert states(table) == {"away"}
 
 
@@ -248,43 +296,59 @@ def test_a_parameter_that_is_whole_already_is_used_and_left_alone():
     assert kept.state == "here"
 
 
-@pytest.mark.parametrize("fail", [("start", "b"), ("wait", "b"), ("start", "d"), ("wait", "d")])
-def test_after_an_error_in_the_store_drain_leaves_nothing_in_flight(fail):
-    table = table_of(gather(F, "a"), gather(F, "b"), gather(F, "c"), gather(F, "d"), window=2 * SIZE)
+@pytest.mark.parametrize("fail", [("start", "a"), ("start", "b"), ("wait", "b"), ("start", "d"), ("wait", "d")])
+def test_after_an_error_in_the_store_drain_leaves_nothing_gathered_or_in_flight(alone, fail):
+    table = table_of(*(gather(F, w) for w in "abcda"), window=3 * SIZE)
     table.store.fail = fail
     with pytest.raises(OSError, match=f"{fail[0]} {fail[1]} failed"):
-        for index in range(4):
+        for index in range(5):
             table.gather(index)
     table.drain()
-    assert "flying" not in states(table)
+    assert states(table) == {"away"}
     assert table._ahead == {}
-    # and the next run starts with a clean state
-    for p in table.by_name.values():
-        if p.state == "here":  # the one whose wait failed: nobody can tell what it holds
-            assert fail == ("wait", p.name)
-            p.state = "away"
-    for index in range(4):
-        assert table.gather(index)[0][0].item() == index
+    values = [table.gather(index)[0][0].item() for index in range(5)]
+    assert values == [0.0, 1.0, 2.0, 3.0, 0.0]
     assert states(table) == {"away"}
 
 
 def test_an_error_amid_a_gather_releases_what_that_gather_had_already():
     table = table_of(gather(F, "a"), gather(F, "bc"), window=1000)
-    table._ahead[1] = (table.store.start([table.by_name["b"]]), [table.by_name["b"]])
+    had = [table.by_name["b"]]
+    table._ahead[1] = (ops._Flight(table.store.start(had)), had)
     table.store.fail = ("start", "c")
     with pytest.raises(OSError, match="start c failed"):
         table.gather(1)
     assert states(table) == {"away"}
 
 
-def test_drain_finishes_the_others_when_one_fails_and_raises_at_the_end():
+def test_an_error_in_a_prefetch_releases_the_weights_of_its_gather_except_those_kept_for_drain():
+    table = table_of(gather(F, "ab"), gather(F, "ac"), window=1000)
+    table.store.fail = ("start", "c")
+    with pytest.raises(OSError, match="start c failed"):
+        table.gather(0)
+    assert [p.state for p in table.by_name.values()] == ["here", "away", "away"]
+    table.drain()
+    assert states(table) == {"away"}
+
+
+def test_drain_finishes_the_others_when_one_fails_and_raises_at_the_end(alone):
     table = table_of(*(gather(F, w) for w in "abcd"), window=1000)
     table.gather(0)
+    calls(table)
     table.store.fail = ("wait", "b")
     with pytest.raises(OSError, match="wait b failed"):
         table.drain()
-    assert calls(table)[-4:] == ["wait c", "release c", "wait d", "release d"]
-    assert [p.state for p in table.by_name.values()] == ["away", "here", "away", "away"]
+    assert calls(table) == ["wait b", "release b", "wait c", "release c", "wait d", "release d"]
+    assert states(table) == {"away"}
+
+
+def test_drain_releases_all_that_shared_a_collective_which_failed():
+    table = table_of(*(gather(F, w) for w in "abcd"), window=1000)
+    table.gather(0)
+    table.store.fail = ("wait", "bcd")
+    with pytest.raises(OSError, match="wait bcd failed"):
+        table.drain()
+    assert states(table) == {"away"}
 
 
 def test_the_node_functions_find_their_table_return_a_token_and_keep_the_error():
@@ -341,6 +405,17 @@ def test_live_elements_counts_what_is_alive_and_its_peak():
     assert live.current == 0
 
 
+def test_live_elements_counts_what_is_ahead_of_its_use_apart():
+    table = table_of(*(gather(F, w) for w in "abc"), window=2 * SIZE)
+    table.live = LiveElements()
+    first = table.gather(0)
+    assert (table.live.peak, table.live.peak_with_ahead) == (SIZE, 3 * SIZE)
+    del first
+    table.gather(1)
+    table.gather(2)
+    assert (table.live.peak, table.live.peak_with_ahead) == (SIZE, 3 * SIZE)
+
+
 def test_live_elements_leaves_out_what_was_whole_before():
     table = table_of(gather(F, "ab"))
     table.live = LiveElements()
@@ -352,8 +427,6 @@ def test_live_elements_leaves_out_what_was_whole_before():
 
 
 def test_functions_are_registered_once(monkeypatch):
-    from ort_zero.bridge import ops
-
     monkeypatch.setattr(ops, "_registered", False)
     seen = []
     for _ in range(2):

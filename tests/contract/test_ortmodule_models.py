@@ -1,0 +1,281 @@
+"""Modules of many kinds in ORT, in one process: equal to torch in outputs, losses and gradients, without fallback."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict
+
+import pytest
+import torch
+from models import BATCH, SEQ, VOCAB, build
+from torch import nn
+
+from ort_zero import config, engine
+
+
+def wrap(module: nn.Module):
+    """Return (runtime, ORTModule, reference in torch)."""
+    reference = copy.deepcopy(module)
+    runtime, wrapped = engine.wrap(module, config.OrtModuleConfig(), 0)
+    return runtime, wrapped, reference
+
+
+def assert_gradients_equal(module: nn.Module, reference: nn.Module) -> None:
+    """Compare the gradients of all parameters."""
+    expected = dict(reference.named_parameters())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-5, atol=1e-5, msg=lambda m: name + m)
+    assert any(p.grad.abs().max() > 0 for p in expected.values())
+
+
+def assert_ran(runtime, training: tuple[int, int] | None = None, inference: int | None = None) -> None:
+    """Assert the number of runs (forward, backward) and that nothing fell back."""
+    status = runtime.status()
+    assert (status["fallbacks"], status["fallback_reason"], status["backend"]) == (0, None, "onnxruntime")
+    runs = {mode: graph["runs"] for mode, graph in status["graphs"].items()}
+    expected = {}
+    if training:
+        expected["training"] = dict(zip(("forward", "backward"), training, strict=True))
+    if inference:
+        expected["inference"] = {"forward": inference}
+    assert runs == expected
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and an attention mask that hides something."""
+    ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    return ids, mask
+
+
+def test_a_decoder_with_its_default_cache_with_and_without_a_mask():
+    from transformers import DynamicCache
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    model = build("llama")
+    assert model.config.use_cache is True
+    runtime, wrapped, reference = wrap(model)
+    for step in range(4):
+        ids, mask = batch(step)
+        inputs = {"input_ids": ids, "labels": ids} | ({"attention_mask": mask} if step % 2 else {})
+        ours, theirs = wrapped(**inputs), reference(**inputs)
+        assert type(ours) is CausalLMOutputWithPast
+        assert ours.past_key_values is None
+        assert ours.hidden_states is None
+        torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours["logits"], theirs.logits, rtol=1e-5, atol=1e-5)
+        assert ours[0] is ours.loss
+        for result in (ours, theirs):
+            result.loss.backward()
+        assert_gradients_equal(model, reference)
+    assert_ran(runtime, training=(4, 4))
+
+    wrapped.eval()
+    reference.eval()
+    ids, mask = batch(9)
+    with torch.no_grad():
+        ours, theirs = (m(input_ids=ids, attention_mask=mask) for m in (wrapped, reference))
+    assert type(ours.past_key_values) is DynamicCache
+    assert ours.past_key_values.get_seq_length() == SEQ
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
+    assert len(ours.past_key_values.layers) == 2
+    for got, expected in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
+        torch.testing.assert_close(got.keys, expected.keys, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.values, expected.values, rtol=1e-5, atol=1e-5)
+    assert_ran(runtime, training=(4, 4), inference=1)
+
+
+def test_an_encoder_returns_its_own_type():
+    from transformers.modeling_outputs import MaskedLMOutput
+
+    model = build("bert")
+    runtime, wrapped, reference = wrap(model)
+    ids, mask = batch()
+    ours, theirs = (m(input_ids=ids, attention_mask=mask, labels=ids) for m in (wrapped, reference))
+    assert type(ours) is MaskedLMOutput
+    assert list(ours.keys()) == list(theirs.keys()) == ["loss", "logits"]
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-5, atol=1e-5)
+    ours.loss.backward()
+    theirs.loss.backward()
+    assert_gradients_equal(model, reference)
+    assert_ran(runtime, training=(1, 1))
+
+
+class Differences(nn.Module):
+    """Everything that aten::diff offers: orders, dimensions, prepended values, booleans."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(7))
+
+    def forward(self, x, start):
+        y = x * self.scale
+        marks = x > 0
+        return {
+            "first": torch.diff(y),
+            "second": torch.diff(y, n=2),
+            "rows": torch.diff(y, dim=0),
+            "prepended": torch.diff(y, prepend=start),
+            "both": torch.diff(y, n=2, prepend=start, append=start),
+            "bool": torch.diff(marks),
+            "bool twice": torch.diff(marks, n=2),
+            "bool prepended": torch.diff(marks, prepend=start > 0),
+        }
+
+
+def test_differences_of_floats_and_booleans():
+    torch.manual_seed(0)
+    module = Differences()
+    runtime, wrapped, reference = wrap(module)
+    for _ in range(2):
+        x, start = torch.randn(5, 7), torch.randn(5, 1)
+        ours, theirs = wrapped(x, start), reference(x, start)
+        assert list(ours) == list(theirs)
+        for key, expected in theirs.items():
+            torch.testing.assert_close(ours[key], expected, rtol=1e-5, atol=1e-5)
+        for outputs in (ours, theirs):
+            sum(v.pow(2).sum() for v in outputs.values() if v.is_floating_point()).backward()
+    assert_gradients_equal(module, reference)
+    assert_ran(runtime, training=(2, 2))
+
+
+@dataclasses.dataclass
+class Heads:
+    """What :class:`Structured` returns."""
+
+    main: torch.Tensor
+    extra: dict
+    label: str = "unset"
+
+
+class Structured(nn.Module):
+    """Returns a dataclass in a dict in a tuple, with values that are no tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 5)
+        self.b = nn.Linear(5, 4)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.a(x))
+        heads = Heads(self.b(hidden), OrderedDict(squared=[hidden**2, None], name="h"), label="set")
+        return {"heads": heads, "pair": (hidden.mean(), 3)}, hidden
+
+
+def test_nested_outputs_come_back_as_the_types_that_the_module_returned():
+    torch.manual_seed(0)
+    module = Structured()
+    runtime, wrapped, reference = wrap(module)
+    for mode in ("train", "eval"):
+        getattr(wrapped, mode)()
+        x = torch.randn(3, 6)
+        (ours, hidden), (theirs, expected_hidden) = wrapped(x), reference(x)
+        heads, expected = ours["heads"], theirs["heads"]
+        assert type(heads) is Heads
+        assert heads.label == "set"
+        assert type(heads.extra) is OrderedDict
+        assert (heads.extra["name"], heads.extra["squared"][1], ours["pair"][1]) == ("h", None, 3)
+        assert type(ours["pair"]) is tuple
+        for got, want in (
+            (heads.main, expected.main),
+            (heads.extra["squared"][0], expected.extra["squared"][0]),
+            (ours["pair"][0], theirs["pair"][0]),
+            (hidden, expected_hidden),
+        ):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        if mode == "train":
+            for result in (ours, theirs):
+                total = result["heads"].main.sum() + result["heads"].extra["squared"][0].sum() + result["pair"][0]
+                total.backward()
+            assert_gradients_equal(module, reference)
+    assert_ran(runtime, training=(1, 1), inference=1)
+
+
+class Hiding(nn.Module):
+    """Returns an object that holds a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(6, 5)
+
+    def forward(self, x):
+        return torch.distributions.Normal(self.a(x), 1.0)
+
+
+def test_an_output_that_cannot_be_taken_apart_is_refused_by_its_class():
+    from ort_zero.errors import ExportError
+
+    _, wrapped, _ = wrap(Hiding())
+    with pytest.raises(ExportError, match="Hiding cannot run.*Normal, which holds tensors"):
+        wrapped(torch.randn(2, 6))
+
+
+def test_batchnorm_trains_its_statistics_while_the_checks_of_every_call_stay_on():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 2))
+    runtime, wrapped, reference = wrap(module)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, reference)]
+    for step in range(3):
+        x = torch.randn(8, 6)
+        losses = [m(x).pow(2).mean() for m in (wrapped, reference)]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        assert_gradients_equal(module, reference)
+        for optimizer in optimizers:
+            optimizer.step()
+        for name in ("running_mean", "running_var"):
+            got, expected = getattr(module[1], name), getattr(reference[1], name)
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, msg=f"{name} after step {step}")
+    assert_ran(runtime, training=(3, 3))
+    assert runtime.status()["graphs"]["training"]["exports"] == 1
+    # the checks are on: an input of another rank exports anew instead of failing inside ORT
+    wrapped[1] if isinstance(wrapped, nn.Sequential) else None
+    assert wrapped(torch.randn(4, 6)).shape == (4, 2)
+
+
+class Attention(nn.Module):
+    """Attention by the functional form, which drops whenever its probability is not 0."""
+
+    def __init__(self, dropout: float):
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+        self.dropout = dropout
+
+    def forward(self, x):
+        q, k, v = self.project(x).chunk(3, dim=-1)
+        return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+
+
+def test_attention_with_dropout_drops_in_training_and_has_gradients():
+    torch.manual_seed(0)
+    module = Attention(0.5)
+    runtime, wrapped, reference = wrap(module)
+    reference.eval()  # without dropout
+    x = torch.randn(4, 12, 16)
+    outputs = [wrapped(x) for _ in range(100)]
+    assert not torch.allclose(outputs[0], outputs[1])
+    # dropout keeps the mean: the average of many draws is near to what there is without it
+    torch.testing.assert_close(torch.stack(outputs).mean(0), reference(x), rtol=0, atol=0.25)
+    outputs[-1].pow(2).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in module.parameters())
+    wrapped.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(wrapped(x), reference(x), rtol=1e-5, atol=1e-5)
+    assert_ran(runtime, training=(100, 1), inference=1)
+
+
+def test_attention_without_dropout_equals_torchs():
+    torch.manual_seed(0)
+    module = Attention(0.0)
+    runtime, wrapped, reference = wrap(module)
+    x = torch.randn(4, 12, 16)
+    ours, theirs = wrapped(x), reference(x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    ours.pow(2).sum().backward()
+    theirs.pow(2).sum().backward()
+    assert_gradients_equal(module, reference)
+    assert_ran(runtime, training=(1, 1))
