@@ -11,12 +11,22 @@ import weakref
 from typing import Any
 
 from ort_zero import env
-from ort_zero.errors import PatchError
 
 _HOOKED_MODULE = "deepspeed.runtime.engine"
 _sets: dict[str, Any] = {}
 _runtimes: weakref.WeakSet = weakref.WeakSet()
 _state: dict[str, Any] = {"armed": False, "auto_error": None}
+
+
+class _WaitForDeepSpeed:
+    """Arms wrapt's hook when DeepSpeed begins to be imported: wrapt alone takes longer to import than we may."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+        """Find nothing; at the first sight of DeepSpeed step aside for wrapt."""
+        if name == "deepspeed":
+            sys.meta_path.remove(_WaitForDeepSpeed)  # type: ignore[arg-type]
+            _arm()
 
 
 def autoload() -> None:
@@ -27,9 +37,19 @@ def autoload() -> None:
     try:
         if env.disabled() or _state["armed"]:
             return
+        _state["armed"] = True
+        if "deepspeed" in sys.modules:
+            _arm()
+        else:
+            sys.meta_path.insert(0, _WaitForDeepSpeed)  # type: ignore[arg-type]
+    except Exception as error:
+        _state["auto_error"] = f"{type(error).__name__}: {error}"
+
+
+def _arm() -> None:
+    try:
         from wrapt.importer import register_post_import_hook
 
-        _state["armed"] = True
         register_post_import_hook(_enable_quietly, _HOOKED_MODULE)
     except Exception as error:
         _state["auto_error"] = f"{type(error).__name__}: {error}"
@@ -133,6 +153,8 @@ def _refuse_late() -> None:
     if engine_class is None:
         return
     import gc
+
+    from ort_zero.errors import PatchError
 
     if any(issubclass(type(obj), engine_class) for obj in gc.get_objects()):
         raise PatchError(

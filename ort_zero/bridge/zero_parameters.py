@@ -46,10 +46,19 @@ class DeepSpeedParameters:
             parameter.data = gradient.detach()  # carries the full shape only
         try:
             with torch.enable_grad():
-                parameter.backward(gradient)
+                # Autograd copies a gradient that it is given, but takes over one that a node made: behind a view node
+                # the copy into DeepSpeed's bucket is the only one. A user's hook might keep what it sees: it gets a copy.
+                lend = gradient.device.type == "cpu" and not parameter._backward_hooks
+                (parameter.view_as(parameter) if lend else parameter).backward(gradient)
+            if lend and _same_memory(parameter.grad, gradient):
+                parameter.grad.data = parameter.grad.clone()  # ORT will use the memory for something else
         finally:
             if partitioned and parameter.ds_status == self._status.NOT_AVAILABLE:
                 parameter.data = saved
+
+
+def _same_memory(a: torch.Tensor | None, b: torch.Tensor) -> bool:
+    return a is not None and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
 
 
 def is_partitioned(parameter: Any) -> bool:

@@ -21,6 +21,10 @@ _CURES = (
         re.compile(r"Could not find an implementation for (?P<what>[\w.]+\(?\d*\)?)"),
         "ONNX Runtime's execution provider has no kernel for the operator {what} with these types",
     ),
+    (
+        re.compile(r"gradient builder has not been registered: (?P<what>\w+)"),
+        "ONNX Runtime has no gradient for the operator {what}",
+    ),
     (re.compile(r"does not support input type (?P<what>[^\n]+)"), "an input has a type that ONNX cannot pass: {what}"),
 )  # fmt: skip
 

@@ -57,7 +57,38 @@ def cumsum(g: Any, self: Any, dim: Any, dtype: Any) -> Any:
     return g.op("CumSum", g.op("Cast", self, to_i=target), dim)
 
 
-TABLE: dict[str, Callable] = {"::cumsum": cumsum, "::diff": diff, "::embedding": embedding}
+def scaled_dot_product_attention(g: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
+    """Export attention whose query heads share key and value heads (``enable_gqa``); the rest is torch's own.
+
+    Decoders with grouped heads ask for it whenever they get no attention mask.
+    """
+    from torch.onnx import symbolic_opset14
+
+    *rest, shared = rest  # mask, dropout, causal, scale; enable_gqa
+    if Symbolic.integer(shared, "enable_gqa"):
+        heads = Symbolic.sizes(query)[-3]
+        key, value = (_repeat_heads(g, part, heads) for part in (key, value))
+    return symbolic_opset14.scaled_dot_product_attention(g, query, key, value, *rest)
+
+
+def _repeat_heads(g: Any, value: Any, heads: int) -> Any:
+    """Return `value` with each head repeated, one after the other, until there are `heads`."""
+    import torch
+
+    sizes = list(Symbolic.sizes(value))
+    order = torch.arange(sizes[-3]).repeat_interleave(heads // sizes[-3])
+    out = g.op("Gather", value, g.op("Constant", value_t=order), axis_i=len(sizes) - 3)
+    sizes[-3] = heads
+    out.setType(value.type().with_sizes(sizes))
+    return out
+
+
+TABLE: dict[str, Callable] = {
+    "::cumsum": cumsum,
+    "::diff": diff,
+    "::embedding": embedding,
+    "::scaled_dot_product_attention": scaled_dot_product_attention,
+}
 """``"::name"`` of an ATen operator to its symbolic; wins over ORT's own."""
 
 

@@ -108,6 +108,14 @@ def test_a_missing_kernel_names_the_operator_with_its_version():
     assert "(at " not in said
 
 
+def test_a_missing_gradient_names_the_operator():
+    said = message(
+        "/src/gradient_builder_registry.cc:29 GetGradientForOp(...) gradient_builder != nullptr was false. The gradient "
+        "builder has not been registered: CumSum for node /_original_module/CumSum\n"
+    )
+    assert said.startswith("Net cannot run in ONNX Runtime: ONNX Runtime has no gradient for the operator CumSum. ")
+
+
 def test_an_input_type_that_onnx_has_not_is_named():
     said = message(
         "ORTModuleIOError: ORTModule does not support input type <class 'torch.Generator'> for input rng\nmore"
