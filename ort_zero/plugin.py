@@ -56,7 +56,11 @@ def _arm() -> None:
 
 
 def _enable_quietly(module: Any) -> None:
-    """Enable; on failure leave DeepSpeed as it is, say so once, and keep the reason for :func:`status`."""
+    """Enable; on failure say so once and keep the reason for :func:`status`.
+
+    DeepSpeed then works as ever, except for a config with an enabled section: what the user asked for cannot be had,
+    and training in PyTorch without a word is not the answer.
+    """
     try:
         enable()
     except Exception as error:
@@ -64,6 +68,15 @@ def _enable_quietly(module: Any) -> None:
         from ort_zero.log import get_logger
 
         get_logger().warning("not enabled, DeepSpeed is left as it is: %s", error)
+        try:
+            from ort_zero.patching import PatchSet
+            from ort_zero.refusal import patch
+
+            wanted = PatchSet("refusal", (patch(str(error)),))
+            wanted.apply()
+            _sets["refusal"] = wanted
+        except Exception:  # not even an engine to stand before: the warning has to do
+            get_logger().debug("no refusal in place", exc_info=True)
 
 
 def enable() -> None:
@@ -77,6 +90,8 @@ def enable() -> None:
         return
     from ort_zero.compat import versions
 
+    if "refusal" in _sets:
+        _sets.pop("refusal").restore()
     versions.require("zero")
     _refuse_late()
     importlib.import_module(_HOOKED_MODULE)
@@ -98,7 +113,7 @@ def disable() -> None:
     Raises:
         PatchError: somebody patched one of our targets after us; nothing is changed then.
     """
-    for name in ("onnxruntime", "deepspeed"):
+    for name in ("refusal", "onnxruntime", "deepspeed"):
         if name in _sets:
             _sets[name].restore()
             del _sets[name]

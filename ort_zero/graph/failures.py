@@ -9,7 +9,9 @@ from ort_zero.errors import ExportError, OrtZeroError
 
 _CURES = (
     (
-        re.compile(r"dynamo-optimized function|_gradient_checkpointing_func|CheckpointFunction|torch[./]utils[./]checkpoint"),
+        re.compile(
+            r"dynamo-optimized function|_gradient_checkpointing_func|CheckpointFunction|torch[./]utils[./]checkpoint"
+        ),
         "the module uses torch activation checkpointing, which cannot be exported; switch it off "
         "(model.gradient_checkpointing_disable(), or drop the call of torch.utils.checkpoint)",
     ),

@@ -10,6 +10,7 @@ import textwrap
 import pytest
 
 from ort_zero.compat import versions
+from ort_zero.testing.ranks import free_port
 
 pytestmark = pytest.mark.skipif(versions.installed("deepspeed") is None, reason="deepspeed is not installed")
 HELPERS = """
@@ -32,6 +33,7 @@ def refused(call):
         return f"{type(error).__name__}: {error}"
     raise AssertionError("not refused")
 """
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
 NO_ENTRY_POINT = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
@@ -183,8 +185,23 @@ def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
         + textwrap.dedent("""
         import torch, deepspeed, ort_zero
         status = ort_zero.status()
-        assert not status["enabled"] and "0.14.5" in status["reason"] and not patched()
-        """)
+        assert not status["enabled"] and "0.14.5" in status["reason"]
+        from ort_zero import plugin
+        assert plugin._sets.keys() == {"refusal"}
+
+        def engine(config):
+            net = torch.nn.Linear(2, 2)
+            return deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        for section in ({}, {"ort_zero": {"enabled": False}}):
+            assert type(engine({**config, **section}).module) is torch.nn.Linear
+        message = refused(lambda: engine({**config, "ort_zero": {}}))
+        assert "0.14.5" in message and "section" in message and "\\n" not in message, message
+        ort_zero.disable()
+        assert not patched()
+        """),
+        **ONE_RANK,
+        MASTER_PORT=str(free_port()),
     )
     assert output.count("not enabled, DeepSpeed is left as it is") == 1
 

@@ -82,8 +82,8 @@ def test_activation_checkpointing_wins_over_what_it_led_to(text):
         ),
         ("torch.onnx.errors.SymbolicValueError: Unsupported: ONNX export of operator unfold. Please", "unfold"),
         (
-            "torch.onnx.errors.UnsupportedOperatorError: ONNX export failed on an operator with unrecognized namespace "
-            "torchvision::nms. If you are trying to export a custom operator, make sure you registered it",
+            "torch.onnx.errors.UnsupportedOperatorError: ONNX export failed on an operator with unrecognized "
+            "namespace torchvision::nms. If you are trying to export a custom operator, make sure you registered it",
             "torchvision::nms",
         ),
     ],
@@ -110,8 +110,8 @@ def test_a_missing_kernel_names_the_operator_with_its_version():
 
 def test_a_missing_gradient_names_the_operator():
     said = message(
-        "/src/gradient_builder_registry.cc:29 GetGradientForOp(...) gradient_builder != nullptr was false. The gradient "
-        "builder has not been registered: CumSum for node /_original_module/CumSum\n"
+        "/src/gradient_builder_registry.cc:29 GetGradientForOp(...) gradient_builder != nullptr was false. The "
+        "gradient builder has not been registered: CumSum for node /_original_module/CumSum\n"
     )
     assert said.startswith("Net cannot run in ONNX Runtime: ONNX Runtime has no gradient for the operator CumSum. ")
 

@@ -17,7 +17,7 @@ LAYERS = (
     {"config", "errors", "env", "log"},
     {"patching", "compat"},
     {"graph", "bridge", "hooks", "checkpoint", "convergence", "memory"},
-    {"plugin", "engine", "doctor", "__init__"},
+    {"plugin", "engine", "refusal", "doctor", "__init__"},
     {"cli", "testing", "__main__"},
 )
 
