@@ -3,7 +3,8 @@
 All engines of a model live in one process group and take turns, one step each, in an order that rotates from round to
 round: whatever else the machine does meets all alike. A step is forward, backward and optimizer step; its time is that
 of the slowest rank. Ratios are taken within a round and their median is printed with the smallest and the largest, so
-that drift between rounds cancels out.
+that drift between rounds cancels out. CPU time (all threads, mean of the ranks) tells more than wall time on a machine
+that is busy with other things.
 """
 
 from __future__ import annotations
@@ -98,15 +99,15 @@ class Variant:
         self.linear = torch.nn.functional.linear
         self.steps = 0
 
-    def step(self, inputs: dict[str, torch.Tensor]) -> float:
-        """Train one step and return its time in seconds."""
+    def step(self, inputs: dict[str, torch.Tensor]) -> tuple[float, float]:
+        """Train one step and return its time and CPU time in seconds."""
         saved, torch.nn.functional.linear = torch.nn.functional.linear, self.linear
         try:
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             loss = self.engine(**inputs).loss
             self.engine.backward(loss)
             self.engine.step()
-            seconds = time.perf_counter() - start
+            seconds = (time.perf_counter() - start, time.process_time() - cpu)
         finally:
             torch.nn.functional.linear = saved
         self.steps += 1
@@ -146,7 +147,7 @@ def measure(name: str, thresholds: list[str], options: dict[str, Any]) -> dict[s
     for label in labels:
         for _ in range(options["warmup"]):  # the first step exports; DeepSpeed's prefetch needs a traced step
             variants[label].step(inputs)
-    times: dict[str, list[float]] = {label: [] for label in labels}
+    times: dict[str, list[tuple[float, float]]] = {label: [] for label in labels}
     for number in range(options["rounds"]):
         shift = number % len(labels)
         for label in labels[shift:] + labels[:shift]:
@@ -161,10 +162,11 @@ def measure(name: str, thresholds: list[str], options: dict[str, Any]) -> dict[s
 
 def summarize(reports: list[dict[str, Any]], thresholds: list[str]) -> dict[str, Any]:
     """Return medians in milliseconds and ratios (median, smallest, largest of the rounds) from the ranks' reports."""
-    slowest = {
-        label: [max(values) for values in zip(*(report["times"][label] for report in reports), strict=True)]
-        for label in reports[0]["times"]
-    }
+    wall, cpu = {}, {}
+    for label in reports[0]["times"]:
+        rounds = list(zip(*(report["times"][label] for report in reports), strict=True))
+        wall[label] = [max(seconds for seconds, _ in ranks) for ranks in rounds]
+        cpu[label] = [statistics.mean(seconds for _, seconds in ranks) for ranks in rounds]
     ratios = {"ort / torch, zero1": ("ort zero1", "torch zero1")}
     for key in thresholds:
         ort, plain = (f"{kind} zero3 threshold {key}" for kind in ("ort", "torch"))
@@ -172,15 +174,19 @@ def summarize(reports: list[dict[str, Any]], thresholds: list[str]) -> dict[str,
         ratios[f"zero3 threshold {key} / zero1, ort"] = (ort, "ort zero1")
         ratios[f"zero3 threshold {key} / zero1, torch"] = (plain, "torch zero1")
     result: dict[str, Any] = {
-        "median_ms": {label: statistics.median(values) * 1e3 for label, values in slowest.items()},
-        "fastest_ms": {label: min(values) * 1e3 for label, values in slowest.items()},
+        "median_ms": {label: statistics.median(values) * 1e3 for label, values in wall.items()},
+        "fastest_ms": {label: min(values) * 1e3 for label, values in wall.items()},
+        "cpu_ms": {label: statistics.median(values) * 1e3 for label, values in cpu.items()},
         "losses": reports[0]["losses"],
         "per_step": {label: did for label, did in reports[0]["per_step"].items() if did},
         "ratios": {},
     }
     for label, (above, below) in ratios.items():
-        rounds = [a / b for a, b in zip(slowest[above], slowest[below], strict=True)]
-        result["ratios"][label] = {"median": statistics.median(rounds), "min": min(rounds), "max": max(rounds)}
+        rounds = [a / b for a, b in zip(wall[above], wall[below], strict=True)]
+        on_cpu = [a / b for a, b in zip(cpu[above], cpu[below], strict=True)]
+        result["ratios"][label] = {
+            "median": statistics.median(rounds), "min": min(rounds), "max": max(rounds), "cpu": statistics.median(on_cpu)
+        }  # fmt: skip
     result["bridge"] = {key: result["ratios"][f"zero3 threshold {key} / zero1, ort"]["median"] for key in thresholds}
     return result
 
@@ -191,9 +197,11 @@ def show(name: str, result: dict[str, Any]) -> None:
     for label, value in result["median_ms"].items():
         did = result["per_step"].get(label)
         extra = f"   {did['gathers']:.0f} gathers, {did['reduces']:.0f} reduces a step" if did and did["gathers"] else ""
-        print(f"  {label:<36} {value:8.1f} ms (fastest {result['fastest_ms'][label]:7.1f}){extra}")
+        fastest, cpu = result["fastest_ms"][label], result["cpu_ms"][label]
+        print(f"  {label:<38} {value:8.1f} ms (fastest {fastest:6.1f}, CPU {cpu:6.1f}){extra}")
     for label, ratio in result["ratios"].items():
-        print(f"  {label:<36} {ratio['median']:8.3f}    ({ratio['min']:.3f} to {ratio['max']:.3f})")
+        span = f"{ratio['min']:.3f} to {ratio['max']:.3f}"
+        print(f"  {label:<38} {ratio['median']:8.3f}    ({span}), of CPU time {ratio['cpu']:.3f}")
 
 
 def main() -> int:

@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ort_zero.hooks.subscriber import SubscriberBase
 
-
 _paused = False
 
 
