@@ -17,7 +17,7 @@ import torch
 from ort_zero.bridge.plan import Gather, Phase, Plan
 from ort_zero.bridge.rewrite import GATHER, REDUCE
 
-BUCKET = 1 << 19
+BUCKET = 1 << 20
 """Small gathers that are started ahead share one collective of at most so many elements; a larger one has its own."""
 
 

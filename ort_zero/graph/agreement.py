@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +19,23 @@ def world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def votes(code: int, group: Any = None) -> list[int]:
-    """Return the code of every rank. All ranks of `group` must call."""
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """What one rank is about to do."""
+
+    code: int
+    """1: export; 0: reuse; :data:`FAILED`."""
+    digest: int
+    """Of which parameters are trainable on that rank."""
+
+
+def votes(code: int, digest: int, group: Any = None) -> list[Vote]:
+    """Return the vote of every rank. All ranks of `group` must call."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mine = torch.tensor([code], dtype=torch.int32, device=device)
+    mine = torch.tensor([code, digest], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    return [int(t.item()) for t in everyone]
+    return [Vote(*t.tolist()) for t in everyone]
 
 
 def exchange(value: Any, group: Any = None) -> list[Any]:

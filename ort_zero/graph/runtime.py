@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -78,10 +79,10 @@ class Runtime:
         self.tables: dict[bool, ops.Table] = {}
         self.fallback_reason: str | None = None
         self._agreed_once = False
+        self._several = False
         self._must_vote = self._must_exchange = self._exporting = False
         self._started = 0.0
         self._pending_digest: str | None = None
-        self._busy = False
 
     # -- the seams, in the order in which a call meets them ---------------------------------------------------------
 
@@ -104,8 +105,8 @@ class Runtime:
 
     def transition(self, manager: ort_compat.ManagerView, proceed: Callable[[], Any]) -> Any:
         """Surround ORT's decision to export."""
-        several = agreement.world_size(self.group) > 1
-        self._must_vote = several and (self.stage == 3 or (manager.training and not self._agreed_once))
+        self._several = agreement.world_size(self.group) > 1
+        self._must_vote = self._several and (self.stage == 3 or (manager.training and not self._agreed_once))
         self._started = time.perf_counter()
         self._refuse_unsupported()
         return proceed()
@@ -113,11 +114,17 @@ class Runtime:
     def needs_export(self, verdict: bool) -> bool:
         """Return True on all ranks if one of them has to export."""
         if self._must_vote:
-            codes = agreement.votes(int(verdict), self.group)
+            votes = agreement.votes(int(verdict), self._trainable_digest(), self.group)
             self._must_vote = False
-            if agreement.FAILED in codes:
+            if any(vote.code == agreement.FAILED for vote in votes):
                 agreement.raise_if_others_failed(agreement.exchange(None, self.group), "preparing the inputs")
-            verdict = any(codes)
+            odd = [rank for rank, vote in enumerate(votes) if vote.digest != votes[0].digest]
+            if odd:
+                raise ExportError(
+                    f"ranks {odd} have other parameters frozen than rank 0, so their gradients could not be reduced "
+                    "together: set requires_grad alike on every rank"
+                )
+            verdict = any(vote.code for vote in votes)
             self._must_exchange = verdict
         self._exporting = self._exporting or verdict
         return verdict
@@ -148,6 +155,8 @@ class Runtime:
     def graph_built(self, manager: ort_compat.ManagerView) -> None:
         """Rewrite the new graph if the module's weights are partitioned."""
         record = self.records[manager.training]
+        # frozen parameters changed: the graph is built again without an export, on all ranks alike
+        self._must_exchange = self._must_exchange or (self._several and self.stage == 3)
         self.tables.pop(manager.training, None)
         self._pending_digest = "no bridge"
         parameters = dict(manager.flattened_module.named_parameters())
@@ -214,6 +223,9 @@ class Runtime:
                     'use a GPU, or set "ort_zero": {"ortmodule": {"enabled": false}}'
                 )
 
+    def _trainable_digest(self) -> int:
+        return zlib.crc32(bytes(p.requires_grad for p in self.module.parameters()))
+
     def _refuse_checkpointing(self) -> None:
         raise ExportError(
             f"{type(self.module).__name__} uses torch activation checkpointing, which an ONNX graph cannot contain: "
@@ -242,7 +254,7 @@ class Runtime:
         clear = explain(error, self.module) if building else error
         waiting, self._must_vote = self._must_vote, False
         if waiting:
-            agreement.votes(agreement.FAILED, self.group)
+            agreement.votes(agreement.FAILED, 0, self.group)
             agreement.exchange(str(clear), self.group)
         elif self._must_exchange:
             self._exchange(None, str(clear))
