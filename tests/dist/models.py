@@ -1,0 +1,132 @@
+"""Small models with random weights, and batches for them, by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+VOCAB = 211
+SEQ = 16
+BATCH = 4
+
+
+class OddMLP(nn.Module):
+    """An odd number of parameters, so that no partition divides evenly; the loss is computed outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(7))
+        self.a = nn.Linear(7, 13)
+        self.b = nn.Linear(13, 5)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x * self.scale)))
+
+
+class SharedLayer(nn.Module):
+    """A root parameter, a layer that is called twice, a raw matrix product, a convolution and BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.root = nn.Parameter(torch.randn(16))
+        self.head = nn.Parameter(torch.randn(16, VOCAB) * 0.1)
+        self.embed = nn.Embedding(VOCAB, 16)
+        self.twice = nn.Linear(16, 16)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, input_ids):
+        hidden = self.embed(input_ids) * self.root
+        hidden = torch.tanh(self.twice(hidden))
+        hidden = torch.tanh(self.twice(hidden)) + self.root
+        hidden = self.norm(self.conv(hidden.transpose(1, 2))).transpose(1, 2)
+        return hidden @ self.head
+
+
+def _gpt2(**changes):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    arguments = dict(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(GPT2Config(**{**arguments, **changes}))
+
+
+def _bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=64, max_position_embeddings=64, bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def build(name: str) -> nn.Module:
+    """Return the model `name`, the same on every rank and at every call."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        return OddMLP()
+    if name == "shared":
+        return SharedLayer()
+    if name == "bert":
+        return _bert()
+    if name == "gpt2_eager":
+        return _gpt2(attn_implementation="eager")
+    if name == "gpt2_sdpa":
+        return _gpt2(attn_implementation="sdpa")
+    if name == "gpt2_dropout":
+        return _gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    if name == "gpt2_frozen":
+        model = _gpt2()
+        model.transformer.wte.requires_grad_(False)
+        model.transformer.h[0].ln_1.requires_grad_(False)
+        return model
+    if name == "llama":
+        return _llama()
+    raise KeyError(name)
+
+
+class Batches:
+    """Two batches for each rank, in turn, so that the loss falls; the way the model is called varies by name."""
+
+    def __init__(self, name: str, rank: int):
+        self.name = name
+        generator = torch.Generator().manual_seed(100 + rank)
+        self.items = []
+        for _ in range(2):
+            if name == "mlp":
+                item = (torch.randn(BATCH, 7, generator=generator), torch.randint(0, 5, (BATCH,), generator=generator))
+            else:
+                ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=generator)
+                mask = torch.ones_like(ids)
+                mask[0, -3:] = 0
+                item = (ids, mask)
+            self.items.append(item)
+
+    def loss(self, model, i: int) -> torch.Tensor:
+        """Return the loss of batch `i` as a user would compute it."""
+        first, second = self.items[i % 2]
+        if self.name == "mlp":
+            return nn.functional.cross_entropy(model(first), second)
+        if self.name == "shared":
+            return nn.functional.cross_entropy(model(first).flatten(0, 1), first.flatten())
+        if self.name == "bert":
+            return model(input_ids=first, attention_mask=second, labels=first).loss
+        if self.name == "gpt2_sdpa":  # no mask; the loss outside; the output taken apart by attribute
+            logits = model(first).logits
+            return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), first[:, 1:].flatten())
+        return model(input_ids=first, attention_mask=second, labels=first).loss

@@ -1,0 +1,89 @@
+"""Bad input ends in one clear error on all ranks, within a minute, and what can go on goes on."""
+
+from __future__ import annotations
+
+import bad_workers
+import pytest
+
+from ort_zero.testing.ranks import run_on_ranks
+
+LIMIT = 60.0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_export_that_fails_on_one_rank_is_raised_on_all(stage):
+    zero, one = run_on_ranks(bad_workers.first_step, 2, "FailsOnRank1", stage)
+    assert one["type"] == "ExportError" and "this rank cannot trace" in one["text"]
+    assert "FailsOnRank1" in one["text"] and "bad_workers.py" in one["text"]
+    assert zero["type"] == "RankError" and "rank 1" in zero["text"] and "this rank cannot trace" in zero["text"]
+    assert max(zero["seconds"], one["seconds"]) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("Fourier", ["Fourier", "operator", "fallback"]),
+        ("Checkpointed", ["Checkpointed", "activation checkpointing"]),
+        ("ReturnsOpaque", ["ReturnsOpaque", "Opaque", "return a tuple, list, dict or dataclass"]),
+    ],
+)
+def test_a_model_that_cannot_be_exported_names_cause_and_way_out(model, words):
+    for got in run_on_ranks(bad_workers.first_step, 2, model, 3):
+        assert got["type"] == "ExportError", got
+        for word in words:
+            assert word in got["text"]
+        assert got["seconds"] < LIMIT
+
+
+def test_ranks_with_other_inputs_are_told_so_and_can_go_on():
+    for rank, (first, odd, then) in enumerate(run_on_ranks(bad_workers.other_structure_on_rank_1, 2, 3)):
+        assert first["type"] is None
+        assert odd["type"] == "ExportError" and "rank 0" in odd["text"] and "structure" in odd["text"], odd
+        assert then["type"] is None, (rank, then)
+
+
+def test_half_precision_on_the_cpu_is_refused_by_name():
+    for in_config, in_model in run_on_ranks(bad_workers.half_precision, 2, 3):
+        assert in_config["type"] == "ConfigError" and '"bf16"' in in_config["text"]
+        assert in_model["type"] == "ExportError" and "bfloat16" in in_model["text"] and "a.weight" in in_model["text"]
+
+
+def test_a_typo_in_the_section_names_path_value_and_nearest_key():
+    for got in run_on_ranks(bad_workers.typo, 2):
+        assert got["type"] == "ConfigError"
+        assert "ort_zero.ortmodule.fallbak" in got["text"] and '"fallback"' in got["text"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fallback_warn_trains_in_pytorch_and_says_so(stage):
+    for got in run_on_ranks(bad_workers.fall_back, 2, stage):
+        assert got["losses"]["warn"] == got["losses"]["torch"]
+        assert got["losses"]["warn"][-1] < got["losses"]["warn"][0]
+        model = got["status"]["models"][-1]
+        assert got["status"]["fallbacks"] == 1
+        assert model["backend"] == "torch" and "operator" in model["fallback_reason"]
+
+
+def test_an_error_inside_a_node_reaches_the_user_as_it_is():
+    for got in run_on_ranks(bad_workers.raising_hook, 2):
+        assert got["type"] == "ZeroDivisionError" and got["text"] == "the hook of a user"
+        assert got["in_flight"] == []
+
+
+def test_freezing_on_one_rank_only_is_refused_on_all():
+    for got in run_on_ranks(bad_workers.freeze, 2, "one"):
+        assert got["type"] == "ExportError" and "frozen" in got["text"] and "requires_grad" in got["text"], got
+        assert got["then"] == ""
+
+
+def test_freezing_on_all_ranks_builds_the_graph_again_without_an_export():
+    for got in run_on_ranks(bad_workers.freeze, 2, "all"):
+        assert got["type"] is None and got["then"] == "", got
+        assert got["graph"]["exports"] == 1 and got["graph"]["runs"] == {"forward": 3, "backward": 3}
+
+
+def test_graphs_that_were_replaced_leave_nothing_behind():
+    for got in run_on_ranks(bad_workers.exports_again, 2, 4):
+        assert got["status"]["graphs"]["training"]["exports"] == 4
+        assert got["alive"] == 1
+        assert got["after"] == 0 and got["models"] == 0

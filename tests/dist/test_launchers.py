@@ -1,0 +1,95 @@
+"""The examples run under each launcher as the README says, and HF Trainer takes the section from its own config."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ort_zero.testing.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+SMALL = ["--steps", "3", "--layers", "1", "--hidden", "32", "--seq", "16", "--expect-ort"]
+
+
+def _run(command: list[str], **env: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **env}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def _proof(text: str, stage: int) -> None:
+    assert f"backend: onnxruntime, ZeRO stage {stage}" in text, text
+    assert "fallbacks: 0" in text
+    runs = re.search(r"training: 1 graph\(s\), (\d+) nodes, (\d+) PythonOps, 3 forward and 3 backward runs", text)
+    assert runs, text
+    assert (int(runs[2]) > 0) == (stage == 3)
+    assert len(re.findall(r"^step\s+\d/3\s+loss \d", text, re.M)) == 3
+
+
+def test_deepspeed_launcher_trains_and_saves_a_checkpoint(tmp_path):
+    text = _run(
+        [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port()), "examples/train_lm.py",
+         "--deepspeed_config", "configs/zero3.json", *SMALL, "--out", str(tmp_path / "out")]
+    )  # fmt: skip
+    _proof(text, 3)
+    names = {p.name for p in (tmp_path / "out").rglob("*.pt")}
+    assert any("rank_0" in n for n in names) and any("rank_1" in n for n in names), names
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_torchrun_trains_plain_deepspeed(stage):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
+               str(free_port()), "examples/train_lm.py", "--deepspeed_config", f"configs/zero{stage}.json"]  # fmt: skip
+    _proof(_run([*command, *SMALL]), stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accelerate_launch_with_the_shipped_yaml(stage):
+    command = [str(BIN / "accelerate"), "launch", "--config_file", f"configs/accelerate_zero{stage}.yaml",
+               "--main_process_port", str(free_port()), "examples/train_accelerate.py"]  # fmt: skip
+    _proof(_run([*command, *SMALL]), stage)
+
+
+def test_trainer_takes_the_section_and_trains_the_same(tmp_path):
+    reports = {}
+    for kind in ("torch", "ort"):
+        config = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        }
+        if kind == "ort":
+            config["ort_zero"] = {"enabled": True}
+        out = tmp_path / kind
+        out.mkdir()
+        (out / "ds.json").write_text(json.dumps(config))
+        _run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
+              str(free_port()), str(ROOT / "tests/dist/trainer_script.py"), str(out / "ds.json"), str(out)])  # fmt: skip
+        reports[kind] = json.loads((out / "report.json").read_text())
+    theirs, ours = reports["torch"], reports["ort"]
+    assert theirs["status"]["models"] == []
+    (model,) = ours["status"]["models"]
+    assert ours["status"]["fallbacks"] == 0 and model["graphs"]["training"]["runs"] == {"forward": 4, "backward": 4}
+    assert model["graphs"]["training"]["reduces"] > 0 and model["graphs"]["inference"]["runs"]["forward"] > 0
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-4)
+    assert ours["evaluated"] == pytest.approx(theirs["evaluated"], abs=2e-4)
+
+
+def test_every_form_of_config_reaches_the_engine(tmp_path):
+    from config_forms import all_forms
+
+    from ort_zero.testing.ranks import run_on_ranks
+
+    (got,) = run_on_ranks(all_forms, 1, str(tmp_path))
+    assert got == {"dict": "onnxruntime", "path": "onnxruntime", "string": "onnxruntime", "args": "onnxruntime",
+                   "disabled": None, "absent": None}  # fmt: skip
