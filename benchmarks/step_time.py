@@ -1,10 +1,10 @@
 """Measures the step time of ONNX Runtime and of PyTorch under ZeRO-1 and ZeRO-3, and what the ZeRO-3 bridge costs.
 
-All engines of a model live in one process group and take turns of a few steps in an order that rotates from round to
-round; the first step of a turn finds the caches full of another engine's data and is not counted. Whatever else the machine does meets all alike. A step is forward, backward and optimizer step; its time is that
-of the slowest rank. Ratios are taken within a round and their median is printed with the smallest and the largest, so
-that drift between rounds cancels out. CPU time (all threads, mean of the ranks) tells more than wall time on a machine
-that is busy with other things.
+All engines of a model live in one process group and take turns of a few steps, in an order that rotates from round to
+round: whatever else the machine does meets all alike. The first step of a turn finds the caches full of another
+engine's data and is not counted. A step is forward, backward and optimizer step; its time is that of the slowest rank.
+Ratios are taken within a round and their median is printed with the smallest and the largest, so that drift between
+rounds cancels out. CPU time (all threads, mean of the ranks) tells more than wall time on a busy machine.
 """
 
 from __future__ import annotations
@@ -189,8 +189,11 @@ def summarize(reports: list[dict[str, Any]], thresholds: list[str]) -> dict[str,
         rounds = [a / b for a, b in zip(wall[above], wall[below], strict=True)]
         on_cpu = [a / b for a, b in zip(cpu[above], cpu[below], strict=True)]
         result["ratios"][label] = {
-            "median": statistics.median(rounds), "min": min(rounds), "max": max(rounds), "cpu": statistics.median(on_cpu)
-        }  # fmt: skip
+            "median": statistics.median(rounds),
+            "min": min(rounds),
+            "max": max(rounds),
+            "cpu": statistics.median(on_cpu),
+        }
     result["bridge"] = {key: result["ratios"][f"zero3 threshold {key} / zero1, ort"]["median"] for key in thresholds}
     return result
 
@@ -200,7 +203,7 @@ def show(name: str, result: dict[str, Any]) -> None:
     print(f"{name}")
     for label, value in result["median_ms"].items():
         did = result["per_step"].get(label)
-        extra = f"   {did['gathers']:.0f} gathers, {did['reduces']:.0f} reduces a step" if did and did["gathers"] else ""
+        extra = f"  {did['gathers']:.0f} gathers, {did['reduces']:.0f} reduces" if did and did["gathers"] else ""
         fastest, cpu = result["fastest_ms"][label], result["cpu_ms"][label]
         print(f"  {label:<38} {value:8.1f} ms (fastest {fastest:6.1f}, CPU {cpu:6.1f}){extra}")
     for label, ratio in result["ratios"].items():

@@ -47,7 +47,7 @@ class DeepSpeedParameters:
         try:
             with torch.enable_grad():
                 # Autograd copies a gradient that it is given, but takes over one that a node made: behind a view node
-                # the copy into DeepSpeed's bucket is the only one. A user's hook might keep what it sees: it gets a copy.
+                # the copy into DeepSpeed's bucket is the only one. A hook might keep what it sees: it gets a copy.
                 lend = gradient.device.type == "cpu" and not parameter._backward_hooks
                 (parameter.view_as(parameter) if lend else parameter).backward(gradient)
             if lend and _same_memory(parameter.grad, gradient):
