@@ -98,6 +98,7 @@ def enable() -> None:
     if is_enabled():
         return  # the armed hook has just done it
     from ort_zero import engine
+    from ort_zero.compat import gloo_exit
     from ort_zero.hooks import patches as hook_patches
     from ort_zero.patching import PatchSet
 
@@ -105,6 +106,7 @@ def enable() -> None:
     wanted.apply()
     _sets["deepspeed"] = wanted
     _state["auto_error"] = None
+    gloo_exit.settle_at_exit()
 
 
 def disable() -> None:

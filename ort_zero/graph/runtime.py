@@ -28,7 +28,7 @@ import torch
 
 from ort_zero import env
 from ort_zero.bridge import ops
-from ort_zero.bridge.plan import Plan, Weight
+from ort_zero.bridge.plan import Plan, Weight, small_share
 from ort_zero.bridge.plan import plan as make_plan
 from ort_zero.bridge.rewrite import describe, rewrite
 from ort_zero.bridge.zero_parameters import DeepSpeedParameters, full_shape, is_partitioned
@@ -162,7 +162,10 @@ class Runtime:
         parameters = dict(manager.flattened_module.named_parameters())
         partitioned = {n: p for n, p in parameters.items() if is_partitioned(p)}
         if partitioned:
-            plan = make_plan(manager.model, _weights(partitioned), training=manager.training)
+            weights = _weights(partitioned)
+            plan = make_plan(
+                manager.model, weights, training=manager.training, merge_elements=small_share(weights)
+            )
             self._install(manager, plan, partitioned)
             record.bridge = describe(plan)
             self._pending_digest = plan.digest()

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ort_zero.compat import gloo_exit
+
 
 def load(module_name: str | None, path: str | None, qualname: str) -> Callable[..., Any]:
     """Return the function `qualname` of the module `module_name`, or of the file `path`."""
@@ -46,6 +48,7 @@ def main(folder: Path) -> int:
     """Run this rank's function, leave its result or its traceback in `folder`, return the exit code."""
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+    gloo_exit.settle_at_exit()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         spec = pickle.loads((folder / "spec.pkl").read_bytes())

@@ -80,7 +80,8 @@ def test_trainer_takes_the_section_and_trains_the_same(tmp_path):
     assert theirs["status"]["models"] == []
     (model,) = ours["status"]["models"]
     assert ours["status"]["fallbacks"] == 0 and model["graphs"]["training"]["runs"] == {"forward": 4, "backward": 4}
-    assert model["graphs"]["training"]["reduces"] > 0 and model["graphs"]["inference"]["runs"]["forward"] > 0
+    assert model["graphs"]["training"]["reduces"] > 0
+    # evaluate() runs the module that the Trainer was given, not the engine: PyTorch, through the ZeRO-3 hooks
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-4)
     assert ours["evaluated"] == pytest.approx(theirs["evaluated"], abs=2e-4)
 

@@ -59,9 +59,11 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], p: Plan | None = N
     return values, reduced
 
 
-def assert_same_results(model: onnx.ModelProto, weights: dict[str, Weight], *, training: bool, seed: int = 0) -> Plan:
+def assert_same_results(
+    model: onnx.ModelProto, weights: dict[str, Weight], *, training: bool, seed: int = 0, merge_elements: int = 0
+) -> Plan:
     """Assert that original and rewritten graph have one outcome: graph outputs, and each gradient reduced once."""
-    p = plan(model, weights, training=training)
+    p = plan(model, weights, training=training, merge_elements=merge_elements)
     rewritten, gradient = rewrite(model, p, table=7, training=training)
     onnx.checker.check_model(rewritten)
     assert_valid_schedule(rewritten, p)
@@ -459,16 +461,19 @@ def assert_readers_are_covered_once(model: onnx.ModelProto, p: Plan) -> None:
     assert seen == {}
 
 
+@pytest.mark.parametrize("merge", [0, 100, 10**6])
 @pytest.mark.parametrize("start", range(0, 200, 20))
-def test_random_graphs_keep_every_rule_and_compute_the_same(start):
+def test_random_graphs_keep_every_rule_and_compute_the_same(start, merge):
     for seed in range(start, start + 20):
         model, weights = random_training_graph(seed)
         before = model.SerializeToString(deterministic=True)
-        p = assert_same_results(model, weights, training=True, seed=seed)
+        p = assert_same_results(model, weights, training=True, seed=seed, merge_elements=merge)
         assert_readers_are_covered_once(model, p)
         first, _ = rewrite(model, p, table=0, training=True)
         again, same_weights = random_training_graph(seed)
-        second, _ = rewrite(again, plan(again, same_weights, training=True), table=0, training=True)
+        second, _ = rewrite(
+            again, plan(again, same_weights, training=True, merge_elements=merge), table=0, training=True
+        )
         serialized = first.SerializeToString(deterministic=True)
         assert serialized == second.SerializeToString(deterministic=True), seed
         assert model.SerializeToString(deterministic=True) == before, seed
@@ -477,6 +482,19 @@ def test_random_graphs_keep_every_rule_and_compute_the_same(start):
         reduced = {g for _, e in p.reduces() for g in e.gradients}
         outputs = {o.name for o in model.graph.output}
         assert reduced == {f"{w}_grad" for w, info in weights.items() if info.trainable} & outputs, seed
+
+
+def test_merged_events_hold_no_more_elements_than_allowed():
+    fewer = 0
+    for seed in range(60):
+        model, weights = random_training_graph(seed)
+        apart = plan(model, weights, training=True)
+        merged = plan(model, weights, training=True, merge_elements=100)
+        fewer += len(merged.events) < len(apart.events)
+        largest = max((sum(weights[w].numel for w in e.weights) for e in apart.events), default=0)
+        for event in merged.events:
+            assert sum(weights[w].numel for w in event.weights) <= max(100, largest), seed
+    assert fewer > 10
 
 
 def test_random_graphs_are_worth_their_name():
