@@ -119,6 +119,8 @@ def disable() -> None:
         if name in _sets:
             _sets[name].restore()
             del _sets[name]
+            if name == "onnxruntime":
+                _state.pop("undo_symbolics")()
 
 
 def is_enabled() -> bool:
@@ -137,7 +139,7 @@ def patch_ortmodule() -> None:
     ortmodule.import_ortmodule()
     wanted = PatchSet("onnxruntime", ortmodule.patches())
     wanted.apply()
-    symbolics.install(ortmodule.symbolics())
+    _state["undo_symbolics"] = symbolics.install(ortmodule.symbolics())
     _sets["onnxruntime"] = wanted
 
 

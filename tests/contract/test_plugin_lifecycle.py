@@ -217,3 +217,29 @@ def test_entry_point_never_breaks_import_torch():
         from ort_zero import plugin
         assert "broken on purpose" in plugin._state["auto_error"]
     """)
+
+
+def test_disable_puts_ortmodule_back_too():
+    run(
+        """
+        import ort_zero
+        from ort_zero import config, engine
+        from ort_zero.compat import ortmodule
+        import torch
+
+        ortmodule.import_ortmodule()
+        from onnxruntime.training.ortmodule import _io, _training_manager
+        def parts():
+            return [_io._extract_schema, *vars(_training_manager.TrainingManager).values(),
+                    *ortmodule.symbolics().items()]
+        before = parts()
+        runtime, model = engine.wrap(torch.nn.Linear(3, 2), config.OrtModuleConfig(), 0)
+        during = parts()
+        assert any(a is not b for a, b in zip(before, during))
+        model(torch.ones(1, 3)).sum().backward()
+        assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 1, "backward": 1}
+        ort_zero.disable()
+        after = parts()
+        assert len(before) == len(after) and all(a == b for a, b in zip(before, after))
+        """
+    )
