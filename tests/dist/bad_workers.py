@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -100,6 +101,16 @@ def half_precision(stage: int) -> list[dict[str, Any]]:
     engine = _engine(Plain().to(torch.bfloat16), ds_config(stage, ort=True))
     results.append(_caught(lambda: engine(torch.randn(4, 6, dtype=torch.bfloat16))))
     return results
+
+
+def no_compiler() -> dict[str, Any]:
+    """Make an engine where the extensions have to be built and cannot be."""
+    start()
+    os.environ["CXX"] = "no-such-compiler"  # only now: DeepSpeed builds an operator of its own at the start
+    result = _caught(lambda: _engine(Plain(), ds_config(3, ort=True)))
+    plain = _engine(Plain(), ds_config(3, ort=None))
+    result["plain"] = _caught(lambda: plain.backward(plain(torch.randn(4, 6)).sum()))
+    return result
 
 
 def typo() -> dict[str, Any]:

@@ -48,6 +48,13 @@ def test_half_precision_on_the_cpu_is_refused_by_name():
         assert in_model["type"] == "ExportError" and "bfloat16" in in_model["text"] and "a.weight" in in_model["text"]
 
 
+def test_without_a_compiler_every_rank_names_the_cure_and_deepspeed_works(tmp_path):
+    for got in run_on_ranks(bad_workers.no_compiler, 2, env={"ORT_ZERO_CACHE_DIR": str(tmp_path)}):
+        assert got["type"] == "BuildError" and "apt-get install g++" in got["text"], got
+        assert "\n" not in got["text"] and got["seconds"] < LIMIT
+        assert got["plain"]["type"] is None
+
+
 def test_a_typo_in_the_section_names_path_value_and_nearest_key():
     for got in run_on_ranks(bad_workers.typo, 2):
         assert got["type"] == "ConfigError"
