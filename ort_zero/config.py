@@ -105,7 +105,7 @@ def parse(section: Any) -> Config:
     try:
         config = Config.model_validate(dict(section))
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+        raise ConfigError("\n".join(_explain_all(error.errors()))) from None
     for path, asked in _NOT_YET.items():
         if config.enabled and asked(config):
             raise ConfigError(f"{SECTION}.{path} is not available in this version of ort_zero; leave it at its default")
@@ -129,16 +129,23 @@ def section_of(ds_config: Mapping[str, Any] | None) -> Config | None:
     return config if config.enabled else None
 
 
-def _explain(error: Mapping[str, Any]) -> str:
-    where = [str(part) for part in error["loc"]]
-    if error["type"] == "extra_forbidden":
-        valid = _field_names(where[:-1])
-        near = difflib.get_close_matches(where[-1], valid, n=1, cutoff=0.5)
-        hint = f'did you mean "{near[0]}"?' if near else f"valid keys: {', '.join(valid)}"
-        return f"{SECTION}.{'.'.join(where)}: unknown key (value {error['input']!r}); {hint}"
-    # a union's branches add their own names to the location
-    path = ".".join(p for p in where if "[" not in p and p not in ("str", "none"))
-    return f"{SECTION}.{path}: {error['msg']}, got {error['input']!r}"
+def _explain_all(errors: list[Any]) -> list[str]:
+    """Return one line for each wrong key; the branches of a union complain about one key each for itself."""
+    lines: list[str] = []
+    wrong: dict[str, tuple[list[str], Any]] = {}
+    for error in errors:
+        where = [str(part) for part in error["loc"]]
+        if error["type"] == "extra_forbidden":
+            valid = _field_names(where[:-1])
+            near = difflib.get_close_matches(where[-1], valid, n=1, cutoff=0.5)
+            hint = f'did you mean "{near[0]}"?' if near else f"valid keys: {', '.join(valid)}"
+            lines.append(f"{SECTION}.{'.'.join(where)}: unknown key (value {error['input']!r}); {hint}")
+            continue
+        # a union's branches add their own names to the location
+        path = ".".join(p for p in where if "[" not in p and p not in ("str", "none"))
+        wrong.setdefault(path, ([], error["input"]))[0].append(error["msg"].removeprefix("Value error, "))
+    lines += [f"{SECTION}.{path}: {'; or '.join(words)}, got {value!r}" for path, (words, value) in wrong.items()]
+    return lines
 
 
 def _field_names(path: list[str]) -> list[str]:
