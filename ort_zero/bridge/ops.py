@@ -92,7 +92,6 @@ class Table:
         self._sequence = {phase: [i for i, _ in plan.gathers(phase)] for phase in Phase}
         self._position = {i: (seq, at) for seq in self._sequence.values() for at, i in enumerate(seq)}
         self._ahead: dict[int, tuple[_Flight | None, list[Any]]] = {}
-        self._token: torch.Tensor | None = None
         _tables[self.number] = self
 
     def gather(self, index: int) -> tuple[torch.Tensor, ...]:
@@ -168,7 +167,6 @@ class Table:
         for index in sequence[at + 1 :]:
             if index in self._ahead:
                 continue
-            # a gather ahead of its use never exceeds the window, the very next one excepted by nobody
             size = self._size[index]
             if size > room:
                 break

@@ -116,9 +116,8 @@ class _Edit:
             if any(out in self.a.made_of for out in outs):
                 continue  # made of weights only: cloned for each use
             if node.op_type in ("Shape", "Size") and node.input[0] in self.a.made_of:
-                if self._fold_shape(node):
-                    continue
-                source.setdefault(node_key(node), {})
+                self._fold_shape(node)
+                continue
             names = {n for n in all_inputs(node) if n in self.a.made_of}
             if names:
                 have = source.get(node_key(node), {})
@@ -127,7 +126,7 @@ class _Edit:
             nodes.append(node)
         return nodes
 
-    def _fold_shape(self, node: onnx.NodeProto) -> bool:
+    def _fold_shape(self, node: onnx.NodeProto) -> None:
         weight = self.plan.weights.get(node.input[0])
         if weight is None:
             # the shape of something made of weights: its static type tells
@@ -143,7 +142,6 @@ class _Edit:
             at = {attribute.name: attribute.i for attribute in node.attribute}
             value = np.array(shape[at.get("start", 0) : at.get("end", len(shape))], dtype=np.int64)
         self.initializers.append(numpy_helper.from_array(value, node.output[0]))
-        return True
 
     def _resolve(self, name: str, have: Mapping[str, str], reader: onnx.NodeProto) -> str:
         """Return the value that stands for `name` where the weights `have` were gathered, cloning its makers."""

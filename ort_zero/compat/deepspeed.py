@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-PARAMETER_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 ENGINE = "deepspeed.runtime.engine"
 ENGINE_INIT = f"{ENGINE}:DeepSpeedEngine.__init__"
 

@@ -135,10 +135,6 @@ class ManagerView:
         return self.manager._flattened_module
 
     @property
-    def original_module(self) -> Any:
-        return self.manager._original_module
-
-    @property
     def training(self) -> bool:
         return type(self.manager).__name__ == "TrainingManager"
 
@@ -242,13 +238,6 @@ def symbolics() -> dict[str, Callable]:
     from onnxruntime.training.ortmodule._custom_op_symbolic_registry import CustomOpSymbolicRegistry
 
     return CustomOpSymbolicRegistry._SYMBOLICS
-
-
-def tensor_stub() -> type:
-    """Return ORT's placeholder class for a tensor in a schema."""
-    from onnxruntime.training.utils.torch_io_helper import _TensorStub
-
-    return _TensorStub
 
 
 def register_function(name: str, function: type) -> None:
