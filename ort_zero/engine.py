@@ -47,7 +47,7 @@ def wrap(model: Any, section: config.OrtModuleConfig, stage: int) -> tuple[Any, 
     from ort_zero.graph.runtime import Runtime
 
     plugin.patch_ortmodule()
-    wrapped = ort_compat.make_ortmodule(model, fallback=section.fallback, save_onnx=section.save_onnx)
+    wrapped = ort_compat.make_ortmodule(model, save_onnx=section.save_onnx)
     runtime = Runtime(model, section, stage)
     ort_compat.attach(wrapped, runtime)
     plugin.register(runtime)

@@ -61,8 +61,8 @@ def _silence_nvtx() -> None:
 class Seams(Protocol):
     """What happens at each place where an ORTModule lets us in. Managers without seams behave as upstream's."""
 
-    def call(self, manager: ManagerView, run: Callable[[], Any]) -> Any:
-        """Surround a whole forward call of a manager."""
+    def call(self, manager: ManagerView, run: Callable[[], Any], run_in_torch: Callable[[], Any]) -> Any:
+        """Surround a whole forward call of a manager; `run_in_torch` calls the user's module instead."""
 
     def transition(self, manager: ManagerView, proceed: Callable[[], Any]) -> Any:
         """Surround the check, the export and the post-processing."""
@@ -142,11 +142,6 @@ class ManagerView:
     def agent(self) -> Any:
         return self.manager._execution_agent
 
-    @property
-    def fell_back(self) -> BaseException | None:
-        """The exception for which this manager now runs PyTorch, or None."""
-        return self.manager._fallback_manager._exception
-
     def forget_graph(self) -> None:
         """Make the next call export again: nothing half-built is used."""
         gtm = self.manager._graph_transition_manager
@@ -187,11 +182,11 @@ def _guarded(around, phase, original, *args, **kwargs):
     return around(phase, lambda: original(*args, **kwargs))
 
 
-def make_ortmodule(module: Any, *, fallback: str, save_onnx: str | None = None) -> Any:
+def make_ortmodule(module: Any, *, save_onnx: str | None = None) -> Any:
     """Return `module` wrapped in an ORTModule whose policies are ours.
 
     The input checks are on for every call (upstream's default skips them after the first, so that a later change of
-    the inputs goes unnoticed).
+    the inputs goes unnoticed). ORT's own fallback is off: it knows nothing of the other ranks.
     """
     package = import_ortmodule()
     from onnxruntime.training.ortmodule._fallback import _FallbackPolicy
@@ -206,14 +201,6 @@ def make_ortmodule(module: Any, *, fallback: str, save_onnx: str | None = None) 
         wrapped = package.ORTModule(module, options)
     finally:
         package.ORTMODULE_FALLBACK_POLICY = previous
-    if fallback == "warn":
-        wrapped._fallback_manager.policy = (
-            _FallbackPolicy.FALLBACK_UNSUPPORTED_DEVICE
-            | _FallbackPolicy.FALLBACK_UNSUPPORTED_DATA
-            | _FallbackPolicy.FALLBACK_UNSUPPORTED_TORCH_MODEL
-            | _FallbackPolicy.FALLBACK_UNSUPPORTED_ONNX_MODEL
-        )
-        wrapped._fallback_manager._logger.disabled = True  # status() and our own warning say it once
     for manager in managers_of(wrapped):
         manager._runtime_options.skip_check = _SkipCheck.SKIP_CHECK_DISABLED
         manager._runtime_options.enable_zero_stage3_support = False
@@ -265,7 +252,11 @@ def patches() -> tuple[Patch, ...]:
             try:
                 if seams is None:
                     return original(self, *inputs, **kwargs)
-                return seams.call(view(self), lambda: original(self, *inputs, **kwargs))
+                return seams.call(
+                    view(self),
+                    lambda: original(self, *inputs, **kwargs),
+                    lambda: self._original_module(*inputs, **kwargs),
+                )
             finally:
                 _calls.pop()
 

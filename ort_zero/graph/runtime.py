@@ -35,7 +35,7 @@ from ort_zero.bridge.zero_parameters import DeepSpeedParameters, full_shape, is_
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_checkpoint
 from ort_zero.config import OrtModuleConfig
-from ort_zero.errors import ExportError
+from ort_zero.errors import ExportError, RankError
 from ort_zero.graph import agreement, outputs
 from ort_zero.graph.exported import complete_dropout
 from ort_zero.graph.failures import explain
@@ -86,22 +86,27 @@ class Runtime:
 
     # -- the seams, in the order in which a call meets them ---------------------------------------------------------
 
-    def call(self, manager: ort_compat.ManagerView, run: Callable[[], Any]) -> Any:
-        """Run a forward call; an error that is not the user's own becomes one clear error on all ranks."""
+    def call(
+        self, manager: ort_compat.ManagerView, run: Callable[[], Any], run_in_torch: Callable[[], Any]
+    ) -> Any:
+        """Run a forward call; an error that is not the user's own becomes one clear error on all ranks.
+
+        With ``"fallback": "warn"`` a graph that one rank cannot build makes all ranks run PyTorch from then on.
+        """
         self._must_vote = self._must_exchange = self._exporting = False
         if self.fallback_reason is not None:
-            return run()
+            return run_in_torch()
         try:
-            result = run()
+            return run()
         except BaseException as error:
-            clear = self._failed(manager, error)
-            if clear is error:
-                raise
-            raise clear from error
-        if manager.fell_back is not None:
-            # never reached with "raise": ORT has run the module in PyTorch already
-            self._note_fallback(manager.fell_back)
-        return result
+            clear: BaseException = self._failed(manager, error)
+            if self.config.fallback != "warn" or not isinstance(clear, (ExportError, RankError)):
+                if clear is error:
+                    raise
+                raise clear from error
+        self.fallback_reason = str(clear)
+        get_logger().warning("running in PyTorch: %s", self.fallback_reason)
+        return run_in_torch()
 
     def transition(self, manager: ort_compat.ManagerView, proceed: Callable[[], Any]) -> Any:
         """Surround ORT's decision to export."""
@@ -265,10 +270,6 @@ class Runtime:
             manager.forget_graph()
             self.tables.pop(manager.training, None)
         return clear
-
-    def _note_fallback(self, error: BaseException) -> None:
-        self.fallback_reason = str(explain(error, self.module))
-        get_logger().warning("running in PyTorch: %s", self.fallback_reason)
 
     def _save(self, manager: ort_compat.ManagerView, model: onnx.ModelProto) -> None:
         if self.config.save_onnx is None or env.rank() != 0:

@@ -121,7 +121,7 @@ def typo() -> dict[str, Any]:
     return _caught(lambda: _engine(Plain(), config))
 
 
-def fall_back(stage: int) -> dict[str, Any]:
+def fall_back(stage: int, name: str) -> dict[str, Any]:
     """Train a model that cannot be exported with ``"fallback": "warn"``, and the same one in PyTorch."""
     start()
     losses = {}
@@ -130,7 +130,7 @@ def fall_back(stage: int) -> dict[str, Any]:
         if kind == "warn":
             config["ort_zero"]["ortmodule"]["fallback"] = "warn"
         torch.manual_seed(0)
-        engine = _engine(Fourier(), config)
+        engine = _engine(MODELS[name](), config)
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
         losses[kind] = []
         for _ in range(4):

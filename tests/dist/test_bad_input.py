@@ -61,14 +61,15 @@ def test_a_typo_in_the_section_names_path_value_and_nearest_key():
         assert "ort_zero.ortmodule.fallbak" in got["text"] and '"fallback"' in got["text"]
 
 
+@pytest.mark.parametrize(("name", "why"), [("Fourier", "operator"), ("FailsOnRank1", "this rank cannot trace")])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_fallback_warn_trains_in_pytorch_and_says_so(stage):
-    for got in run_on_ranks(bad_workers.fall_back, 2, stage):
+def test_fallback_warn_trains_in_pytorch_on_all_ranks_and_says_so(stage, name, why):
+    for got in run_on_ranks(bad_workers.fall_back, 2, stage, name):
         assert got["losses"]["warn"] == got["losses"]["torch"]
         assert got["losses"]["warn"][-1] < got["losses"]["warn"][0]
         model = got["status"]["models"][-1]
         assert got["status"]["fallbacks"] == 1
-        assert model["backend"] == "torch" and "operator" in model["fallback_reason"]
+        assert model["backend"] == "torch" and why in model["fallback_reason"]
 
 
 def test_an_error_inside_a_node_reaches_the_user_as_it_is():
