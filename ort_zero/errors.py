@@ -41,3 +41,11 @@ class RankError(OrtZeroError):
     def __init__(self, message: str, failures: dict[int, str]):
         super().__init__(message)
         self.failures = dict(failures)
+
+
+class CheckpointError(OrtZeroError):
+    """A checkpoint cannot be written, read or converted; nothing that existed before was harmed."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Bytes of a checkpoint are missing, foreign or changed; the message names the file."""

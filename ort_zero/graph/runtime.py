@@ -26,7 +26,7 @@ from typing import Any
 import onnx
 import torch
 
-from ort_zero import env
+from ort_zero import agreement, env
 from ort_zero.bridge import ops
 from ort_zero.bridge.plan import Plan, Weight, small_share
 from ort_zero.bridge.plan import plan as make_plan
@@ -36,7 +36,7 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_checkpoint
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
-from ort_zero.graph import agreement, outputs
+from ort_zero.graph import outputs
 from ort_zero.graph.exported import complete_dropout
 from ort_zero.graph.failures import explain
 from ort_zero.graph.standins import full_shape_weights, unchanged_buffers

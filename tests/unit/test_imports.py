@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FOREIGN = {"torch", "deepspeed", "onnxruntime"}
 LAYERS = (
     {"config", "errors", "env", "log"},
-    {"patching", "compat"},
+    {"patching", "compat", "agreement"},
     {"graph", "bridge", "hooks", "checkpoint", "convergence", "memory"},
     {"plugin", "engine", "refusal", "doctor", "__init__"},
     {"cli", "testing", "__main__"},

@@ -1,0 +1,82 @@
+"""Element types by the codes of safetensors, and the names that users and torch have for them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ort_zero.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+_TABLE = {
+    # code: (bytes, name of the torch dtype)
+    "BOOL": (1, "bool"),
+    "U8": (1, "uint8"),
+    "I8": (1, "int8"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
+    "F8_E5M2": (1, "float8_e5m2"),
+    "I16": (2, "int16"),
+    "U16": (2, "uint16"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "I32": (4, "int32"),
+    "U32": (4, "uint32"),
+    "F32": (4, "float32"),
+    "C64": (8, "complex64"),
+    "F64": (8, "float64"),
+    "I64": (8, "int64"),
+    "U64": (8, "uint64"),
+}
+_CODES = {name: code for code, (_, name) in _TABLE.items()}
+_SHORT = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+
+CHOICES = ("keep", *_SHORT)
+"""What ``--dtype`` accepts."""
+
+
+def itemsize(code: str) -> int:
+    """Return the bytes of one element.
+
+    Raises:
+        CheckpointError: the code is unknown.
+    """
+    try:
+        return _TABLE[code][0]
+    except KeyError:
+        raise CheckpointError(f"unknown dtype {code!r}; known: {', '.join(_TABLE)}") from None
+
+
+def is_known(code: str) -> bool:
+    """Return True if `code` is in the table."""
+    return code in _TABLE
+
+
+def is_floating(code: str) -> bool:
+    """Return True for the types that a change of precision applies to."""
+    return code in ("F64", "F32", "F16", "BF16")
+
+
+def code_of(dtype: torch.dtype) -> str:
+    """Return the code of a torch dtype.
+
+    Raises:
+        CheckpointError: safetensors has no code for it.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in _CODES:
+        raise CheckpointError(f"tensors of {dtype} cannot be stored; known: {', '.join(_CODES)}")
+    return _CODES[name]
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """Return the torch dtype of a code."""
+    import torch
+
+    itemsize(code)
+    return getattr(torch, _TABLE[code][1])
+
+
+def wanted(choice: str, code: str) -> str:
+    """Return the dtype in which a tensor of `code` is written under ``--dtype choice``; only floats change."""
+    return code if choice == "keep" or not is_floating(code) else _SHORT[choice]

@@ -1,0 +1,286 @@
+"""``manifest.json``: what our sharded checkpoint consists of. A checkpoint exists when its manifest exists.
+
+JSON, one tensor a line. Next to what a :class:`~ort_zero.checkpoint.records.Source` holds it carries the run and the save
+it belongs to, and a digest of itself, so that a changed bit in it is noticed as well as one in a shard.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from typing import Annotated, Any, Literal
+
+import xxhash
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from ort_zero.checkpoint import dtypes
+from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Source, Tensor, check_cover
+from ort_zero.checkpoint.storage import Folder, open_folder
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+NAME = "manifest.json"
+LATEST = "latest"
+FORMAT = "ort_zero.checkpoint"
+VERSION = 1
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _safe_name(name: str) -> str:
+    if not name or name != posixpath.basename(name) or name in (".", "..") or "\\" in name or "\0" in name:
+        raise ValueError("must be the name of a file in the checkpoint's own folder")
+    return name
+
+
+def _known_dtype(code: str) -> str:
+    if not dtypes.is_known(code):
+        raise ValueError("unknown dtype")
+    return code
+
+
+_Size = Annotated[int, Field(ge=0)]
+
+
+class _File(_Strict):
+    name: Annotated[str, AfterValidator(_safe_name)]
+    size: _Size
+    xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class _Tensor(_Strict):
+    name: str
+    kind: str
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    shape: list[_Size]
+    pieces: list[Annotated[list[Any], Field(min_length=5, max_length=5)]]
+    """[index in `files`, offset in bytes, length in bytes, first element, xxh3-64]; lists, for there are many."""
+
+
+class _Group(_Strict):
+    names: list[str]
+    options: dict[str, Any]
+
+
+class _Optimizer(_Strict):
+    class_name: str | None
+    groups: list[_Group]
+    scalars: dict[str, dict[str, float]]
+
+
+class Manifest(_Strict):
+    """The manifest as it is written."""
+
+    format: Literal["ort_zero.checkpoint"] = FORMAT
+    version: int = VERSION
+    tag: str
+    step: _Size
+    world_size: Annotated[int, Field(ge=1)]
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    """Of the module's floating-point weights; they follow from the masters by a cast to it."""
+    run_id: str
+    save_id: str
+    versions: dict[str, str]
+    aliases: dict[str, str]
+    frozen: list[str]
+    optimizer: _Optimizer | None
+    config: dict[str, str]
+    files: list[_File]
+    tensors: list[_Tensor]
+
+
+def build(
+    *,
+    tensors: list[Tensor],
+    files: list[File],
+    optimizer: Optimizer | None,
+    **fields: Any,
+) -> Manifest:
+    """Return the manifest of these records; `fields` are the other fields of :class:`Manifest`."""
+    index = {file.name: i for i, file in enumerate(files)}
+    return Manifest(
+        files=[_File(name=f.name, size=f.size, xxh3_128=f.xxh3_128 or "") for f in files],
+        tensors=[
+            _Tensor(
+                name=t.name,
+                kind=t.kind,
+                dtype=t.dtype,
+                shape=list(t.shape),
+                pieces=[[index[p.file], p.offset, p.length, p.start, p.check] for p in t.pieces],
+            )
+            for t in tensors
+        ],
+        optimizer=optimizer
+        and _Optimizer(
+            class_name=optimizer.class_name,
+            groups=[_Group(names=list(g.names), options=dict(g.options)) for g in optimizer.groups],
+            scalars={key: dict(values) for key, values in optimizer.scalars.items()},
+        ),
+        **fields,
+    )
+
+
+def dump(manifest: Manifest) -> bytes:
+    """Return the bytes of ``manifest.json``, its digest included."""
+    body = manifest.model_dump()
+    tensors, files = body.pop("tensors"), body.pop("files")
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
+    for key, rows in (("files", files), ("tensors", tensors)):
+        lines.append(f'"{key}": [\n' + ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows) + "\n]")
+    text = "{\n" + ",\n".join(lines)
+    return f'{text},\n"xxh3_128": "{xxhash.xxh3_128(text.encode()).hexdigest()}"\n}}\n'.encode()
+
+
+def parse(data: bytes, path: str) -> Manifest:
+    """Return the validated manifest.
+
+    Args:
+        data: the content of the file.
+        path: for messages.
+
+    Raises:
+        CorruptCheckpointError: not JSON, another digest, a wrong type or value, a file name that leads elsewhere.
+        CheckpointError: a format version that this version of ort_zero does not know.
+    """
+    try:
+        value = json.loads(data)
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise ValueError(f'it has no "format": "{FORMAT}"')
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path} is not a manifest of ort_zero: {error}") from None
+    if value.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has format version {value.get('version')!r}, this version of ort_zero reads {VERSION}; "
+            "use the version that wrote it"
+        )
+    digest = value.pop("xxh3_128", None)
+    text, found, _ = data.rpartition(b',\n"xxh3_128"')
+    if not found or xxhash.xxh3_128(text).hexdigest() != digest:
+        raise CorruptCheckpointError(f"{path} is damaged: its content does not match its own digest")
+    try:
+        return Manifest.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CorruptCheckpointError(f"{path} is wrong at {where}: {first['msg']} (got {first['input']!r})") from None
+
+
+def read(folder: Folder) -> Manifest | None:
+    """Return the manifest of a folder, None if it has none.
+
+    Raises:
+        CorruptCheckpointError, CheckpointError: see :func:`parse`.
+    """
+    size = folder.size(NAME)
+    return None if size is None else parse(folder.read(NAME), folder.path(NAME))
+
+
+def source_of(manifest: Manifest, root: str) -> Source:
+    """Return the manifest as the records that planning works on.
+
+    Raises:
+        CorruptCheckpointError: pieces that leave a gap, overlap, or lie outside their file.
+    """
+    files = {f.name: File(name=f.name, size=f.size, xxh3_128=f.xxh3_128) for f in manifest.files}
+    tensors = []
+    for entry in manifest.tensors:
+        try:
+            pieces = [
+                Piece(manifest.files[file].name, offset, length, start, check)
+                for file, offset, length, start, check in entry.pieces
+            ]
+            tensor = Tensor(
+                name=entry.name,
+                kind=entry.kind,
+                dtype=entry.dtype,
+                shape=tuple(entry.shape),
+                pieces=tuple(sorted(pieces, key=lambda p: p.start)),
+            )
+            wrong = check_cover(tensor) or _outside(tensor, files)
+        except (IndexError, TypeError) as error:
+            wrong = f"a piece is malformed ({error})"
+        if wrong:
+            raise CorruptCheckpointError(f"{root}/{NAME}: {entry.kind} of {entry.name}: {wrong}")
+        tensors.append(tensor)
+    optimizer = manifest.optimizer
+    return Source(
+        format="ort_zero",
+        root=root,
+        tag=manifest.tag,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        zero_stage=manifest.zero_stage,
+        tensors=tuple(tensors),
+        files=files,
+        aliases=dict(manifest.aliases),
+        frozen=frozenset(manifest.frozen),
+        optimizer=optimizer
+        and Optimizer(
+            class_name=optimizer.class_name,
+            groups=tuple(ParamGroup(names=tuple(g.names), options=g.options) for g in optimizer.groups),
+            scalars=optimizer.scalars,
+        ),
+        config=dict(manifest.config),
+    )
+
+
+def _outside(tensor: Tensor, files: dict[str, File]) -> str | None:
+    for piece in tensor.pieces:
+        if min(piece.offset, piece.length, piece.start) < 0 or piece.offset + piece.length > files[piece.file].size:
+            return f"a piece lies outside {piece.file}"
+    return None
+
+
+def resolve_tag(folder: Folder, tag: str | None) -> str:
+    """Return the tag to read in a folder of checkpoints: `tag`, or what ``latest`` names.
+
+    Raises:
+        CheckpointError: no tag given and no ``latest``, or it names a checkpoint that is not there.
+    """
+    if tag is None:
+        if not folder.exists(LATEST):
+            there = _tags(folder)
+            hint = f"tags there: {', '.join(there)}" if there else "it holds no checkpoint"
+            raise CheckpointError(f'{folder.path()} has no file "{LATEST}", give a tag; {hint}')
+        tag = folder.read(LATEST).decode(errors="replace").strip()
+        origin = f"{folder.path(LATEST)} names the tag {tag!r}"
+    else:
+        origin = f"tag {tag!r} was given"
+    parts = tag.split("/")
+    if not tag or tag.startswith("/") or ".." in parts or "\0" in tag:
+        raise CheckpointError(f"{origin}, which leads out of {folder.path()}")
+    if not folder.child(tag).names():
+        there = _tags(folder)
+        raise CheckpointError(f"{origin}, but {folder.path(tag)} is not there; tags there: {', '.join(there) or 'none'}")
+    return tag
+
+
+def _tags(folder: Folder) -> list[str]:
+    return [n for n in folder.names() if n != LATEST and folder.child(n).exists(NAME) or n.startswith("global_step")]
+
+
+def open_ours(folder: Folder) -> Source | None:
+    """Return the checkpoint in `folder` if it is of our format, else None.
+
+    Raises:
+        CorruptCheckpointError, CheckpointError: it is, and is damaged.
+    """
+    manifest = read(folder)
+    return None if manifest is None else source_of(manifest, folder.url)
+
+
+def locate(path: str, tag: str | None) -> Folder:
+    """Return the folder of one checkpoint: `path` itself if it is one, else the tag's folder in it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = open_folder(path)
+    names = folder.names()
+    if not names:
+        raise CheckpointError(f"{folder.path()} does not exist or is empty")
+    if tag is None and (NAME in names or any(n.endswith("_states.pt") for n in names)):
+        return folder
+    return folder.child(resolve_tag(folder, tag))

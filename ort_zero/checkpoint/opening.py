@@ -1,0 +1,33 @@
+"""Opens a checkpoint of either format."""
+
+from __future__ import annotations
+
+from ort_zero.checkpoint import manifest
+from ort_zero.checkpoint.records import Source
+from ort_zero.errors import CheckpointError
+
+
+def open_checkpoint(path: str, tag: str | None = None, trust_pickle: bool = False) -> Source:
+    """Return the checkpoint at `path`, of our format or DeepSpeed's.
+
+    Args:
+        path: folder or fsspec URL: of one checkpoint, or of several with a file ``latest``.
+        tag: which of several.
+        trust_pickle: unpickle whatever DeepSpeed's files hold. Only for files that you trust as you trust a program.
+
+    Raises:
+        CheckpointError: nothing there that either reader knows.
+        CorruptCheckpointError: files are missing, damaged, or do not belong together.
+    """
+    folder = manifest.locate(path, tag)
+    ours = manifest.open_ours(folder)
+    if ours is not None:
+        return ours
+    from ort_zero.checkpoint import deepspeed_files
+
+    if deepspeed_files.recognises(folder):
+        return deepspeed_files.open_deepspeed(folder, trust_pickle=trust_pickle)
+    raise CheckpointError(
+        f"{folder.path()} is neither a checkpoint of ort_zero (no {manifest.NAME}; a save that was interrupted leaves "
+        "none) nor one of DeepSpeed's (no *_model_states.pt)"
+    )

@@ -1,0 +1,162 @@
+"""What a checkpoint consists of, whoever wrote it: tensors, the pieces that hold their bytes, the files of the pieces.
+
+The readers (:mod:`~ort_zero.checkpoint.manifest` for our format, :mod:`~ort_zero.checkpoint.deepspeed_files` for
+DeepSpeed's) produce a :class:`Source`; planning, aggregation, loading and verification know nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ort_zero.checkpoint.dtypes import itemsize
+
+MASTER = "master"
+"""Kind of the values that the optimizer updates: fp32 copies, or the weights themselves of an fp32 run."""
+WEIGHT = "weight"
+"""Kind of a parameter that has no master: frozen, or saved without an optimizer."""
+BUFFER = "buffer"
+"""Kind of a persistent buffer of the module."""
+# every other kind is the name of an optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", ...
+
+
+class Piece(NamedTuple):
+    """A contiguous range of elements of one tensor, in one file."""
+
+    file: str
+    """Name of the file, relative to the checkpoint's folder."""
+    offset: int
+    """Bytes from the start of the file."""
+    length: int
+    """Bytes."""
+    start: int
+    """Index of its first element in the flattened (row-major) tensor."""
+    check: str | None = None
+    """xxh3-64 of these very bytes as 16 hex digits; None where the format keeps none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One tensor, whole, and where its bytes lie."""
+
+    name: str
+    """Name of the parameter or buffer as ``state_dict()`` has it."""
+    kind: str
+    """:data:`MASTER`, :data:`WEIGHT`, :data:`BUFFER`, or the name of an optimizer state."""
+    dtype: str
+    """Code of safetensors: "F32", "BF16", ..."""
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    """In the order of `start`; together they cover every element exactly once (see :func:`check_cover`)."""
+    strides: tuple[int, ...] | None = None
+    """Elements; only for a tensor stored in one piece that is not row-major. The piece then spans its storage range."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor in its own dtype."""
+        return self.elements * itemsize(self.dtype)
+
+    @property
+    def is_optimizer_state(self) -> bool:
+        """True for moments and their like."""
+        return self.kind not in (MASTER, WEIGHT, BUFFER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """One file of a checkpoint."""
+
+    name: str
+    """Relative to the checkpoint's folder."""
+    size: int
+    """Bytes."""
+    xxh3_128: str | None = None
+    """Of the whole file as 32 hex digits; None where the format keeps none."""
+    records: tuple[tuple[int, int, int], ...] = ()
+    """(offset, length, CRC-32) of each stored record, for formats that check by record (the zip of ``torch.save``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamGroup:
+    """One parameter group of the optimizer."""
+
+    names: tuple[str, ...]
+    """Parameters, in the optimizer's order."""
+    options: Mapping[str, Any]
+    """Hyper-parameters: lr, betas, eps, weight_decay, ... as JSON values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """What is known of the optimizer besides the tensors of its state."""
+
+    class_name: str | None
+    """Name of the optimizer's class ("AdamW"), None where the format does not tell."""
+    groups: tuple[ParamGroup, ...]
+    scalars: Mapping[str, Mapping[str, float]]
+    """State that is one number per parameter, such as ``{"step": {"layer.weight": 10.0}}``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint that was opened: everything but the bytes of its tensors."""
+
+    format: str
+    """"ort_zero" or "deepspeed"."""
+    root: str
+    """Folder (path or fsspec URL) that holds the files."""
+    tag: str
+    step: int | None
+    """Global steps of the engine, None if the format does not tell."""
+    world_size: int
+    zero_stage: int
+    tensors: tuple[Tensor, ...]
+    files: Mapping[str, File]
+    aliases: Mapping[str, str]
+    """Tied parameters: the name that is not stored -> the name that is."""
+    frozen: frozenset[str]
+    """Names of parameters that the optimizer does not train."""
+    optimizer: Optimizer | None
+    config: Mapping[str, str] = field(default_factory=dict)
+    """Small text files that describe the model (file name -> text), such as ``config.json``."""
+    notes: tuple[str, ...] = ()
+    """What a user should be told about this checkpoint, one sentence each."""
+
+    def by_name(self, kind: str) -> dict[str, Tensor]:
+        """Return the tensors of one kind by name, in their order."""
+        return {t.name: t for t in self.tensors if t.kind == kind}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the most precise values of every parameter and buffer by name: masters before weights."""
+        chosen: dict[str, Tensor] = {}
+        for tensor in self.tensors:
+            if tensor.is_optimizer_state or (tensor.kind == WEIGHT and tensor.name in chosen):
+                continue
+            chosen[tensor.name] = tensor
+        return chosen
+
+
+def check_cover(tensor: Tensor) -> str | None:
+    """Return what is wrong with the pieces of `tensor` (a gap, an overlap, too long), None if they cover it."""
+    size = itemsize(tensor.dtype)
+    if tensor.strides is not None:
+        return None if len(tensor.pieces) == 1 else "a strided tensor must lie in one piece"
+    position = 0
+    for piece in tensor.pieces:
+        if piece.length % size:
+            return f"the piece in {piece.file} has {piece.length} bytes, not a multiple of {size}"
+        if piece.start > position:
+            return f"elements {position} to {piece.start} are in no file"
+        if piece.start < position:
+            return f"elements from {piece.start} are in two pieces, the second in {piece.file}"
+        position += piece.length // size
+    if position != tensor.elements:
+        return f"the pieces hold {position} elements, the shape {list(tensor.shape)} has {tensor.elements}"
+    return None

@@ -1,0 +1,333 @@
+"""Reads slices of files and writes files under their final name only when they are complete; local or through fsspec.
+
+A local folder is read with ``pread`` into buffers that are used again, not through memory maps: a file that is too
+short is then an error with a name and not a SIGBUS, and what was read can be counted.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+CHUNK = 8 << 20
+"""Bytes that are in flight at a time, per worker."""
+PARTIAL = ".partial"
+"""End of the names of files that are not complete."""
+
+
+class Folder:
+    """A folder that holds a checkpoint. Thread-safe.
+
+    Attributes:
+        url: the path or URL it was opened with, without a slash at its end.
+        bytes_read: bytes that :meth:`read_into` and :meth:`read` have brought so far.
+    """
+
+    url: str
+    bytes_read: int
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/") or "/"
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+
+    def path(self, name: str = "") -> str:
+        """Return the path or URL of a file, for messages."""
+        return f"{self.url}/{name}" if name else self.url
+
+    def child(self, name: str) -> Folder:
+        """Return a folder in this folder."""
+        return open_folder(self.path(name))
+
+    def names(self) -> list[str]:
+        """Return the names of the files and folders in it, sorted; an empty list if it does not exist."""
+        raise NotImplementedError
+
+    def size(self, name: str) -> int | None:
+        """Return the size in bytes of a file, None if there is none."""
+        raise NotImplementedError
+
+    def exists(self, name: str) -> bool:
+        """Return True if the file `name` exists."""
+        return self.size(name) is not None
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from `offset` on.
+
+        Raises:
+            CorruptCheckpointError: the file is missing or ends before.
+        """
+        raise NotImplementedError
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        """Return `length` bytes from `offset` on, by default all to the end.
+
+        Raises:
+            CorruptCheckpointError: the file is missing or ends before.
+        """
+        if length is None:
+            size = self.size(name)
+            if size is None:
+                raise CorruptCheckpointError(f"{self.path(name)} is missing")
+            length = size - offset
+        buffer = bytearray(length)
+        self.read_into(name, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file for reading, seekable."""
+        raise NotImplementedError
+
+    def make(self) -> None:
+        """Make the folder and its parents; it may exist."""
+        raise NotImplementedError
+
+    @contextmanager
+    def writing(self, name: str, token: str) -> Iterator[IO[bytes]]:
+        """Give a binary stream whose bytes appear as `name` only by :meth:`publish`; on an exception nothing is left.
+
+        Args:
+            name: final name.
+            token: tells this writer from others who may write the same name.
+        """
+        raise NotImplementedError
+
+    def publish(self, name: str, token: str, to: str | None = None) -> None:
+        """Give what :meth:`writing` left its final name (or the name `to`), in place of what had it."""
+        raise NotImplementedError
+
+    def discard(self, name: str, token: str) -> None:
+        """Remove what :meth:`writing` left, if anything."""
+        raise NotImplementedError
+
+    def remove(self, name: str) -> None:
+        """Remove a file; a missing one is fine."""
+        raise NotImplementedError
+
+    def write(self, name: str, data: bytes, token: str) -> None:
+        """Write a whole small file, and publish it."""
+        with self.writing(name, token) as stream:
+            stream.write(data)
+        self.publish(name, token)
+
+    def _count(self, number: int) -> None:
+        with self._lock:
+            self.bytes_read += number
+
+
+def partial_name(name: str, token: str) -> str:
+    """Return the name under which an incomplete file lies beside its final place."""
+    return f".{name}.{token}{PARTIAL}"
+
+
+class LocalFolder(Folder):
+    """A folder of the local file system."""
+
+    def __init__(self, url: str):
+        super().__init__(url)
+        self._root = Path(self.url)
+        self._descriptors: dict[str, int] = {}
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_descriptors", {}).values():
+            os.close(descriptor)
+
+    def names(self) -> list[str]:
+        """See :meth:`Folder.names`."""
+        try:
+            return sorted(os.listdir(self._root))
+        except FileNotFoundError:
+            return []
+
+    def size(self, name: str) -> int | None:
+        """See :meth:`Folder.size`."""
+        try:
+            return (self._root / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """See :meth:`Folder.read_into`."""
+        descriptor = self._descriptor(name)
+        done = 0
+        while done < len(buffer):
+            got = os.preadv(descriptor, [buffer[done:]], offset + done)
+            if not got:
+                raise CorruptCheckpointError(
+                    f"{self.path(name)} is truncated: it ends at byte {offset + done}, "
+                    f"bytes up to {offset + len(buffer)} are needed"
+                )
+            done += got
+        self._count(done)
+
+    def _descriptor(self, name: str) -> int:
+        with self._lock:
+            if name not in self._descriptors:
+                try:
+                    self._descriptors[name] = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
+                except FileNotFoundError:
+                    raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
+            return self._descriptors[name]
+
+    def open(self, name: str) -> IO[bytes]:
+        """See :meth:`Folder.open`."""
+        try:
+            return open(self._root / name, "rb")
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
+
+    def make(self) -> None:
+        """See :meth:`Folder.make`."""
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def writing(self, name: str, token: str) -> Iterator[IO[bytes]]:
+        """See :meth:`Folder.writing`."""
+        path = self._root / partial_name(name, token)
+        try:
+            with open(path, "wb", buffering=0) as raw:
+                yield _Whole(raw)
+        except BaseException as error:
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
+            raise
+
+    def publish(self, name: str, token: str, to: str | None = None) -> None:
+        """See :meth:`Folder.publish`."""
+        os.replace(self._root / partial_name(name, token), self._root / (to or name))
+
+    def discard(self, name: str, token: str) -> None:
+        """See :meth:`Folder.discard`."""
+        (self._root / partial_name(name, token)).unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """See :meth:`Folder.remove`."""
+        (self._root / name).unlink(missing_ok=True)
+
+
+class _Whole:
+    """A raw file whose ``write`` writes everything: the kernel may take less at a time (2 GiB at most)."""
+
+    def __init__(self, raw: Any):
+        self._raw = raw
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += self._raw.write(view[done:])
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+class RemoteFolder(Folder):
+    """A folder behind fsspec (``s3://``, ``gs://``, ``memory://``, ...).
+
+    An object appears when its upload ends, so nothing incomplete is ever seen under its name, but there is no rename:
+    the partial name is an object of its own, which :meth:`publish` moves (on the server where the store can copy).
+    """
+
+    def __init__(self, url: str):
+        super().__init__(url)
+        import fsspec
+
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(f"cannot open {self.url}: {error}") from error
+
+    def _at(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}" if name else self._root
+
+    def names(self) -> list[str]:
+        """See :meth:`Folder.names`."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in found if path.rstrip("/") != self._root})
+
+    def size(self, name: str) -> int | None:
+        """See :meth:`Folder.size`."""
+        try:
+            return self._fs.size(self._at(name))
+        except FileNotFoundError:
+            return None
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """See :meth:`Folder.read_into`."""
+        if not len(buffer):
+            return
+        try:
+            data = self._fs.cat_file(self._at(name), start=offset, end=offset + len(buffer))
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
+        if len(data) != len(buffer):
+            raise CorruptCheckpointError(
+                f"{self.path(name)} is truncated: it ends at byte {offset + len(data)}, "
+                f"bytes up to {offset + len(buffer)} are needed"
+            )
+        buffer[:] = data
+        self._count(len(data))
+
+    def open(self, name: str) -> IO[bytes]:
+        """See :meth:`Folder.open`."""
+        try:
+            return self._fs.open(self._at(name), "rb")
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
+
+    def make(self) -> None:
+        """See :meth:`Folder.make`."""
+        self._fs.makedirs(self._root, exist_ok=True)
+
+    @contextmanager
+    def writing(self, name: str, token: str) -> Iterator[IO[bytes]]:
+        """See :meth:`Folder.writing`."""
+        path = self._at(partial_name(name, token))
+        stream = self._fs.open(path, "wb", block_size=CHUNK)
+        try:
+            yield stream
+            stream.close()
+        except BaseException:
+            stream.discard() if hasattr(stream, "discard") else None
+            # closing would upload what there is
+            stream.closed = True
+            self._forget(path)
+            raise
+
+    def _forget(self, path: str) -> None:
+        try:
+            self._fs.rm_file(path)
+        except (FileNotFoundError, OSError):
+            pass
+
+    def publish(self, name: str, token: str, to: str | None = None) -> None:
+        """See :meth:`Folder.publish`."""
+        self._fs.mv(self._at(partial_name(name, token)), self._at(to or name))
+
+    def discard(self, name: str, token: str) -> None:
+        """See :meth:`Folder.discard`."""
+        self._forget(self._at(partial_name(name, token)))
+
+    def remove(self, name: str) -> None:
+        """See :meth:`Folder.remove`."""
+        self._forget(self._at(name))
+
+
+def open_folder(url: str | os.PathLike) -> Folder:
+    """Return the folder behind a local path or an fsspec URL; it need not exist yet."""
+    text = os.fspath(url)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    return RemoteFolder(text) if "://" in text else LocalFolder(text)

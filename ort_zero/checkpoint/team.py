@@ -1,0 +1,139 @@
+"""The ranks that do one job together, so that a failure of one is raised on all and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ort_zero.errors import CheckpointError, OrtZeroError, RankError
+
+
+class Team:
+    """One rank alone; the base of :class:`GroupTeam`."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, on every rank. All ranks must call."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value. All ranks must call."""
+        return self.gather(value)[0]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Run a block on every rank; if it raises on one, it raises on all. All ranks must enter.
+
+        The block itself must not communicate unless it cannot fail before: a rank that left it early waits at its end.
+
+        Raises:
+            RankError: on the ranks where the block did not fail itself.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+        reports = self.gather(None if error is None else (_brief(error)))
+        if error is not None:
+            raise error
+        failures = {rank: text for rank, text in enumerate(reports) if text is not None}
+        if failures:
+            lines = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+            raise RankError(f"{what} failed on another rank: {lines}", failures)
+
+    def close(self) -> None:
+        """Release what the team holds."""
+
+
+class GroupTeam(Team):
+    """The ranks of a process group whose backend can move Python objects on the CPU (gloo)."""
+
+    def __init__(self, group: Any = None, owns_default: bool = False):
+        import torch.distributed as dist
+
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._owns_default = owns_default
+
+    def gather(self, value: Any) -> list[Any]:
+        """See :meth:`Team.gather`.
+
+        Raises:
+            CheckpointError: a rank is gone.
+        """
+        import torch.distributed as dist
+
+        everyone: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(everyone, value, group=self.group)
+        except RuntimeError as error:
+            raise CheckpointError(f"another rank is gone, or did not answer in time: {_brief(error)}") from error
+        return everyone
+
+    def close(self) -> None:
+        """Destroy the default process group if it was made for this team."""
+        import torch.distributed as dist
+
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _brief(error: BaseException) -> str:
+    first = (str(error).strip() or type(error).__name__).partition("\n")[0]
+    return first if isinstance(error, (OrtZeroError, OSError)) else f"{type(error).__name__}: {first}"
+
+
+_LAUNCHERS = (
+    # rank, world size; the second and third are set by mpirun (Open MPI) and by mpiexec (MPICH, Intel MPI)
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+_JOB_IDS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+
+
+def launched() -> tuple[int, int]:
+    """Return (rank, world size) as torchrun, deepspeed or mpirun say; (0, 1) without a launcher."""
+    for rank, size in _LAUNCHERS:
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
+
+
+def from_launcher(shared_folder: str) -> Team:
+    """Return the team that a launcher started, or one rank alone.
+
+    Args:
+        shared_folder: a local folder that all ranks see; the ranks of mpirun, which brings no ``MASTER_ADDR``, meet in a
+            file there.
+
+    Raises:
+        CheckpointError: the ranks cannot find each other.
+    """
+    rank, size = launched()
+    if size == 1:
+        return Team()
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return GroupTeam()
+    if "MASTER_ADDR" in os.environ:
+        method = None
+    else:
+        job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
+        if job is None or "://" in shared_folder:
+            raise CheckpointError(
+                f"started as rank {rank} of {size} without MASTER_ADDR; "
+                "pass MASTER_ADDR and MASTER_PORT to all ranks (mpirun -x MASTER_ADDR -x MASTER_PORT), or use torchrun"
+            )
+        os.makedirs(shared_folder, exist_ok=True)
+        name = "".join(c if c.isalnum() else "_" for c in job)
+        method = f"file://{os.path.abspath(shared_folder)}/.rendezvous_{name}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+    return GroupTeam(owns_default=True)
