@@ -37,9 +37,11 @@ $(READY): setup.cfg constraints.txt
 	@touch $@
 
 .PHONY: train
-train: $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=20)
+train: $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=20), aggregate, sample
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py \
 	  --deepspeed_config configs/zero3.json --steps $(STEPS) --out out/train --expect-ort
+	$(BIN)/ort-zero aggregate out/train out/train_model --overwrite
+	$(BIN)/python examples/sample_lm.py out/train_model
 
 .PHONY: test
 test: $(READY) ## Run every test but the slow ones: unit, contract, 2-4 ranks

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ort_zero.errors import ConfigError
 
@@ -48,8 +48,16 @@ class OrtModuleConfig(_Strict):
 class CheckpointConfig(_Strict):
     """``ort_zero.checkpoint``: the format of ``engine.save_checkpoint``."""
 
-    sharded: bool = False
+    sharded: bool = True
+    """Write shards with a manifest; False writes DeepSpeed's own files. Either is read."""
     async_save: bool = False
+    """Return once the state is copied, and write in the background."""
+
+    @model_validator(mode="after")
+    def _async_is_sharded(self) -> CheckpointConfig:
+        if self.async_save and not self.sharded:
+            raise ValueError('"async_save" needs "sharded": true')
+        return self
 
 
 class StatisticsConfig(_Strict):
@@ -83,8 +91,6 @@ class Config(_Strict):
 _NOT_YET = {
     "ortmodule.exclude": lambda c: bool(c.ortmodule.exclude),
     "ortmodule.cache_dir": lambda c: c.ortmodule.cache_dir is not None,
-    "checkpoint.sharded": lambda c: c.checkpoint.sharded,
-    "checkpoint.async_save": lambda c: c.checkpoint.async_save,
     "statistics.enabled": lambda c: c.statistics.enabled,
     "memory.recompute": lambda c: c.memory.recompute != "off",
     "memory.budget": lambda c: c.memory.budget is not None,

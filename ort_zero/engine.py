@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from ort_zero import config, log
 from ort_zero.compat import deepspeed as ds_compat
-from ort_zero.errors import ConfigError
+from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.hooks import mode
 from ort_zero.patching import Patch, defined_in
 
@@ -19,6 +20,7 @@ def _engine_init(original):
         section = config.section_of(ds_config)
         if section is None:
             return original(self, *args, **kwargs)
+        self.ort_zero_section = section
         log.get_logger()
         log.set_level(section.ortmodule.log_level)
         if not section.ortmodule.enabled:
@@ -76,11 +78,76 @@ def _refuse_half_on_cpu(ds_config: dict) -> None:
             )
 
 
+def _save_checkpoint(original):
+    @functools.wraps(original)
+    def save_checkpoint(
+        self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False  # noqa: B006
+    ):
+        section = getattr(self, "ort_zero_section", None)
+        if section is None or not section.checkpoint.sharded:
+            return original(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        from ort_zero.checkpoint import saving
+
+        saving.save(
+            self,
+            save_dir,
+            tag,
+            section.checkpoint.async_save,
+            client_state=client_state,
+            save_latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+        return True
+
+    return save_checkpoint
+
+
+def _load_checkpoint(original):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(self, *args, **kwargs):
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        if getattr(self, "ort_zero_section", None) is None or not asked["load_dir"]:
+            return original(self, *args, **kwargs)
+        from ort_zero.checkpoint import loading
+
+        if not loading.holds_checkpoint(asked["load_dir"], asked["tag"]):
+            return original(self, *args, **kwargs)
+        if asked["custom_load_fn"] is not None:
+            raise CheckpointError("custom_load_fn is not possible with a sharded checkpoint of ort_zero; leave it out")
+        return loading.load(
+            self,
+            asked["load_dir"],
+            asked["tag"],
+            strict=asked["load_module_strict"],
+            load_optimizer_states=asked["load_optimizer_states"],
+            load_lr_scheduler_states=asked["load_lr_scheduler_states"],
+            load_module_only=asked["load_module_only"],
+        )
+
+    return load_checkpoint
+
+
 PATCHES = (
     Patch(
         target=ds_compat.ENGINE_INIT,
         build=_engine_init,
         why='reads the "ort_zero" section and wraps the model',
+        guard=defined_in(ds_compat.ENGINE),
+    ),
+    Patch(
+        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.save_checkpoint",
+        build=_save_checkpoint,
+        why="writes sharded checkpoints",
+        guard=defined_in(ds_compat.ENGINE),
+    ),
+    Patch(
+        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.load_checkpoint",
+        build=_load_checkpoint,
+        why="reads sharded checkpoints",
         guard=defined_in(ds_compat.ENGINE),
     ),
 )

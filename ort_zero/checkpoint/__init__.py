@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 _HOMES = {
-    "save": "save",
-    "load": "load",
-    "wait": "save",
-    "aggregate": "aggregate",
-    "verify": "verify",
+    "save": "saving",
+    "load": "loading",
+    "wait": "saving",
+    "aggregate": "aggregation",
+    "verify": "verification",
     "load_optimizer_state": "optimizer_state",
 }
 """Public name: module that holds it. Loaded on first use, so that a reader of manifests imports no torch."""

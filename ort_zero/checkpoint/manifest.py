@@ -1,7 +1,7 @@
 """``manifest.json``: what our sharded checkpoint consists of. A checkpoint exists when its manifest exists.
 
-JSON, one tensor a line. Next to what a :class:`~ort_zero.checkpoint.records.Source` holds it carries the run and the save
-it belongs to, and a digest of itself, so that a changed bit in it is noticed as well as one in a shard.
+JSON, one tensor a line. Next to what a :class:`~ort_zero.checkpoint.records.Source` holds it carries the run and the
+save it belongs to, and a digest of itself, so that a changed bit in it is noticed as well as one in a shard.
 """
 
 from __future__ import annotations
@@ -248,13 +248,24 @@ def resolve_tag(folder: Folder, tag: str | None) -> str:
         origin = f"{folder.path(LATEST)} names the tag {tag!r}"
     else:
         origin = f"tag {tag!r} was given"
-    parts = tag.split("/")
-    if not tag or tag.startswith("/") or ".." in parts or "\0" in tag:
-        raise CheckpointError(f"{origin}, which leads out of {folder.path()}")
+    try:
+        check_tag(tag)
+    except CheckpointError as error:
+        raise CheckpointError(f"{origin}: {error}") from None
     if not folder.child(tag).names():
-        there = _tags(folder)
-        raise CheckpointError(f"{origin}, but {folder.path(tag)} is not there; tags there: {', '.join(there) or 'none'}")
+        there = ", ".join(_tags(folder)) or "none"
+        raise CheckpointError(f"{origin}, but {folder.path(tag)} is not there; tags there: {there}")
     return tag
+
+
+def check_tag(tag: str) -> None:
+    """Refuse a tag that does not name a folder inside the folder of checkpoints.
+
+    Raises:
+        CheckpointError: it is empty, absolute, or leads outside.
+    """
+    if not tag or tag.startswith("/") or ".." in tag.split("/") or "\0" in tag:
+        raise CheckpointError(f"the tag {tag!r} leads out of the folder of checkpoints")
 
 
 def _tags(folder: Folder) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -89,12 +89,13 @@ class Folder:
         raise NotImplementedError
 
     @contextmanager
-    def writing(self, name: str, token: str) -> Iterator[IO[bytes]]:
+    def writing(self, name: str, token: str, durable: bool = False) -> Iterator[IO[bytes]]:
         """Give a binary stream whose bytes appear as `name` only by :meth:`publish`; on an exception nothing is left.
 
         Args:
             name: final name.
             token: tells this writer from others who may write the same name.
+            durable: have the bytes on the disk itself at the end; object stores always do.
         """
         raise NotImplementedError
 
@@ -110,11 +111,20 @@ class Folder:
         """Remove a file; a missing one is fine."""
         raise NotImplementedError
 
-    def write(self, name: str, data: bytes, token: str) -> None:
+    def write(self, name: str, data: bytes, token: str, durable: bool = False) -> None:
         """Write a whole small file, and publish it."""
-        with self.writing(name, token) as stream:
-            stream.write(data)
-        self.publish(name, token)
+        try:
+            with self.writing(name, token, durable) as stream:
+                stream.write(data)
+            self.publish(name, token)
+        except BaseException:
+            self.discard(name, token)
+            raise
+        if durable:
+            self.settle()
+
+    def settle(self) -> None:
+        """Have the names that :meth:`publish` gave on the disk itself; object stores always do."""
 
     def _count(self, number: int) -> None:
         with self._lock:
@@ -187,12 +197,14 @@ class LocalFolder(Folder):
         self._root.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
-    def writing(self, name: str, token: str) -> Iterator[IO[bytes]]:
+    def writing(self, name: str, token: str, durable: bool = False) -> Iterator[IO[bytes]]:
         """See :meth:`Folder.writing`."""
         path = self._root / partial_name(name, token)
         try:
             with open(path, "wb", buffering=0) as raw:
                 yield _Whole(raw)
+                if durable:
+                    os.fsync(raw.fileno())
         except BaseException as error:
             path.unlink(missing_ok=True)
             if isinstance(error, OSError):
@@ -202,6 +214,14 @@ class LocalFolder(Folder):
     def publish(self, name: str, token: str, to: str | None = None) -> None:
         """See :meth:`Folder.publish`."""
         os.replace(self._root / partial_name(name, token), self._root / (to or name))
+
+    def settle(self) -> None:
+        """See :meth:`Folder.settle`."""
+        descriptor = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def discard(self, name: str, token: str) -> None:
         """See :meth:`Folder.discard`."""
@@ -292,7 +312,7 @@ class RemoteFolder(Folder):
         self._fs.makedirs(self._root, exist_ok=True)
 
     @contextmanager
-    def writing(self, name: str, token: str) -> Iterator[IO[bytes]]:
+    def writing(self, name: str, token: str, durable: bool = False) -> Iterator[IO[bytes]]:
         """See :meth:`Folder.writing`."""
         path = self._at(partial_name(name, token))
         stream = self._fs.open(path, "wb", block_size=CHUNK)
@@ -301,8 +321,9 @@ class RemoteFolder(Folder):
             stream.close()
         except BaseException:
             stream.discard() if hasattr(stream, "discard") else None
-            # closing would upload what there is
-            stream.closed = True
+            # closing would upload what there is; a file in memory cannot be marked, and closing it does nothing
+            with suppress(AttributeError):
+                stream.closed = True
             self._forget(path)
             raise
 

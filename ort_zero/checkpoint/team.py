@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,11 +12,63 @@ from typing import Any
 from ort_zero.errors import CheckpointError, OrtZeroError, RankError
 
 
+class _Hold:
+    """The handler of SIGINT while it is held back."""
+
+    current: _Hold | None = None
+
+    def __init__(self, previous: Any):
+        self.previous = previous
+        self.pending = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.pending = True
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold SIGINT back until the end: an interrupted rank must not leave where others wait for it.
+
+    Blocks of :meth:`Team.together` let it through. Does nothing where Python delivers no signals.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or _Hold.current is not None or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    hold = _Hold.current = _Hold(signal.getsignal(signal.SIGINT))
+    try:
+        signal.signal(signal.SIGINT, hold)
+        yield
+    finally:
+        _Hold.current = None
+        signal.signal(signal.SIGINT, hold.previous)
+        if hold.pending:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _interrupts_let_through() -> Iterator[None]:
+    hold = _Hold.current
+    if hold is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, hold.previous)
+    try:
+        if hold.pending:
+            hold.pending = False
+            signal.raise_signal(signal.SIGINT)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, hold)
+
+
 class Team:
     """One rank alone; the base of :class:`GroupTeam`."""
 
     rank = 0
     size = 1
+    broken = False
+    """True once another rank was found to be gone."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, on every rank. All ranks must call."""
@@ -31,16 +85,26 @@ class Team:
         The block itself must not communicate unless it cannot fail before: a rank that left it early waits at its end.
 
         Raises:
+            CheckpointError: for an OSError of the block, which is its cause.
             RankError: on the ranks where the block did not fail itself.
         """
-        error: BaseException | None = None
-        try:
-            yield
-        except BaseException as caught:
-            error = caught
-        reports = self.gather(None if error is None else (_brief(error)))
-        if error is not None:
-            raise error
+        with interrupts_held():
+            error: BaseException | None = None
+            try:
+                with _interrupts_let_through():
+                    yield
+            except BaseException as caught:
+                error = caught
+            try:
+                reports = self.gather(None if error is None else _brief(error))
+            except CheckpointError:
+                if error is None:
+                    raise
+                reports = []
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{what} failed: {error}") from error
+            if error is not None:
+                raise error
         failures = {rank: text for rank, text in enumerate(reports) if text is not None}
         if failures:
             lines = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
@@ -73,6 +137,7 @@ class GroupTeam(Team):
         try:
             dist.all_gather_object(everyone, value, group=self.group)
         except RuntimeError as error:
+            self.broken = True
             raise CheckpointError(f"another rank is gone, or did not answer in time: {_brief(error)}") from error
         return everyone
 
@@ -110,8 +175,8 @@ def from_launcher(shared_folder: str) -> Team:
     """Return the team that a launcher started, or one rank alone.
 
     Args:
-        shared_folder: a local folder that all ranks see; the ranks of mpirun, which brings no ``MASTER_ADDR``, meet in a
-            file there.
+        shared_folder: a local folder that all ranks see; the ranks of mpirun, which brings no ``MASTER_ADDR``, meet in
+            a file there.
 
     Raises:
         CheckpointError: the ranks cannot find each other.

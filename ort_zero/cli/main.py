@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ort_zero import __version__, env
-from ort_zero.cli import build, doctor, print_json
-from ort_zero.errors import OrtZeroError
+from ort_zero.cli import aggregate, build, doctor, print_json, verify
+from ort_zero.errors import CorruptCheckpointError, OrtZeroError
 
-_COMMANDS = (doctor, build)
+_COMMANDS = (doctor, build, aggregate, verify)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -31,6 +31,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser with every command; each sets ``args.run``, a function of the arguments to the exit status."""
     parser = _Parser(prog="ort-zero", description="DeepSpeed ZeRO in ONNX Runtime.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ort-zero {__version__}")
+    # what the deepspeed launcher puts before our own arguments; the environment says the same
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in _COMMANDS:
         sub = command.add_parser(subparsers)
@@ -77,7 +79,7 @@ def _report(error: Exception, args: argparse.Namespace) -> int:
         first, _, rest = message.partition("\n")
         hint = " (--debug shows all)" if rest else ""
         print(f"ort-zero {args.command}: {first}{hint}", file=sys.stderr)
-    return 2
+    return 1 if isinstance(error, CorruptCheckpointError) else 2
 
 
 if __name__ == "__main__":

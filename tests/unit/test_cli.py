@@ -124,7 +124,16 @@ def test_options_are_frozen():
             for name, sub in action.choices.items():
                 found[name] = sorted(o for a in sub._actions for o in a.option_strings)
     common = ["--debug", "--help", "--json", "-h"]
-    assert found == {"doctor": common, "build": sorted([*common, "--force"])}
+    aggregate = [
+        "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--no-verify", "--overwrite",
+        "--strict", "--tag", "--trust-pickle", "--what", "--workers",
+    ]  # fmt: skip
+    assert found == {
+        "doctor": common,
+        "build": sorted([*common, "--force"]),
+        "aggregate": sorted([*common, *aggregate]),
+        "verify": sorted([*common, "--tag", "--trust-pickle", "--workers"]),
+    }
 
 
 def test_module_runs_the_same_command():

@@ -86,8 +86,6 @@ def _nested(path: str, value: object) -> dict:
 _ASKED = {
     "ortmodule.exclude": ["head"],
     "ortmodule.cache_dir": "/tmp/x",
-    "checkpoint.sharded": True,
-    "checkpoint.async_save": True,
     "statistics.enabled": True,
     "memory.recompute": "all",
     "memory.budget": "1GB",
@@ -101,6 +99,12 @@ def test_feature_that_is_not_available_is_refused_not_ignored(path):
         config.parse(_nested(path, _ASKED[path]))
     disabled = {"enabled": False, **_nested(path, _ASKED[path])}
     assert config.section_of({"ort_zero": disabled}) is None
+
+
+def test_checkpoints_are_sharded_unless_told_otherwise():
+    assert config.parse({}).checkpoint.sharded and not config.parse({}).checkpoint.async_save
+    with pytest.raises(ConfigError, match=r'ort_zero.checkpoint: "async_save" needs "sharded": true'):
+        config.parse({"checkpoint": {"sharded": False, "async_save": True}})
 
 
 def test_level_is_accepted_in_lower_case():

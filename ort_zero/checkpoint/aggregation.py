@@ -1,0 +1,440 @@
+"""Makes one model out of a sharded checkpoint: what ``transformers`` loads, and the optimizer by parameter name."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ort_zero.checkpoint.dtypes import is_floating, torch_dtype
+from ort_zero.checkpoint.opening import open_checkpoint
+from ort_zero.checkpoint.plan import OutputFile, Plan, make_plan, split
+from ort_zero.checkpoint.progress import bar
+from ort_zero.checkpoint.records import File, Source
+from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder, partial_name
+from ort_zero.checkpoint.stream import Findings, Part, Streamer, check_records
+from ort_zero.checkpoint.team import Team
+from ort_zero.errors import CheckpointError
+
+CONFIG_FILES = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "chat_template.jinja",
+)
+"""Files beside a checkpoint that ``from_pretrained`` of a model or tokenizer reads."""
+_OURS = re.compile(
+    r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors|(model|optimizer)\.safetensors\.index\.json|optimizer\.json"
+    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
+)
+MEETING = ".rendezvous_"
+"""Start of the names of files in which ranks meet (see :func:`~ort_zero.checkpoint.team.from_launcher`)."""
+_PARENTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AggregateReport:
+    """What :func:`aggregate` wrote, or would write."""
+
+    source: str
+    """Folder that was read."""
+    source_format: str
+    """"ort_zero" or "deepspeed"."""
+    tag: str
+    step: int | None
+    zero_stage: int
+    world_size: int
+    destination: str
+    files: Mapping[str, int]
+    """Bytes by file name; in a dry run of torch's format about."""
+    bytes: int
+    tensors: int
+    parameters: int
+    """Elements of all parameters, tied ones once."""
+    dtype: str
+    """As it was asked for."""
+    verified: bool
+    """True if what was read was compared with its checksums, as far as the source has any."""
+    bytes_read: int
+    """Of the shards, by all ranks."""
+    seconds: float
+    dry_run: bool
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """What rank 0 decides and all ranks know."""
+
+    plan: Plan
+    root: str
+    files: Mapping[str, File]
+    token: str
+    about: Mapping[str, object]
+    """The fields of the report that come from the source."""
+    warnings: tuple[str, ...]
+    there: frozenset[str] = frozenset()
+    """Names in the destination before."""
+    extras: Mapping[str, bytes] = field(default_factory=dict)
+    """Config files to copy."""
+
+
+def aggregate(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    *,
+    tag: str | None = None,
+    what: str = "weights",
+    dtype: str = "keep",
+    max_shard_size: int | str = "5GB",
+    format: str = "safetensors",
+    workers: int | None = None,
+    exclude_frozen: bool = False,
+    dry_run: bool = False,
+    verify: bool = True,
+    overwrite: bool = False,
+    strict: bool = False,
+    trust_pickle: bool = False,
+    team: Team | None = None,
+    progress: bool = True,
+) -> AggregateReport:
+    """Write the whole model of a sharded checkpoint into `dst`, file by file, a few chunks in memory at a time.
+
+    Files get their final names when all of them are complete and checked; the index comes last. After an error or an
+    interrupt before that, what was in `dst` is as it was.
+
+    Args:
+        src: folder or fsspec URL of a checkpoint of ours or DeepSpeed's, or of several with a file ``latest``.
+        dst: folder or fsspec URL to write into.
+        tag: which checkpoint of several.
+        what: "weights", or "weights+optimizer" for :func:`~ort_zero.checkpoint.load_optimizer_state` as well.
+        dtype: of floating-point weights: "keep" (as stored, masters before weights), "fp32", "fp16" or "bf16".
+            Optimizer state keeps its own.
+        max_shard_size: bytes of tensors per file, as a number or "5GB", "2GiB".
+        format: "safetensors", or "torch" for ``pytorch_model.bin``; optimizer state is safetensors in either case.
+        workers: files written at a time by one rank; by default what the cores allow.
+        exclude_frozen: leave out what the optimizer does not train.
+        dry_run: only say what would be written.
+        verify: compare what is read with the checksums of the format.
+        overwrite: allow a `dst` that is not empty; only files that this function writes are replaced or removed.
+        strict: refuse weights that hold NaN or inf, or that `dtype` has no finite value for; else they are warned of.
+        trust_pickle: unpickle whatever DeepSpeed's files hold.
+        team: ranks that share the files; all must call.
+        progress: show a bar on a terminal.
+
+    Raises:
+        CorruptCheckpointError: the source is damaged.
+        CheckpointError: bad choices, a source that cannot be read, a `dst` that cannot be written or is not empty.
+        RankError: another rank failed.
+    """
+    started = time.perf_counter()
+    team = team or Team()
+    source_path, target = os.fspath(src), open_folder(dst)
+    job = None
+    with team.together("preparing the aggregation"):
+        if team.rank == 0:
+            source = open_checkpoint(source_path, tag, trust_pickle)
+            plan = make_plan(
+                source,
+                what=what,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                format=format,
+                exclude_frozen=exclude_frozen,
+            )
+            job = _prepare(source, plan, source_path, target, overwrite)
+            if not dry_run:
+                _make(target)
+    job = team.broadcast(job)
+    folder = open_folder(job.root)
+    sizes = {file.name: file.size for file in job.plan.files}
+    warnings = job.warnings
+    if not dry_run:
+        found, sizes = _write(job, folder, target, team, workers=workers, verify=verify, strict=strict, shown=progress)
+        warnings += found
+    return AggregateReport(
+        **job.about,
+        destination=target.path(),
+        files={**sizes, **{name: len(data) for name, data in _small_files(job).items()}},
+        bytes=sum(sizes.values()) + sum(map(len, _small_files(job).values())),
+        tensors=job.plan.tensors,
+        parameters=job.plan.parameters,
+        dtype=dtype,
+        verified=verify and not dry_run,
+        bytes_read=sum(team.gather(folder.bytes_read)),
+        seconds=time.perf_counter() - started,
+        dry_run=dry_run,
+        warnings=warnings,
+    )
+
+
+def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bool) -> _Job:
+    """Return the job after the checks of the destination.
+
+    Raises:
+        CheckpointError: it lies in the checkpoint, or is not empty.
+    """
+    if _is_within(target.url, source.root):
+        raise CheckpointError(f"the destination {target.path()} lies in the checkpoint {source.root}; choose another")
+    there = _names(target)
+    if there and not overwrite:
+        raise CheckpointError(
+            f"the destination {target.path()} is not empty (it holds {there[0]}); choose another or pass --overwrite"
+        )
+    extras = {**_config_beside(source.root, src), **{name: text.encode() for name, text in source.config.items()}}
+    if "config.json" in extras:
+        extras["config.json"] = _with_dtype(extras["config.json"], plan)
+    warnings = list(source.notes)
+    if "config.json" not in extras and "config.json" not in there:
+        warnings.append(
+            "no config.json beside the checkpoint: put the model's into the destination, from_pretrained needs it"
+        )
+    return _Job(
+        plan=plan,
+        root=source.root,
+        files=source.files,
+        token=uuid.uuid4().hex[:8],
+        about={
+            "source": source.root,
+            "source_format": source.format,
+            "tag": source.tag,
+            "step": source.step,
+            "zero_stage": source.zero_stage,
+            "world_size": source.world_size,
+        },
+        warnings=tuple(warnings),
+        there=frozenset(there),
+        extras=extras,
+    )
+
+
+def _write(
+    job: _Job,
+    folder: Folder,
+    target: Folder,
+    team: Team,
+    *,
+    workers: int | None,
+    verify: bool,
+    strict: bool,
+    shown: bool,
+) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Write and publish everything; return the warnings and the bytes of each file of the plan."""
+    mine = split(job.plan, team.rank, team.size)
+    places = _Places(target, job.token)
+    try:
+        with team.together("writing"), bar(_source_bytes(mine), "aggregate", shown and not team.rank) as progress:
+            streamer = Streamer(folder, job.files, places.of, job.token, verify=verify, advance=progress.update)
+            streamer.write(mine, _workers(workers, len(mine), team.size), places.finish)
+        findings = streamer.findings
+        if verify:
+            _check_records(job, folder, team, findings.parts)
+        warnings = _warnings(team, findings)
+        if strict and warnings:
+            raise CheckpointError(f"{job.root}: {'; '.join(warnings)}; refused by --strict")
+        return warnings, _publish(job, mine, target, team)
+    except BaseException:
+        for file in mine:
+            target.discard(file.name, job.token)
+        raise
+    finally:
+        places.close()
+
+
+class _Places:
+    """Where output files are laid before they are published: torch's are made of safetensors data kept for a while."""
+
+    def __init__(self, target: Folder, token: str):
+        self._target = target
+        self._token = token
+        self._temporary: tempfile.TemporaryDirectory | None = None
+        self._scratch = target
+        if not isinstance(target, LocalFolder):
+            self._temporary = tempfile.TemporaryDirectory(prefix="ort_zero_")
+            self._scratch = LocalFolder(self._temporary.name)
+
+    def of(self, file: OutputFile) -> tuple[Folder, str]:
+        """Return folder and name for the safetensors data of `file`."""
+        return (self._target, file.name) if file.format == "safetensors" else (self._scratch, f"{file.name}.data")
+
+    def finish(self, file: OutputFile) -> None:
+        """Make torch's file of the data, through a map of the data's file, so that no tensor is copied to memory."""
+        if file.format == "safetensors":
+            return
+        folder, name = self.of(file)
+        try:
+            with open(folder.path(partial_name(name, self._token)), "rb") as data:
+                state = _mapped(file, data.fileno())
+                with self._target.writing(file.name, self._token) as out:
+                    torch.save(state, out)
+        finally:
+            folder.discard(name, self._token)
+
+    def close(self) -> None:
+        """Remove what is left."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+def _mapped(file: OutputFile, descriptor: int) -> dict[str, torch.Tensor]:
+    # copy-on-write, for torch warns of memory that is read-only; nothing is written, so nothing is copied
+    content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    state = {}
+    for entry in file.entries:
+        dtype, count = torch_dtype(entry.dtype), entry.tensor.elements
+        offset = len(file.header) + entry.offset
+        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=offset) if count else torch.empty(0).to(dtype)
+        state[entry.name] = flat.reshape(entry.tensor.shape)
+    state.update({alias: state[name] for alias, name in file.aliases.items()})
+    return state
+
+
+def _check_records(job: _Job, folder: Folder, team: Team, parts: list[Part]) -> None:
+    """Compare the records of which any rank read a part; each rank takes its share of them."""
+    read: dict[tuple[str, int], list[Part]] = {}
+    for part in (part for some in team.gather(parts) for part in some):
+        read.setdefault((part.file, part.record), []).append(part)
+    with team.together("checking"):
+        for number, (name, start) in enumerate(sorted(read)):
+            if number % team.size == team.rank:
+                record = next(r for r in job.files[name].records if r[0] == start)
+                check_records(folder, job.files[name], record, read[name, start])
+
+
+def _warnings(team: Team, findings: Findings) -> tuple[str, ...]:
+    """Return what all ranks noticed about values, one sentence each."""
+    gathered = team.gather((findings.not_finite, findings.overflown))
+    texts = ("NaN or inf in {}", "values too large for the dtype became inf in {}")
+    found = (sorted(set().union(*(pair[i] for pair in gathered))) for i in range(len(texts)))
+    return tuple(text.format(_listed(names)) for text, names in zip(texts, found) if names)
+
+
+def _listed(names: list[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _publish(job: _Job, mine: tuple[OutputFile, ...], target: Folder, team: Team) -> dict[str, int]:
+    """Give all files their final names, the index last, and remove an earlier run's; return bytes by name."""
+    with team.together("publishing"):
+        if team.rank == 0:
+            # An index of before must not lead to files of now.
+            for name in filter(_is_index, job.there):
+                target.remove(name)
+    with team.together("publishing"):
+        for file in mine:
+            target.publish(file.name, job.token)
+    sizes: dict[str, int] = {}
+    with team.together("publishing"):
+        if team.rank == 0:
+            for name, data in _small_files(job).items():
+                target.write(name, data, job.token)
+            written = {file.name for file in job.plan.files} | set(job.plan.texts)
+            for name in job.there - written:
+                if _OURS.fullmatch(name):
+                    target.remove(name)
+            sizes = {file.name: target.size(file.name) or 0 for file in job.plan.files}
+    return team.broadcast(sizes)
+
+
+def _small_files(job: _Job) -> dict[str, bytes]:
+    return {**job.extras, **{name: text.encode() for name, text in job.plan.texts.items()}}
+
+
+def _is_index(name: str) -> bool:
+    return name.endswith(".json") and bool(_OURS.fullmatch(name))
+
+
+def _with_dtype(config: bytes, plan: Plan) -> bytes:
+    """Return ``config.json`` with the dtype that most of the weights are written in: transformers loads in that one."""
+    bytes_of: dict[str, int] = {}
+    for file in plan.files:
+        for entry in file.entries:
+            if not entry.tensor.is_optimizer_state and is_floating(entry.dtype):
+                bytes_of[entry.dtype] = bytes_of.get(entry.dtype, 0) + entry.nbytes
+    try:
+        table = json.loads(config)
+    except ValueError:
+        return config  # not ours to judge
+    if not bytes_of or not isinstance(table, dict):
+        return config
+    name = str(torch_dtype(max(bytes_of, key=bytes_of.__getitem__))).removeprefix("torch.")
+    table.pop("torch_dtype", None)
+    return (json.dumps({**table, "dtype": name}, indent=2) + "\n").encode()
+
+
+def _config_beside(root: str, src: str) -> dict[str, bytes]:
+    """Return the config files in the checkpoint's folder, `src`, and the folders above; the nearest of each name."""
+    found: dict[str, bytes] = {}
+    for url in dict.fromkeys((root, src.rstrip("/"), *_parents(root))):
+        folder = open_folder(url)
+        try:
+            names = set(folder.names())
+            found.update({n: folder.read(n) for n in CONFIG_FILES if n in names and n not in found})
+        except OSError:
+            continue  # not ours to read
+    return found
+
+
+def _parents(url: str) -> Iterator[str]:
+    protocol, separator, path = url.rpartition("://")
+    path = path if separator else os.path.abspath(path)
+    for _ in range(_PARENTS):
+        path = path.rpartition("/")[0]
+        if not path:
+            return
+        yield f"{protocol}{separator}{path}"
+
+
+def _is_within(inner: str, outer: str) -> bool:
+    if "://" not in inner and "://" not in outer:
+        inner, outer = os.path.realpath(inner), os.path.realpath(outer)
+    return f"{inner}/".startswith(f"{outer}/")
+
+
+def _names(target: Folder) -> list[str]:
+    try:
+        return [name for name in target.names() if not name.startswith(MEETING)]
+    except OSError as error:
+        raise CheckpointError(f"cannot write into {target.path()}: {error.strerror or error}") from error
+
+
+def _make(target: Folder) -> None:
+    try:
+        target.make()
+    except OSError as error:
+        raise CheckpointError(f"cannot make the folder {target.path()}: {error.strerror or error}") from error
+
+
+def _source_bytes(files: tuple[OutputFile, ...]) -> int:
+    return sum(piece.length for file in files for entry in file.entries for piece in entry.tensor.pieces)
+
+
+def _workers(asked: int | None, files: int, ranks: int) -> int:
+    """Return how many files one rank writes at a time.
+
+    Raises:
+        CheckpointError: `asked` is not above zero.
+    """
+    if asked is not None and asked < 1:
+        raise CheckpointError(f"workers is {asked}, must be at least 1")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(files, asked or cores // ranks))

@@ -1,0 +1,378 @@
+"""Loads our sharded checkpoint into an engine, whatever the world size and the ZeRO stage of the run that wrote it.
+
+Two passes over the pieces that a rank needs: the first checks their bytes, on all ranks, before anything of the engine
+is touched; the second, from the page cache as a rule, copies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from ort_zero import log
+from ort_zero.checkpoint import dtypes, manifest, saving, values
+from ort_zero.checkpoint.records import Piece, Source, Tensor
+from ort_zero.checkpoint.storage import CHUNK, Folder
+from ort_zero.checkpoint.team import Team
+from ort_zero.compat.deepspeed_state import EngineState, Flat
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Want:
+    """A range of a stored tensor, and where it goes."""
+
+    tensor: Tensor
+    start: int
+    """First element in the flattened tensor."""
+    length: int
+    """Elements."""
+    target: torch.Tensor | None
+    """1-D, of `length` elements; None while only the bytes are checked."""
+
+
+def load(
+    engine: Any,
+    path: str,
+    tag: str | None = None,
+    *,
+    strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+) -> tuple[str, dict[str, Any]]:
+    """Put a sharded checkpoint into `engine`. All ranks must call.
+
+    The precision may differ: masters are filled from the most precise values that are stored, and the module's weights
+    follow from them by a cast.
+
+    Args:
+        engine: a DeepSpeed engine, ZeRO-0 to 3, of any world size.
+        path: folder or URL that holds checkpoints, or one of them.
+        tag: which; default the one that ``latest`` names.
+        strict: refuse a checkpoint with parameters or buffers that the model lacks. What the model has and the
+            checkpoint lacks is refused in any case, but for frozen parameters that were left out on purpose.
+        load_optimizer_states: moments, hyper-parameters and loss scale too.
+        load_lr_scheduler_states: the scheduler's state too.
+        load_module_only: weights and buffers, nothing else.
+
+    Returns:
+        The path of the checkpoint, and the ``client_state`` that it was saved with.
+
+    Raises:
+        CheckpointError: none there, or it does not fit the model; the engine is unchanged.
+        CorruptCheckpointError: bytes are missing or changed, with the file's name; the engine is unchanged.
+        RankError: it failed on another rank.
+    """
+    saving.wait(engine)
+    team = saving.team_of_engine()
+    with team.together("loading the checkpoint"):
+        state = EngineState(engine)
+        folder = manifest.locate(path, tag)
+        source = manifest.open_ours(folder)
+        if source is None:
+            raise CheckpointError(f"{folder.path()} has no {manifest.NAME}: it is no sharded checkpoint of ort_zero")
+        full = load_optimizer_states and not load_module_only
+        _refuse_misfit(state, source, strict)
+        if full:
+            _refuse_other_optimizer(state, source)
+        for want in _wants(state, source, full, writing=False):
+            _check(folder, want)
+        extra = _read_extra(folder, source, team)
+    with saving.settled(state):
+        with team.together("loading the checkpoint"):
+            with torch.no_grad():
+                for want in _wants(state, source, full, writing=True):
+                    _copy(folder, want)
+            if full:
+                _restore_optimizer(state, source)
+        state.loaded()
+    with team.together("loading the checkpoint"):
+        _restore_extra(state, extra, source, full, load_lr_scheduler_states, load_module_only)
+    return folder.path(), extra["client_state"]
+
+
+def holds_checkpoint(path: str, tag: str | None) -> bool:
+    """Return True if `path` (and `tag`, or ``latest``) leads to a checkpoint of our format."""
+    try:
+        return manifest.locate(path, tag).exists(manifest.NAME)
+    except CheckpointError:
+        return False
+
+
+# -- does it fit ------------------------------------------------------------------------------------------------------
+
+
+def _refuse_misfit(state: EngineState, source: Source, strict: bool) -> None:
+    """Raise if names or shapes differ.
+
+    Raises:
+        CheckpointError: lists the first of each.
+    """
+    stored = source.weights()
+    names = {**{n: state.shape(n) for n in state.parameters}, **{n: tuple(b.shape) for n, b in state.buffers()}}
+    resolved = {name: source.aliases.get(name, name) for name in names}
+    optimized = state.optimized()
+    missing = [n for n in names if resolved[n] not in stored and (n in optimized or n not in state.parameters)]
+    unexpected = [n for n in stored if n not in set(resolved.values())]
+    wrong = [
+        f"{n}: {list(stored[resolved[n]].shape)} stored, {list(shape)} in the model"
+        for n, shape in names.items()
+        if resolved[n] in stored and stored[resolved[n]].shape != shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"the checkpoint lacks {_some(missing)}")
+    if unexpected and strict:
+        problems.append(f"the model lacks {_some(unexpected)} (load_module_strict=False ignores them)")
+    if wrong:
+        problems.append(f"shapes differ: {_some(wrong)}")
+    if problems:
+        raise CheckpointError(f"{source.root} does not fit the model: {'; '.join(problems)}")
+
+
+def _refuse_other_optimizer(state: EngineState, source: Source) -> None:
+    stored = {t.kind for t in source.tensors if t.is_optimizer_state}
+    if not stored and state.base_optimizer() is not None:
+        raise CheckpointError(
+            f"{source.root} holds no optimizer state; load it with load_optimizer_states=False to take the weights only"
+        )
+    for flat in state.flats():
+        kinds = {key for key, value in _flat_states(state, flat).items() if torch.is_tensor(value)}
+        if kinds and kinds != stored:
+            raise CheckpointError(
+                f"{source.root} holds the optimizer states {sorted(stored)} of {source.optimizer.class_name}, "
+                f"the engine's {type(state.base_optimizer()).__name__} has {sorted(kinds)}; "
+                "use the same optimizer, or load_optimizer_states=False"
+            )
+
+
+def _flat_states(state: EngineState, flat: Flat) -> dict[str, Any]:
+    """Return the states of a flat buffer that hold one value per element."""
+    size = flat.master.numel()
+    return {
+        key: value
+        for key, value in state.state_of(flat).items()
+        if torch.is_tensor(value) and value.dim() > 0 and value.numel() == size
+    }
+
+
+def _some(items: list[str]) -> str:
+    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
+    return ", ".join(items[:5]) + more
+
+
+# -- which bytes go where ---------------------------------------------------------------------------------------------
+
+
+def _wants(state: EngineState, source: Source, full: bool, writing: bool) -> Iterator[_Want]:
+    """Yield the ranges that this rank needs.
+
+    Args:
+        full: with the optimizer's states.
+        writing: with their targets, and states of the optimizer made where there are none yet.
+    """
+    stored = source.weights()
+
+    def at(name: str) -> str:
+        return source.aliases.get(name, name)
+
+    def target(tensor: torch.Tensor, offset: int, length: int) -> torch.Tensor | None:
+        return tensor.narrow(0, offset, length) if writing else None
+
+    kinds = {t.kind: source.by_name(t.kind) for t in source.tensors if t.is_optimizer_state} if full else {}
+    for flat in state.flats():
+        for span in flat.spans:
+            yield _Want(
+                tensor=stored[at(span.name)],
+                start=span.start,
+                length=span.length,
+                target=target(flat.master, span.offset, span.length),
+            )
+        for kind, by_name in kinds.items():
+            values_ = _state_tensor(state, flat, kind) if writing else flat.master
+            for span in flat.spans:
+                if at(span.name) in by_name:
+                    yield _Want(
+                        tensor=by_name[at(span.name)],
+                        start=span.start,
+                        length=span.length,
+                        target=target(values_, span.offset, span.length),
+                    )
+                elif writing:
+                    values_.narrow(0, span.offset, span.length).zero_()
+    for held in state.held():
+        if at(held.name) in stored and held.length:
+            yield _Want(
+                tensor=stored[at(held.name)],
+                start=held.start,
+                length=held.length,
+                target=target(held.tensor.view(-1), 0, held.length),
+            )
+    for name, buffer in state.buffers():
+        if buffer.numel():
+            yield _Want(
+                tensor=stored[at(name)],
+                start=0,
+                length=buffer.numel(),
+                target=target(buffer.data.view(-1), 0, buffer.numel()),
+            )
+
+
+def _state_tensor(state: EngineState, flat: Flat, kind: str) -> torch.Tensor:
+    live = state.state_of(flat)
+    if kind not in live:
+        live[kind] = torch.zeros_like(flat.key.data)
+    return live[kind].view(-1)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _overlaps(want: _Want) -> Iterator[tuple[Piece, int, int]]:
+    """Yield (piece, first element in it, elements) of the pieces that hold a part of the range."""
+    size = dtypes.itemsize(want.tensor.dtype)
+    end = want.start + want.length
+    for piece in want.tensor.pieces:
+        first, last = max(piece.start, want.start), min(piece.start + piece.length // size, end)
+        if first < last:
+            yield piece, first - piece.start, last - first
+
+
+def _check(folder: Folder, want: _Want) -> None:
+    """Read every byte of the pieces that `want` touches, and compare with their checksums.
+
+    Raises:
+        CorruptCheckpointError: they differ, or the file ends early.
+    """
+    buffer = memoryview(bytearray(min(CHUNK, max((p.length for p in want.tensor.pieces), default=0))))
+    for piece, _, _ in _overlaps(want):
+        digest = xxhash.xxh3_64()
+        for position in range(0, piece.length, CHUNK):
+            part = buffer[: min(CHUNK, piece.length - position)]
+            folder.read_into(piece.file, piece.offset + position, part)
+            digest.update(part)
+        if piece.check is not None and digest.hexdigest() != piece.check:
+            raise CorruptCheckpointError(
+                f"{folder.path(piece.file)} is damaged: the bytes of {want.tensor.kind} of {want.tensor.name} "
+                "do not match their checksum (ort-zero verify lists everything that is wrong)"
+            )
+
+
+def _copy(folder: Folder, want: _Want) -> None:
+    size = dtypes.itemsize(want.tensor.dtype)
+    dtype = dtypes.torch_dtype(want.tensor.dtype)
+    step = CHUNK // size
+    buffer = bytearray(min(CHUNK, want.length * size))
+    for piece, first, length in _overlaps(want):
+        for done in range(0, length, step):
+            count = min(step, length - done)
+            part = memoryview(buffer)[: count * size]
+            folder.read_into(piece.file, piece.offset + (first + done) * size, part)
+            begin = piece.start + first + done - want.start
+            want.target.narrow(0, begin, count).copy_(torch.frombuffer(part, dtype=dtype))
+
+
+def _read_extra(folder: Folder, source: Source, team: Team) -> dict[str, Any]:
+    """Return what this rank saved beside its tensors; a rank that did not exist then gets rank 0's.
+
+    Raises:
+        CorruptCheckpointError: the file is missing or changed.
+    """
+    rank = team.rank if team.rank < source.world_size else 0
+    names = {kind: _named(source, rank, f"_extra{end}") for kind, end in (("json", ".json"), ("st", ".safetensors"))}
+    if names["json"] is None:
+        raise CorruptCheckpointError(f"{folder.path(manifest.NAME)} lists no extra file of rank {rank}")
+    document = json.loads(_read_checked(folder, source, names["json"]))
+    tensors: list[torch.Tensor] = []
+    if names["st"] is not None:
+        from safetensors.torch import load as from_bytes
+
+        found = from_bytes(_read_checked(folder, source, names["st"]))
+        tensors = [found[f"extra/{i}"].view(shape) for i, shape in enumerate(document["tensor_shapes"])]
+    keys = ("counters", "client_state", "lr_scheduler", "loss_scaler", "extra_state")
+    return {key: values.decode(document[key], tensors) for key in keys}
+
+
+def _named(source: Source, rank: int, end: str) -> str | None:
+    """Return the name of a rank's file of a kind; a save over another one puts its id before the extension."""
+    stem, _, extension = end.rpartition(".")
+    start = f"rank_{rank:05d}{stem}"
+    found = [n for n in source.files if n.startswith((f"{start}.",)) and n.endswith(f".{extension}")]
+    return found[0] if found else None
+
+
+def _read_checked(folder: Folder, source: Source, name: str) -> bytes:
+    data = folder.read(name)
+    if xxhash.xxh3_128(data).hexdigest() != source.files[name].xxh3_128:
+        raise CorruptCheckpointError(f"{folder.path(name)} is damaged: it does not match its checksum in the manifest")
+    return data
+
+
+# -- what is no tensor of the model -----------------------------------------------------------------------------------
+
+
+def _restore_optimizer(state: EngineState, source: Source) -> None:
+    """Put numbers per parameter (``step``) and hyper-parameters back."""
+    optimizer = source.optimizer
+    base = state.base_optimizer()
+    if optimizer is None or base is None:
+        return
+    as_tensor = type(base).__module__.startswith("torch.")
+    for flat in state.flats():
+        live = state.state_of(flat)
+        for key, by_name in optimizer.scalars.items():
+            found = {by_name[n] for n in (source.aliases.get(s.name, s.name) for s in flat.spans) if n in by_name}
+            if not found:
+                found = set(by_name.values())  # a rank whose buffer is all padding steps along with the others
+            if len(found) > 1:
+                raise CheckpointError(
+                    f"{key} differs between the parameters of one group ({sorted(found)[:3]}): they cannot share a "
+                    "flat buffer; load with load_optimizer_states=False"
+                )
+            _set_number(live, key, found.pop(), as_tensor)
+    stored = [(set(group.names), group.options) for group in optimizer.groups]
+    for index, names in enumerate(state.group_names()):
+        wanted = {source.aliases.get(name, name) for name in names}
+        match = next((options for group, options in stored if group == wanted), None)
+        if match is None:
+            log.get_logger().warning(
+                "parameter group %d is not one of the checkpoint's; its hyper-parameters stay as configured", index
+            )
+        else:
+            state.set_group_options(index, match)
+
+
+def _set_number(live: dict[str, Any], key: str, value: float, as_tensor: bool) -> None:
+    old = live.get(key)
+    if torch.is_tensor(old):
+        old.fill_(value)
+    elif old is None and as_tensor:
+        live[key] = torch.tensor(value, dtype=torch.float32)
+    else:
+        live[key] = int(value) if float(value).is_integer() else value
+
+
+def _restore_extra(
+    state: EngineState, extra: dict[str, Any], source: Source, full: bool, with_scheduler: bool, module_only: bool
+) -> None:
+    engine = state.engine
+    modules = dict(state.extra_states())
+    for prefix, value in extra["extra_state"].items():
+        if prefix in modules:
+            modules[prefix].set_extra_state(value)
+    if module_only:
+        return
+    state.set_counters(extra["counters"])
+    engine.loaded_checkpoint_dp_world_size = source.world_size
+    engine.loaded_checkpoint_mp_world_size = 1
+    if with_scheduler and extra["lr_scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
+        engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+    scaler, stored = state.loss_scaler(), extra["loss_scaler"]
+    if full and scaler is not None and stored and stored["class"] == type(scaler).__name__:
+        vars(scaler).update(stored["state"])

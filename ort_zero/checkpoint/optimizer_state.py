@@ -1,0 +1,204 @@
+"""Puts an aggregated optimizer state into an optimizer of torch, by parameter name."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ort_zero.checkpoint.plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION
+from ort_zero.checkpoint.storage import CHUNK, Folder, LocalFolder, open_folder
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+_SINGLE = "optimizer.safetensors"
+_INDEX = "optimizer.safetensors.index.json"
+_OF_THE_RUN = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+"""Keys of a parameter group that say how this process computes, not what."""
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLike, model: torch.nn.Module) -> None:
+    """Fill `optimizer` with the state that ``aggregate(..., what="weights+optimizer")`` wrote.
+
+    State goes to parameters by their names in `model`, tied names included. The hyper-parameters of a parameter group
+    are restored if all its parameters had the same. Moments take the dtype and device of their parameter, as with
+    ``optimizer.load_state_dict``.
+
+    Args:
+        optimizer: any optimizer of torch whose state per parameter has the parameter's shape, such as ``AdamW``.
+        path: folder or fsspec URL with ``optimizer.json``.
+        model: the module whose parameters `optimizer` holds.
+
+    Raises:
+        CheckpointError: parameters are missing, unexpected, or of another shape; `optimizer` is as it was.
+        CorruptCheckpointError: the files are damaged.
+    """
+    folder = open_folder(path)
+    about = _read_json(folder)
+    with ExitStack() as stack:
+        stored = _Stored(folder, stack)
+        names = _names(optimizer, model, about["aliases"])
+        _check(optimizer, about, stored.shapes(), names, folder)
+        optimizer.load_state_dict(_state_dict(optimizer, about, stored, names))
+
+
+def _read_json(folder: Folder) -> dict[str, Any]:
+    if not folder.exists(OPTIMIZER_JSON):
+        raise CheckpointError(
+            f"{folder.path()} holds no {OPTIMIZER_JSON}; write it with ort-zero aggregate --what weights+optimizer"
+        )
+    try:
+        about = json.loads(folder.read(OPTIMIZER_JSON))
+        if about.get("format") != OPTIMIZER_FORMAT or about.get("version") != OPTIMIZER_VERSION:
+            raise ValueError(f"not version {OPTIMIZER_VERSION} of {OPTIMIZER_FORMAT}")
+        return {"aliases": about["aliases"], "groups": about["groups"], "scalars": about["scalars"]}
+    except (ValueError, AttributeError, KeyError) as error:
+        raise CorruptCheckpointError(f"{folder.path(OPTIMIZER_JSON)} is damaged: {error}") from None
+
+
+class _Stored:
+    """The tensors of the state, read when asked for."""
+
+    def __init__(self, folder: Folder, stack: ExitStack):
+        self._open: dict[str, Any] = {}
+        """Key in the file ("exp_avg/layer.weight") -> the file."""
+        for name in self._files(folder):
+            if not folder.exists(name):
+                raise CorruptCheckpointError(f"{folder.path(name)} is missing")
+            try:
+                file = stack.enter_context(safe_open(_local(folder, name, stack), framework="pt"))
+            except SafetensorError as error:
+                raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
+            self._open.update(dict.fromkeys(file.keys(), file))
+
+    def _files(self, folder: Folder) -> list[str]:
+        if not folder.exists(_INDEX):
+            return [_SINGLE]
+        try:
+            return sorted(set(json.loads(folder.read(_INDEX))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{folder.path(_INDEX)} is damaged: {error}") from None
+
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """Return the shape of each (state, parameter)."""
+        return {
+            tuple(key.split("/", 1)): tuple(file.get_slice(key).get_shape()) for key, file in self._open.items()
+        }
+
+    def get(self, state: str, name: str) -> torch.Tensor:
+        """Return one tensor."""
+        return self._open[f"{state}/{name}"].get_tensor(f"{state}/{name}")
+
+
+def _local(folder: Folder, name: str, stack: ExitStack) -> str:
+    """Return the path of a file, of a copy if it is remote."""
+    if isinstance(folder, LocalFolder):
+        return folder.path(name)
+    path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="ort_zero_")), name)
+    with open(path, "wb") as copy, folder.open(name) as source:
+        while block := source.read(CHUNK):
+            copy.write(block)
+    return path
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, aliases: Mapping[str, str]
+) -> dict[torch.nn.Parameter, set[str]]:
+    """Return all names of each parameter of the optimizer.
+
+    Raises:
+        CheckpointError: a parameter is not of the model.
+    """
+    names: dict[torch.nn.Parameter, set[str]] = {p: set() for p in _parameters(optimizer)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in names:
+            names[parameter] |= {name, aliases.get(name, name)}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        if not names[parameter]:
+            raise CheckpointError(
+                f"parameter {number} of the optimizer (shape {list(parameter.shape)}) is not a parameter of the model"
+            )
+    return names
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _check(
+    optimizer: torch.optim.Optimizer,
+    about: Mapping[str, Any],
+    shapes: Mapping[tuple[str, str], tuple[int, ...]],
+    names: Mapping[torch.nn.Parameter, set[str]],
+    folder: Folder,
+) -> None:
+    """Raise CheckpointError that names what is missing, unexpected, or of another shape."""
+    known = {name for _, name in shapes}
+    known.update(name for values in about["scalars"].values() for name in values)
+    owners = {name: parameter for parameter, every in names.items() for name in every}
+    grouped = {name for group in about["groups"] for name in group["names"]}
+    missing = [min(every) for p, every in names.items() if p.requires_grad and not every & (known | grouped)]
+    unexpected = sorted(known - set(owners))
+    wrong = [
+        f"{state} of {name} has shape {list(shape)}, the parameter {list(owners[name].shape)}"
+        for (state, name), shape in shapes.items()
+        if name in owners and tuple(owners[name].shape) != shape
+    ]
+    said = []
+    if missing:
+        said.append(f"no state for {_listed(sorted(missing))}")
+    if unexpected:
+        said.append(f"state for what the optimizer does not hold: {_listed(unexpected)}")
+    said += wrong[:5]
+    if said:
+        raise CheckpointError(f"{folder.path()} does not fit the optimizer: {'; '.join(said)}")
+
+
+def _listed(names: list[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _state_dict(
+    optimizer: torch.optim.Optimizer,
+    about: Mapping[str, Any],
+    stored: _Stored,
+    names: Mapping[torch.nn.Parameter, set[str]],
+) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` takes, by the optimizer's own numbers."""
+    value = optimizer.state_dict()
+    numbers = {p: n for n, p in enumerate(_parameters(optimizer))}
+    owners = {name: parameter for parameter, every in names.items() for name in every}
+    state: dict[int, dict[str, Any]] = {}
+    for kind, name in stored.shapes():
+        state.setdefault(numbers[owners[name]], {})[kind] = stored.get(kind, name)
+    for kind, values in about["scalars"].items():
+        for name, number in values.items():
+            state.setdefault(numbers[owners[name]], {})[kind] = torch.tensor(float(number), dtype=torch.float32)
+    options = {name: group["options"] for group in about["groups"] for name in group["names"]}
+    groups = [
+        {**old, **_restored(old, [_options(p, names, options) for p in group["params"]])}
+        for old, group in zip(value["param_groups"], optimizer.param_groups)
+    ]
+    return {**value, "state": state, "param_groups": groups}
+
+
+def _options(
+    parameter: torch.nn.Parameter, names: Mapping[torch.nn.Parameter, set[str]], options: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    return next((options[name] for name in sorted(names[parameter]) if name in options), None)
+
+
+def _restored(old: Mapping[str, Any], had: list[Mapping[str, Any] | None]) -> dict[str, Any]:
+    if not had or had[0] is None or any(other != had[0] for other in had):
+        return {}
+    return {
+        key: tuple(new) if isinstance(old[key], tuple) else new
+        for key, new in had[0].items()
+        if key in old and key not in _OF_THE_RUN
+    }

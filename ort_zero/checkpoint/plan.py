@@ -1,0 +1,292 @@
+"""Decides which bytes of a sharded checkpoint go to which place of which output file. Pure: reads and writes nothing.
+
+    plan = make_plan(source, what="weights", dtype="bf16", max_shard_size="5GB")
+    for file in split(plan, rank, world_size):
+        ...  # ort_zero.checkpoint.stream writes it
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ort_zero.checkpoint.dtypes import CHOICES, itemsize, wanted
+from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source, Tensor
+from ort_zero.errors import CheckpointError
+
+WHAT = ("weights", "weights+optimizer")
+"""What ``--what`` accepts."""
+FORMATS = ("safetensors", "torch")
+"""What ``--format`` accepts."""
+OPTIMIZER_JSON = "optimizer.json"
+OPTIMIZER_FORMAT = "ort_zero.optimizer"
+OPTIMIZER_VERSION = 1
+
+_UNITS = {"": 1, "B": 1}
+for _power, _prefix in enumerate("KMGT", start=1):
+    _UNITS[f"{_prefix}B"] = 1000**_power
+    _UNITS[f"{_prefix}IB"] = 1024**_power
+_LONGEST_HEADER = 100_000_000
+"""Bytes that the safetensors library accepts."""
+
+
+class Entry(NamedTuple):
+    """One tensor of an output file."""
+
+    name: str
+    """Its key in the output file."""
+    tensor: Tensor
+    """Where its bytes come from."""
+    dtype: str
+    """In which it is written."""
+    offset: int
+    """Bytes from the start of the data section."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in the output."""
+        return self.tensor.elements * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputFile:
+    """One file to write: `header`, then the entries without a gap between them."""
+
+    name: str
+    format: str
+    """"safetensors" or "torch". A torch file's data is laid out as safetensors first, then saved again."""
+    header: bytes
+    """Of safetensors: length in 8 bytes, JSON, spaces up to a multiple of 8."""
+    entries: tuple[Entry, ...]
+    """In the order of their offsets, wide types first, so that every tensor is aligned."""
+    aliases: Mapping[str, str]
+    """Tied names -> the name among `entries`."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file (of a torch file: about)."""
+        return len(self.header) + self.data_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that an aggregation writes."""
+
+    files: tuple[OutputFile, ...]
+    texts: Mapping[str, str]
+    """Small files that make the others findable, to be written last: name -> text."""
+    parameters: int
+    """Elements of all parameters, tied ones once, buffers not counted."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files) + sum(len(text.encode()) for text in self.texts.values())
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors in all files."""
+        return sum(len(file.entries) for file in self.files)
+
+
+def parse_size(value: int | str) -> int:
+    """Return a number of bytes: ``"5GB"`` (powers of 1000), ``"2GiB"`` (powers of 1024), or a plain integer.
+
+    Raises:
+        CheckpointError: anything else, or nothing above zero.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    unit = match and _UNITS.get(match[2].upper())
+    size = int(float(match[1]) * unit) if unit else 0
+    if size <= 0:
+        raise CheckpointError(f"{value!r} is not a size; write it as 5GB, 500MB, 2GiB or a number of bytes")
+    return size
+
+
+def make_plan(
+    source: Source,
+    *,
+    what: str = "weights",
+    dtype: str = "keep",
+    max_shard_size: int | str = "5GB",
+    format: str = "safetensors",
+    exclude_frozen: bool = False,
+) -> Plan:
+    """Return what to write for `source`.
+
+    Args:
+        source: an opened checkpoint.
+        what: one of :data:`WHAT`.
+        dtype: of floating-point weights and buffers, one of ``dtypes.CHOICES``. Optimizer state keeps its own.
+        max_shard_size: bytes of tensors per file; a tensor that is larger gets a file of its own.
+        format: of the weights, one of :data:`FORMATS`; optimizer state is always safetensors.
+        exclude_frozen: leave out the parameters that the optimizer does not train.
+
+    Raises:
+        CheckpointError: an unknown choice, names that clash, no optimizer state although it is wanted.
+    """
+    for option, value, choices in (("what", what, WHAT), ("dtype", dtype, CHOICES), ("format", format, FORMATS)):
+        if value not in choices:
+            raise CheckpointError(f"{option} is {value!r}, choose from {', '.join(choices)}")
+    limit = parse_size(max_shard_size)
+    _check_names(source)
+    left_out = source.frozen if exclude_frozen else frozenset()
+    weights = [t for t in source.weights().values() if t.name not in left_out]
+    if not weights:
+        raise CheckpointError(f"{source.root} holds no weights to write")
+    stem = {"safetensors": "model", "torch": "pytorch_model"}[format]
+    typed = [(t.name, t, wanted(dtype, t.dtype)) for t in weights]
+    files, texts = _files(stem, format, typed, limit, _aliases(source, weights))
+    if what == "weights+optimizer":
+        states = [t for t in source.tensors if t.is_optimizer_state and t.name not in left_out]
+        texts[OPTIMIZER_JSON] = _optimizer_json(source, states)
+        keyed = [(f"{t.kind}/{t.name}", t, t.dtype) for t in states]
+        more, index = _files("optimizer", "safetensors", keyed, limit, {})
+        files, texts = files + more, {**index, **texts}
+    parameters = sum(t.elements for t in weights if t.kind != BUFFER)
+    return Plan(files=tuple(files), texts=texts, parameters=parameters)
+
+
+def split(plan: Plan, rank: int, size: int) -> tuple[OutputFile, ...]:
+    """Return the files that `rank` of `size` writes, so that all write about the same; the same on every rank."""
+    loads = [0] * size
+    mine: set[str] = set()
+    for file in sorted(plan.files, key=lambda f: (-f.size, f.name)):
+        owner = loads.index(min(loads))
+        loads[owner] += file.size
+        if owner == rank:
+            mine.add(file.name)
+    return tuple(file for file in plan.files if file.name in mine)
+
+
+def make_header(entries: Iterable[Entry], aliases: Mapping[str, str]) -> bytes:
+    """Return the header of a safetensors file: 8 bytes of length (little endian), JSON, spaces up to a multiple of 8.
+
+    Raises:
+        CheckpointError: longer than the library reads.
+    """
+    table: dict[str, Any] = {"__metadata__": {**aliases, "format": "pt"}}
+    for entry in entries:
+        table[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.tensor.shape),
+            "data_offsets": [entry.offset, entry.offset + entry.nbytes],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > _LONGEST_HEADER:
+        raise CheckpointError("too many tensors for one file of safetensors, choose a smaller --max-shard-size")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _check_names(source: Source) -> None:
+    """Raise CheckpointError if two tensors, or a tensor and an alias, have one name."""
+    counts = Counter((t.kind, t.name) for t in source.tensors)
+    stored = {t.name for t in source.tensors if t.kind in (MASTER, WEIGHT)}
+    clashing = [f"two tensors ({kind}) are named {name!r}" for (kind, name), count in counts.items() if count > 1]
+    clashing += [f"a parameter and a buffer are named {n!r}" for k, n in counts if k == BUFFER and n in stored]
+    clashing += [f"{n!r} is a tensor and an alias of {source.aliases[n]!r}" for n in source.aliases if n in stored]
+    clashing += [f"no tensor may be named {n!r}" for n in ("__metadata__",) if n in stored]
+    clashing += [f"no tied parameter may be named {n!r}" for n in ("format",) if n in source.aliases]
+    if clashing:
+        raise CheckpointError(f"name clash in {source.root}: {clashing[0]}")
+
+
+def _aliases(source: Source, weights: list[Tensor]) -> dict[str, str]:
+    """Return alias -> stored name for what is written.
+
+    Raises:
+        CheckpointError: an alias of a tensor that the checkpoint does not hold.
+    """
+    written = {t.name for t in weights}
+    for alias, name in source.aliases.items():
+        if name not in written and name not in source.frozen:
+            raise CheckpointError(f"{source.root}: {alias!r} is tied to {name!r}, which the checkpoint does not hold")
+    return {alias: name for alias, name in source.aliases.items() if name in written}
+
+
+def _files(
+    stem: str, format: str, tensors: list[tuple[str, Tensor, str]], limit: int, aliases: Mapping[str, str]
+) -> tuple[list[OutputFile], dict[str, str]]:
+    """Return the files of one family and the index that names them, which a single file does not need."""
+    end = {"safetensors": "safetensors", "torch": "bin"}[format]
+    shards = _shards(tensors, limit)
+    files = []
+    for number, shard in enumerate(shards, start=1):
+        part = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
+        names = {key for key, _, _ in shard}
+        own = {alias: name for alias, name in aliases.items() if name in names}
+        entries = _lay_out(shard)
+        files.append(
+            OutputFile(
+                name=f"{stem}{part}.{end}",
+                format=format,
+                header=make_header(entries, own),
+                entries=entries,
+                aliases=own,
+            )
+        )
+    if len(files) < 2:
+        return files, {}
+    # A tied name is in a torch file, but only a note in a safetensors file: there the index must not promise it.
+    index = {
+        "metadata": {"total_size": sum(file.data_bytes for file in files)},
+        "weight_map": {
+            name: file.name
+            for file in files
+            for name in (*(e.name for e in file.entries), *(file.aliases if format == "torch" else ()))
+        },
+    }
+    return files, {f"{stem}.{end}.index.json": json.dumps(index, indent=2) + "\n"}
+
+
+def _shards(tensors: list[tuple[str, Tensor, str]], limit: int) -> list[list[tuple[str, Tensor, str]]]:
+    shards: list[list[tuple[str, Tensor, str]]] = [[]]
+    filled = 0
+    for item in tensors:
+        size = item[1].elements * itemsize(item[2])
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(item)
+        filled += size
+    return shards
+
+
+def _lay_out(shard: list[tuple[str, Tensor, str]]) -> tuple[Entry, ...]:
+    entries = []
+    offset = 0
+    for name, tensor, dtype in sorted(shard, key=lambda item: -itemsize(item[2])):
+        entries.append(Entry(name, tensor, dtype, offset))
+        offset += entries[-1].nbytes
+    return tuple(entries)
+
+
+def _optimizer_json(source: Source, states: list[Tensor]) -> str:
+    """Return ``optimizer.json``: what the optimizer knows besides its tensors.
+
+    Raises:
+        CheckpointError: the checkpoint holds no optimizer.
+    """
+    optimizer = source.optimizer
+    if optimizer is None:
+        raise CheckpointError(f"{source.root} holds no optimizer state; leave out --what weights+optimizer")
+    value = {
+        "format": OPTIMIZER_FORMAT,
+        "version": OPTIMIZER_VERSION,
+        "class": optimizer.class_name,
+        "groups": [{"names": list(g.names), "options": dict(g.options)} for g in optimizer.groups],
+        "scalars": {key: dict(values) for key, values in optimizer.scalars.items()},
+        "states": sorted({t.kind for t in states}),
+        "aliases": dict(source.aliases),
+    }
+    return json.dumps(value, indent=2) + "\n"

@@ -1,0 +1,116 @@
+"""Writes one shard: a safetensors file made from live tensors, hashed while it is written, never copied whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from ort_zero.checkpoint import dtypes
+from ort_zero.checkpoint.records import MASTER, WEIGHT, File, Piece
+from ort_zero.checkpoint.storage import CHUNK, Folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A range of elements of one tensor, as it lies in this rank's memory."""
+
+    name: str
+    kind: str
+    start: int
+    """First element in the flattened tensor."""
+    tensor: torch.Tensor
+    """1-D, contiguous."""
+
+    @property
+    def key(self) -> str:
+        """Name in the safetensors header."""
+        return self.name if self.kind in (MASTER, WEIGHT) else f"{self.kind}/{self.name}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the range."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A piece that is on disk, and what it is a piece of."""
+
+    name: str
+    kind: str
+    dtype: str
+    piece: Piece
+
+
+def write_shard(
+    folder: Folder,
+    name: str,
+    entries: Sequence[Entry],
+    metadata: dict[str, str],
+    token: str,
+    durable: bool = False,
+) -> tuple[File, list[Written]]:
+    """Write a safetensors file under its partial name; :meth:`Folder.publish` with `token` makes it visible.
+
+    Args:
+        folder: where.
+        name: final name of the file.
+        entries: what it holds; wider types are put first, so that every tensor is aligned to its type.
+        metadata: goes into the header.
+        token: tells this save from others.
+        durable: have the bytes on the disk itself at the end.
+
+    Returns:
+        The record of the file, and one of each piece in it.
+
+    Raises:
+        CheckpointError: the file cannot be written (disk full, no permission); nothing is left of it.
+    """
+    ordered = sorted(entries, key=lambda e: -e.tensor.element_size())
+    header, size = _header(ordered, metadata)
+    whole = xxhash.xxh3_128(header)
+    written = []
+    position = len(header)
+    with folder.writing(name, token, durable) as stream:
+        stream.write(header)
+        for entry in ordered:
+            own = xxhash.xxh3_64()
+            for chunk in _chunks(entry.tensor):
+                own.update(chunk)
+                whole.update(chunk)
+                stream.write(chunk)
+            piece = Piece(name, position, entry.nbytes, entry.start, own.hexdigest())
+            written.append(
+                Written(name=entry.name, kind=entry.kind, dtype=dtypes.code_of(entry.tensor.dtype), piece=piece)
+            )
+            position += entry.nbytes
+    return File(name=name, size=size, xxh3_128=whole.hexdigest()), written
+
+
+def _header(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes, int]:
+    table: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for entry in entries:
+        table[entry.key] = {
+            "dtype": dtypes.code_of(entry.tensor.dtype),
+            "shape": [entry.tensor.numel()],
+            "data_offsets": [position, position + entry.nbytes],
+        }
+        position += entry.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, 8 + len(text) + position
+
+
+def _chunks(tensor: torch.Tensor):
+    """Yield the bytes of a 1-D tensor as views where it lies in CPU memory, else as copies of one chunk at a time."""
+    step = max(1, CHUNK // tensor.element_size())
+    for i in range(math.ceil(tensor.numel() / step)):
+        part = tensor[i * step : (i + 1) * step].detach()
+        yield memoryview(part.cpu().view(torch.uint8).numpy())

@@ -1,0 +1,264 @@
+"""Opens one ``.pt`` of ``torch.save`` (an uncompressed zip) without reading the data of its tensors.
+
+Everything in the file that is not the data of a record is checked here against the zip's directory: the local headers,
+their padding, the descriptors after the records. With the CRC-32 of the records, that covers the file.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import zipfile
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from isal import isal_zlib
+
+from ort_zero.checkpoint.records import File
+from ort_zero.checkpoint.storage import CHUNK, Folder
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"))  # sizes below and above 4 GiB
+_HAS_DESCRIPTOR = 0x08
+_PADDING = 0x4246  # id of torch's extra field "FB", filled with "Z" so that the data begins at a multiple of 64
+_MAX_EXTRA = 256
+_PICKLE = "data.pkl"
+
+
+class FragmentAddress:
+    """Stands in for DeepSpeed's address of a piece of a parameter in a flat partition."""
+
+    numel: int
+    start: int
+
+
+class _ZeroStage(int):
+    """Stands in for DeepSpeed's enumeration of stages."""
+
+
+class _LossScaler:
+    """Stands in for DeepSpeed's loss scalers; nobody reads it."""
+
+
+CLASSES: dict[str, type] = {
+    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _ZeroStage,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _LossScaler,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": type("_DynamicLossScaler", (_LossScaler,), {}),
+}
+"""The classes that DeepSpeed's checkpoints really hold. The stand-ins do nothing, and DeepSpeed need not be there."""
+
+
+class _Record(NamedTuple):
+    name: str
+    offset: int
+    length: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchFile:
+    """One opened file; compared by identity."""
+
+    file: File
+    content: Any
+    """What was saved, with :class:`~ort_zero.compat.torch_load.StoredTensor` for tensors."""
+    saved_as: str
+    """Name without ``.pt`` under which it was written; "archive" if it was written to a stream."""
+
+
+def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False) -> TorchFile:
+    """Return the content of a ``.pt``.
+
+    Args:
+        folder: where it lies.
+        name: its name.
+        trust_pickle: let the pickle call whatever it names.
+
+    Raises:
+        CorruptCheckpointError: missing, empty, truncated, a damaged header or pickle.
+        CheckpointError: not a file that can be read: the format before torch 1.6, compressed, another byte order, a
+            class that is not allowed.
+    """
+    path = folder.path(name)
+    records = read_records(folder, name)
+    prefix = next((r.name[: -len(_PICKLE) - 1] for r in records if r.name.endswith(f"/{_PICKLE}")), None)
+    if prefix is None:
+        raise CorruptCheckpointError(f"{path} is a zip, but not one of torch.save: it holds no {_PICKLE}")
+    by_name = {record.name.removeprefix(f"{prefix}/"): record for record in records}
+    for key, record in by_name.items():
+        if not key.startswith("data/") and not crc_is_right(folder, name, record):
+            raise CorruptCheckpointError(f"{path} is damaged: the CRC-32 of its record {record.name} is wrong")
+    order = by_name.get("byteorder")
+    if order is not None and folder.read(name, order.offset, order.length).decode(errors="replace") != sys.byteorder:
+        raise CheckpointError(f"{path} was written on a machine of another byte order; convert it there")
+    content = _load(folder, name, trust_pickle)
+    _check_places(path, content, {record.offset: record.length for record in records})
+    file = File(name=name, size=folder.size(name) or 0, records=tuple(r[1:] for r in records))
+    return TorchFile(file, content, prefix)
+
+
+def crc_is_right(folder: Folder, name: str, record: tuple[Any, ...], buffer: memoryview | None = None) -> bool:
+    """Return True if the bytes of a record have its CRC-32.
+
+    Args:
+        folder: where the file lies.
+        name: name of the file.
+        record: ends in (offset, length, CRC-32).
+        buffer: used for reading, up to its length at a time.
+    """
+    offset, length, expected = record[-3:]
+    if buffer is None:
+        buffer = memoryview(bytearray(min(length, CHUNK)))
+    crc = done = 0
+    while done < length:
+        part = buffer[: min(len(buffer), length - done)]
+        folder.read_into(name, offset + done, part)
+        crc = isal_zlib.crc32(part, crc)
+        done += len(part)
+    return crc == expected
+
+
+def read_records(folder: Folder, name: str) -> list[_Record]:
+    """Return the records of the zip in the order of the file, its headers checked.
+
+    Raises:
+        CorruptCheckpointError: missing, empty, truncated, a damaged header.
+        CheckpointError: not a zip, or compressed.
+    """
+    path = folder.path(name)
+    size = folder.size(name)
+    if size is None:
+        raise CorruptCheckpointError(f"{path} is missing")
+    if not size:
+        raise CorruptCheckpointError(f"{path} is empty")
+    try:
+        with folder.open(name) as stream, zipfile.ZipFile(stream) as archive:
+            entries = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
+            end = archive.start_dir
+    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, ValueError, struct.error) as error:
+        raise _not_a_zip(folder, name, size, error) from None
+    records, position = [], 0
+    before: zipfile.ZipInfo | None = None
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise CheckpointError(f"{path} holds compressed data ({entry.filename}); save it again with torch.save")
+        offset = _data_offset(folder, name, size, before, position, entry)
+        records.append(_Record(entry.filename, offset, entry.file_size, entry.CRC))
+        before, position = entry, offset + entry.file_size
+    if before is not None:
+        _check_descriptor(path, before, folder.read(name, position, max(0, end - position)))
+    return records
+
+
+def _not_a_zip(folder: Folder, name: str, size: int, error: Exception) -> CheckpointError:
+    path, start = folder.path(name), folder.read(name, 0, min(size, 4))
+    if start == b"PK\x03\x04":
+        return CorruptCheckpointError(f"{path} is truncated or its end is damaged: it has no readable zip directory")
+    if start[:1] == b"\x80":
+        return CheckpointError(
+            f"{path} is in the format of torch.save before torch 1.6; load it with torch.load and save it again"
+        )
+    return CorruptCheckpointError(f"{path} is not a file of torch.save ({error})")
+
+
+def _data_offset(
+    folder: Folder, name: str, size: int, before: zipfile.ZipInfo | None, position: int, entry: zipfile.ZipInfo
+) -> int:
+    """Return where the data of `entry` begins, having checked what lies between `position` and there."""
+    encoded = entry.filename.encode()
+    gap = entry.header_offset - position
+    length = gap + _LOCAL.size + len(encoded) + _MAX_EXTRA
+    damaged = CorruptCheckpointError(
+        f"{folder.path(name)} is damaged: the header of its record {entry.filename} does not fit the zip directory"
+    )
+    if gap < 0 or gap > _MAX_EXTRA or position + gap + _LOCAL.size > size:
+        raise damaged
+    raw = folder.read(name, position, min(length, size - position))
+    if before is not None:
+        _check_descriptor(folder.path(name), before, raw[:gap])
+    header = raw[gap:]
+    magic, version, flags, method, time, date, *numbers, name_length, extra_length = _LOCAL.unpack_from(header)
+    rest = header[_LOCAL.size :]
+    late = flags & _HAS_DESCRIPTOR  # the numbers then follow after the data
+    size_field = min(entry.file_size, 0xFFFFFFFF)
+    fits = (
+        magic == b"PK\x03\x04"
+        and version == entry.extract_version
+        and flags == entry.flag_bits
+        and (date >> 9) + 1980 == entry.date_time[0]
+        and (date >> 5 & 15, date & 31) == entry.date_time[1:3]
+        and (time >> 11, time >> 5 & 63, (time & 31) * 2) == entry.date_time[3:]
+        and method == entry.compress_type
+        and rest[:name_length] == encoded
+        and numbers == ([0, 0, 0] if late else [entry.CRC, size_field, size_field])
+        and _is_extra(rest[name_length : name_length + extra_length], extra_length, entry.extra if late else None)
+        and entry.header_offset + _LOCAL.size + name_length + extra_length + entry.file_size <= size
+    )
+    if not fits:
+        raise damaged
+    return entry.header_offset + _LOCAL.size + name_length + extra_length
+
+
+def _is_extra(extra: bytes, length: int, known: bytes | None) -> bool:
+    """Return True if `extra` is a sequence of extra fields of `length` bytes, padding apart the `known` ones."""
+    if len(extra) != length:
+        return False
+    others = b""
+    while extra:
+        if len(extra) < 4:
+            return False
+        kind, size = struct.unpack_from("<2H", extra)
+        whole, extra = extra[: 4 + size], extra[4 + size :]
+        if len(whole) != 4 + size or (kind == _PADDING and whole[4:].strip(b"Z")):
+            return False
+        others += b"" if kind == _PADDING else whole
+    # of the two sizes of a large record torch knows the second only later
+    return known is None or others in (known, known[:12] + bytes(8) + known[20:])
+
+
+def _check_descriptor(path: str, entry: zipfile.ZipInfo, raw: bytes) -> None:
+    """Raise if what follows the data of `entry` is not its descriptor, if it has one."""
+    if not entry.flag_bits & _HAS_DESCRIPTOR:
+        expected: tuple[bytes, ...] = (b"",)
+    else:
+        values = (b"PK\x07\x08", entry.CRC, entry.compress_size, entry.file_size)
+        expected = tuple(d.pack(*values) for d in _DESCRIPTORS if d is _DESCRIPTORS[1] or entry.file_size < 1 << 32)
+    if raw not in expected:
+        raise CorruptCheckpointError(
+            f"{path} is damaged: what follows its record {entry.filename} does not fit the zip directory"
+        )
+
+
+def _load(folder: Folder, name: str, trust_pickle: bool) -> Any:
+    from ort_zero.compat import torch_load
+
+    path = folder.path(name)
+    with folder.open(name) as stream:
+        try:
+            return torch_load.load_without_data(stream, CLASSES, trust_pickle)
+        except torch_load.ForeignClassError as error:
+            raise CheckpointError(
+                f"{path} holds {error}, which DeepSpeed does not write and which may run code when it is loaded; "
+                "pass --trust-pickle (trust_pickle=True) only if you trust the file as you trust a program"
+            ) from None
+        except Exception as error:  # a pickle may raise anything, and here the CRC says that it was written so
+            raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}: {error}") from error
+
+
+def _check_places(path: str, value: Any, lengths: dict[int, int]) -> None:
+    """Raise if a tensor does not lie inside the record that its storage says it is in."""
+    from ort_zero.compat.torch_load import StoredTensor
+
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_places(path, item, lengths)
+    elif isinstance(value, StoredTensor) and math.prod(value.shape):
+        span = sum((n - 1) * s for n, s in zip(value.shape, value.strides)) + 1
+        end = value.offset - value.storage_offset + span * value.dtype.itemsize
+        if min(value.strides, default=0) < 0 or end > lengths.get(value.storage_offset, -1):
+            raise CorruptCheckpointError(f"{path} is damaged: a tensor of shape {list(value.shape)} has no record")

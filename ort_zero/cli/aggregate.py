@@ -1,0 +1,122 @@
+"""``ort-zero aggregate``: makes one model out of a sharded checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from ort_zero.cli import print_json
+from ort_zero.compat import gloo_exit
+from ort_zero.errors import CorruptCheckpointError, RankError
+
+if TYPE_CHECKING:
+    from ort_zero.checkpoint.aggregation import AggregateReport
+
+_EPILOG = """\
+Exit status: 0 = written; 1 = the source is damaged; 2 = anything else. Started by torchrun, deepspeed or mpirun, the
+ranks share the output files:  torchrun --nproc_per_node 4 -m ort_zero aggregate SRC DST
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and return its parser."""
+    text = "write the whole model (and optimizer) of a sharded checkpoint, ours or DeepSpeed's, for from_pretrained"
+    parser = subparsers.add_parser("aggregate", help=text, description=text, epilog=_EPILOG)
+    parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
+    parser.add_argument("dst", metavar="DST", help="folder or URL to write into")
+    parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
+    parser.add_argument("--what", choices=("weights", "weights+optimizer"), default="weights")
+    parser.add_argument(
+        "--dtype",
+        choices=("keep", "fp32", "fp16", "bf16"),
+        default="keep",
+        help="of floating-point weights; optimizer state keeps its own (default: keep)",
+    )
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="per file: 5GB, 500MB, 2GiB, or bytes")
+    parser.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="of the weights")
+    parser.add_argument("--workers", type=int, metavar="N", help="files written at a time (default: by cores)")
+    parser.add_argument("--exclude-frozen", action="store_true", help="leave out what the optimizer does not train")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be written, write nothing")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare what is read with its checksums")
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run wrote into DST")
+    parser.add_argument("--strict", action="store_true", help="refuse weights with NaN or inf instead of warning")
+    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Aggregate, print the report on rank 0, and return 0."""
+    from ort_zero.checkpoint import team as teams
+    from ort_zero.checkpoint.aggregation import aggregate
+
+    gloo_exit.settle_at_exit()
+    team = teams.from_launcher(_meeting_place(args.dst))
+    try:
+        report = aggregate(
+            args.src,
+            args.dst,
+            tag=args.tag,
+            what=args.what,
+            dtype=args.dtype,
+            max_shard_size=args.max_shard_size,
+            format=args.format,
+            workers=args.workers,
+            exclude_frozen=args.exclude_frozen,
+            dry_run=args.dry_run,
+            verify=not args.no_verify,
+            overwrite=args.overwrite,
+            strict=args.strict,
+            trust_pickle=args.trust_pickle,
+            team=team,
+        )
+    except Exception as error:
+        if team.rank == 0 or args.debug:
+            raise
+        # Rank 0 tells; a rank that failed itself adds which one it is.
+        if not isinstance(error, RankError):
+            print(f"ort-zero aggregate: rank {team.rank}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, CorruptCheckpointError) else 2
+    finally:
+        team.close()
+    if team.rank == 0:
+        print_json(dataclasses.asdict(report)) if args.json else print(text_of(report))
+    return 0
+
+
+def _meeting_place(dst: str) -> str:
+    """Return the nearest folder above `dst` that exists: ranks may meet there, and a dry run makes none."""
+    if "://" in dst:
+        return dst
+    path = os.path.abspath(dst)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def text_of(report: AggregateReport) -> str:
+    """Return the report as lines."""
+    where = f"{report.source} ({report.source_format}, tag {report.tag}, ZeRO-{report.zero_stage})"
+    width = max(map(len, report.files))
+    lines = [f"source: {where}", f"destination: {report.destination}"]
+    lines += [f"  {name.ljust(width)}  {_size(size):>10}" for name, size in report.files.items()]
+    what = f"{report.tensors} tensors, {report.parameters:,} parameters, dtype {report.dtype}, {_size(report.bytes)}"
+    if report.dry_run:
+        lines.append(f"would write {what}")
+    else:
+        checked = "checked" if report.verified else "not checked"
+        rate = report.bytes / max(report.seconds, 1e-9) / 1e9
+        lines.append(f"wrote {what} in {report.seconds:.1f} s ({rate:.2f} GB/s), source {checked}")
+    lines += [f"warning: {text}" for text in report.warnings]
+    return "\n".join(lines)
+
+
+def _size(number: int) -> str:
+    value = float(number)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.2f} GB"

@@ -1,0 +1,50 @@
+"""``ort-zero verify``: checks every byte of a checkpoint, and that its files belong together."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ort_zero.cli import print_json
+
+if TYPE_CHECKING:
+    from ort_zero.checkpoint.verification import VerifyReport
+
+_EPILOG = "Exit status: 0 = nothing is wrong; 1 = something is, one line each; 2 = there is no checkpoint."
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and return its parser."""
+    text = "check every byte of a checkpoint, ours or DeepSpeed's, and name the files that are bad"
+    parser = subparsers.add_parser("verify", help=text, description=text, epilog=_EPILOG)
+    parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
+    parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="files read at a time (default: 2)")
+    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; return 1 if there is a problem, else 0."""
+    from ort_zero.checkpoint.verification import verify
+
+    report = verify(args.src, args.tag, workers=args.workers, trust_pickle=args.trust_pickle)
+    if args.json:
+        print_json({**dataclasses.asdict(report), "ok": report.ok})
+    else:
+        print(text_of(report))
+    return 0 if report.ok else 1
+
+
+def text_of(report: VerifyReport) -> str:
+    """Return one line per problem and note, and a closing line."""
+    lines = [f"problem: {text}" for text in report.problems]
+    lines += [f"note: {text}" for text in report.notes]
+    rate = report.bytes / max(report.seconds, 1e-9) / 1e9
+    read = f"{report.files} files, {report.bytes / 1e9:.3f} GB in {report.seconds:.1f} s ({rate:.2f} GB/s)"
+    if report.ok:
+        lines.append(f"ok: {report.root} ({report.format}, {report.tensors} tensors), {read}")
+    else:
+        lines.append(f"bad: {report.root} ({report.format}), {len(report.problems)} problem(s), {read}")
+    return "\n".join(lines)

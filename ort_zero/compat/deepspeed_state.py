@@ -1,0 +1,322 @@
+"""Where a DeepSpeed engine keeps weights, masters and moments: one view of them for ZeRO-0, 1, 2 and 3. Version 0.19.
+
+The tensors that are handed out are the live ones: what is written into them is what the engine trains with, once
+:meth:`EngineState.loaded` has been called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ort_zero.compat.ortmodule import is_ortmodule
+from ort_zero.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A range of elements of one parameter that this rank owns."""
+
+    name: str
+    start: int
+    """First element in the flattened parameter."""
+    length: int
+    """Elements."""
+    offset: int
+    """First element in the flat buffer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flat:
+    """A flat buffer of masters on this rank, and the optimizer's state of it."""
+
+    group: int
+    """Index of the parameter group."""
+    master: torch.Tensor
+    """1-D, padding included."""
+    key: Any
+    """The object under which the optimizer keeps the state."""
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A parameter without master, or a buffer: the range of it that this rank holds."""
+
+    name: str
+    start: int
+    """First element in the flattened tensor."""
+    tensor: torch.Tensor
+    """The live tensor; 1-D where it is a partition, its own shape where it is whole."""
+    length: int
+    """Valid elements; the rest of a partition is padding."""
+
+
+class EngineState:
+    """The state of one engine on this rank.
+
+    Raises:
+        CheckpointError: the engine is parallel in a way, or keeps its state in a place, that this format does not know.
+    """
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        self.stage = int(engine.zero_optimization_stage())
+        module = engine.module
+        self.module = module.module if is_ortmodule(module) else module
+        _refuse_other_parallelism(engine, self.optimizer, self.stage)
+        self.names = {id(p): name for name, p in self.module.named_parameters()}
+        self.parameters = dict(self.module.named_parameters())
+        self.partitioned = self.stage == 3
+        self._flats: tuple[Flat, ...] | None = None
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the full shape of a parameter."""
+        parameter = self.parameters[name]
+        return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+    def aliases(self) -> dict[str, str]:
+        """Return the tied parameters: every further name -> the name that :attr:`parameters` has."""
+        every = self.module.named_parameters(remove_duplicate=False)
+        return {name: self.names[id(p)] for name, p in every if self.names[id(p)] != name}
+
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the module's floating-point weights."""
+        found = (p.dtype for p in self.parameters.values() if p.is_floating_point())
+        return next(found, torch.float32)
+
+    def flats(self) -> tuple[Flat, ...]:
+        """Return the flat buffers of this rank; empty without an optimizer."""
+        if self._flats is None:
+            if self.optimizer is None:
+                self._flats = ()
+            elif self.stage == 3:
+                self._flats = tuple(self._flats_of_stage_3())
+            elif self.stage == 0:
+                self._flats = tuple(self._flats_of_stage_0())
+            else:
+                self._flats = tuple(self._flats_of_stage_1_and_2())
+        return self._flats
+
+    def base_optimizer(self) -> Any:
+        """Return the torch optimizer inside; None if there is none."""
+        return self.optimizer if self.stage == 0 or self.optimizer is None else self.optimizer.optimizer
+
+    def state_of(self, flat: Flat) -> dict[str, Any]:
+        """Return the live optimizer state of a flat buffer, made if there is none yet."""
+        return self.base_optimizer().state[flat.key]
+
+    def optimized(self) -> set[str]:
+        """Return the names of the parameters that the optimizer trains, on whatever rank their masters are."""
+        return {name for names in self.group_names() for name in names}
+
+    def group_names(self) -> list[list[str]]:
+        """Return the parameters of each parameter group, in the optimizer's order."""
+        optimizer = self.optimizer
+        if optimizer is None:
+            return []
+        if self.stage == 0:
+            return [[self.names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        if self.stage == 3:
+            groups: dict[int, list[str]] = {}
+            for index, parameters in enumerate(optimizer.fp16_groups):
+                names = groups.setdefault(optimizer.sub_group_to_group_id[index], [])
+                names += [self.names[id(p)] for p in parameters]
+            return [groups.get(i, []) for i in range(len(optimizer.optimizer.param_groups))]
+        return [[self.names[id(p)] for p in group] for group in _low_precision_groups(optimizer)]
+
+    def group_options(self) -> list[dict[str, Any]]:
+        """Return the hyper-parameters of each parameter group (the live dicts, without ``params``)."""
+        base = self.base_optimizer()
+        return [] if base is None else [{k: v for k, v in g.items() if k != "params"} for g in base.param_groups]
+
+    def set_group_options(self, index: int, options: dict[str, Any]) -> None:
+        """Overwrite the hyper-parameters of a parameter group that it has already."""
+        group = self.base_optimizer().param_groups[index]
+        for key, value in options.items():
+            if key in group and key != "params":
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+    def held(self) -> Iterator[Held]:
+        """Yield what this rank holds of the parameters without master."""
+        optimized = self.optimized()
+        for name, parameter in self.parameters.items():
+            if name in optimized:
+                continue
+            if hasattr(parameter, "ds_tensor"):
+                partition = parameter.ds_tensor
+                start = partition.ds_numel * dist.get_rank(parameter.ds_process_group)
+                length = max(0, min(partition.ds_numel, parameter.ds_numel - start))
+                yield Held(name=name, start=start, tensor=partition.data.view(-1), length=length)
+            else:
+                yield Held(name=name, start=0, tensor=parameter.data, length=parameter.numel())
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the persistent buffers under their first names."""
+        for prefix, module in self.module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield (f"{prefix}.{name}" if prefix else name), buffer
+
+    def extra_states(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yield the modules that keep state of their own through ``get_extra_state``."""
+        for prefix, module in self.module.named_modules():
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                yield prefix, module
+
+    def loss_scaler(self) -> Any:
+        """Return the loss scaler, None if there is none."""
+        return getattr(self.optimizer, "loss_scaler", None)
+
+    def counters(self) -> dict[str, int]:
+        """Return the engine's counters."""
+        names = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+        return {name: int(getattr(self.engine, name)) for name in names}
+
+    def set_counters(self, values: dict[str, int]) -> None:
+        """Set the engine's counters."""
+        for name, value in values.items():
+            setattr(self.engine, name, value)
+
+    # -- around saving and loading ------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Bring masters and partitions to rest before they are read or written. All ranks must call."""
+        if hasattr(self.optimizer, "checkpoint_event_prologue"):
+            self.optimizer.checkpoint_event_prologue()
+        if hasattr(self.optimizer, "_wait_for_offload_copies"):
+            self.optimizer._wait_for_offload_copies()
+
+    def resume(self) -> None:
+        """Undo :meth:`settle`: persistent parameters of ZeRO-3 are whole again. All ranks must call."""
+        if hasattr(self.optimizer, "checkpoint_event_epilogue"):
+            self.optimizer.checkpoint_event_epilogue()
+
+    def loaded(self) -> None:
+        """Make the module's weights follow the masters that were written. All ranks must call."""
+        optimizer = self.optimizer
+        if self.stage == 3 and optimizer is not None:
+            for master, low in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat):
+                if master.numel():
+                    low.data.copy_(master.data)
+            for low, partitions in zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp16_partitioned_groups):
+                for partition, value in zip(partitions, optimizer.unflatten(low, partitions)):
+                    partition.data = value.data
+        elif self.stage and optimizer is not None:
+            optimizer.update_lp_params()
+            # the parameters' views of the optimizer state are made again at their next use
+            optimizer._hp_optimizer_states_linked = False
+        elif self.stage == 0:
+            # each rank has written its own slices of the weights
+            for flat in self.flats():
+                self._gather_slices(flat)
+
+    def slice_of(self, elements: int, rank: int) -> tuple[int, int]:
+        """Return the range of a replicated tensor that `rank` takes care of when there is no ZeRO."""
+        size = dist.get_world_size()
+        return elements * rank // size, elements * (rank + 1) // size
+
+    # -- the stages ---------------------------------------------------------------------------------------------------
+
+    def _flats_of_stage_1_and_2(self) -> Iterator[Flat]:
+        masters = _masters(self.optimizer)
+        for index, (parameters, master) in enumerate(zip(_low_precision_groups(self.optimizer), masters)):
+            spans = []
+            for parameter in parameters:
+                mapping = parameter._hp_mapping
+                if mapping is not None:
+                    low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    spans.append(
+                        Span(name=self.names[id(parameter)], start=low.start, length=low.numel, offset=high.start)
+                    )
+            spans.sort(key=lambda span: span.offset)
+            yield Flat(group=index, master=master.data, key=master, spans=tuple(spans))
+
+    def _flats_of_stage_3(self) -> Iterator[Flat]:
+        optimizer = self.optimizer
+        for index, (parameters, master) in enumerate(
+            zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat)
+        ):
+            spans = []
+            offset = 0
+            for parameter in parameters:
+                partition = parameter.partition_numel()
+                start = partition * dist.get_rank(parameter.ds_process_group)
+                length = max(0, min(partition, parameter.ds_numel - start))
+                if length:
+                    spans.append(Span(name=self.names[id(parameter)], start=start, length=length, offset=offset))
+                offset += partition
+            yield Flat(
+                group=optimizer.sub_group_to_group_id[index], master=master.data, key=master, spans=tuple(spans)
+            )
+
+    def _flats_of_stage_0(self) -> Iterator[Flat]:
+        rank = dist.get_rank()
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                start, end = self.slice_of(parameter.numel(), rank)
+                span = Span(name=self.names[id(parameter)], start=start, length=end - start, offset=start)
+                yield Flat(
+                    group=index,
+                    master=_flat_view(parameter.data, span.name),
+                    key=parameter,
+                    spans=(span,) if span.length else (),
+                )
+
+    def _gather_slices(self, flat: Flat) -> None:
+        state = self.state_of(flat)
+        flat_states = [v for v in state.values() if torch.is_tensor(v) and v.numel() == flat.master.numel() and v.dim()]
+        for tensor in (flat.master, *(v.view(-1) for v in flat_states)):
+            for rank in range(dist.get_world_size()):
+                start, end = self.slice_of(tensor.numel(), rank)
+                if end > start:
+                    dist.broadcast(tensor[start:end], src=rank)
+
+
+def _flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise CheckpointError(f"{name} is not contiguous; call .contiguous() on it before deepspeed.initialize()")
+    return tensor.view(-1)
+
+
+def _low_precision_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
+    return optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups
+
+
+def _masters(optimizer: Any) -> list[torch.Tensor]:
+    if hasattr(optimizer, "fp32_groups_flat_partition"):
+        return optimizer.fp32_groups_flat_partition
+    return optimizer.single_partition_of_fp32_groups
+
+
+def _refuse_other_parallelism(engine: Any, optimizer: Any, stage: int) -> None:
+    way_out = 'set "checkpoint": {"sharded": false} to save in DeepSpeed\'s own format'
+    if engine.mp_world_size > 1 or getattr(engine, "pipeline_parallelism", False):
+        raise CheckpointError(f"sharded checkpoints know no tensor or pipeline parallelism; {way_out}")
+    if engine.has_moe_layers:
+        raise CheckpointError(f"sharded checkpoints know no expert parallelism (DeepSpeed's MoE layers); {way_out}")
+    if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
+        raise CheckpointError(f"the optimizer state is offloaded to NVMe, where it cannot be read in place; {way_out}")
+    group = getattr(optimizer, "dp_process_group", None)
+    if group is not None and dist.get_world_size(group) != dist.get_world_size():
+        raise CheckpointError(
+            f"ZeRO partitions over {dist.get_world_size(group)} of {dist.get_world_size()} ranks (MiCS, sequence "
+            f"parallelism); sharded checkpoints need all; {way_out}"
+        )
+    if optimizer is None:
+        return
+    kind = type(optimizer).__name__
+    known = {0: torch.optim.Optimizer, 3: None}.get(stage)
+    if known is not None and not isinstance(optimizer, known):
+        raise CheckpointError(f"{kind} without ZeRO is not known to sharded checkpoints; use ZeRO-1; {way_out}")
+    if stage in (1, 2) and not (hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "bf16_groups")):
+        raise CheckpointError(f"{kind} keeps its masters in a way that is not known; {way_out}")
+    if stage == 3 and not hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        raise CheckpointError(f"{kind} has no optimizer state: ZeRO-3 for inference cannot be saved; {way_out}")

@@ -1,0 +1,91 @@
+"""Accelerate's and HF Trainer's own saving and resuming, with the model in ONNX Runtime under ZeRO."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from trainer_script import Rows
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def small_gpt2(seed: int) -> GPT2LMHeadModel:
+    """Return a GPT-2 with a tied head."""
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def config(stage: int) -> dict[str, Any]:
+    """Return a DeepSpeed config whose section is all defaults."""
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "ort_zero": {},
+    }
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Return the same four rows on every rank."""
+    rows = torch.stack([row["input_ids"] for row in list(Rows())[:4]])
+    return {"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": rows}
+
+
+def accelerate_round_trip(folder: str, stage: int) -> dict[str, Any]:
+    """Train, ``save_state``, train on; then ``load_state`` into another run's model and train the same steps."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DummyOptim
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # what `accelerate launch` sets
+
+    def start(seed: int) -> tuple[Any, Any, Any]:
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(stage)))
+        model = small_gpt2(seed)
+        return accelerator, *accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-3))
+
+    def steps(accelerator: Any, model: Any, optimizer: Any, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            loss = model(**batch()).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    first = start(0)
+    steps(*first, 3)
+    first[0].save_state(f"{folder}/state")
+    expected = steps(*first, 2)
+    logits = first[1](**batch()).logits.detach()
+    second = start(1)
+    other = steps(*second, 1)
+    second[0].load_state(f"{folder}/state")
+    found = steps(*second, 2)
+    second[0].save_state(f"{folder}/last")
+    return {"expected": expected, "found": found, "other": other, "logits": logits}
+
+
+def trainer_run(folder: str, stage: int, steps: int, resume: bool) -> list[float]:
+    """Run HF Trainer for `steps`, saving every second one; return the losses that it logged."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/trainer", per_device_train_batch_size=4, max_steps=steps, learning_rate=1e-3,
+        use_cpu=True, deepspeed=config(stage), report_to=[], save_steps=2, logging_steps=1, disable_tqdm=True,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer = Trainer(model=small_gpt2(0), args=arguments, train_dataset=Rows())
+    trainer.train(resume_from_checkpoint=resume or None)
+    assert resume == (Path(folder) / "trainer" / f"checkpoint-{steps}").is_dir() or not resume
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]

@@ -1,0 +1,132 @@
+"""Ranks share an aggregation under every launcher, and fail as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import aggregate_workers
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ort_zero.testing.ranks import free_port, run_on_ranks
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from checkpoint_files import MASTER, SAVED_ELSEWHERE, some_tensors, write
+
+ROOT = Path(__file__).parents[2]
+WEIGHTS = {name: value for (kind, name), value in some_tensors().items() if kind in SAVED_ELSEWHERE}
+
+
+@pytest.fixture
+def src(tmp_path):
+    write(tmp_path / "src")
+    return tmp_path / "src"
+
+
+def check(out: Path) -> None:
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    found = {}
+    for name in set(index["weight_map"].values()):
+        found.update(load_file(out / name))
+    assert found.keys() == WEIGHTS.keys() and all(torch.equal(found[n], WEIGHTS[n]) for n in WEIGHTS)
+    assert not [name for name in os.listdir(out) if name.startswith(".")]
+
+
+def test_three_ranks_write_all_files_once(src, tmp_path):
+    reports = run_on_ranks(aggregate_workers.together, 3, str(src), str(tmp_path / "out"), None)
+    assert [r["type"] for r in reports] == [None] * 3 and set(reports[0]["files"]) == set(os.listdir(tmp_path / "out"))
+
+
+def test_ranks_share_shards_and_agree(src, tmp_path):
+    out = tmp_path / "out"
+    reports = run_on_ranks(aggregate_workers.shards, 3, str(src), str(out))
+    assert reports[0]["read"] == sum(v.numel() * v.element_size() for v in WEIGHTS.values())
+    assert all(r["files"] == reports[0]["files"] and r["type"] is None for r in reports)
+    check(out)
+
+
+def test_one_failing_rank_fails_all_and_leaves_nothing(src, tmp_path):
+    out = tmp_path / "out"
+    reports = run_on_ranks(aggregate_workers.full_on_rank_1, 3, str(src), str(out))
+    assert [r["type"] for r in reports] == ["RankError", "CheckpointError", "RankError"], reports
+    assert all("No space left on device" in r["text"] for r in reports) and "rank 1" in reports[0]["text"]
+    assert max(r["seconds"] for r in reports) < 30 and os.listdir(out) == []
+
+
+def test_bad_input_is_found_by_rank_0_and_known_to_all(src, tmp_path):
+    for r in run_on_ranks(aggregate_workers.together, 2, str(tmp_path / "gone"), str(tmp_path / "out")):
+        assert r["type"] in ("CheckpointError", "RankError") and "gone" in r["text"]
+
+
+def test_what_one_rank_noticed_all_report(tmp_path):
+    tensors = {(MASTER, f"t{i}"): torch.full((64,), float(i)) for i in range(6)}
+    tensors[MASTER, "t4"][3] = torch.nan
+    write(tmp_path / "src", tensors)
+    for r in run_on_ranks(aggregate_workers.shards, 2, str(tmp_path / "src"), str(tmp_path / "out")):
+        assert r["warnings"] == ("NaN or inf in t4",)
+
+
+def environment(**more: str) -> dict[str, str]:
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**env, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def test_torchrun_prints_one_report(src, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
+               str(free_port()), "-m", "ort_zero", "aggregate", str(src), str(tmp_path / "out"),
+               "--max-shard-size", "200", "--json"]  # fmt: skip
+    done = run(command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["bytes_read"] == sum(v.numel() * v.element_size() for v in WEIGHTS.values())
+    check(tmp_path / "out")
+
+
+def test_deepspeed_launcher_passes_a_rank_that_is_ignored(src, tmp_path):
+    command = [str(Path(sys.executable).parent / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port()),
+               "--module", "ort_zero", "aggregate", str(src), str(tmp_path / "out"),
+               "--max-shard-size", "200"]  # fmt: skip
+    done = run(command)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.stdout.count("wrote 8 tensors") == 1
+    check(tmp_path / "out")
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_ranks_of_mpirun_meet_beside_the_destination(src, tmp_path, damaged):
+    if damaged:
+        path = src / "rank_00000_master.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    command = [sys.executable, "-m", "ort_zero", "aggregate", str(src), str(tmp_path / "new" / "out"),
+               "--max-shard-size", "200"]  # fmt: skip
+    job = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_MCA_ess_base_jobid": "4711"}
+    ranks = [
+        subprocess.Popen(command, cwd=ROOT, env=environment(OMPI_COMM_WORLD_RANK=str(rank), **job), text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        (first, error), (second, _) = [rank.communicate(timeout=100) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert second == ""
+    if damaged:
+        assert all(rank.returncode in (1, 2) for rank in ranks) and first == ""
+        assert "rank_00000_master.safetensors is damaged" in error and os.listdir(tmp_path / "new" / "out") == []
+    else:
+        assert [rank.returncode for rank in ranks] == [0, 0], error
+        assert "wrote 8 tensors" in first
+        check(tmp_path / "new" / "out")
+    assert sorted(os.listdir(tmp_path)) == ["new", "src"]

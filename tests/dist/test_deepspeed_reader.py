@@ -1,0 +1,124 @@
+"""Our reader of DeepSpeed's checkpoints against DeepSpeed's own converter and the live engines, bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed_checkpoints import ALL, BF16_OPTIMIZER, FEW, STEPS, Odd, Variant, read, written
+
+from ort_zero.checkpoint.opening import open_checkpoint
+from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source
+from ort_zero.checkpoint.verification import verify
+from ort_zero.errors import CheckpointError
+
+CASES = [pytest.param(world, v, id=f"{world}-{v.name}") for world in (1, 2, 3, 4, 5, 8) for v in
+         (ALL if world in (2, 3) else FEW)]  # fmt: skip
+ZERO = [case for case in CASES if case.values[1].stage]
+BUFFERS = {"count", "table"}
+
+
+def frozen(variant: Variant) -> set[str]:
+    return {"frozen.weight"} if variant.stage == 3 else {"frozen.weight", "nothing"}
+
+
+def values(source: Source, kind: str) -> dict[str, torch.Tensor]:
+    return {name: read(source, tensor) for name, tensor in source.by_name(kind).items()}
+
+
+def bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert set(mine) == set(theirs)
+    for name, value in mine.items():
+        assert value.dtype == theirs[name].dtype and value.shape == theirs[name].shape, name
+        assert bits(value).equal(bits(theirs[name])), name
+
+
+@pytest.fixture
+def opened(request, tmp_path_factory, world, variant):
+    root, held = written(tmp_path_factory, world)
+    return open_checkpoint(str(root / variant.name)), held[variant.name]
+
+
+@pytest.mark.parametrize(("world", "variant"), ZERO)
+def test_weights_are_those_of_zero_to_fp32(opened, world: int, variant: Variant):
+    source, held = opened
+    mine = {name: read(source, tensor) for name, tensor in source.weights().items()}
+    mine |= {alias: mine[name] for alias, name in source.aliases.items()}
+    if variant.name == BF16_OPTIMIZER:
+        expected = held["module"] | held[MASTER] | {"head.weight": held[MASTER]["embed.weight"]}
+    else:
+        expected = held["zero_to_fp32"]
+    if variant.stage == 1 and variant.name != BF16_OPTIMIZER:  # it drops what is frozen
+        assert not frozen(variant) & set(expected)
+        expected = expected | {name: held["module"][name] for name in frozen(variant)}
+    assert set(expected) == set(Odd(variant.stage < 3).state_dict())
+    assert_same(mine, expected)
+
+
+@pytest.mark.parametrize(("world", "variant"), [c for c in ZERO if c.values[1].steps])
+def test_masters_and_moments_are_those_of_the_live_optimizer(opened, world: int, variant: Variant):
+    source, held = opened
+    for kind in (MASTER, "exp_avg", "exp_avg_sq"):
+        assert len(held[kind]) == 8
+        assert_same(values(source, kind), held[kind])
+    assert source.optimizer.scalars["step"] == dict.fromkeys(held[MASTER], float(STEPS))
+    assert {t.kind for t in source.tensors} == {MASTER, WEIGHT, BUFFER, "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(("world", "variant"), CASES)
+def test_what_is_known_besides_tensors(opened, world: int, variant: Variant):
+    source, _ = opened
+    assert (source.world_size, source.zero_stage, source.step) == (world, variant.stage, variant.steps)
+    assert (source.tag, source.format) == (f"global_step{variant.steps}", "deepspeed")
+    assert source.aliases == {"head.weight": "embed.weight"}
+    assert set(source.by_name(BUFFER)) == BUFFERS
+    if variant.stage == 0:
+        assert source.optimizer is None and not source.frozen
+        return
+    assert source.frozen == frozen(variant)
+    groups = source.optimizer.groups
+    assert {n for g in groups for n in g.names} == set(source.by_name(MASTER))
+    if variant.name.endswith("elastic"):
+        return
+    assert groups[0].options["betas"] == [0.9, 0.98] and groups[0].options["lr"] == 0.01
+    assert [g.options["weight_decay"] for g in groups] == [0.1, 0.0][: variant.groups]
+    if variant.groups == 2:
+        assert set(groups[1].names) == {"scale", "first.bias", "last.bias", "norm.weight", "norm.bias"}
+
+
+@pytest.mark.parametrize(("world", "variant"), [c for c in CASES if not c.values[1].stage])
+def test_stage_0_gives_the_weights_of_the_module(opened, world: int, variant: Variant):
+    source, held = opened
+    mine = {name: read(source, tensor) for name, tensor in source.weights().items()}
+    assert_same(mine | {"head.weight": mine["embed.weight"]}, held["module"])
+
+
+@pytest.mark.parametrize(("world", "variant"), CASES)
+def test_verify_finds_nothing(world: int, variant: Variant, tmp_path_factory):
+    root, _ = written(tmp_path_factory, world)
+    report = verify(str(root / variant.name), progress=False)
+    assert report.ok, report.problems
+    assert report.bytes >= sum(f.stat().st_size for f in Path(report.root).iterdir()) * 0.3
+
+
+@pytest.mark.parametrize(("world", "variant"), [c for c in CASES if c.id in ("2-stage1", "2-stage3")])
+def test_without_optimizer_files(world: int, variant: Variant, tmp_path_factory, tmp_path):
+    root, held = written(tmp_path_factory, world)
+    folder = Path(shutil.copytree(root / variant.name, tmp_path / "c"))
+    for path in folder.glob("*/*_optim_states.pt"):
+        path.unlink()
+    if variant.stage == 3:
+        with pytest.raises(CheckpointError, match=r"no \*_optim_states.pt.*save_16bit_model"):
+            open_checkpoint(str(folder))
+        return
+    source = open_checkpoint(str(folder))
+    mine = {name: read(source, tensor) for name, tensor in source.weights().items()}
+    assert_same(mine | {"head.weight": mine["embed.weight"]}, held[variant.name]["module"])
+    assert source.by_name(MASTER) == {} and source.optimizer is None and source.notes
+    assert source.frozen == frozen(variant)

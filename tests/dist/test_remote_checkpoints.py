@@ -1,0 +1,76 @@
+"""Checkpoints in an object store: saved, loaded, verified and aggregated through fsspec against a server that speaks S3."""
+
+from __future__ import annotations
+
+import checkpoint_workers as workers
+import pytest
+import torch
+
+from ort_zero.checkpoint import aggregate, verify
+from ort_zero.checkpoint.storage import open_folder
+from ort_zero.errors import CorruptCheckpointError
+from ort_zero.testing.ranks import free_port, run_on_ranks
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """Environment that leads to a local S3 server with the bucket ``models``."""
+    from moto.server import ThreadedMotoServer
+
+    port = free_port()
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    server.start()
+    env = {
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        import boto3
+
+        boto3.client("s3").create_bucket(Bucket="models")
+        yield env
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def saved(s3):
+    """Losses after the save of ZeRO-2 and ZeRO-3 runs on 2 ranks into the bucket."""
+    plans = [{"name": f"s{stage}", "stage": stage} for stage in (2, 3)]
+    return run_on_ranks(workers.save_remote, 2, "s3://models/run", plans, timeout=200, env=s3)[0]
+
+
+def test_loads_at_another_world_size(saved, s3):
+    plans = [{"name": tag, "tag": tag, "stage": stage} for tag, stage in (("s2", 3), ("s3", 1))]
+    after = run_on_ranks(workers.load_all, 3, "s3://models/run", plans, timeout=200, env=s3)[0]
+    for tag, losses in after.items():
+        assert losses == pytest.approx(saved[tag], abs=1e-5)
+
+
+def test_aggregates_from_and_to_the_store(saved, tmp_path):
+    from safetensors.torch import load, load_file
+
+    report = aggregate("s3://models/run", "s3://models/out", tag="s3", what="weights+optimizer", progress=False)
+    assert {"model.safetensors", "optimizer.safetensors"} <= set(open_folder("s3://models/out").names())
+    aggregate("s3://models/run", str(tmp_path), tag="s3", progress=False)
+    remote = load(open_folder("s3://models/out").read("model.safetensors"))
+    local = load_file(tmp_path / "model.safetensors")
+    assert remote.keys() == local.keys() and all(torch.equal(remote[n], local[n]) for n in local)
+    assert report.source == "s3://models/run/s3"
+
+
+def test_verify_finds_a_changed_object(saved):
+    assert verify("s3://models/run", "s2", progress=False).ok
+    folder = open_folder("s3://models/run/s2")
+    data = bytearray(folder.read("rank_00001_master.safetensors"))
+    data[-5] ^= 4
+    folder.write("rank_00001_master.safetensors", bytes(data), "test")
+    (problem,) = verify("s3://models/run", "s2", progress=False).problems
+    assert "rank_00001_master.safetensors" in problem
+    with pytest.raises(CorruptCheckpointError, match="rank_00001_master"):
+        aggregate("s3://models/run", "s3://models/bad", tag="s2", progress=False)
+    assert open_folder("s3://models/bad").names() == []

@@ -1,0 +1,124 @@
+"""Sharded checkpoints of real engines: another world size, another stage, another precision, another tool."""
+
+from __future__ import annotations
+
+import itertools
+
+import checkpoint_workers as workers
+import pytest
+import torch
+
+from ort_zero.checkpoint import aggregate, verify
+from ort_zero.testing.ranks import run_on_ranks
+
+WORLDS = (1, 2, 3, 4)
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folder with one checkpoint per world size and stage, and the losses that each run had afterwards."""
+    folder = tmp_path_factory.mktemp("sharded")
+    losses = {}
+    for world in WORLDS:
+        plans = [{"name": f"w{world}_s{stage}", "stage": stage} for stage in STAGES]
+        if world == 2:
+            plans += [{"name": f"offload_s{s}", "stage": s, "offload": True} for s in (1, 2, 3)]
+            plans += [{"name": f"bf16_s{s}", "stage": s, "precision": "bf16"} for s in (1, 2, 3)]
+        losses |= run_on_ranks(workers.save_all, world, str(folder), plans, timeout=200)[0]
+    return folder, losses
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_training_goes_on_at_any_world_size_and_stage(saved, world):
+    folder, losses = saved
+    tags = [f"w{n}_s{stage}" for n in WORLDS for stage in STAGES]
+    plans = [{"name": f"{tag} at {stage}", "tag": tag, "stage": stage} for tag, stage in itertools.product(tags, STAGES)]
+    after = run_on_ranks(workers.load_all, world, str(folder), plans, timeout=280)[0]
+    assert len(after) == len(tags) * len(STAGES)
+    for name, found in after.items():
+        expected = losses[name.split(" at ")[0]]
+        assert max(abs(a - b) for a, b in zip(found, expected)) <= 1e-5, name
+        assert len(found) == 3
+
+
+def test_bf16_and_offload_go_on_exactly_as_they_would_have(saved):
+    folder, losses = saved
+    plans = [{"name": f"bf16_s{s}", "tag": f"bf16_s{s}", "stage": s, "precision": "bf16"} for s in (1, 2, 3)]
+    plans += [{"name": f"offload_s{s}", "tag": f"offload_s{s}", "stage": s, "offload": True} for s in (1, 2, 3)]
+    # "same": the worker compares every bit of the state; bf16 losses themselves differ from process to process by one
+    # rounding of torch's CPU kernels, with equal weights
+    plans = [{**plan, "same": True} for plan in plans]
+    after = run_on_ranks(workers.load_all, 2, str(folder), plans, timeout=200)[0]
+    for name, found in after.items():
+        assert found == pytest.approx(losses[name], abs=2e-3 if name.startswith("bf16") else 0), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_move_between_precisions(tmp_path, stage):
+    for found in run_on_ranks(workers.cross_precision, 2, str(tmp_path), stage, timeout=200):
+        for precision, other in (("bf16", "fp32"), ("fp32", "bf16")):
+            assert found[precision].keys() == found[f"{precision} in {other}"].keys() or stage == 1
+            for name, master in found[precision].items():
+                loaded = found[f"{precision} in {other}"].get(name)
+                if loaded is not None and loaded.shape == master.shape:
+                    assert torch.equal(loaded, master), name
+        # the two runs differ, so equal masters do not come from nothing having been loaded
+        assert any(not torch.equal(found["bf16"][n], found["fp32"][n]) for n in found["bf16"] if n in found["fp32"])
+
+
+def test_aggregation_of_ours_equals_deepspeeds_own_tool(saved, tmp_path):
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from safetensors.torch import load_file
+
+    folder, losses = saved
+    for tag in losses:
+        if tag.endswith("_s0"):
+            continue
+        out = tmp_path / tag
+        report = aggregate(str(folder), str(out), tag=tag, progress=False)
+        ours = load_file(out / "model.safetensors")
+        theirs = get_fp32_state_dict_from_zero_checkpoint(str(folder / "deepspeed" / tag), "own")
+        stored = {name for name in theirs if name != "head.weight"}
+        # DeepSpeed's tool drops frozen parameters of ZeRO-1
+        assert set(ours) - stored == ({"frozen.weight", "frozen.bias"} if tag.endswith("_s1") else set()), tag
+        for name in stored:
+            assert torch.equal(ours[name], theirs[name].to(ours[name].dtype)), (tag, name)
+            if "frozen" not in name:
+                assert ours[name].dtype == theirs[name].dtype
+        assert report.bytes_read <= 1.05 * sum(t.numel() * t.element_size() for t in ours.values())
+
+
+def test_every_checkpoint_verifies(saved):
+    folder, losses = saved
+    for tag in losses:
+        report = verify(str(folder), tag, progress=False)
+        assert report.ok, report.problems
+        assert report.tensors > 10
+
+
+def test_optimizer_state_of_torch_goes_on(saved, tmp_path):
+    from safetensors.torch import load_file
+
+    from ort_zero.checkpoint import load_optimizer_state
+
+    folder, losses = saved
+    aggregate(str(folder), str(tmp_path / "out"), tag="w3_s3", what="weights+optimizer", progress=False)
+    model = workers.Odd(seed=1)
+    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"), strict=False)
+    decay = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    rest = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    load_optimizer_state(optimizer, str(tmp_path / "out"), model)
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    found = []
+    for step in range(4, 6):  # the scheduler's next rate is not the optimizer's business: one step's loss is exact
+        ids = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(step))
+        loss = model(ids)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    assert found == pytest.approx(losses["w3_s3"][:2], abs=2e-3)
+    assert abs(found[0] - losses["w3_s3"][0]) <= 1e-5

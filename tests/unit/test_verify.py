@@ -1,0 +1,201 @@
+"""``verify`` and its command: every fault of either format is named with its file."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import checkpoint_files
+import deepspeed_states
+import pytest
+import torch
+from deepspeed_states import deepspeed_names
+from safetensors.torch import save_file
+
+from ort_zero.checkpoint import manifest
+from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint.torch_file import read_records
+from ort_zero.checkpoint.verification import VerifyReport, verify
+from ort_zero.cli import main as cli
+from ort_zero.errors import CheckpointError
+
+SHARD = "rank_00001_master.safetensors"
+OTHER = "rank_00000_master.safetensors"
+STATES = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture
+def ours(tmp_path) -> Path:
+    checkpoint_files.write(tmp_path / "c")
+    return tmp_path / "c"
+
+
+def check(folder: Path) -> VerifyReport:
+    return verify(str(folder), progress=False)
+
+
+def one_problem(folder: Path, file: str, reason: str) -> None:
+    problems = check(folder).problems
+    assert len(problems) == 1 and file in problems[0] and re.search(reason, problems[0]), problems
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_sound_checkpoint_is_read_completely(ours):
+    report = check(ours)
+    assert report.ok and report.format == "ort_zero" and report.tag == "global_step7" and not report.notes
+    assert report.files == 7 and report.tensors == 16
+    assert report.bytes == sum(path.stat().st_size for path in ours.iterdir())
+
+
+def test_our_missing_empty_truncated_and_longer_shard(ours):
+    data = (ours / SHARD).read_bytes()
+    for content, reason in ((b"", "is empty"), (data[:-1], "is truncated"), (data + b"x", "is too long")):
+        (ours / SHARD).write_bytes(content)
+        one_problem(ours, SHARD, reason)
+    (ours / SHARD).unlink()
+    one_problem(ours, SHARD, "is missing")
+
+
+def test_a_flipped_bit_names_the_tensor(ours):
+    flip(ours / SHARD, -1)
+    one_problem(ours, SHARD, "does not match its xxh3-128, in .*(master|weight|buffer) of ")
+
+
+def test_a_flipped_bit_in_a_header(ours):
+    flip(ours / SHARD, 12)
+    one_problem(ours, SHARD, "xxh3-128, outside of its tensors")
+
+
+@pytest.mark.parametrize("at", [0.1, 0.5, 0.9])
+def test_a_flipped_bit_in_the_manifest(ours, at):
+    flip(ours / manifest.NAME, int((ours / manifest.NAME).stat().st_size * at))
+    one_problem(ours, manifest.NAME, "damaged|not a manifest|wrong at")
+
+
+def test_extra_shards_are_problems_and_left_overs_are_notes(ours):
+    shutil.copy(ours / SHARD, ours / "rank_00003_master.safetensors")
+    (ours / f".{SHARD}.1234.partial").write_bytes(b"x")
+    (ours / "README.md").write_text("mine")
+    one_problem(ours, "rank_00003_master.safetensors", "one too many")
+    assert len(check(ours).notes) == 1 and ".partial" in check(ours).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ({"run_id": "another", "save_id": "x"}, "belongs to another run"),
+        ({"run_id": "run", "save_id": "x", "step": "3", "tag": "x"}, r"belongs to another save \(step 3, tag x\)"),
+        ({"run_id": "run", "save_id": "save", "rank": "0"}, "is rank 0's file"),
+        ({"run_id": "run", "save_id": "save", "rank": "1"}, "is truncated|is too long"),
+    ],
+)
+def test_a_shard_that_belongs_elsewhere_says_where(ours, metadata, reason):
+    save_file({"x": torch.zeros(3)}, ours / SHARD, metadata=metadata)
+    one_problem(ours, SHARD, reason)
+
+
+def test_all_problems_are_listed(ours):
+    (ours / SHARD).unlink()
+    flip(ours / OTHER, -1)
+    (ours / "rank_00009_master.safetensors").write_bytes(b"")
+    assert len(check(ours).problems) == 3
+
+
+def test_several_checkpoints_with_latest(tmp_path):
+    checkpoint_files.write(tmp_path / "a")
+    checkpoint_files.write(tmp_path / "b", tag="b")
+    (tmp_path / "latest").write_text("b")
+    assert check(tmp_path).tag == "b" and verify(str(tmp_path), "a", progress=False).root.endswith("/a")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_sound_checkpoint_of_deepspeed(tmp_path, stage):
+    deepspeed_states.write(tmp_path / "c", stage, 2)
+    report = check(tmp_path / "c")
+    assert report.ok and report.format == "deepspeed" and report.tensors == 14
+    assert report.files == (4 if stage == 3 else 3)
+
+
+def test_any_record_of_deepspeed_with_a_flipped_bit(tmp_path):
+    deepspeed_states.write(tmp_path / "c", 2, 2)
+    for record in read_records(open_folder(tmp_path / "c"), STATES):
+        flip(tmp_path / "c" / STATES, record.offset + record.length // 2)
+        one_problem(tmp_path / "c", STATES, f"CRC-32 of its record {re.escape(record.name)} is wrong")
+        flip(tmp_path / "c" / STATES, record.offset + record.length // 2)
+    assert check(tmp_path / "c").ok
+
+
+def test_faults_of_deepspeed_files(tmp_path):
+    folder = tmp_path / "c"
+    deepspeed_states.write(folder, 2, 2)
+    data = (folder / STATES).read_bytes()
+    for content, reason in ((data[:-30], "truncated"), (b"", "is empty")):
+        (folder / STATES).write_bytes(content)
+        one_problem(folder, STATES, reason)
+    (folder / STATES).unlink()
+    one_problem(folder, STATES, "is missing")
+    (folder / STATES).write_bytes(data)
+    extra = STATES.replace("rank_1", "rank_2")
+    (folder / extra).write_bytes(data)
+    one_problem(folder, extra, "one too many")
+
+
+def test_a_foreign_class_is_a_problem(tmp_path):
+    deepspeed_states.write(tmp_path / "c", 1, 2)
+    with deepspeed_names():
+        content = torch.load(tmp_path / "c" / STATES, weights_only=False)
+        torch.save({**content, "path": Path("x")}, tmp_path / "c" / STATES)
+    one_problem(tmp_path / "c", STATES, r"pathlib\.PosixPath.*--trust-pickle")
+
+
+def test_two_bad_files_of_deepspeed_are_both_named(tmp_path):
+    deepspeed_states.write(tmp_path / "c", 1, 2)
+    for rank in (0, 1):
+        (tmp_path / "c" / STATES.replace("rank_1", f"rank_{rank}")).write_bytes(b"")
+    assert len(check(tmp_path / "c").problems) == 2
+
+
+def test_nothing_there(tmp_path):
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(CheckpointError):
+            check(path)
+    (tmp_path / "rank_00000_master.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        check(tmp_path)
+    with pytest.raises(CheckpointError, match="workers"):
+        verify(str(tmp_path), workers=0)
+
+
+def test_a_json_file_of_another_run_says_so(ours):
+    name = "rank_00001_extra.json"
+    file = manifest.File(name=name, size=9, xxh3_128="0" * 32)
+    held = manifest.parse((ours / manifest.NAME).read_bytes(), "")
+    files = [manifest.File(name=f.name, size=f.size, xxh3_128=f.xxh3_128) for f in held.files]
+    (ours / name).write_text(json.dumps({"run_id": "another", "rank": "1"}))
+    shutil.rmtree(ours.parent / "d", ignore_errors=True)
+    checkpoint_files.write(ours.parent / "d", files=[*files, file])
+    shutil.copy(ours / name, ours.parent / "d")
+    one_problem(ours.parent / "d", name, "belongs to another run")
+
+
+def test_command(ours, tmp_path, capsys):
+    assert cli.main(["verify", str(ours), "--workers", "3"]) == 0
+    assert capsys.readouterr().out.startswith(f"ok: {ours} (ort_zero, 16 tensors), 7 files")
+    (ours / SHARD).unlink()
+    flip(ours / OTHER, -1)
+    assert cli.main(["verify", str(ours)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith("problem: ") for line in lines] == [True, True, False] and "2 problem(s)" in lines[2]
+    assert cli.main(["verify", str(ours), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is False and len(report["problems"]) == 2
+    assert cli.main(["verify", str(tmp_path / "missing")]) == 2
+    assert cli.main(["verify", str(ours), "--tag", "no"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
