@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -226,17 +227,16 @@ class EngineState:
     # -- the stages ---------------------------------------------------------------------------------------------------
 
     def _flats_of_stage_1_and_2(self) -> Iterator[Flat]:
-        masters = _masters(self.optimizer)
-        for index, (parameters, master) in enumerate(zip(_low_precision_groups(self.optimizer), masters)):
+        # not from DeepSpeed's own ``_hp_mapping``: with round_robin_gradients it follows another order than the buffer
+        for index, (group, master) in enumerate(zip(_flat_layout(self.optimizer), _masters(self.optimizer))):
+            first = master.numel() * dist.get_rank(self.optimizer.real_dp_process_group[index])
             spans = []
-            for parameter in parameters:
-                mapping = parameter._hp_mapping
-                if mapping is not None:
-                    low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    spans.append(
-                        Span(name=self.names[id(parameter)], start=low.start, length=low.numel, offset=high.start)
-                    )
-            spans.sort(key=lambda span: span.offset)
+            for parameter, position in group:
+                start = max(position, first)
+                end = min(position + parameter.numel(), first + master.numel())
+                if start < end:
+                    name = self.names[id(parameter)]
+                    spans.append(Span(name=name, start=start - position, length=end - start, offset=start - first))
             yield Flat(group=index, master=master.data, key=master, spans=tuple(spans))
 
     def _flats_of_stage_3(self) -> Iterator[Flat]:
@@ -288,6 +288,17 @@ def _flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 def _low_precision_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
     return optimizer.bf16_groups if hasattr(optimizer, "bf16_groups") else optimizer.bit16_groups
+
+
+def _flat_layout(optimizer: Any) -> list[list[tuple[torch.nn.Parameter, int]]]:
+    """Return, for each parameter group, the parameters and their first elements in the group's flat vector."""
+    if hasattr(optimizer, "round_robin_bit16_groups"):
+        layout = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets)
+        return [list(zip(parameters, offsets)) for parameters, offsets in layout]
+    return [
+        list(zip(group, accumulate((p.numel() for p in group), initial=0)))
+        for group in _low_precision_groups(optimizer)
+    ]
 
 
 def _masters(optimizer: Any) -> list[torch.Tensor]:

@@ -33,7 +33,14 @@ class Odd(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), ids.flatten())
 
 
-def engine_of(stage: int, precision: str = "fp32", seed: int = 0, checkpoint: dict | None = None, **zero: Any) -> Any:
+def engine_of(
+    stage: int,
+    precision: str = "fp32",
+    seed: int = 0,
+    checkpoint: dict | None = None,
+    accumulate: str | None = None,
+    **zero: Any,
+) -> Any:
     """Return an engine around :class:`Odd` with two parameter groups, executed by PyTorch."""
     import logging
 
@@ -53,6 +60,8 @@ def engine_of(stage: int, precision: str = "fp32", seed: int = 0, checkpoint: di
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}
+    if accumulate is not None:
+        config["data_types"] = {"grad_accum_dtype": accumulate}
     if zero.pop("offload", False):
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         config["zero_force_ds_cpu_optimizer"] = False
@@ -100,6 +109,21 @@ def save_all(folder: str, plans: list[dict[str, Any]], compare: bool = True) -> 
     return after
 
 
+def save_without_onnxruntime(folder: str) -> list[str]:
+    """Save and load where onnxruntime cannot be imported; return the modules of it that are loaded nevertheless."""
+    import sys
+
+    sys.modules["onnxruntime"] = None  # an import of it raises ImportError
+    engine = engine_of(2)
+    train(engine, range(2))
+    engine.save_checkpoint(folder)
+    before = digest(engine)
+    train(engine, range(2, 3))
+    engine.load_checkpoint(folder)
+    assert digest(engine) == before
+    return [name for name, module in sys.modules.items() if name.startswith("onnxruntime") and module is not None]
+
+
 def load_all(folder: str, plans: list[dict[str, Any]]) -> dict[str, list[float]]:
     """Load each plan's ``tag`` into a fresh engine with other weights, train 3 steps; return the losses."""
     after = {}
@@ -121,12 +145,21 @@ def digest(engine: Any) -> str:
     from ort_zero.compat.deepspeed_state import EngineState
 
     state = EngineState(engine)
-    parts = [getattr(p, "ds_tensor", p).detach() for p in state.parameters.values()]
+    parts = [_valid(parameter) for parameter in state.parameters.values()]
     for flat in state.flats():
         tensors = [flat.master, *(v for v in state.state_of(flat).values() if v.numel() == flat.master.numel())]
         parts += [t.reshape(-1).narrow(0, s.offset, s.length) for t in tensors for s in flat.spans]
     joined = b"".join(p.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for p in parts)
     return hashlib.sha1(joined).hexdigest()
+
+
+def _valid(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return the weight, or this rank's partition of it without the padding at its end."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter.detach()
+    partition = parameter.ds_tensor.detach().view(-1)
+    start = partition.numel() * torch.distributed.get_rank()
+    return partition[: max(0, min(partition.numel(), parameter.ds_numel - start))]
 
 
 def masters_of(engine: Any) -> dict[str, torch.Tensor]:
