@@ -1,0 +1,127 @@
+"""The manifest: what is written is read back, and what is wrong in it is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import xxhash
+
+from ort_zero.checkpoint import manifest
+from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Tensor, check_cover
+from ort_zero.checkpoint.storage import open_folder
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+TENSORS = [
+    Tensor(
+        name="w",
+        kind="master",
+        dtype="F32",
+        shape=(5, 3),
+        pieces=(Piece("a.safetensors", 8, 32, 0, "0" * 16), Piece("b.safetensors", 8, 28, 8, "1" * 16)),
+    ),
+    Tensor(name="none", kind="weight", dtype="BF16", shape=(0, 4), pieces=()),
+]
+FILES = [File(name=f"{n}.safetensors", size=64, xxh3_128=n * 32) for n in "ab"]
+OPTIMIZER = Optimizer(
+    class_name="AdamW", groups=(ParamGroup(names=("w",), options={"lr": 0.1}),), scalars={"step": {"w": 3.0}}
+)
+
+
+def document(**changes) -> manifest.Manifest:
+    fields = dict(
+        tensors=TENSORS, files=FILES, optimizer=OPTIMIZER, tag="t", step=3, world_size=2, zero_stage=2, dtype="BF16",
+        run_id="r", save_id="s", versions={"torch": "2"}, aliases={"v": "w"}, frozen=[], config={"config.json": "{}"},
+    )  # fmt: skip
+    return manifest.build(**{**fields, **changes})
+
+
+def edited(change) -> bytes:
+    """Return a manifest with one value changed and its digest made right again."""
+    table = json.loads(manifest.dump(document()))
+    del table["xxh3_128"]
+    change(table)
+    text = json.dumps(table)[:-1]
+    return f'{text},\n"xxh3_128": "{xxhash.xxh3_128(text.encode()).hexdigest()}"\n}}'.encode()
+
+
+def test_round_trip():
+    source = manifest.source_of(manifest.parse(manifest.dump(document()), "m"), "root")
+    assert list(source.tensors) == TENSORS and list(source.files.values()) == FILES
+    assert source.optimizer == OPTIMIZER and source.aliases == {"v": "w"} and source.step == 3
+    assert source.config == {"config.json": "{}"} and source.world_size == 2 and source.zero_stage == 2
+
+
+def test_every_changed_bit_is_noticed():
+    data = manifest.dump(document())
+    for position in range(len(data)):
+        changed = bytearray(data)
+        changed[position] ^= 1
+        try:
+            same = manifest.parse(bytes(changed), "m") == document()
+        except CheckpointError:
+            continue
+        assert same, position  # white space after the digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["files"][0].update(name="../x"), r"wrong at files.0.name: .*own folder.*'../x'"),
+        (lambda t: t["files"][0].update(name="/etc/passwd"), "wrong at files.0.name"),
+        (lambda t: t["files"][0].update(size=-1), "wrong at files.0.size"),
+        (lambda t: t["tensors"][0].update(dtype="F33"), "wrong at tensors.0.dtype: .*unknown dtype.*F33"),
+        (lambda t: t.update(surprise=1), "wrong at surprise"),
+        (lambda t: t.pop("world_size"), "wrong at world_size"),
+    ],
+)
+def test_wrong_values_are_named(change, message):
+    with pytest.raises(CorruptCheckpointError, match=f"path/manifest.json is {message}"):
+        manifest.parse(edited(change), "path/manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["tensors"][0]["pieces"].pop(0), "elements 0 to 8 are in no file"),
+        (lambda t: t["tensors"][0]["pieces"].pop(1), "the pieces hold 8 elements, .* has 15"),
+        (lambda t: t["tensors"][0]["pieces"][1].__setitem__(3, 7), "elements from 7 are in two pieces"),
+        (lambda t: t["tensors"][0]["pieces"][1].__setitem__(1, 60), "lies outside b.safetensors"),
+        (lambda t: t["tensors"][0]["pieces"][1].__setitem__(0, 9), "malformed"),
+        (lambda t: t["tensors"][0]["pieces"][1].__setitem__(1, "x"), "malformed"),
+    ],
+)
+def test_pieces_must_cover_the_tensor(change, message):
+    with pytest.raises(CorruptCheckpointError, match=f"master of w: .*{message}"):
+        manifest.source_of(manifest.parse(edited(change), "m"), "root")
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"format": "other"}', b"\xff\xfe"])
+def test_what_is_no_manifest_says_so(data):
+    with pytest.raises(CorruptCheckpointError, match="m is not a manifest of ort_zero"):
+        manifest.parse(data, "m")
+
+
+def test_a_later_version_is_refused():
+    with pytest.raises(CheckpointError, match="format version 2, this version of ort_zero reads 1"):
+        manifest.parse(edited(lambda t: t.update(version=2)), "m")
+
+
+def test_latest_leads_to_a_folder_inside(tmp_path):
+    folder = open_folder(tmp_path)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / manifest.NAME).write_bytes(manifest.dump(document()))
+    with pytest.raises(CheckpointError, match='has no file "latest", give a tag; tags there: there'):
+        manifest.resolve_tag(folder, None)
+    for text, message in (("gone", "names the tag 'gone', but .* tags there: there"), ("../x", "leads out of")):
+        (tmp_path / "latest").write_text(text)
+        with pytest.raises(CheckpointError, match=message):
+            manifest.resolve_tag(folder, None)
+    (tmp_path / "latest").write_text("there\n")
+    assert manifest.locate(str(tmp_path), None).url.endswith("there")
+
+
+def test_a_strided_tensor_lies_in_one_piece():
+    piece = Piece("f", 0, 24, 0)
+    whole = Tensor(name="t", kind="buffer", dtype="F32", shape=(3, 2), pieces=(piece,), strides=(1, 3))
+    assert check_cover(whole) is None

@@ -1,0 +1,72 @@
+"""Users' and schedulers' values survive as JSON, and what would need a pickle is refused by its path."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from ort_zero.checkpoint import values
+from ort_zero.errors import CheckpointError
+
+
+def through_json(value):
+    tensors: list[torch.Tensor] = []
+    return values.decode(json.loads(json.dumps(values.encode(value, "x", tensors))), tensors)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        7,
+        -1.5,
+        "text",
+        b"\x00\xff",
+        [1, [2, (3, "a")]],
+        (),
+        {"a": {"b": [1]}},
+        {1: "int key", (2, 3): "tuple key"},
+        {"__type__": "tuple", "items": [1]},
+        {1, 2},
+        torch.bfloat16,
+        torch.device("cpu"),
+        argparse.Namespace(lr=0.1, nested=argparse.Namespace(x=(1, 2))),
+        math.inf,
+    ],
+    ids=repr,
+)
+def test_round_trip(value):
+    found = through_json(value)
+    assert found == value and type(found) is type(value)
+
+
+def test_numbers_of_numpy_and_subclasses_become_plain_ones():
+    found = through_json(OrderedDict(a=np.float32(0.5), b=np.int64(3), c=np.bool_(True)))
+    assert found == {"a": 0.5, "b": 3, "c": True} and type(found["b"]) is int
+    assert math.isnan(through_json(float("nan")))
+
+
+def test_tensors_and_arrays_keep_dtype_and_shape():
+    table = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
+    given = {"t": table, "n": np.arange(4, dtype=np.uint8), "s": torch.tensor(2)}
+    found = through_json(given)
+    assert torch.equal(found["t"], given["t"]) and found["t"].dtype == torch.bfloat16
+    assert isinstance(found["n"], np.ndarray) and found["n"].dtype == np.uint8 and found["n"].tolist() == [0, 1, 2, 3]
+    assert found["s"].shape == () and found["s"].dtype == torch.int64
+
+
+def test_what_would_need_a_pickle_is_refused_by_its_path():
+    with pytest.raises(CheckpointError, match=r"client_state\['a'\]\[1\] is a builtins.object"):
+        values.encode({"a": [1, object()]}, "client_state", [])
+
+
+def test_a_later_type_is_refused():
+    with pytest.raises(CheckpointError, match="unknown type 'quaternion'"):
+        values.decode({"__type__": "quaternion"}, [])
