@@ -11,7 +11,7 @@ import json
 import threading
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -93,21 +93,27 @@ class _Job:
 class _Pending(threading.Thread):
     """A save that goes on in the background. Not a daemon: the interpreter waits for it at exit."""
 
-    def __init__(self, job: _Job, team: Team, release: Any):
+    def __init__(self, job: _Job, team: Team, finish_copy: Callable[[], None]):
         super().__init__(name=f"ort_zero save {job.tag}", daemon=False)
-        self._job, self._team, self._release = job, team, release
+        self._job, self._team, self._finish_copy = job, team, finish_copy
+        self.copied = threading.Event()
+        self.step_hook: Any = None
+        """Makes the optimizer's step wait for :attr:`copied`; None if everything is copied already."""
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Write and publish; keep the error for whoever waits."""
+        """Copy, write and publish; keep the error for whoever waits."""
         try:
+            try:
+                self._finish_copy()
+            finally:
+                self.copied.set()
             _write(self._job, self._team)
         except BaseException as error:
             self.error = error
             log.get_logger().error("the background save of %s to %s failed: %s", self._job.tag, self._job.path, error)
         finally:
-            self._release()
-            del self._job
+            del self._job, self._finish_copy
             _running.remove(self)
 
 
@@ -127,10 +133,12 @@ def save(
         engine: a DeepSpeed engine, ZeRO-0 to 3.
         path: folder or fsspec URL for checkpoints; made if missing.
         tag: name of this one, the same on every rank; default ``global_step<N>``.
-        async_save: return as soon as this rank's part is copied (one copy of it in CPU memory, kept for the next time),
-            and write in the background. The next save or load waits for it, as :func:`wait` does, and the exit of the
-            process. Such a save also waits for the disk itself, so that what it published outlives a loss of power; a
-            synchronous one, where training would wait too, leaves that to the operating system, as DeepSpeed does.
+        async_save: copy and write in the background (one copy of this rank's part in CPU memory, kept for the next
+            time). The optimizer's next step waits until the copy is done; until then masters and moments must not be
+            changed by other means, such as ``safe_set_full_fp32_param``. The next save or load waits for the whole
+            save, as :func:`wait` does, and the exit of the process. Such a save also waits for the disk itself, so
+            that what it published outlives a loss of power; a synchronous one, where training would wait too, leaves
+            that to the operating system, as DeepSpeed does.
         client_state: values to get back from :func:`~ort_zero.checkpoint.load`.
         save_latest: let ``path/latest`` name this tag.
         exclude_frozen_parameters: leave parameters out that the optimizer does not train.
@@ -169,7 +177,9 @@ def _save(
         with team.together("preparing the checkpoint"):
             model = capture.describe(state, exclude_frozen)
             shard = capture.shard_of(state, team.rank, team.size, client_state, exclude_frozen)
-            staging = _stage(engine, shard) if async_save else None
+            finish_copy = None
+            if async_save:
+                shard, finish_copy = _stage(engine, shard).begin(shard, state.steps_can_wait())
         job = _Job(
             path=path,
             tag=tag,
@@ -179,12 +189,14 @@ def _save(
             save_latest=save_latest,
             durable=async_save,
             model=model,
-            shard=shard if staging is None else staging.copy(shard),
+            shard=shard,
         )
-        if staging is None:
+        if finish_copy is None:
             _write(job, team)
-    if staging is not None:
-        thread = _Pending(job, team, staging.release)
+    if finish_copy is not None:
+        thread = _Pending(job, team, finish_copy)
+        if state.steps_can_wait():
+            thread.step_hook = state.before_steps(thread.copied.wait)
         _pending[engine] = thread
         _running.append(thread)
         thread.start()
@@ -213,6 +225,8 @@ def wait(engine: Any) -> None:
     thread = _pending.pop(engine, None)
     if thread is not None:
         thread.join()
+        if thread.step_hook is not None:
+            thread.step_hook.remove()
         if thread.error is not None:
             raise thread.error
 
@@ -270,7 +284,7 @@ def _write(job: _Job, team: Team) -> None:
     except BaseException:
         # With another rank gone nobody but rank 0 knows whether it is just about to write the manifest.
         unknown = everything_told and team.broken and team.rank != 0
-        keep = unknown or _is_published(folder, job.save_id)
+        keep = unknown or _may_be_published(folder, job.save_id)
         for name in names:
             with suppress(OSError):
                 folder.discard(name, job.save_id)
@@ -279,11 +293,11 @@ def _write(job: _Job, team: Team) -> None:
         raise
 
 
-def _is_published(folder: Folder, save_id: str) -> bool:
+def _may_be_published(folder: Folder, save_id: str) -> bool:
     try:
         found = manifest.read(folder)
     except (CheckpointError, OSError):
-        return False
+        return True
     return found is not None and found.save_id == save_id
 
 

@@ -1,14 +1,20 @@
-"""The copy of a rank's shard from which a background save writes, while training changes the original."""
+"""The copy of a rank's shard from which a background save writes, while training changes the original.
+
+Masters and moments change in the optimizer's step and nowhere else, so they are copied in the background too, and only
+that step waits for it, if it comes before the copy is done (the idea: CheckFreq, Mohan et al., FAST 2021).
+"""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from ort_zero.checkpoint.capture import Shard
+from ort_zero.checkpoint.records import BUFFER, WEIGHT
 from ort_zero.checkpoint.shards import Entry
 
 _ALIGN = 64
@@ -35,23 +41,34 @@ class Staging:
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
 
-    def copy(self, shard: Shard) -> Shard:
-        """Return `shard` with its tensors copied."""
+    def begin(self, shard: Shard, may_wait: bool) -> tuple[Shard, Callable[[], None]]:
+        """Return `shard` with its tensors in the reserved memory, and what has to be called to bring the rest there.
+
+        Args:
+            may_wait: masters and moments may be copied later, before the optimizer's next step. The others (buffers
+                change in a forward, frozen weights whenever the user likes) are copied at once.
+        """
         position = 0
         parts: list[list[Entry]] = []
+        later: list[tuple[torch.Tensor, torch.Tensor]] = []
         for entries in (shard.weights, shard.moments):
             copies = []
             for entry in entries:
                 place = self._bytes[position : position + entry.nbytes]
-                _copy(entry.tensor, place)
+                if may_wait and entry.kind not in (WEIGHT, BUFFER):
+                    later.append((entry.tensor, place))
+                else:
+                    _copy(entry.tensor, place)
                 copies.append(replace(entry, tensor=place.view(entry.tensor.dtype)))
                 position += _padded(entry)
             parts.append(copies)
         extra = [tensor.clone() for tensor in shard.extra_tensors]
-        return replace(shard, weights=parts[0], moments=parts[1], extra_tensors=extra)
 
-    def release(self) -> None:
-        """Say that the copy has been written. The memory is kept for the next one."""
+        def finish() -> None:
+            while later:
+                _copy(*later.pop())
+
+        return replace(shard, weights=parts[0], moments=parts[1], extra_tensors=extra), finish
 
 
 def _copy(tensor: torch.Tensor, place: torch.Tensor) -> None:

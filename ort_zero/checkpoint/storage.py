@@ -152,7 +152,7 @@ class LocalFolder(Folder):
         """See :meth:`Folder.names`."""
         try:
             return sorted(os.listdir(self._root))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def size(self, name: str) -> int | None:
@@ -167,7 +167,10 @@ class LocalFolder(Folder):
         descriptor = self._descriptor(name)
         done = 0
         while done < len(buffer):
-            got = os.preadv(descriptor, [buffer[done:]], offset + done)
+            try:
+                got = os.preadv(descriptor, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise self._unreadable(name, error) from error
             if not got:
                 raise CorruptCheckpointError(
                     f"{self.path(name)} is truncated: it ends at byte {offset + done}, "
@@ -183,7 +186,12 @@ class LocalFolder(Folder):
                     self._descriptors[name] = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
                 except FileNotFoundError:
                     raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
+                except OSError as error:
+                    raise self._unreadable(name, error) from error
             return self._descriptors[name]
+
+    def _unreadable(self, name: str, error: OSError) -> CheckpointError:
+        return CheckpointError(f"cannot read {self.path(name)}: {error.strerror or error}")
 
     def open(self, name: str) -> IO[bytes]:
         """See :meth:`Folder.open`."""
@@ -315,12 +323,22 @@ class RemoteFolder(Folder):
     def writing(self, name: str, token: str, durable: bool = False) -> Iterator[IO[bytes]]:
         """See :meth:`Folder.writing`."""
         path = self._at(partial_name(name, token))
+        try:
+            with self._upload(path) as stream:
+                yield stream
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path(name)}: {error}") from error
+
+    @contextmanager
+    def _upload(self, path: str) -> Iterator[IO[bytes]]:
         stream = self._fs.open(path, "wb", block_size=CHUNK)
         try:
             yield stream
             stream.close()
         except BaseException:
-            stream.discard() if hasattr(stream, "discard") else None
+            if hasattr(stream, "discard"):
+                with suppress(OSError):  # the error that brought us here says more
+                    stream.discard()
             # closing would upload what there is; a file in memory cannot be marked, and closing it does nothing
             with suppress(AttributeError):
                 stream.closed = True
@@ -328,10 +346,8 @@ class RemoteFolder(Folder):
             raise
 
     def _forget(self, path: str) -> None:
-        try:
+        with suppress(OSError):
             self._fs.rm_file(path)
-        except (FileNotFoundError, OSError):
-            pass
 
     def publish(self, name: str, token: str, to: str | None = None) -> None:
         """See :meth:`Folder.publish`."""

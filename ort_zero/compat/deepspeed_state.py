@@ -6,7 +6,7 @@ The tensors that are handed out are the live ones: what is written into them is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -113,6 +113,19 @@ class EngineState:
     def state_of(self, flat: Flat) -> dict[str, Any]:
         """Return the live optimizer state of a flat buffer, made if there is none yet."""
         return self.base_optimizer().state[flat.key]
+
+    def steps_can_wait(self) -> bool:
+        """Return True if masters and moments change in a step of torch's optimizer only, which takes hooks."""
+        outside = getattr(self.optimizer, "zenflow", False) or "SuperOffload" in type(self.optimizer).__name__
+        return self.stage > 0 and isinstance(self.base_optimizer(), torch.optim.Optimizer) and not outside
+
+    def before_steps(self, action: Callable[[], Any]) -> Any:
+        """Call `action` before every step of the torch optimizer; return the handle that removes it."""
+
+        def hook(*_: Any) -> None:
+            action()
+
+        return self.base_optimizer().register_step_pre_hook(hook)
 
     def optimized(self) -> set[str]:
         """Return the names of the parameters that the optimizer trains, on whatever rank their masters are."""

@@ -145,7 +145,7 @@ def digest(engine: Any) -> str:
     from ort_zero.compat.deepspeed_state import EngineState
 
     state = EngineState(engine)
-    parts = [_valid(parameter) for parameter in state.parameters.values()]
+    parts = [valid(parameter) for parameter in state.parameters.values()]
     for flat in state.flats():
         tensors = [flat.master, *(v for v in state.state_of(flat).values() if v.numel() == flat.master.numel())]
         parts += [t.reshape(-1).narrow(0, s.offset, s.length) for t in tensors for s in flat.spans]
@@ -153,7 +153,7 @@ def digest(engine: Any) -> str:
     return hashlib.sha1(joined).hexdigest()
 
 
-def _valid(parameter: torch.nn.Parameter) -> torch.Tensor:
+def valid(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return the weight, or this rank's partition of it without the padding at its end."""
     if not hasattr(parameter, "ds_tensor"):
         return parameter.detach()
