@@ -51,7 +51,7 @@ class CheckpointConfig(_Strict):
     sharded: bool = True
     """Write shards with a manifest; False writes DeepSpeed's own files. Either is read."""
     async_save: bool = False
-    """Return once the state is copied, and write in the background."""
+    """Copy and write in the background; the next optimizer step waits for the copy."""
 
     @model_validator(mode="after")
     def _async_is_sharded(self) -> CheckpointConfig:

@@ -104,10 +104,11 @@ class _Pending(threading.Thread):
     def run(self) -> None:
         """Copy, write and publish; keep the error for whoever waits."""
         try:
-            try:
-                self._finish_copy()
-            finally:
-                self.copied.set()
+            with self._team.together(f"copying the state for {self._job.tag}"):
+                try:
+                    self._finish_copy()
+                finally:
+                    self.copied.set()
             _write(self._job, self._team)
         except BaseException as error:
             self.error = error

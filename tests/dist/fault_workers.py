@@ -328,6 +328,29 @@ def step_before_copied(folder: str, stage: int) -> tuple[float, float]:
     return called - started, stepped - called
 
 
+def copy_that_fails(folder: str) -> dict[str, Any]:
+    """Fail on rank 1 while the state is copied in the background; train on, and save again."""
+    from ort_zero.checkpoint import staging
+
+    engine = engine_of(2)
+    train(engine, range(2))
+    copy = staging._copy
+
+    def fail(tensor: torch.Tensor, place: torch.Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread() and dist.get_rank() == 1:
+            raise OSError(12, "Cannot allocate memory")
+        copy(tensor, place)
+
+    staging._copy = fail
+    save(engine, folder, "lost", async_save=True)
+    train(engine, range(2, 4))
+    found = outcome(lambda: wait(engine))
+    staging._copy = copy
+    save(engine, folder, "next", async_save=True)
+    wait(engine)
+    return found
+
+
 def abandon_engine(folder: str) -> None:
     """Drop an engine while its save goes on, and save another."""
     first = engine_of(stage=1)
@@ -393,12 +416,14 @@ def _build(stage: int) -> Any:
 def _saver(folder: str, stage: int, background: bool) -> None:
     """Save without end under three tags in turn; all masters hold the number of the save."""
     engine = _build(stage)
-    flats = EngineState(engine).flats()
+    state = EngineState(engine)
+    flats = state.flats()
     rank = dist.get_rank()
     number = 0
     durations = []
     while True:
         number += 1
+        state.base_optimizer().step()  # without gradients: it changes nothing, but waits for the copy as every step does
         for flat in flats:
             flat.master.fill_(number)
         started = time.monotonic()

@@ -330,6 +330,13 @@ def test_a_step_waits_for_the_copy(tmp_path, stage):
         assert (call < step) == (stage > 0)
 
 
+def test_a_copy_that_fails_on_one_rank_fails_on_all(tmp_path):
+    first, second = run_on_ranks(fault_workers.copy_that_fails, 2, str(tmp_path))
+    assert first["type"] == "RankError" and "rank 1: " in first["text"] and "Cannot allocate" in first["text"]
+    assert second["type"] == "CheckpointError" and "copying the state for lost" in second["text"]
+    assert not (tmp_path / "lost" / "manifest.json").exists() and verify(tmp_path, "next").ok
+
+
 def test_a_save_outlives_its_engine(tmp_path):
     run_on_ranks(fault_workers.abandon_engine, 2, str(tmp_path))
     assert verify(tmp_path, "first").ok and verify(tmp_path, "second").ok

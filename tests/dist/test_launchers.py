@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ort_zero.checkpoint import verify
 from ort_zero.testing.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -40,8 +41,9 @@ def test_deepspeed_launcher_trains_and_saves_a_checkpoint(tmp_path):
          "--deepspeed_config", "configs/zero3.json", *SMALL, "--out", str(tmp_path / "out")]
     )  # fmt: skip
     _proof(text, 3)
-    names = {p.name for p in (tmp_path / "out").rglob("*.pt")}
-    assert any("rank_0" in n for n in names) and any("rank_1" in n for n in names), names
+    report = verify(tmp_path / "out", progress=False)
+    assert report.ok and report.tag == "step_3" and report.format == "ort_zero"
+    assert {p.name[:10] for p in (tmp_path / "out" / "step_3").glob("rank_*")} == {"rank_00000", "rank_00001"}
 
 
 @pytest.mark.parametrize("stage", [1, 2])
