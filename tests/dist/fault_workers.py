@@ -50,6 +50,11 @@ def differences(engine: Any, before: dict[str, torch.Tensor]) -> list[str]:
     return [n for n in {*before, *now} if n not in before or n not in now or not torch.equal(before[n], now[n])]
 
 
+def listen_to_interrupts() -> None:
+    """Let SIGINT raise KeyboardInterrupt, also where a shell started the tests in the background and has it ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def outcome(action: Callable[[], Any]) -> dict[str, Any]:
     """Run `action`; return the type and text of its error (None without one), and the seconds it took."""
     started = time.monotonic()
@@ -248,6 +253,7 @@ def save_twice(folder: str) -> tuple[list[str], list[str], dict[str, torch.Tenso
 
 def interrupt_at_each_exchange(folder: str) -> tuple[list[str], list[str]]:
     """Interrupt rank 1 whenever it is about to talk to the others; return what each save raised, and what is left."""
+    listen_to_interrupts()
     engine = engine_of(stage=1)
     train(engine, range(1))
     original = saving.ChannelTeam.gather
@@ -456,6 +462,7 @@ def _linger(folder: str) -> None:
 
 def _rank(folder: str, rank: int, size: int, port: int, stage: int, background: bool, how: str) -> None:
     code = WRONG
+    listen_to_interrupts()
     try:
         output = os.open(f"{folder}/output_{rank}", os.O_WRONLY | os.O_CREAT, 0o644)
         os.dup2(output, 1)
