@@ -19,7 +19,7 @@ from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.progress import bar
 from ort_zero.checkpoint.records import File, Source
-from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder, partial_name
+from ort_zero.checkpoint.storage import PARTIAL, Folder, LocalFolder, open_folder, partial_name
 from ort_zero.checkpoint.stream import Findings, Part, Streamer, check_records
 from ort_zero.checkpoint.team import Team
 from ort_zero.errors import CheckpointError
@@ -46,6 +46,7 @@ _OURS = re.compile(
     r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors|(model|optimizer)\.safetensors\.index\.json|optimizer\.json"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 )
+_LEFT_OVER = re.compile(rf"\.(?P<name>.+?)(\.data)?\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 MEETING = ".rendezvous_"
 """Start of the names of files in which ranks meet (see :func:`~ort_zero.checkpoint.team.from_launcher`)."""
 _PARENTS = 2
@@ -196,9 +197,10 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
     if _is_within(target.url, source.root):
         raise CheckpointError(f"the destination {target.path()} lies in the checkpoint {source.root}; choose another")
     there = _names(target)
-    if there and not overwrite:
+    others = [name for name in there if not _is_left_over(name)]
+    if others and not overwrite:
         raise CheckpointError(
-            f"the destination {target.path()} is not empty (it holds {there[0]}); choose another or pass --overwrite"
+            f"the destination {target.path()} is not empty (it holds {others[0]}); choose another or pass --overwrite"
         )
     extras = {**_config_beside(source.root, src), **{name: text.encode() for name, text in source.config.items()}}
     if "config.json" in extras:
@@ -349,7 +351,7 @@ def _publish(job: _Job, mine: tuple[OutputFile, ...], target: Folder, team: Team
                 target.write(name, data, job.token)
             written = {file.name for file in job.plan.files} | set(job.plan.texts)
             for name in job.there - written:
-                if _OURS.fullmatch(name):
+                if _OURS.fullmatch(name) or _is_left_over(name):
                     target.remove(name)
             sizes = {file.name: target.size(file.name) or 0 for file in job.plan.files}
     return team.broadcast(sizes)
@@ -357,6 +359,12 @@ def _publish(job: _Job, mine: tuple[OutputFile, ...], target: Folder, team: Team
 
 def _small_files(job: _Job) -> dict[str, bytes]:
     return {**job.extras, **{name: text.encode() for name, text in job.plan.texts.items()}}
+
+
+def _is_left_over(name: str) -> bool:
+    """Return True for what a run that was killed left: nobody else writes such names."""
+    match = _LEFT_OVER.fullmatch(name)
+    return bool(match) and (match["name"] in CONFIG_FILES or bool(_OURS.fullmatch(match["name"])))
 
 
 def _is_index(name: str) -> bool:

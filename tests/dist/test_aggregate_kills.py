@@ -1,0 +1,59 @@
+"""An aggregation that is killed at any moment leaves no half of a file under a final name, and can be run again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+KILLER = '''
+import json, os, random, signal, sys, time
+from pathlib import Path
+import torch
+sys.path.insert(0, sys.argv[1])
+import checkpoint_files
+from safetensors.torch import load_file
+from ort_zero.checkpoint.aggregation import aggregate
+
+src, dst = sys.argv[2] + "/src", Path(sys.argv[2] + "/dst")
+tensors = {("master", f"w{i}"): torch.full((1 << 20,), float(i)) for i in range(12)}
+checkpoint_files.write(src, tensors, aliases={}, frozen=[], optimizer=None)
+started = time.monotonic()
+aggregate(src, str(dst), max_shard_size=8 << 20, progress=False)
+duration = time.monotonic() - started
+whole = {p.name for p in dst.iterdir()}
+moments, cut, left = random.Random(0), 0, 0
+for path in dst.iterdir():
+    path.unlink()
+for _ in range(int(sys.argv[3])):
+    pid = os.fork()
+    if not pid:
+        fresh = not any(not name.endswith(".partial") for name in os.listdir(dst))
+        aggregate(src, str(dst), max_shard_size=8 << 20, overwrite=not fresh, progress=False)
+        os._exit(0)
+    time.sleep(moments.uniform(0, duration))
+    os.kill(pid, signal.SIGKILL)
+    cut += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+    names = {p.name for p in dst.iterdir()}
+    left += any(n.endswith(".partial") for n in names)
+    for name in names & whole:
+        if name.endswith(".safetensors"):
+            for key, value in load_file(dst / name).items():
+                assert bool((value == int(key[1:])).all()), (name, key)
+    if "model.safetensors.index.json" in names:
+        table = json.loads((dst / "model.safetensors.index.json").read_text())["weight_map"]
+        assert set(table.values()) <= names and len(table) == 12
+aggregate(src, str(dst), max_shard_size=8 << 20, overwrite=True, progress=False)
+print(json.dumps({"cut": cut, "left": left, "same": {p.name for p in dst.iterdir()} == whole}))
+'''
+
+
+def test_killed_at_any_moment(tmp_path):
+    unit = Path(__file__).parents[1] / "unit"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, str(unit), str(tmp_path), "40"], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert report["cut"] >= 20 and report["left"] > 0 and report["same"], report
