@@ -45,16 +45,18 @@ def exchange(value: Any, group: Any = None) -> list[Any]:
     return everyone
 
 
-def raise_if_others_failed(reports: list[str | None], what: str) -> None:
+def raise_if_others_failed(reports: list[str | None], what: str, rank: int | None = None) -> None:
     """Raise on a rank that did not fail itself.
 
     Args:
         reports: error message of each rank, None where it succeeded.
+        what: what they did, for the message.
+        rank: this rank; by default the launcher's ``RANK``.
 
     Raises:
         RankError: names each failed rank and its error.
     """
     failures = {rank: text for rank, text in enumerate(reports) if text is not None}
-    if failures and env.rank() not in failures:
+    if failures and (env.rank() if rank is None else rank) not in failures:
         lines = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
         raise RankError(f"{what} failed on another rank: {lines}", failures)

@@ -18,7 +18,7 @@ from ort_zero.checkpoint.dtypes import is_floating, torch_dtype
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.progress import bar
-from ort_zero.checkpoint.records import File, Source
+from ort_zero.checkpoint.records import File, Source, listed
 from ort_zero.checkpoint.storage import PARTIAL, Folder, LocalFolder, open_folder, partial_name
 from ort_zero.checkpoint.stream import Findings, Part, Streamer, check_records
 from ort_zero.checkpoint.team import Team
@@ -327,11 +327,7 @@ def _warnings(team: Team, findings: Findings) -> tuple[str, ...]:
     gathered = team.gather((findings.not_finite, findings.overflown))
     texts = ("NaN or inf in {}", "values too large for the dtype became inf in {}")
     found = (sorted(set().union(*(pair[i] for pair in gathered))) for i in range(len(texts)))
-    return tuple(text.format(_listed(names)) for text, names in zip(texts, found) if names)
-
-
-def _listed(names: list[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    return tuple(text.format(listed(names)) for text, names in zip(texts, found) if names)
 
 
 def _publish(job: _Job, mine: tuple[OutputFile, ...], target: Folder, team: Team) -> dict[str, int]:

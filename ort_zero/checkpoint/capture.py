@@ -85,7 +85,8 @@ def shard_of(state: EngineState, rank: int, size: int, client_state: Mapping[str
     moments: list[Entry] = []
     scalars: dict[str, dict[str, float]] = {}
     for flat in state.flats():
-        _add_flat(flat, state.state_of(flat) if flat.spans else {}, weights, moments, scalars)
+        if flat.spans:
+            _add_flat(flat, state, weights, moments, scalars)
     if not exclude_frozen:
         weights += _held(state, rank, size)
     if rank == 0:
@@ -99,14 +100,14 @@ def shard_of(state: EngineState, rank: int, size: int, client_state: Mapping[str
 
 
 def _add_flat(
-    flat: Flat, state: Mapping[str, Any], weights: list[Entry], moments: list[Entry], scalars: dict[str, dict]
+    flat: Flat, state: EngineState, weights: list[Entry], moments: list[Entry], scalars: dict[str, dict]
 ) -> None:
-    size = flat.master.numel()
+    elementwise = state.elementwise(flat)
     for span in flat.spans:
         part = flat.master.narrow(0, span.offset, span.length)
         weights.append(Entry(name=span.name, kind=MASTER, start=span.start, tensor=part))
-    for key, value in state.items():
-        if torch.is_tensor(value) and value.numel() == size and value.dim() > 0:
+    for key, value in state.state_of(flat).items():
+        if key in elementwise:
             whole = value.detach().reshape(-1)
             moments += [
                 Entry(name=s.name, kind=key, start=s.start, tensor=whole.narrow(0, s.offset, s.length))

@@ -16,11 +16,14 @@ import xxhash
 
 from ort_zero import log
 from ort_zero.checkpoint import dtypes, manifest, saving, values
-from ort_zero.checkpoint.records import Piece, Source, Tensor
+from ort_zero.checkpoint.records import Piece, Source, Tensor, listed
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.checkpoint.team import Team
 from ort_zero.compat.deepspeed_state import EngineState, Flat
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+_NAMED = 5
+"""Names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +130,11 @@ def _refuse_misfit(state: EngineState, source: Source, strict: bool) -> None:
     ]
     problems = []
     if missing:
-        problems.append(f"the checkpoint lacks {_some(missing)}")
+        problems.append(f"the checkpoint lacks {listed(missing, _NAMED)}")
     if unexpected and strict:
-        problems.append(f"the model lacks {_some(unexpected)} (load_module_strict=False ignores them)")
+        problems.append(f"the model lacks {listed(unexpected, _NAMED)} (load_module_strict=False ignores them)")
     if wrong:
-        problems.append(f"shapes differ: {_some(wrong)}")
+        problems.append(f"shapes differ: {listed(wrong, _NAMED)}")
     if problems:
         raise CheckpointError(f"{source.root} does not fit the model: {'; '.join(problems)}")
 
@@ -143,28 +146,13 @@ def _refuse_other_optimizer(state: EngineState, source: Source) -> None:
             f"{source.root} holds no optimizer state; load it with load_optimizer_states=False to take the weights only"
         )
     for flat in state.flats():
-        kinds = {key for key, value in _flat_states(state, flat).items() if torch.is_tensor(value)}
+        kinds = set(state.elementwise(flat))
         if kinds and kinds != stored:
             raise CheckpointError(
                 f"{source.root} holds the optimizer states {sorted(stored)} of {source.optimizer.class_name}, "
                 f"the engine's {type(state.base_optimizer()).__name__} has {sorted(kinds)}; "
                 "use the same optimizer, or load_optimizer_states=False"
             )
-
-
-def _flat_states(state: EngineState, flat: Flat) -> dict[str, Any]:
-    """Return the states of a flat buffer that hold one value per element."""
-    size = flat.master.numel()
-    return {
-        key: value
-        for key, value in state.state_of(flat).items()
-        if torch.is_tensor(value) and value.dim() > 0 and value.numel() == size
-    }
-
-
-def _some(items: list[str]) -> str:
-    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
-    return ", ".join(items[:5]) + more
 
 
 # -- which bytes go where ---------------------------------------------------------------------------------------------

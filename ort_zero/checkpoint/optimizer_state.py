@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ort_zero.checkpoint.plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION
+from ort_zero.checkpoint.records import listed
 from ort_zero.checkpoint.storage import CHUNK, Folder, LocalFolder, open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -152,16 +153,12 @@ def _check(
     ]
     said = []
     if missing:
-        said.append(f"no state for {_listed(sorted(missing))}")
+        said.append(f"no state for {listed(sorted(missing))}")
     if unexpected:
-        said.append(f"state for what the optimizer does not hold: {_listed(unexpected)}")
+        said.append(f"state for what the optimizer does not hold: {listed(unexpected)}")
     said += wrong[:5]
     if said:
         raise CheckpointError(f"{folder.path()} does not fit the optimizer: {'; '.join(said)}")
-
-
-def _listed(names: list[str], most: int = 20) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _state_dict(

@@ -7,7 +7,7 @@ DeepSpeed's) produce a :class:`Source`; planning, aggregation, loading and verif
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -141,6 +141,11 @@ class Source:
                 continue
             chosen[tensor.name] = tensor
         return chosen
+
+
+def listed(items: Sequence[str], most: int = 20) -> str:
+    """Return the first items for a message, and how many more there are."""
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def check_cover(tensor: Tensor) -> str | None:

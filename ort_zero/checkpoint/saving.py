@@ -18,6 +18,7 @@ from importlib import metadata
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
 
 from ort_zero import log
 from ort_zero.checkpoint import capture, manifest
@@ -26,7 +27,7 @@ from ort_zero.checkpoint.records import File, Tensor
 from ort_zero.checkpoint.shards import Entry, Written, write_shard
 from ort_zero.checkpoint.staging import Staging
 from ort_zero.checkpoint.storage import PARTIAL, Folder, open_folder
-from ort_zero.checkpoint.team import Team, interrupts_held
+from ort_zero.checkpoint.team import PeerTeam, Team, interrupts_held
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.compat.side_channel import SideChannel
 from ort_zero.errors import CheckpointError
@@ -37,25 +38,15 @@ _pending: weakref.WeakKeyDictionary[Any, _Pending] = weakref.WeakKeyDictionary()
 _staging: weakref.WeakKeyDictionary[Any, Staging] = weakref.WeakKeyDictionary()
 
 
-class ChannelTeam(Team):
+class ChannelTeam(PeerTeam):
     """All ranks, over a connection that training does not use."""
 
     def __init__(self) -> None:
         self._channel = SideChannel()
         self.rank, self.size = self._channel.rank, self._channel.size
 
-    def gather(self, value: Any) -> list[Any]:
-        """See :meth:`Team.gather`.
-
-        Raises:
-            CheckpointError: a rank is gone.
-        """
-        try:
-            return self._channel.gather(value)
-        except RuntimeError as error:
-            self.broken = True
-            reason = str(error).partition("\n")[0]
-            raise CheckpointError(f"another rank is gone, or did not answer in time: {reason}") from error
+    def _exchange(self, value: Any) -> list[Any]:
+        return self._channel.gather(value)
 
 
 @functools.lru_cache(maxsize=1)
@@ -342,8 +333,6 @@ def file_name(rank: int, kind: str, extension: str, suffix: str = "") -> str:
 
 
 def _write_json(folder: Folder, name: str, value: Any, token: str, durable: bool) -> File:
-    import xxhash
-
     data = (json.dumps(value, indent=1) + "\n").encode()
     with folder.writing(name, token, durable) as stream:
         stream.write(data)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ort_zero.errors import CheckpointError, OrtZeroError, RankError
+from ort_zero import agreement
+from ort_zero.errors import CheckpointError, OrtZeroError
 
 
 class _Hold:
@@ -105,16 +106,33 @@ class Team:
                 raise CheckpointError(f"{what} failed: {error}") from error
             if error is not None:
                 raise error
-        failures = {rank: text for rank, text in enumerate(reports) if text is not None}
-        if failures:
-            lines = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-            raise RankError(f"{what} failed on another rank: {lines}", failures)
+        agreement.raise_if_others_failed(reports, what, self.rank)
 
     def close(self) -> None:
         """Release what the team holds."""
 
 
-class GroupTeam(Team):
+class PeerTeam(Team):
+    """Several ranks, any of which may be gone; the base of those that know how to reach them."""
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Return the value of every rank; raise RuntimeError if one does not answer."""
+        raise NotImplementedError
+
+    def gather(self, value: Any) -> list[Any]:
+        """See :meth:`Team.gather`.
+
+        Raises:
+            CheckpointError: a rank is gone.
+        """
+        try:
+            return self._exchange(value)
+        except RuntimeError as error:
+            self.broken = True
+            raise CheckpointError(f"another rank is gone, or did not answer in time: {_brief(error)}") from error
+
+
+class GroupTeam(PeerTeam):
     """The ranks of a process group whose backend can move Python objects on the CPU (gloo)."""
 
     def __init__(self, group: Any = None, owns_default: bool = False):
@@ -125,21 +143,8 @@ class GroupTeam(Team):
         self.size = dist.get_world_size(group)
         self._owns_default = owns_default
 
-    def gather(self, value: Any) -> list[Any]:
-        """See :meth:`Team.gather`.
-
-        Raises:
-            CheckpointError: a rank is gone.
-        """
-        import torch.distributed as dist
-
-        everyone: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(everyone, value, group=self.group)
-        except RuntimeError as error:
-            self.broken = True
-            raise CheckpointError(f"another rank is gone, or did not answer in time: {_brief(error)}") from error
-        return everyone
+    def _exchange(self, value: Any) -> list[Any]:
+        return agreement.exchange(value, self.group)
 
     def close(self) -> None:
         """Destroy the default process group if it was made for this team."""

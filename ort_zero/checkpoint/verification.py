@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
-from tqdm import tqdm
 
 from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.manifest import Manifest
 from ort_zero.checkpoint.progress import bar
-from ort_zero.checkpoint.records import File, Source
+from ort_zero.checkpoint.records import File, Source, listed
 from ort_zero.checkpoint.storage import CHUNK, PARTIAL, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -224,8 +223,7 @@ def _damaged_tensors(folder: Folder, file: File, source: Source) -> str:
                 names.append(f"{tensor.kind} of {tensor.name}")
     if not names:
         return ", outside of its tensors"
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f", in {', '.join(names[:_NAMED])}{more}"
+    return f", in {listed(names, _NAMED)}"
 
 
 # ---- DeepSpeed's format ---------------------------------------------------------------------------------------------
@@ -282,29 +280,17 @@ def _each(
     """Run `check` on all files in threads, largest files first, and collect what it yields."""
     findings.files += len(files)
     total = sum(file.size for file in files)
-    lock = threading.Lock()
     with bar(total, "verify", progress) as shown, ThreadPoolExecutor(workers) as pool:
 
         def one(file: File) -> tuple[str, list[str]]:
             try:
-                return file.name, list(check(file, _Counter(shown, lock)))
+                return file.name, list(check(file, shown.update))
             except (CheckpointError, OSError) as error:
                 return file.name, [f"{error}"]
 
         for name, texts in pool.map(one, sorted(files, key=lambda f: -f.size)):
             for text in texts:
                 findings.add(name, text)
-
-
-class _Counter:
-    """Moves a bar from any thread."""
-
-    def __init__(self, shown: tqdm, lock: threading.Lock):
-        self._shown, self._lock = shown, lock
-
-    def __call__(self, number: int) -> None:
-        with self._lock:
-            self._shown.update(number)
 
 
 _local = threading.local()

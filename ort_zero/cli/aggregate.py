@@ -8,6 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from ort_zero.checkpoint.dtypes import CHOICES
 from ort_zero.cli import print_json
 from ort_zero.compat import gloo_exit
 from ort_zero.errors import CorruptCheckpointError, RankError
@@ -31,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--what", choices=("weights", "weights+optimizer"), default="weights")
     parser.add_argument(
         "--dtype",
-        choices=("keep", "fp32", "fp16", "bf16"),
+        choices=CHOICES,
         default="keep",
         help="of floating-point weights; optimizer state keeps its own (default: keep)",
     )

@@ -114,6 +114,12 @@ class EngineState:
         """Return the live optimizer state of a flat buffer, made if there is none yet."""
         return self.base_optimizer().state[flat.key]
 
+    def elementwise(self, flat: Flat) -> dict[str, torch.Tensor]:
+        """Return the live optimizer states of a flat buffer that hold one value per element."""
+        size = flat.master.numel()
+        items = self.state_of(flat).items()
+        return {key: v for key, v in items if torch.is_tensor(v) and v.dim() > 0 and v.numel() == size}
+
     def steps_can_wait(self) -> bool:
         """Return True if masters and moments change in a step of torch's optimizer only, which takes hooks."""
         outside = getattr(self.optimizer, "zenflow", False) or "SuperOffload" in type(self.optimizer).__name__
@@ -284,9 +290,7 @@ class EngineState:
                 )
 
     def _gather_slices(self, flat: Flat) -> None:
-        state = self.state_of(flat)
-        flat_states = [v for v in state.values() if torch.is_tensor(v) and v.numel() == flat.master.numel() and v.dim()]
-        for tensor in (flat.master, *(v.view(-1) for v in flat_states)):
+        for tensor in (flat.master, *(v.view(-1) for v in self.elementwise(flat).values())):
             for rank in range(dist.get_world_size()):
                 start, end = self.slice_of(tensor.numel(), rank)
                 if end > start:
