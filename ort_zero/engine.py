@@ -63,6 +63,7 @@ def _connect(engine: Any, runtime: Any) -> None:
     if offload is not None:
         runtime.group = offload.dp_process_group
         runtime.prefetch_elements = ds_compat.prefetch_window(offload)
+        ds_compat.connect_leaf_gradients(engine)
 
 
 def _refuse_half_on_cpu(ds_config: dict) -> None:

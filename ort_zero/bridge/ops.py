@@ -16,6 +16,7 @@ import torch
 
 from ort_zero.bridge.plan import Gather, Phase, Plan
 from ort_zero.bridge.rewrite import GATHER, REDUCE
+from ort_zero.compat.torch_autograd import LeafInGraph, current_backward
 
 BUCKET = 1 << 20
 """Small gathers that are started ahead share one collective of at most so many elements; a larger one has its own."""
@@ -69,6 +70,50 @@ class _Flight:
             store.wait(handle)
 
 
+class Sums:
+    """Adds up what several runs give one parameter in one backward, so that it is reduced once, as in PyTorch.
+
+    A loss may hang on several runs of the model (a pair of sentences, two views of one picture). Each run has reduce
+    nodes of its own, but ZeRO wants one gradient for each parameter and backward: a second one replaces the first.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[LeafInGraph, list[Any]]] = []
+        self._backward = -1
+        self._missing: dict[int, int] = {}
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def expect(self, trigger: torch.Tensor, parameters: list[Any]) -> None:
+        """Take notice of a run that starts: a backward that reaches `trigger` will reduce `parameters`."""
+        self._runs = [run for run in self._runs if run[0].alive()]
+        self._runs.append((LeafInGraph(trigger), parameters))
+
+    def add(self, parameter: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient to reduce, or None if another run of this backward has still to add to it."""
+        if self._backward != current_backward():
+            self._begin(current_backward())
+        missing = self._missing.get(id(parameter), 1) - 1
+        if missing > 0:
+            self._missing[id(parameter)] = missing
+            if id(parameter) in self._sums:
+                self._sums[id(parameter)] += gradient
+            else:
+                self._sums[id(parameter)] = gradient.clone()  # ORT will use the memory for something else
+            return None
+        self._missing.pop(id(parameter), None)
+        before = self._sums.pop(id(parameter), None)
+        return gradient if before is None else before.add_(gradient)
+
+    def _begin(self, backward: int) -> None:
+        self._backward = backward
+        self._sums.clear()  # a backward that failed leaves some
+        self._missing.clear()
+        runs = [parameters for leaf, parameters in self._runs if leaf.in_current_backward()]
+        if len(runs) > 1:
+            for parameter in itertools.chain(*runs):
+                self._missing[id(parameter)] = self._missing.get(id(parameter), 0) + 1
+
+
 class Table:
     """The running side of one graph's plan.
 
@@ -77,9 +122,17 @@ class Table:
         parameters: the module's parameters by graph input name.
         store: ZeRO, or a stand-in in unit tests.
         prefetch_elements: how many elements may be gathered ahead of their use, within one phase.
+        sums: shared by the tables of one model; a loss may hang on runs of several of its graphs.
     """
 
-    def __init__(self, plan: Plan, parameters: dict[str, Any], store: ParameterStore, prefetch_elements: int):
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: dict[str, Any],
+        store: ParameterStore,
+        prefetch_elements: int,
+        sums: Sums | None = None,
+    ):
         self.number = next(_numbers)
         self.plan = plan
         self.store = store
@@ -87,12 +140,21 @@ class Table:
         self.counters = Counters()
         self.error: BaseException | None = None
         self.live: LiveElements | None = None
+        self.sums = sums or Sums()
         self._parameters = [[parameters[name] for name in event.weights] for event in plan.events]
         self._size = [sum(plan.weights[name].numel for name in event.weights) for event in plan.events]
         self._sequence = {phase: [i for i, _ in plan.gathers(phase)] for phase in Phase}
         self._position = {i: (seq, at) for seq in self._sequence.values() for at, i in enumerate(seq)}
         self._ahead: dict[int, tuple[_Flight | None, list[Any]]] = {}
         _tables[self.number] = self
+
+    def new_trigger(self, device: Any) -> torch.Tensor:
+        """Return the trigger of a run that starts now; it requires grad, so that autograd calls the run's backward."""
+        trigger = torch.zeros(1, device=device).requires_grad_()
+        reduced = [p for i, _ in self.plan.reduces() for p in self._parameters[i]]
+        if reduced and torch.is_grad_enabled():
+            self.sums.expect(trigger, reduced)
+        return trigger
 
     def gather(self, index: int) -> tuple[torch.Tensor, ...]:
         """Return the full weights of event `index`, and start the next gathers of its phase."""
@@ -133,9 +195,11 @@ class Table:
         return weights
 
     def reduce(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Hand the gradients of event `index` to their parameters."""
+        """Hand the gradients of event `index` to their parameters, those that no other run will add to."""
         for parameter, gradient in zip(self._parameters[index], gradients, strict=True):
-            self.store.reduce(parameter, gradient)
+            whole = self.sums.add(parameter, gradient)
+            if whole is not None:
+                self.store.reduce(parameter, whole)
         self.counters.reduces += 1
 
     def drain(self) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ort_zero.compat import deepspeed as ds_compat
+
 
 class DeepSpeedParameters:
     """Gathers, partitions and reduces through the methods that DeepSpeed puts on each parameter."""
@@ -52,6 +54,7 @@ class DeepSpeedParameters:
                 (parameter.view_as(parameter) if lend else parameter).backward(gradient)
             if lend and _same_memory(parameter.grad, gradient):
                 parameter.grad.data = parameter.grad.clone()  # ORT will use the memory for something else
+            ds_compat.reduce_leaf_gradient(parameter)
         finally:
             if partitioned and parameter.ds_status == self._status.NOT_AVAILABLE:
                 parameter.data = saved

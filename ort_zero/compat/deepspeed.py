@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from typing import Any
 
 ENGINE = "deepspeed.runtime.engine"
 ENGINE_INIT = f"{ENGINE}:DeepSpeedEngine.__init__"
+_REDUCE_LEAF = "_ort_zero_reduce_leaf"
 
 
 def plain_linear() -> Any:
@@ -50,3 +52,25 @@ def parameter_offload_of(engine: Any) -> Any:
 def prefetch_window(offload: Any) -> int:
     """Return ``stage3_prefetch_bucket_size`` in elements."""
     return int(offload._prefetch_bucket_sz)
+
+
+def connect_leaf_gradients(engine: Any) -> None:
+    """Prepare the parameters inside of leaf modules for :func:`reduce_leaf_gradient`.
+
+    DeepSpeed puts no hook on them: a backward hook of the leaf module reduces them together. Where ORT runs the graph,
+    that module does not run, and nor does its hook.
+    """
+    optimizer = getattr(engine, "optimizer", None)
+    leaves = getattr(optimizer, "leaf_parameters", None) or {}
+    for parameters in leaves.values():
+        for parameter in parameters:
+            # weakly: the module may outlive the engine
+            setattr(parameter, _REDUCE_LEAF, weakref.WeakMethod(optimizer.reduce_ready_partitions_and_remove_grads))
+
+
+def reduce_leaf_gradient(parameter: Any) -> None:
+    """Hand the gradient of a leaf module's parameter to DeepSpeed's reduction; does nothing for any other parameter."""
+    reference = getattr(parameter, _REDUCE_LEAF, None)
+    reduce = None if reference is None else reference()
+    if reduce is not None:
+        reduce(parameter)

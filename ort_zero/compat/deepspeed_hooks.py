@@ -22,6 +22,7 @@ from ort_zero.errors import PatchError
 MODULE = "deepspeed.runtime.zero.parameter_offload"
 SETUP_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.setup_zero_stage3_hooks"
 DESTROY_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.destroy"
+CONVERT_TARGET = f"{MODULE}:DeepSpeedZeRoOffload._convert_to_zero_parameters"
 REGISTER_TARGET = f"{MODULE}:DeepSpeedZeRoOffload._register_deepspeed_module"
 WORKING = "DeepSpeed 0.19.x"
 
@@ -213,6 +214,16 @@ def pop_root(root: Any) -> None:
     """Take `root` off that stack again; DeepSpeed 0.19 leaves it there and so keeps it alive."""
     stack = sys.modules[MODULE].FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not root]
+
+
+def forget_released(offload: Any) -> None:
+    """Empty the cache of what to release after which module; DeepSpeed 0.19 never does, and it holds the modules."""
+    pending = [vars(type(offload.get_param_coordinator())).get("_PartitionedParameterCoordinator__params_to_release")]
+    for function in pending:  # the cache lies below decorators that do not all say what they wrap
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+            return
+        pending += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
 def _original(function: Any) -> Any:

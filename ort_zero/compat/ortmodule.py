@@ -7,16 +7,22 @@ happen at each place) into the patch table; nothing under site-packages is edite
 from __future__ import annotations
 
 import functools
+import inspect
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ort_zero import env
 from ort_zero.compat import versions
+from ort_zero.compat.shape_inference import infer_shapes
+from ort_zero.compat.torch_onnx import STOP_GRADIENT
 from ort_zero.patching import Patch, defined_in
 
 _PACKAGE = "onnxruntime.training.ortmodule"
 _GTM = f"{_PACKAGE}._graph_transition_manager"
+_GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
+"""What upstream's backward reads of the manager."""
 _package: Any = None
 
 
@@ -42,6 +48,10 @@ def import_ortmodule() -> Any:
     import onnxruntime.training.ortmodule as package
 
     extensions.install_into(package)
+    from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
+
+    # registered with ORT when the first ORTModule is made
+    CustomGradientRegistry.register_custom_stop_gradient_edges([0], "org.pytorch.aten", "ATen", STOP_GRADIENT, "")
     _package = package
     return package
 
@@ -76,10 +86,16 @@ class Seams(Protocol):
     def exported(self, model: Any) -> None:
         """Repair, in place, the ModelProto that the exporter wrote."""
 
-    def flatten_outputs(self, outputs: Any, device: Any) -> tuple[list, Any]:
-        """Return tensors and schema of what the user's module returned."""
+    def flatten_call(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        """Return the call as one flat dict of tensors by name, and strings that stand for everything else."""
 
-    def restore_outputs(self, tensors: Any, schema: Any) -> Any:
+    def infer_python_op(self, node: Any, input_shapes: list, input_types: list) -> list | None:
+        """Return the shapes of the results of a PythonOp; None if it is not one of ours."""
+
+    def run_module(self, module: Any, tensors: tuple) -> tuple[list, Any]:
+        """Run the user's module on the tensors of the call; return the tensors of its result, and its structure."""
+
+    def restore_outputs(self, tensors: Any, structure: Any) -> Any:
         """Return the value that the user's module would have returned."""
 
     def graph_built(self, manager: ManagerView) -> None:
@@ -88,7 +104,7 @@ class Seams(Protocol):
     def session_created(self, manager: ManagerView) -> None:
         """React to a new ``manager.agent``."""
 
-    def add_inputs(self, trigger: str, inputs: dict, device: Any) -> None:
+    def add_inputs(self, manager: ManagerView, trigger: str, inputs: dict, device: Any) -> None:
         """Add the trigger to the inputs of a run."""
 
 
@@ -106,8 +122,11 @@ def _current() -> Seams | None:
 
 def attach(ortmodule: Any, seams: Seams) -> None:
     """Give both managers of an ORTModule their seams."""
+    # calls arrive flat, see Seams.flatten_call: upstream need not know the signature of the module
+    flat = [inspect.Parameter("tensors", inspect.Parameter.VAR_KEYWORD)]
     for manager in managers_of(ortmodule):
         manager._ort_zero_seams = seams
+        manager._graph_transition_manager._module_forward_func_parameters = flat
 
 
 def view(manager: Any) -> ManagerView:
@@ -193,6 +212,8 @@ def make_ortmodule(module: Any, *, save_onnx: str | None = None) -> Any:
     from onnxruntime.training.ortmodule.options import _SkipCheck
 
     save = save_onnx is not None and env.rank() == 0
+    if save:
+        os.makedirs(save_onnx, exist_ok=True)
     options = package.DebugOptions(
         log_level=package.LogLevel.ERROR, save_onnx=save, onnx_prefix="model" if save else "", save_path=save_onnx or ""
     )
@@ -201,6 +222,9 @@ def make_ortmodule(module: Any, *, save_onnx: str | None = None) -> Any:
         wrapped = package.ORTModule(module, options)
     finally:
         package.ORTMODULE_FALLBACK_POLICY = previous
+    if hasattr(module, "generate"):
+        # upstream's copy, bound to the wrapper, looks for transformers' methods in the wrapper's type
+        wrapped.__dict__["generate"] = module.generate
     for manager in managers_of(wrapped):
         manager._runtime_options.skip_check = _SkipCheck.SKIP_CHECK_DISABLED
         manager._runtime_options.enable_zero_stage3_support = False
@@ -229,9 +253,18 @@ def symbolics() -> dict[str, Callable]:
 
 def register_function(name: str, function: type) -> None:
     """Make the autograd Function `function` callable by PythonOp nodes as `name`."""
-    from onnxruntime.capi._pybind_state import register_torch_autograd_function
+    from onnxruntime.capi import _pybind_state
 
-    register_torch_autograd_function(name, function)
+    _pybind_state.register_torch_autograd_function(name, function)
+
+
+def _registered_shapes(node: Any, input_shapes: list, input_types: list) -> list | None:
+    """Return the shapes by the rule that a user's autograd Function brought along, if it has one."""
+    from onnxruntime.capi._pybind_state import get_shape_inference_function
+
+    name = next(a.s.decode() for a in node.attribute if a.name == "func_name")
+    rule = get_shape_inference_function(name)
+    return rule(node, input_shapes, input_types)[0] if rule is not None else None
 
 
 def onnx_type(torch_dtype: Any) -> int:
@@ -254,7 +287,7 @@ def patches() -> tuple[Patch, ...]:
                     return original(self, *inputs, **kwargs)
                 return seams.call(
                     view(self),
-                    lambda: original(self, *inputs, **kwargs),
+                    lambda: original(self, **seams.flatten_call(inputs, kwargs)),
                     lambda: self._original_module(*inputs, **kwargs),
                 )
             finally:
@@ -320,13 +353,34 @@ def patches() -> tuple[Patch, ...]:
 
         return _reprocess_check
 
-    def extract(original):
+    def flattened(original):
         @functools.wraps(original)
-        def _extract_schema(data, device):
+        def forward(self, *args):
             seams = _current()
-            return original(data, device) if seams is None else seams.flatten_outputs(data, device)
+            if seams is None:
+                return original(self, *args)
+            from onnxruntime.training.ortmodule._io import _OutputIdentityOp
 
-        return _extract_schema
+            tensors, self._output_schema = seams.run_module(self._original_module, args)
+            # an input that is returned as it is would confuse the gradient builder
+            return [_OutputIdentityOp.apply(tensor) for tensor in tensors]
+
+        return forward
+
+    def shapes(original):
+        @functools.wraps(original)
+        def _infer_shapes(model):
+            seams = _current()
+            if seams is None:
+                return original(model)
+
+            def infer(*about):
+                ours = seams.infer_python_op(*about)
+                return ours if ours is not None else _registered_shapes(*about)
+
+            return infer_shapes(model, infer)
+
+        return _infer_shapes
 
     def restore(original):
         @functools.wraps(original)
@@ -342,9 +396,10 @@ def patches() -> tuple[Patch, ...]:
         @functools.wraps(original)
         def construct_inputs(self, args, kwargs, constant_as_tensor, device):
             inputs = original(self, args, kwargs, constant_as_tensor, device)
-            trigger, seams = getattr(self, "_ort_zero_trigger", None), _current()
+            trigger = getattr(self, "_ort_zero_trigger", None)
+            seams, manager = _calls[-1] if _calls else (None, None)
             if trigger is not None and seams is not None:
-                seams.add_inputs(trigger, inputs, device)
+                seams.add_inputs(view(manager), trigger, inputs, device)
             return inputs
 
         return construct_inputs
@@ -371,6 +426,9 @@ def patches() -> tuple[Patch, ...]:
         @functools.wraps(original)
         def _get_session_config(self):
             options, providers, provider_options = original(self)
+            if _seams(self) is not None:
+                # it refuses a Gemm that reads the third or a later output of a node, and a gather node has many
+                options.add_session_config_entry("optimization.disable_specified_optimizers", "GemmSumFusion")
             if _seams(self) is not None and options.intra_op_num_threads == 0:
                 # ORT's default is every core for every rank: ranks on one machine then fight for the cores
                 options.intra_op_num_threads = env.threads_per_rank()
@@ -378,6 +436,40 @@ def patches() -> tuple[Patch, ...]:
             return options, providers, provider_options
 
         return _get_session_config
+
+    def is_training(original):
+        @functools.wraps(original)
+        def is_training(self):
+            # users switch the module that they know, not only the engine
+            self._flattened_module.training = self._original_module.training
+            return original(self)
+
+        return is_training
+
+    def backward_of_its_own_graph(original):
+        @functools.wraps(original)
+        def _create_autofunction_class(self):
+            function = original(self)
+            forward, backward = function.forward, function.backward
+
+            def keeping_forward(ctx, *inputs):
+                result = forward(ctx, *inputs)
+                # upstream takes the newest graph: an export between forward and backward would free this one
+                ctx.ort_zero_graph = {name: getattr(self, name) for name in _GRAPH}
+                return result
+
+            def own_backward(ctx, *grads):
+                newest = {name: getattr(self, name) for name in _GRAPH}
+                vars(self).update(ctx.ort_zero_graph)
+                try:
+                    return backward(ctx, *grads)
+                finally:
+                    vars(self).update(newest)
+
+            function.forward, function.backward = staticmethod(keeping_forward), staticmethod(own_backward)
+            return function
+
+        return _create_autofunction_class
 
     def quiet(original):
         @functools.wraps(original)
@@ -404,10 +496,13 @@ def patches() -> tuple[Patch, ...]:
     add(f"{_GTM}:GraphTransitionManager._export_check", export_check, "ranks agree on a transition")
     add(f"{_GTM}:GraphTransitionManager._get_exported_model", exported, "export with stand-in weights")
     add(f"{_GTM}:GraphTransitionManager._export_model", trainable, "no gradients of frozen weights", guarded=False)
+    add(f"{_GTM}:GraphTransitionManager._infer_shapes", shapes, "goes on where upstream stops")
     add(f"{_GTM}:GraphTransitionManager._reprocess_check", reprocess, "buffers are no parameters")
     add(f"{_GTM}:PostExportProcessedModelInfo.construct_inputs", construct, "the trigger input")
     add(f"{_GTM}:PostExportProcessedModelInfo.restore_outputs", restore, "outputs of any type")
-    add(f"{io}:_extract_schema", extract, "outputs of any type")
+    add(f"{io}:_FlattenedModule.forward", flattened, "arguments and outputs of any type")
     add(f"{gem}:GraphExecutionManager._get_session_config", session_config, "threads from the cores of a rank")
+    add(f"{tm}:TrainingManager._create_autofunction_class", backward_of_its_own_graph, "an export before the backward")
+    add(f"{_PACKAGE}._torch_module_ort:TorchModuleORT.is_training", is_training, "modes set on the user's module")
     add(f"{gem}:GraphExecutionManager._log_feature_stats", quiet, "one line instead of a table")
     return tuple(table)

@@ -25,6 +25,7 @@ from typing import Any
 
 import onnx
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ort_zero import agreement, env
 from ort_zero.bridge import ops
@@ -33,15 +34,20 @@ from ort_zero.bridge.plan import plan as make_plan
 from ort_zero.bridge.rewrite import describe, rewrite
 from ort_zero.bridge.zero_parameters import DeepSpeedParameters, full_shape, is_partitioned
 from ort_zero.compat import ortmodule as ort_compat
-from ort_zero.compat import torch_checkpoint
+from ort_zero.compat import torch_checkpoint, torch_onnx, tracing
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
-from ort_zero.graph import outputs
+from ort_zero.graph import in_torch, structure
 from ort_zero.graph.exported import complete_dropout
 from ort_zero.graph.failures import explain
+from ort_zero.graph.optimized import unfuse_for_cpu
+from ort_zero.graph.routes import Routes, infer_python_op
 from ort_zero.graph.standins import full_shape_weights, unchanged_buffers
 from ort_zero.hooks.manager import paused
 from ort_zero.log import get_logger
+
+STRUCTURE = "ort_zero_structure"
+"""Name of the argument that tells upstream the structure of a call: another string, another graph."""
 
 
 @dataclass(slots=True)
@@ -77,7 +83,13 @@ class Runtime:
         self.prefetch_elements = 0
         self.records = {True: GraphRecord("training"), False: GraphRecord("inference")}
         self.tables: dict[bool, ops.Table] = {}
+        self.sums = ops.Sums()
         self.fallback_reason: str | None = None
+        self.routes = {mode: Routes(mode, ort_compat.register_function) for mode in (True, False)}
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._parameters = structure.parameters_of(module.forward)
+        self._structures: list[tuple] = []
+        self._call: structure.Call | None = None
         self._agreed_once = False
         self._several = False
         self._must_vote = self._must_exchange = self._exporting = False
@@ -93,11 +105,22 @@ class Runtime:
 
         With ``"fallback": "warn"`` a graph that one rank cannot build makes all ranks run PyTorch from then on.
         """
-        self._must_vote = self._must_exchange = self._exporting = False
+        self._must_exchange = self._exporting = False
         if self.fallback_reason is not None:
             return run_in_torch()
+        self._several = agreement.world_size(self.group) > 1
+        self._must_vote = self._several and (self.stage == 3 or (manager.training and not self._agreed_once))
+        self._started = time.perf_counter()
+        in_torch.take_failure()
         try:
-            return run()
+            while True:
+                try:
+                    return run()
+                except Exception as error:
+                    # ranks that built the same graph have learned the same, or wait for this one
+                    if not self._exporting or not self.routes[manager.training].learn(str(error)):
+                        raise
+                    manager.forget_graph()
         except BaseException as error:
             clear: BaseException = self._failed(manager, error)
             if self.config.fallback != "warn" or not isinstance(clear, (ExportError, RankError)):
@@ -110,9 +133,6 @@ class Runtime:
 
     def transition(self, manager: ort_compat.ManagerView, proceed: Callable[[], Any]) -> Any:
         """Surround ORT's decision to export."""
-        self._several = agreement.world_size(self.group) > 1
-        self._must_vote = self._several and (self.stage == 3 or (manager.training and not self._agreed_once))
-        self._started = time.perf_counter()
         self._refuse_unsupported()
         return proceed()
 
@@ -140,6 +160,7 @@ class Runtime:
         with (
             paused(),
             torch_checkpoint.watch(self._refuse_checkpointing),
+            torch_onnx.routing(self.routes[self.module.training]),
             unchanged_buffers(flattened_module),
             full_shape_weights(flattened_module),
         ):
@@ -149,13 +170,34 @@ class Runtime:
         """Repair what the exporter is known to write incompletely."""
         complete_dropout(model)
 
-    def flatten_outputs(self, value: Any, device: Any) -> tuple[list[torch.Tensor], Any]:
-        """Take the module's outputs apart; training leaves caches of keys and values out."""
-        return outputs.flatten(value, drop_caches=self.module.training)
+    def flatten_call(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Take the arguments apart; what is no tensor is told by the number of its structure."""
+        call = structure.flatten_call(args, kwargs, self._parameters)
+        self._call = call
+        number = next((i for i, known in enumerate(self._structures) if known == call.structure), None)
+        if number is None:
+            number = len(self._structures)
+            self._structures.append(call.structure)
+        return {**dict(zip(call.names, call.tensors, strict=True)), STRUCTURE: str(number)}
+
+    def infer_python_op(self, node: Any, input_shapes: list, input_types: list) -> list | None:
+        """Return the shapes of the results of an operator that runs in PyTorch."""
+        return infer_python_op(node, input_shapes, input_types)
+
+    def run_module(self, module: torch.nn.Module, tensors: tuple) -> tuple[list[torch.Tensor], Any]:
+        """Run the module on its arguments, put together; training leaves caches of keys and values out."""
+        args, kwargs, known = structure.unflatten_call(tensors, self._call.structure)
+        if torch.jit.is_tracing() and module.training:
+            # the trace then tells what has a gradient; nothing needs to be kept for one
+            with torch.enable_grad(), tracing.watched(), saved_tensors_hooks(lambda tensor: None, _never_unpacked):
+                value = module(*args, **kwargs)
+        else:
+            value = module(*args, **kwargs)
+        return structure.flatten(value, drop_caches=self.module.training, known=known)
 
     def restore_outputs(self, tensors: Any, schema: Any) -> Any:
         """Put the module's outputs together."""
-        return outputs.unflatten(tensors, schema)
+        return structure.unflatten(tensors, schema, self._call.objects)
 
     def graph_built(self, manager: ort_compat.ManagerView) -> None:
         """Rewrite the new graph if the module's weights are partitioned."""
@@ -164,6 +206,10 @@ class Runtime:
         self._must_exchange = self._must_exchange or (self._several and self.stage == 3)
         self.tables.pop(manager.training, None)
         self._pending_digest = "no bridge"
+        if self._device.type == "cpu":
+            model = manager.model
+            if unfuse_for_cpu(model):
+                manager.model = model
         parameters = dict(manager.flattened_module.named_parameters())
         partitioned = {n: p for n, p in parameters.items() if is_partitioned(p)}
         if partitioned:
@@ -204,15 +250,15 @@ class Runtime:
             type(self.module).__name__, record.mode, record.seconds, record.nodes, record.python_ops, bridge,
         )  # fmt: skip
 
-    def add_inputs(self, trigger: str, inputs: dict, device: Any) -> None:
+    def add_inputs(self, manager: ort_compat.ManagerView, trigger: str, inputs: dict, device: Any) -> None:
         """Add the trigger; it requires grad, so that autograd calls the backward."""
-        inputs[trigger] = torch.zeros(1, device=device).requires_grad_()
+        inputs[trigger] = self.tables[manager.training].new_trigger(device)
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _install(self, manager: ort_compat.ManagerView, plan: Plan, parameters: dict[str, Any]) -> None:
         ops.register(ort_compat.register_function)
-        table = ops.Table(plan, parameters, DeepSpeedParameters(), self.prefetch_elements)
+        table = ops.Table(plan, parameters, DeepSpeedParameters(), self.prefetch_elements, self.sums)
         model, gradient = rewrite(manager.model, plan, table=table.number, training=manager.training)
         manager.model = model
         manager.drop_graph_inputs(set(plan.weights), "ort_zero_trigger", gradient)
@@ -302,8 +348,13 @@ class Runtime:
             "backend": "torch" if self.fallback_reason else "onnxruntime",
             "fallbacks": int(self.fallback_reason is not None),
             "fallback_reason": self.fallback_reason,
+            "in_torch": {name: why for routes in self.routes.values() for name, why in routes.taken.items()},
             "graphs": graphs,
         }
+
+
+def _never_unpacked(nothing: None) -> torch.Tensor:
+    raise ExportError("the module computes gradients inside its forward, which an ONNX graph cannot contain")
 
 
 def _weights(parameters: dict[str, Any]) -> dict[str, Weight]:
@@ -320,11 +371,13 @@ def _weights(parameters: dict[str, Any]) -> dict[str, Weight]:
 
 def _own_error(table: ops.Table | None, error: BaseException) -> BaseException:
     """Return the error that a node raised, rather than ORT's words about it."""
-    if table is None:
-        return error
-    own, table.error = table.error, None
+    own = in_torch.take_failure()
+    if table is not None:
+        own, table.error = table.error or own, None
     if own is None:
         return error
+    if table is None:
+        return own
     with contextlib.suppress(Exception):
         table.drain()
     return own

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ort_zero.compat.torch_onnx import Symbolic
+from ort_zero.compat.torch_onnx import Symbolic, TracedNode, TracedValue
 
 
 def embedding(g: Any, weight: Any, indices: Any, padding_idx: Any, scale_grad_by_freq: Any, sparse: Any) -> Any:
@@ -83,10 +83,125 @@ def _repeat_heads(g: Any, value: Any, heads: int) -> Any:
     return out
 
 
+def layer_norm(g: Any, input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, cudnn: Any) -> Any:
+    """Export ``aten::layer_norm`` with a weight and a bias, whether the module has them or not.
+
+    ORT demands the weight, and gives the gradients of missing ones the same empty name.
+    """
+    import torch
+
+    shape = Symbolic.integers(normalized_shape, "normalized_shape")
+    dtype = Symbolic.dtype(input)
+    if Symbolic.is_none(weight):
+        weight = g.op("Constant", value_t=torch.ones(shape, dtype=dtype))
+    if Symbolic.is_none(bias):
+        bias = g.op("Constant", value_t=torch.zeros(shape, dtype=dtype))
+    epsilon = Symbolic.number(eps, "eps")
+    # the gradient reads mean and deviation, which are the other two outputs
+    out, *_ = g.op("LayerNormalization", input, weight, bias, epsilon_f=epsilon, axis_i=-len(shape), outputs=3)
+    out.setType(input.type())
+    return out
+
+
+def permute(g: Any, self: Any, dims: Any) -> Any:
+    """Export ``aten::permute``, dimensions counted from the end too: ONNX's Transpose knows no negative ones."""
+    order = Symbolic.integers(dims, "dims")
+    return g.op("Transpose", self, perm_i=[dim % len(order) for dim in order])
+
+
+def flatten(g: Any, self: Any, start_dim: Any, end_dim: Any) -> Any:
+    """Export ``aten::flatten``, dimensions counted from the end too; torch's own takes a negative start for axis 0."""
+    node = Symbolic.traced(g, self, start_dim, end_dim)
+    rank = max(node.inputs[0].rank, 1)
+    start, end = (Symbolic.integer(dim, "dim") % rank for dim in (start_dim, end_dim))
+    if start == end:
+        return g.op("Identity", self) if node.inputs[0].rank else g.op("Reshape", self, _constant(g, [1]))
+    # 0 keeps a size as it is
+    shape = g.op(
+        "Concat",
+        _constant(g, [0] * start + [-1]),
+        *([Symbolic.slice(g, g.op("Shape", self), 0, end + 1, rank)] if end + 1 < rank else []),
+        axis_i=0,
+    )
+    return g.op("Reshape", self, shape)
+
+
+def _constant(g: Any, values: int | list[int]) -> Any:
+    import torch
+
+    return g.op("Constant", value_t=torch.tensor(values))
+
+
+def repeat_interleave(g: Any, self: Any, repeats: Any, dim: Any = None, output_size: Any = None) -> Any:
+    """Export ``aten::repeat_interleave``; torch's own changes the constant that holds a negative dimension, for all."""
+    plain = Symbolic.original("aten::repeat_interleave", g.opset)
+    if Symbolic.is_none(dim):
+        return plain(g, self, repeats, dim, output_size)
+    rank = Symbolic.traced(g, self, repeats, dim, output_size).inputs[0].rank
+    return plain(g, self, repeats, _constant(g, Symbolic.integer(dim, "dim") % rank), output_size)
+
+
+def where(g: Any, condition: Any, self: Any = None, other: Any = None, *rest: Any) -> Any:
+    """Export ``aten::where`` so that the gradients have the shapes of the operands.
+
+    ORT's gradient of Where does not sum over what was broadcast, so that is done by an Expand of its own.
+    """
+    plain = Symbolic.original("aten::where", g.opset)
+    if self is None:
+        return plain(g, condition, *rest)
+    node = Symbolic.traced(g, condition, self, other)
+    result = node.outputs[0]
+    operands = [
+        _expanded(g, value, result, [other for other in node.inputs if other is not value]) for value in node.inputs[1:]
+    ]
+    return plain(g, condition, *operands)
+
+
+def masked_fill(g: Any, self: Any, mask: Any, value: Any) -> Any:
+    """Export ``aten::masked_fill``, with a tensor that is broadcast to the mask by an Expand; see :func:`where`."""
+    node = Symbolic.traced(g, self, mask, value)
+    filled = _expanded(g, node.inputs[0], node.outputs[0], [node.inputs[1]])
+    return Symbolic.original("aten::masked_fill", g.opset)(g, filled, mask, value)
+
+
+def _expanded(g: Any, value: TracedValue, result: TracedValue, others: list[TracedValue]) -> Any:
+    """Return `value` expanded to the shape that it has together with `others`, if it may be smaller than `result`."""
+    if not value.is_floating or value.is_constant or value.rank == 0:
+        return value.converted
+    known = value.known_sizes
+    smaller = value.rank < result.rank or value.traced_sizes != result.traced_sizes
+    full = _known(others, result)
+    if not smaller and not any(size == 1 and whole != 1 for size, whole in zip(known, full, strict=True)):
+        return value.converted
+    out = value.converted
+    for other in others:
+        if other.rank:
+            out = g.op("Expand", out, g.op("Shape", other.converted))
+    out.setType(value.converted.type().with_sizes([None] * result.rank))
+    return out
+
+
+def _known(values: list[TracedValue], result: TracedValue) -> list[int | None]:
+    """Return the sizes that `values` have when broadcast together, as far as they do not vary."""
+    sizes: list[int | None] = [1] * result.rank
+    for value in values:
+        for axis, size in enumerate(value.known_sizes, start=result.rank - value.rank):
+            if size != 1:
+                sizes[axis] = size
+    return sizes
+
+
 TABLE: dict[str, Callable] = {
     "::cumsum": cumsum,
     "::diff": diff,
     "::embedding": embedding,
+    "::flatten": flatten,
+    "::layer_norm": layer_norm,
+    "::permute": permute,
+    "::masked_fill": masked_fill,
+    "::masked_fill_": masked_fill,
+    "::where": where,
+    "::repeat_interleave": repeat_interleave,
     "::scaled_dot_product_attention": scaled_dot_product_attention,
 }
 """``"::name"`` of an ATen operator to its symbolic; wins over ORT's own."""
@@ -102,3 +217,94 @@ def install(ort_table: dict[str, Callable]) -> Callable[[], None]:
         ort_table.update(before)
 
     return undo
+
+
+def _grouped(node: TracedNode) -> str | None:
+    groups = node.argument("groups")
+    if groups is None or 1 in (groups.constant_number, groups.constant if groups.is_constant else None):
+        return None
+    return "ONNX Runtime's gradient of a convolution in groups is wrong on the CPU"
+
+
+def _not_constant_padding(node: TracedNode) -> str | None:
+    mode = node.argument("mode")
+    if node.name == "aten::pad" and (mode is None or (mode.is_constant and mode.constant == "constant")):
+        return None
+    return "ONNX Runtime has no gradient for this mode of Pad"
+
+
+def _accumulating(node: TracedNode) -> str | None:
+    accumulate = node.argument("accumulate")
+    if accumulate is None or (accumulate.constant if accumulate.is_constant else accumulate.constant_number):
+        return "torch's exporter gives the updates another shape than ONNX wants"
+    return None
+
+
+def _of_vectors(node: TracedNode) -> str | None:
+    return "ONNX Runtime's gradient of MatMul is wrong for vectors" if 1 in (v.rank for v in node.inputs) else None
+
+
+def _variable_exponent(node: TracedNode) -> str | None:
+    return "ONNX Runtime has no gradient for the exponent of Pow" if node.inputs[1].requires_grad else None
+
+
+def _flipped(node: TracedNode) -> str | None:
+    return "ONNX Runtime's gradient of Slice takes no negative steps" if node.inputs[0].requires_grad else None
+
+
+_PADDINGS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)) + ("_pad_circular",)
+_RECURRENT = "ONNX Runtime trains recurrent layers in one direction and on the CPU only"
+_CONVOLUTIONS = ("_convolution", "convolution", "_convolution_mode", "conv1d", "conv2d", "conv3d")
+
+IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
+    "aten::batch_norm": "ONNX Runtime keeps other running statistics than PyTorch",
+    "aten::cdist": "ONNX Runtime has no gradient for an input that is used twice in one Concat",
+    "aten::flip": _flipped,
+    "aten::index_copy": "the exporter's shapes are wrong",
+    "aten::index_put": _accumulating,
+    **dict.fromkeys(("aten::index_add", "aten::scatter_add"), "ONNX Runtime is wrong where an index occurs twice"),
+    "aten::masked_scatter": "ONNX Runtime's gradient is wrong",
+    "aten::matmul": _of_vectors,
+    "aten::mv": _of_vectors,
+    "aten::dot": _of_vectors,
+    "aten::pow": _variable_exponent,
+    "aten::embedding_bag": "ONNX Runtime has no gradient for Loop",
+    **dict.fromkeys(("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"), _RECURRENT),
+    **{f"aten::{name}": _not_constant_padding for name in ("pad", *_PADDINGS)},
+    **{f"aten::{name}": _grouped for name in _CONVOLUTIONS},
+}
+"""Operators that run in PyTorch inside the graph although the exporter knows them: name to reason, or to a function that
+returns the reason or None.
+
+Operators without a symbolic, and those whose ONNX form ORT cannot differentiate, need no entry.
+"""
+
+WITHOUT_GRADIENT = frozenset(
+    "Acos Acosh Asin Asinh Atan Atanh Celu Cosh CumSum DepthToSpace Det Einsum Elu GlobalLpPool "
+    "GlobalMaxPool GridSample GroupNormalization HardSigmoid HardSwish InstanceNormalization LRN "
+    "LpNormalization LpPool MaxRoiPool MaxUnpool MeanVarianceNormalization Mish Mod "
+    "NegativeLogLikelihoodLoss PRelu RNN ReduceL1 ReduceLogSum ReduceMax ReduceMin ReduceProd "
+    "ReduceSumSquare Resize ReverseSequence RoiAlign Selu Shrink Sinh Softplus Softsign SpaceToDepth Tan "
+    "ThresholdedRelu Upsample".split()
+)
+"""ONNX operators of real numbers that onnxruntime-training 1.19.2 has no gradient for on every provider."""
+
+
+def run_in_torch(operator: str, why: str = "asked for") -> None:
+    """Run an ATen operator, or one that a package registered with PyTorch, in PyTorch inside every graph.
+
+    Args:
+        operator: ``"aten::gelu"``, ``"torchvision::nms"``.
+        why: a phrase for ``status()``.
+    """
+    IN_TORCH[operator] = why
+
+
+def add_symbolic(operator: str, symbolic: Callable) -> None:
+    """Export an operator by a symbolic function of your own, as ``torch.onnx.register_custom_op_symbolic`` takes it.
+
+    Args:
+        operator: ``"aten::gelu"``.
+        symbolic: ``symbolic(g, *arguments)`` returns the value made by ``g.op(...)``.
+    """
+    TABLE[operator.replace("aten::", "::", 1)] = symbolic

@@ -90,8 +90,17 @@ def _build_destroy(original: Callable) -> Callable:
         original(self)
         if mode_of(self) is not None:
             deepspeed_hooks.pop_root(hooked_root(self))
+            deepspeed_hooks.forget_released(self)
 
     return destroy
+
+
+def _build_convert(original: Callable) -> Callable:
+    def _convert_to_zero_parameters(self: Any, ds_config: Any, module: Any, mpu: Any) -> None:
+        """Partition the parameters; each refers to the user's module, not to the ORTModule of one engine."""
+        original(self, ds_config, module.module if is_ortmodule(module) else module, mpu)
+
+    return _convert_to_zero_parameters
 
 
 def _guard(probe: Callable[[Callable], Any]) -> Callable[[Any], None]:
@@ -121,6 +130,12 @@ PATCHES: tuple[Patch, ...] = (
         target=deepspeed_hooks.DESTROY_TARGET,
         build=_build_destroy,
         why="a destroyed engine does not keep its model alive",
+        guard=defined_in(deepspeed_hooks.MODULE),
+    ),
+    Patch(
+        target=deepspeed_hooks.CONVERT_TARGET,
+        build=_build_convert,
+        why="a model does not keep a destroyed engine alive",
         guard=defined_in(deepspeed_hooks.MODULE),
     ),
 )

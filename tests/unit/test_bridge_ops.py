@@ -432,3 +432,71 @@ def test_functions_are_registered_once(monkeypatch):
     for _ in range(2):
         register(lambda name, function: seen.append((name, function)))
     assert seen == [("ort_zero::gather", GatherFunction), ("ort_zero::reduce", ReduceFunction)]
+
+
+class _Run(torch.autograd.Function):
+    """Stands for ORT's autograd Function: its backward runs the reduce events of its table."""
+
+    @staticmethod
+    def forward(ctx, table, gradients, trigger):
+        ctx.table, ctx.gradients = table, gradients
+        return trigger.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        for index, values in ctx.gradients.items():
+            ctx.table.reduce(index, [torch.tensor(v) for v in values])
+        return None, None, grad
+
+
+def run_of(table: Table, gradients: dict[int, list[float]]) -> torch.Tensor:
+    return _Run.apply(table, gradients, table.new_trigger("cpu"))
+
+
+def test_one_backward_of_two_runs_reduces_each_parameter_once():
+    table = table_of(reduce("b"), reduce("a"))
+    one, two = run_of(table, {0: [1.0], 1: [2.0]}), run_of(table, {0: [10.0], 1: [20.0]})
+    (one + two).sum().backward()
+    assert calls(table) == ["reduce b=11", "reduce a=22"]
+
+
+def test_a_backward_waits_for_no_run_that_it_does_not_reach():
+    table = table_of(reduce("a"))
+    dropped = run_of(table, {0: [1.0]})
+    one, two = run_of(table, {0: [2.0]}), run_of(table, {0: [3.0]})
+    one.sum().backward()
+    two.sum().backward()
+    assert calls(table) == ["reduce a=2", "reduce a=3"]
+    dropped.sum().backward()
+    assert calls(table) == ["reduce a=1"]
+
+
+def test_runs_of_two_graphs_of_one_model_add_up():
+    first = table_of(reduce("ab"))
+    second = Table(first.plan, first.by_name, first.store, 0, first.sums)
+    part = Table(Plan(events=(reduce("b"),), weights=first.plan.weights), first.by_name, first.store, 0, first.sums)
+    runs = run_of(first, {0: [1.0, 2.0]}), run_of(second, {0: [3.0, 4.0]}), run_of(part, {0: [50.0]})
+    sum(runs).sum().backward()
+    assert sorted(calls(first)) == ["reduce a=4", "reduce b=56"]
+
+
+def test_a_backward_that_failed_leaves_no_sum_behind():
+    table = table_of(reduce("a"))
+    one, two = run_of(table, {0: [1.0]}), run_of(table, {7: [0.0]})
+    with pytest.raises(IndexError):
+        (two * one).sum().backward()
+    calls(table)
+    fresh, other = run_of(table, {0: [5.0]}), run_of(table, {0: [6.0]})
+    (fresh + other).sum().backward()
+    assert calls(table) == ["reduce a=11"]
+
+
+def test_sums_forget_runs_that_nobody_can_go_back_through():
+    table = table_of(reduce("a"))
+    for _ in range(5):
+        run_of(table, {0: [1.0]})
+    kept = run_of(table, {0: [1.0]})
+    assert sum(leaf.alive() for leaf, _ in table.sums._runs) == 1
+    del kept
+    run_of(table, {0: [1.0]})
+    assert len(table.sums._runs) == 1

@@ -1,4 +1,4 @@
-"""Outputs of any type are taken apart into tensors and put together again as the very type."""
+"""Arguments and outputs of any type are taken apart into tensors and put together again as the very type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from ort_zero.graph.outputs import flatten, is_cache, unflatten
+from ort_zero.graph.structure import (
+    difference,
+    flatten,
+    flatten_call,
+    is_cache,
+    parameters_of,
+    unflatten,
+    unflatten_call,
+)
 
 Pair = namedtuple("Pair", "left right")
 
@@ -161,13 +169,18 @@ def test_a_cache_is_rebuilt_in_inference():
         assert torch.equal(old.values, new.values)
 
 
-def test_other_caches_are_refused_in_inference_and_dropped_in_training():
+def test_caches_of_every_kind_come_back_in_inference_and_are_dropped_in_training():
     from transformers import EncoderDecoderCache
 
     cache = EncoderDecoderCache(filled_cache(), filled_cache())
     assert is_cache(cache)
-    with pytest.raises(TypeError, match="EncoderDecoderCache.*use_cache=False"):
-        flatten(cache, drop_caches=False)
+    found, schema = flatten(cache, drop_caches=False)
+    again = unflatten([t + 1 for t in found], schema)
+    assert type(again) is EncoderDecoderCache
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        before, after = getattr(cache, part).layers[0], getattr(again, part).layers[0]
+        assert type(after) is type(before)
+        assert torch.equal(after.keys, before.keys + 1)
     found, schema = flatten(cache, drop_caches=True)
     assert (found, unflatten([], schema)) == ([], None)
 
@@ -185,20 +198,35 @@ class Slotted:
 
 
 @pytest.mark.parametrize(
-    ("hide", "kind"),
+    ("hide", "find"),
     [
-        (lambda x: Holder(x=x), "Holder"),
-        (lambda x: Holder(items=[{"a": x}]), "Holder"),
-        (lambda x: Holder(inner=Holder(x=x)), "Holder"),
-        (lambda x: Slotted(x), "Slotted"),
-        (lambda x: {x}, "builtins.set"),
-        (lambda x: SimpleNamespace(x=x), "SimpleNamespace"),
-        (lambda x: torch.distributions.Normal(x, 1.0), "Normal"),
+        (lambda x: Holder(x=x), lambda o: o.x),
+        (lambda x: Holder(items=[{"a": x}]), lambda o: o.items[0]["a"]),
+        (lambda x: Holder(inner=Holder(x=x)), lambda o: o.inner.x),
+        (lambda x: Slotted(x), lambda o: o.inner),
+        (lambda x: SimpleNamespace(x=x), lambda o: o.x),
+        (lambda x: torch.distributions.Normal(x, 1.0), lambda o: o.loc),
     ],
 )
-def test_an_object_that_hides_tensors_is_refused_by_its_class(hide, kind):
-    with pytest.raises(TypeError, match=f"{kind}, which holds tensors; return a tuple, list, dict or dataclass"):
-        flatten({"out": [hide(torch.tensor(1.0))]}, drop_caches=True)
+def test_an_object_of_any_class_is_taken_apart_by_its_attributes(hide, find):
+    value = hide(torch.tensor(0.0))
+    found, schema = flatten({"out": [value]}, drop_caches=True)
+    again = unflatten([t + 100 for t in found], schema)["out"][0]
+    assert type(again) is type(value)
+    assert find(again).item() == 100.0
+    assert find(value).item() == 0.0
+
+
+def test_tensors_in_a_set_have_no_order_and_are_refused():
+    with pytest.raises(TypeError, match="builtins.set, which holds tensors"):
+        flatten({"out": [{torch.tensor(1.0)}]}, drop_caches=True)
+
+
+def test_an_object_that_holds_itself_is_made_once():
+    value = Holder(x=torch.tensor(0.0))
+    value.me = value
+    again = roundtrip([value, value], 1)
+    assert again[0] is again[1] is again[0].me
 
 
 def test_objects_without_computed_tensors_pass_through_untouched():
@@ -207,3 +235,84 @@ def test_objects_without_computed_tensors_pass_through_untouched():
     loop.me = loop
     for value in (loop, Slotted("x"), nn.Linear(2, 2), Holder(model=nn.Linear(2, 2)), {1, 2}, torch, len):
         assert roundtrip([value], 0)[0] is value
+
+
+def call(*args, **kwargs):
+    def forward(self, first, *rest, flag=None, **more): ...
+
+    return flatten_call(args, kwargs, parameters_of(forward)[1:])
+
+
+def test_a_call_is_named_by_the_signature_and_put_together_again():
+    t = tensors(4)
+    taken = call(t[0], t[1], flag=True, state={"h": t[2]}, pair=Pair(t[3], "x"))
+    assert taken.names == ["first", "rest_0", "state_h", "pair_0"]
+    args, kwargs, _ = unflatten_call(taken.tensors, taken.structure)
+    assert args == (t[0], t[1])
+    assert kwargs == {"flag": True, "state": {"h": t[2]}, "pair": Pair(t[3], "x")}
+
+
+def test_a_tensor_that_is_given_twice_is_one_tensor():
+    t = torch.tensor(1.0)
+    taken = call(t, other=[t])
+    assert (len(taken.tensors), taken.names) == (1, ["first"])
+    args, kwargs, _ = unflatten_call(["new"], taken.structure)
+    assert (args, kwargs) == (("new",), {"other": ["new"]})
+
+
+def test_two_paths_that_spell_one_name_are_told_apart():
+    a, b = tensors(2)
+    assert len(set(call(**{"x": {"y_0": a}, "x_y": [b]}).names)) == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"flag": True}, {"flag": False}),
+        ({"flag": True}, {"flag": 1}),
+        ({"flag": 1}, {"flag": 1.0}),
+        ({"flag": "a"}, {"flag": "b"}),
+        ({"flag": None}, {"flag": torch.tensor(1.0)}),
+        ({"flag": None}, {}),
+        ({"flag": Holder(a=1)}, {"flag": Holder(a=2)}),
+        ({"flag": [1, 2]}, {"flag": (1, 2)}),
+        ({"flag": torch.float32}, {"flag": torch.float64}),
+        ({"flag": len}, {"flag": max}),
+    ],
+)
+def test_what_changes_the_structure_of_a_call(one, other):
+    assert call(**one).structure == call(**one).structure
+    assert call(**one).structure != call(**other).structure
+    assert difference(call(**one).structure, call(**other).structure)
+
+
+def test_other_tensors_and_equal_objects_do_not_change_the_structure():
+    first, second = call(torch.ones(2), flag=Holder(a=1)), call(torch.ones(3, 4), flag=Holder(a=1))
+    assert first.structure == second.structure
+    assert difference(call(flag=True).structure, call(flag=False).structure) == "argument flag: True -> False"
+
+
+def test_an_object_that_the_module_changes_and_returns_is_the_callers_own():
+    mine = Holder(total=torch.tensor(1.0))
+    taken = call(mine)
+    args, _, known = unflatten_call(taken.tensors, taken.structure)
+    args[0].total = args[0].total + 1
+    args[0].more = torch.tensor(7.0)
+    found, schema = flatten([args[0]], drop_caches=True, known=known)
+    result = unflatten(found, schema, taken.objects)
+    assert result[0] is mine
+    assert (mine.total.item(), mine.more.item()) == (2.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ((i for i in range(3)), "can be read only once; pass a list"),
+        (torch.ones(2).numpy(), "pass a torch.Tensor"),
+        ({1, 2}, "pass a tuple"),
+        (torch.eye(2).to_sparse(), "sparse_coo tensor; ONNX graphs take dense ones"),
+    ],
+)
+def test_arguments_whose_contents_cannot_be_watched_are_refused_by_name(value, words):
+    with pytest.raises(TypeError, match=f"argument state_x .*{words}"):
+        call(state={"x": value})

@@ -1,0 +1,360 @@
+"""Arguments and results of any type: tensors out, the rest a structure, and the very types put together again.
+
+An ONNX graph takes and returns a flat list of tensors; modules take and return nested containers, dataclasses, caches of
+keys and values, and any object that merely passes through. ``torch.utils._pytree`` knows types that were registered;
+this walks those that nobody registered too.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+_DEPTH = 12
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, slice)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Slot:
+    """Place of the i-th tensor."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Constant:
+    """A value that is no tensor. Plain values are compared by type and value, all others are the same or not."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Constant):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        same = type(self.value) is type(other.value) and isinstance(self.value, _PLAIN)
+        return same and self.value == other.value
+
+    __hash__ = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sequence:
+    kind: type
+    items: tuple
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mapping:
+    kind: type
+    items: tuple
+    """(key, structure) pairs."""
+    default: Any = None
+    """The factory of a defaultdict."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Object:
+    """An instance of a class written in Python, by its attributes."""
+
+    kind: type
+    items: tuple
+    """(attribute, structure) pairs."""
+    number: int
+    """Counts the objects of one value, so that one that occurs twice, or holds itself, is made once."""
+    origin: int | None = None
+    """Number of the argument that this result is, changed by the module in place."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Again:
+    """The object that was taken apart before under this number."""
+
+    number: int
+
+
+Structure = _Slot | _Constant | _Sequence | _Mapping | _Object | _Again
+
+
+def flatten(
+    value: Any, *, drop_caches: bool, known: Mapping[int, int] | None = None
+) -> tuple[list[torch.Tensor], Structure]:
+    """Return the tensors in a module's result and the structure to put it together again.
+
+    Args:
+        value: what the module returned.
+        drop_caches: leave caches of keys and values out (they come back as None). Training ignores them, and as graph
+            outputs they would keep every layer's keys and values alive.
+        known: number by ``id()`` of the objects among the module's arguments.
+
+    Raises:
+        TypeError: a tensor hides in an object that cannot be taken apart.
+    """
+    walk = _Walk(drop_caches=drop_caches, known=known or {})
+    return walk.tensors, walk(value, "")
+
+
+def unflatten(tensors: Sequence[Any], structure: Structure, originals: Sequence[Any] = ()) -> Any:
+    """Return the value that `structure` describes, of the very types that the module returned.
+
+    Args:
+        tensors: the tensors in the order of :func:`flatten`.
+        structure: from :func:`flatten`.
+        originals: the caller's objects by number; a result that is one of them is that object, with new attributes.
+    """
+    return _Build(tensors, originals)(structure)
+
+
+@dataclasses.dataclass(slots=True)
+class Call:
+    """One call of a module, taken apart."""
+
+    tensors: list[torch.Tensor]
+    names: list[str]
+    """Of the tensors: ``"input_ids"``, ``"states_0_hidden"``."""
+    structure: tuple
+    """Compares equal for calls that differ in their tensors only. Shapes and dtypes are no part of it."""
+    objects: list[Any]
+    """The caller's own objects by number."""
+
+
+def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Sequence[inspect.Parameter]) -> Call:
+    """Take the arguments of a call apart.
+
+    A tensor that is given twice is one tensor of the result.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        parameters: of the module's ``forward``; they name the positional arguments.
+
+    Raises:
+        TypeError: an argument has a type whose contents cannot be watched; names the argument.
+    """
+    walk = _Walk(inputs=True)
+    positional = tuple(walk(value, name) for name, value in zip(_positional_names(len(args), parameters), args))
+    keyword = tuple((name, walk(value, name)) for name, value in kwargs.items())
+    return Call(walk.tensors, walk.names, (positional, keyword), walk.objects)
+
+
+def unflatten_call(tensors: Sequence[Any], structure: tuple) -> tuple[tuple, dict[str, Any], dict[int, int]]:
+    """Return args, kwargs, and the numbers of the objects that were made for them, by ``id()``."""
+    build = _Build(tensors, ())
+    positional, keyword = structure
+    args = tuple(build(item) for item in positional)
+    kwargs = {name: build(item) for name, item in keyword}
+    return args, kwargs, {id(made): number for number, made in build.made.items()}
+
+
+def difference(old: tuple, new: tuple) -> str:
+    """Return in a few words the first argument in which two structures differ."""
+    for (name, before), (_, after) in zip(_arguments(old), _arguments(new), strict=False):
+        if before != after:
+            return f"argument {name}: {_words(before)} -> {_words(after)}"
+    gone = [name for name, _ in _arguments(old)]
+    come = [name for name, _ in _arguments(new)]
+    return f"arguments {', '.join(gone) or 'none'} -> {', '.join(come) or 'none'}"
+
+
+def _arguments(structure: tuple) -> list[tuple[str, Structure]]:
+    positional, keyword = structure
+    return [*((str(i), item) for i, item in enumerate(positional)), *keyword]
+
+
+def _words(item: Structure) -> str:
+    if isinstance(item, _Constant):
+        return repr(item.value)[:40]
+    if isinstance(item, _Slot):
+        return "tensor"
+    return item.kind.__name__ if hasattr(item, "kind") else "an object"
+
+
+class _Walk:
+    """Takes one value apart."""
+
+    def __init__(self, *, inputs: bool = False, drop_caches: bool = False, known: Mapping[int, int] | None = None):
+        self.tensors: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self.objects: list[Any] = []
+        self._inputs = inputs
+        self._drop_caches = drop_caches
+        self._known = known or {}
+        self._slots: dict[int, _Slot] = {}
+        self._numbers: dict[int, int] = {}
+
+    def __call__(self, item: Any, name: str, depth: int = 0) -> Structure:
+        if isinstance(item, torch.Tensor):
+            return self._tensor(item, name)
+        if isinstance(item, _PLAIN):
+            return _Constant(item)
+        if is_cache(item) and self._drop_caches:
+            return _Constant(None)
+        if depth > _DEPTH:
+            return self._opaque(item, name)
+        if isinstance(item, Mapping):
+            pairs = tuple((key, self(val, f"{name}_{key}", depth + 1)) for key, val in item.items())
+            return _Mapping(type(item), pairs, getattr(item, "default_factory", None))
+        if isinstance(item, (list, tuple, collections.deque)):
+            items = tuple(self(val, f"{name}_{i}", depth + 1) for i, val in enumerate(item))
+            return _Sequence(type(item), items)
+        if id(item) in self._numbers:
+            return _Again(self._numbers[id(item)])
+        if not _has_attributes(item) or not (self._inputs or _holds_tensors(item, set())):
+            return self._opaque(item, name)
+        number = self._numbers[id(item)] = len(self.objects)
+        self.objects.append(item)
+        pairs = []
+        for attribute, value in _attributes(item):
+            if isinstance(value, torch.nn.Parameter) and not self._inputs:
+                pairs.append((attribute, _Constant(value)))  # it belongs to the module and is no result
+            else:
+                pairs.append((attribute, self(value, f"{name}_{attribute}", depth + 1)))
+        return _Object(type(item), tuple(pairs), number, self._known.get(id(item)))
+
+    def _tensor(self, item: torch.Tensor, name: str) -> _Slot:
+        if not self._inputs:
+            self.tensors.append(item)
+            return _Slot(len(self.tensors) - 1)
+        slot = self._slots.get(id(item))
+        if slot is None:
+            if item.layout != torch.strided:
+                raise TypeError(f"argument {name} is a {item.layout} tensor; ONNX graphs take dense ones: .to_dense()")
+            slot = self._slots[id(item)] = _Slot(len(self.tensors))
+            self.tensors.append(item)
+            # two paths may spell one name, as "a_b"[0] and "a"["b_0"] do
+            self.names.append(name if name not in self.names else f"{name}__{slot.index}")
+        return slot
+
+    def _opaque(self, item: Any, name: str) -> _Constant:
+        if self._inputs:
+            _refuse_unwatchable(item, name)
+        elif _holds_tensors(item, set()):
+            raise TypeError(
+                f"the module returns a {type(item).__module__}.{type(item).__qualname__}, which holds tensors and "
+                "cannot be taken apart; return a tuple, list, dict or dataclass"
+            )
+        return _Constant(item)
+
+
+class _Build:
+    """Puts one value together."""
+
+    def __init__(self, tensors: Sequence[Any], originals: Sequence[Any]):
+        self._tensors = tensors
+        self._originals = originals
+        self.made: dict[int, Any] = {}
+
+    def __call__(self, item: Structure) -> Any:
+        if isinstance(item, _Slot):
+            return self._tensors[item.index]
+        if isinstance(item, _Constant):
+            return item.value
+        if isinstance(item, _Sequence):
+            items = [self(part) for part in item.items]
+            return item.kind._make(items) if hasattr(item.kind, "_make") else item.kind(items)
+        if isinstance(item, _Mapping):
+            return self._mapping(item)
+        if isinstance(item, _Again):
+            return self.made[item.number]
+        if item.origin is not None:
+            result = self._originals[item.origin]
+        else:
+            result = item.kind.__new__(item.kind)  # __init__ may want more than the attributes
+        self.made[item.number] = result
+        for name, part in item.items:
+            object.__setattr__(result, name, self(part))
+        return result
+
+    def _mapping(self, item: _Mapping) -> Any:
+        items = {key: self(part) for key, part in item.items}
+        if dataclasses.is_dataclass(item.kind):  # transformers' ModelOutput
+            return item.kind(**items)
+        if issubclass(item.kind, defaultdict):
+            return item.kind(item.default, items)
+        return item.kind(items)
+
+
+def _positional_names(count: int, parameters: Sequence[inspect.Parameter]) -> list[str]:
+    names = []
+    for parameter in parameters:
+        if parameter.kind == inspect.Parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}_{i}" for i in range(count - len(names))]
+        elif parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    return [*names, *(f"argument_{i}" for i in range(len(names), count))][:count]
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...] | None:
+    """Return the names in ``__slots__`` of a class that is written in Python all the way; None for others."""
+    names: list[str] = []
+    for cls in kind.__mro__[:-1]:
+        if cls is SimpleNamespace:
+            continue
+        if cls.__module__ == "builtins" or not cls.__flags__ & (1 << 9):  # Py_TPFLAGS_HEAPTYPE
+            return None
+        slots = vars(cls).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
+
+
+def _has_attributes(item: Any) -> bool:
+    """Return True if `item` is what its attributes are: no module, function, class or type of C."""
+    if callable(item) or isinstance(item, (torch.nn.Module, ModuleType, Iterator)):
+        return False
+    plain = type(item).__new__ is object.__new__ or isinstance(item, SimpleNamespace)
+    return plain and _slots_of(type(item)) is not None
+
+
+def _attributes(item: Any) -> list[tuple[str, Any]]:
+    missing = object()
+    slots = [(name, getattr(item, name, missing)) for name in _slots_of(type(item)) or ()]
+    return [pair for pair in slots if pair[1] is not missing] + list(getattr(item, "__dict__", {}).items())
+
+
+def _refuse_unwatchable(item: Any, name: str) -> None:
+    """Raise for an argument whose contents may change without our seeing it: the graph would keep the first ones."""
+    kind = f"{type(item).__module__}.{type(item).__qualname__}"
+    if isinstance(item, Iterator):
+        raise TypeError(f"argument {name} is a {kind}, which can be read only once; pass a list")
+    if hasattr(item, "__array_interface__"):
+        raise TypeError(f"argument {name} is a {kind}, which the graph would keep as a constant; pass a torch.Tensor")
+    if isinstance(item, (set, frozenset)) and any(_holds_tensors(part, set()) for part in item):
+        raise TypeError(f"argument {name} is a {kind} of tensors, which have no order in it; pass a list")
+    if isinstance(item, (bytearray, set)):
+        raise TypeError(f"argument {name} is a {kind}, whose changes the graph would not notice; pass a tuple")
+
+
+def _holds_tensors(item: Any, seen: set[int], depth: int = 6) -> bool:
+    """Return True if a computed tensor is inside `item`; modules and their parameters are no results."""
+    if isinstance(item, torch.Tensor):
+        return not isinstance(item, torch.nn.Parameter)
+    if depth == 0 or id(item) in seen or callable(item) or isinstance(item, (*_PLAIN, torch.nn.Module, ModuleType)):
+        return False
+    seen.add(id(item))
+    if isinstance(item, Mapping):
+        parts: list[Any] = list(item.values())
+    elif isinstance(item, (list, tuple, set, frozenset, collections.deque)):
+        parts = list(item)
+    else:
+        parts = [value for _, value in _attributes(item)]
+    return any(_holds_tensors(part, seen, depth - 1) for part in parts)
+
+
+def is_cache(item: Any) -> bool:
+    """Return True for a transformers cache; imports nothing."""
+    return any(c.__name__ == "Cache" and c.__module__ == "transformers.cache_utils" for c in type(item).__mro__)
+
+
+def parameters_of(function: Callable) -> list[inspect.Parameter]:
+    """Return the parameters of a module's ``forward``."""
+    return list(inspect.signature(function).parameters.values())
