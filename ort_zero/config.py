@@ -89,7 +89,6 @@ class Config(_Strict):
 
 
 _NOT_YET = {
-    "ortmodule.exclude": lambda c: bool(c.ortmodule.exclude),
     "ortmodule.cache_dir": lambda c: c.ortmodule.cache_dir is not None,
     "statistics.enabled": lambda c: c.statistics.enabled,
     "memory.recompute": lambda c: c.memory.recompute != "off",

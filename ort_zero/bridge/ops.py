@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ort_zero.bridge.plan import Gather, Phase, Plan
 from ort_zero.bridge.rewrite import GATHER, REDUCE
@@ -140,6 +141,8 @@ class Table:
         self.counters = Counters()
         self.error: BaseException | None = None
         self.live: LiveElements | None = None
+        self.lends = False
+        """True if nodes of the graph run in PyTorch, which may want the weights again in their backward."""
         self.sums = sums or Sums()
         self._parameters = [[parameters[name] for name in event.weights] for event in plan.events]
         self._size = [sum(plan.weights[name].numel for name in event.weights) for event in plan.events]
@@ -183,6 +186,8 @@ class Table:
         if self.live is not None:
             weights = tuple(self.live.track(w) if _among(p, mine) else w
                             for w, p in zip(weights, parameters, strict=True))  # fmt: skip
+        if self.lends:
+            self._lend(weights, parameters)
         kept: list[Any] = []
         try:
             self._start_ahead(sequence, at, mine, kept)
@@ -193,6 +198,29 @@ class Table:
         if self.live is not None:
             self.live.note_ahead(self._ahead_elements())
         return weights
+
+    def borrow(self, parameters: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+        """Return the full weights of `parameters` outside of the plan's events. Collective."""
+        mine: list[Any] = []
+        try:
+            for parameter in parameters:
+                if self.store.in_flight(parameter):
+                    mine += self._take_over(parameter, list(parameters))
+            missing = self.store.partitioned(parameters)
+            if missing:
+                self.store.wait(self.store.start(missing))
+                mine += missing
+            return tuple(parameter.data.detach() for parameter in parameters)
+        finally:
+            self.store.release(mine)
+
+    def _lend(self, weights: Sequence[torch.Tensor], parameters: Sequence[Any]) -> None:
+        if len(_lent) > MOST_LENT:
+            for address in [a for a, lent in _lent.items() if lent.gone()]:
+                del _lent[address]
+        for weight, parameter in zip(weights, parameters, strict=True):
+            lent = LentWeight(weakref.ref(self), weakref.ref(parameter), StorageWeakRef(weight.untyped_storage()))
+            _lent[weight.data_ptr()] = lent  # one collective's weights share a storage
 
     def reduce(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
         """Hand the gradients of event `index` to their parameters, those that no other run will add to."""
@@ -306,6 +334,33 @@ class LiveElements:
 
     def _gone(self, size: int) -> None:
         self.current -= size
+
+
+@dataclass(frozen=True, slots=True)
+class LentWeight:
+    """A gathered weight that ORT holds."""
+
+    table: weakref.ref[Table]
+    parameter: weakref.ref
+    storage: StorageWeakRef
+
+    def gone(self) -> bool:
+        """Return True if ORT has let go of it, so that its memory may be somebody else's."""
+        return self.storage.expired()
+
+    def again(self, lenders: Sequence[LentWeight]) -> tuple[torch.Tensor, ...]:
+        """Return the full weights of `lenders`. Collective."""
+        return self.table().borrow([lent.parameter() for lent in lenders])
+
+
+MOST_LENT = 4096
+_lent: dict[int, LentWeight] = {}
+
+
+def lent_at(address: int) -> LentWeight | None:
+    """Return the gathered weight whose memory begins at `address`."""
+    lent = _lent.get(address)
+    return None if lent is None or lent.gone() else lent
 
 
 _numbers = itertools.count()

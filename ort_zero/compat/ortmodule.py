@@ -456,6 +456,9 @@ def patches() -> tuple[Patch, ...]:
                 result = forward(ctx, *inputs)
                 # upstream takes the newest graph: an export between forward and backward would free this one
                 ctx.ort_zero_graph = {name: getattr(self, name) for name in _GRAPH}
+                # upstream marks them one by one, and each mark replaces the one before
+                plain = self._graph_info.output_grad_indices_non_differentiable
+                ctx.mark_non_differentiable(*(result[i] for i in plain))
                 return result
 
             def own_backward(ctx, *grads):

@@ -1,33 +1,196 @@
-"""Watches a module while torch's tracer records it, and corrects what the tracer gets wrong."""
+"""Watches a module while it is traced: corrects what the tracer gets wrong, finds what no trace can hold."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import traceback
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 _COMPARISONS = frozenset(
     {torch.Tensor.ne, torch.Tensor.eq, torch.ne, torch.eq, torch.Tensor.__eq__, torch.Tensor.__ne__}
 )
+MOST_VALUES = 256
+"""A tensor with more elements that Python reads is data, and no setting."""
+_READS = {
+    torch.Tensor.__bool__: "takes a tensor for a Python bool",
+    torch.Tensor.__int__: "takes a tensor for a Python int",
+    torch.Tensor.__float__: "takes a tensor for a Python float",
+    torch.Tensor.__index__: "takes a tensor for a Python int",
+    torch.Tensor.item: "takes a tensor for a Python number",
+    torch.Tensor.__complex__: "takes a tensor for a Python number",
+    torch.Tensor.__contains__: "looks for a value in a tensor",
+    torch.Tensor.tolist: "takes a tensor for a Python list",
+    torch.Tensor.numpy: "takes a tensor for a NumPy array",
+}
+_COUNTS = {
+    torch.Tensor.__iter__: "loops over a tensor",
+    torch.Tensor.__len__: "takes the length of a tensor",
+    **dict.fromkeys((torch.Tensor.unbind, torch.unbind), "takes a tensor apart"),
+    **dict.fromkeys((torch.Tensor.split, torch.split, torch.Tensor.chunk, torch.chunk), "takes a tensor apart"),
+}
+"""Functions whose number of results depends on the shape of their argument."""
+_SHAPE_OF = re.compile(r"^aten::(size|sym_size|dim|numel|sym_numel|len|__len__)$|^prim::(shape|dtype|device|layout)$")
+_VALUES_UNREAD = re.compile(r"_like$|::new_(zeros|ones|empty|full)$")
+_DATA_SHAPED = frozenset(
+    f"aten::{name}"
+    for name in "nonzero nonzero_numpy argwhere _unique _unique2 unique_dim unique_consecutive masked_select"
+    " bincount".split()
+)
+_LIBRARY = re.compile(r"[/\\](torch|onnxruntime|onnx|ort_zero)[/\\]")
+
+
+class ValueReadError(BaseException):
+    """Python code of a module depends on the values of a tensor, which a trace cannot record.
+
+    Not an Exception: no ``except`` of a model may take it for one of its own.
+    """
+
+    def __init__(self, module: torch.nn.Module | None, what: str, where: str):
+        super().__init__(f"{what} ({where})")
+        self.module = module
+        """The innermost module that ran."""
+
+
+@dataclass(slots=True)
+class Guard:
+    """A value that Python code took from a tensor while it was traced: the trace holds for this value only."""
+
+    tensor: torch.Tensor
+    value: list
+    """The elements of `tensor`."""
+    read: ValueReadError
+
+
+class Seen(Protocol):
+    """What a trace does not hold."""
+
+    guards: list[Guard]
+    """Values that Python code took from tensors."""
+    normalised: list[torch.nn.Module]
+    """Modules that count their batches, once for each call."""
 
 
 class _Watch(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: list[torch.nn.Module] = []
+        self.guards: list[Guard] = []
+        self.normalised: list[torch.nn.Module] = []
+        self._known: dict[tuple[int, str], bool] = {}
+
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in _COMPARISONS:
             # the exporter's passes know no comparison of a tensor with a Python bool
             args = tuple(int(a) if isinstance(a, bool) else a for a in args)
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        read = self._read(func, args, kwargs)
+        if read is not None:
+            self._guard(func, args[0], read)
+        result = func(*args, **kwargs)
         _correct(result)
         return result
+
+    def _guard(self, func: Any, tensor: torch.Tensor, read: ValueReadError) -> None:
+        """Note what Python takes from `tensor`; raise for what changes with every batch."""
+        if func in _COUNTS:
+            if len(self.modules) > 1:
+                raise read  # such as a loop over the experts that were hit
+            tensor = tensor.size(0)
+        elif tensor.numel() > MOST_VALUES:
+            raise read
+        self.guards.append(Guard(tensor, tensor.detach().flatten().tolist(), read))
+
+    def _read(self, func: Any, args: tuple, kwargs: dict) -> ValueReadError | None:
+        """Return what `func` does if its result is Python's and depends on data."""
+        if func in _COUNTS:
+            mode, what = "shape", _COUNTS[func]
+        else:
+            mode, what = "value", _READS.get(func)
+        if what is None or not isinstance(args[0], torch.Tensor) or not torch.jit.is_tracing():
+            return None
+        # what data decides the size of, nonzero() and the like, is the first axis
+        if mode == "shape" and _counted_axis(func, args, kwargs) % max(1, args[0].dim()) != 0:
+            return None
+        if not self._depends_on_data(torch._C._get_value_trace(args[0]), mode) or _asked_by_ort():
+            return None
+        return ValueReadError(self.modules[-1] if self.modules else None, what, _user_line())
+
+    def _depends_on_data(self, value: Any, mode: str) -> bool:
+        """Return True if the values (or the shape) of a traced value depend on more than the shapes of the inputs."""
+        stack = [(value, mode)]
+        seen = set()
+        while stack:
+            value, mode = stack.pop()
+            key = (value.unique(), mode)
+            if key in seen or self._known.get(key) is False:
+                continue
+            seen.add(key)
+            node = value.node()
+            kind = node.kind()
+            if kind == "prim::Param":
+                if mode == "value":
+                    return True
+                continue
+            if kind == "prim::Constant":
+                continue
+            if mode == "shape" and (kind in _DATA_SHAPED or _indexed_by_bool(node)):
+                return True
+            if mode == "value" and _VALUES_UNREAD.search(kind):
+                continue
+            if _SHAPE_OF.search(kind):
+                mode = "shape"
+            for given in node.inputs():
+                is_tensor = given.type().kind() in ("TensorType", "ListType", "OptionalType") and not _is_numbers(given)
+                stack.append((given, mode if is_tensor else "value"))
+        self._known.update(dict.fromkeys(seen, False))
+        return False
+
+
+def _counted_axis(func: Any, args: tuple, kwargs: dict) -> int:
+    if "dim" in kwargs:
+        return kwargs["dim"]
+    position = 1 if func in (torch.Tensor.unbind, torch.unbind) else 2
+    return args[position] if len(args) > position else 0
+
+
+def _is_numbers(value: Any) -> bool:
+    kind = value.type()
+    return kind.kind() == "ListType" and kind.getElementType().kind() not in ("TensorType", "OptionalType")
+
+
+def _indexed_by_bool(node: Any) -> bool:
+    if node.kind() == "aten::where":
+        return len(list(node.inputs())) == 1
+    if node.kind() != "aten::index":
+        return False
+    indices = list(node.inputs())[1].node()
+    return any(i.type().kind() == "TensorType" and i.type().scalarType() in ("Bool", "Byte") for i in indices.inputs())
+
+
+def _asked_by_ort() -> bool:
+    """Return True if a hook of ORTModule reads: it looks how much of a batch is padding, and both answers are right."""
+    frames = (frame.filename for frame in reversed(traceback.extract_stack()))
+    caller = next(name for name in frames if name != __file__ and not name.endswith("overrides.py"))
+    return "onnxruntime" in caller
+
+
+def _user_line() -> str:
+    """Return "FILE:LINE in FUNCTION" of the model's code that runs."""
+    frames = [f for f in traceback.extract_stack() if not _LIBRARY.search(f.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown line"
 
 
 def _correct(result: Any) -> None:
     """Note in the trace which results have a gradient; the tracer forgets it for convolutions."""
     if isinstance(result, torch.Tensor):
-        if result.requires_grad:
+        if result.requires_grad and torch.jit.is_tracing():
             value = torch._C._get_value_trace(result)
             if not value.requiresGrad():
                 value.inferTypeFrom(result)
@@ -37,10 +200,29 @@ def _correct(result: Any) -> None:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Watch the module that runs inside, if it is being traced."""
-    if not torch.jit.is_tracing():
-        yield
-        return
-    with _Watch():
-        yield
+def watched() -> Iterator[Seen]:
+    """Watch the module that is traced inside, and return what is seen.
+
+    Raises:
+        ValueReadError: Python code inside depends on more than single values of tensors.
+    """
+    watch = _Watch()
+
+    def enter(module: torch.nn.Module, args: tuple) -> None:
+        watch.modules.append(module)
+        if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.training:
+            watch.normalised.append(module)
+
+    def leave(module: torch.nn.Module, args: tuple, result: Any) -> None:
+        del watch.modules[-1]
+
+    hooks = [
+        torch_module.register_module_forward_pre_hook(enter),
+        torch_module.register_module_forward_hook(leave),
+    ]
+    try:
+        with watch:
+            yield watch
+    finally:
+        for hook in hooks:
+            hook.remove()

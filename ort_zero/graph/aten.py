@@ -69,21 +69,23 @@ class Operator:
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Run the operator."""
 
-        def build(argument: Any) -> Any:
-            if isinstance(argument, Tensor):
-                return _from_value(tensors[argument.index], argument.kind)
-            if isinstance(argument, Number):
-                return tensors[argument.index].item()
-            if isinstance(argument, List):
-                return [build(item) for item in argument.items]
-            return argument.value
-
-        positional = [build(argument) for name, argument in self.arguments if name is None]
-        by_name = {name: build(argument) for name, argument in self.arguments if name is not None}
+        positional = [_build(argument, tensors) for name, argument in self.arguments if name is None]
+        by_name = {name: _build(argument, tensors) for name, argument in self.arguments if name is not None}
         if self.name.endswith("_"):  # it would change an input, which belongs to the graph
             positional[0] = positional[0].clone()
         result = _callable(self.name, self.overload)(*positional, **by_name)
         return [_as_value(part) for part in _flat_results(result)]
+
+
+def _build(argument: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the value of an argument. No inner function: one that calls itself would keep `tensors` alive."""
+    if isinstance(argument, Tensor):
+        return _from_value(tensors[argument.index], argument.kind)
+    if isinstance(argument, Number):
+        return tensors[argument.index].item()
+    if isinstance(argument, List):
+        return [_build(item, tensors) for item in argument.items]
+    return argument.value
 
 
 def _flat_results(result: Any) -> list[Any]:
@@ -163,8 +165,14 @@ def result_shapes(operator: Operator, inputs: Sequence[TracedValue], outputs: Se
 
     A result of size 1 that nothing is known about is taken for what ``keepdim`` leaves.
     """
-    found = shapes.output_shapes(operator, [v.known_sizes for v in inputs], [v.dtype for v in inputs])
+    known, dtypes = [v.known_sizes for v in inputs], [v.dtype for v in inputs]
+    found = shapes.output_shapes(operator, known, dtypes)
     if found is None or len(found) != len(outputs):
+        traced = [v.traced_sizes for v in inputs]
+        if all(size is not None for sizes in traced for size in sizes):
+            found = shapes.ones_that_stay(operator, known, traced, dtypes)
+            if [len(shape) for shape in found] == [out.rank for out in outputs]:
+                return found
         return [[1 if size == 1 else None for size in out.traced_sizes] for out in outputs]
     return [[dim if isinstance(dim, int) else None for dim in shape] for shape in found]
 

@@ -2,20 +2,45 @@
 
 The node is a PythonOp of ORT. Its forward runs the function under autograd; its backward runs what autograd recorded.
 In between only what autograd saved is kept, in memory of its own: ORT may give the buffer of an input or of an output
-to another value as soon as no node of the graph needs it any more.
+to another value as soon as no node of the graph needs it any more. Weights are not copied: those that ZeRO-3 gathered
+are gathered again for the backward, all others stay where they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 Function = Callable[..., Sequence[torch.Tensor]]
 
+class Lender(Protocol):
+    """A weight that can be had again; compares equal for one weight."""
+
+    def again(self, lenders: Sequence[Lender]) -> Sequence[torch.Tensor]:
+        """Return the full weights of `lenders`, all of one kind. Collective."""
+
+
+STAYS = object()
+"""Stands for memory that outlives the graph's run: a weight that is not partitioned."""
+
+_source_of: Callable[[int], Any] = lambda address: None  # noqa: E731
 _failures: list[BaseException] = []
+
+
+@contextlib.contextmanager
+def sources(source_of: Callable[[int], Any]) -> Iterator[None]:
+    """Ask ``source_of(address)`` about inputs of nodes: a :class:`Lender`, `STAYS`, or None for ORT's own memory."""
+    global _source_of
+    before, _source_of = _source_of, source_of
+    try:
+        yield
+    finally:
+        _source_of = before
 
 
 def take_failure() -> BaseException | None:
@@ -63,19 +88,41 @@ class _Enter(torch.autograd.Function):
         return None, gradient
 
 
+@dataclass(slots=True)
+class _View:
+    """A saved view of a weight that is not here."""
+
+    weight: _Borrowed
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class _Borrowed:
+    lender: Lender
+    full: torch.Tensor | None = None
+    """The whole weight, while the backward runs."""
+
+
 class _OwnCopies:
     """Copies the saved tensors whose memory belongs to ORT; several views of one storage share one copy."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
         self.storages = {_address(t) for t in inputs}
         self.saved: set[int] = set()
+        found = {address: _source_of(address) for address in self.storages}
+        self.staying = {address for address, source in found.items() if source is STAYS}
+        self.borrowed = {a: _Borrowed(source) for a, source in found.items() if source not in (None, STAYS)}
         self._copies: dict[int, torch.Tensor] = {}
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> Any:
         address = _address(tensor)
         self.saved.add(address)
-        if address not in self.storages:
+        if address not in self.storages or address in self.staying:
             return tensor.detach()
+        if address in self.borrowed:
+            return _View(self.borrowed[address], tensor.size(), tensor.stride(), tensor.storage_offset())
         base = self._copies.get(address)
         if base is None:
             whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
@@ -83,6 +130,26 @@ class _OwnCopies:
         elif base.dtype != tensor.dtype:
             return tensor.detach().clone()
         return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    if isinstance(saved, _View):
+        return saved.weight.full.as_strided(saved.size, saved.stride, saved.offset)
+    return saved
+
+
+@contextlib.contextmanager
+def _whole(borrowed: Sequence[_Borrowed]) -> Iterator[None]:
+    """Have the borrowed weights here; all ranks ask for the same ones, whatever autograd saved on each."""
+    try:
+        if borrowed:
+            lenders = [weight.lender for weight in borrowed]
+            for weight, full in zip(borrowed, lenders[0].again(lenders), strict=True):
+                weight.full = full
+        yield
+    finally:
+        for weight in borrowed:
+            weight.full = None
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -98,12 +165,13 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
             outputs = function(*arguments)
     else:
         leaf = torch.empty(0, requires_grad=True)
-        with torch.enable_grad(), saved_tensors_hooks(own.pack, lambda tensor: tensor):
+        with torch.enable_grad(), saved_tensors_hooks(own.pack, _unpack):
             for i in wanted:
                 arguments[i] = _Enter.apply(leaf, arguments[i])
             ctx.starts = {i: get_gradient_edge(arguments[i]) for i in wanted}
             outputs = function(*arguments)
         ctx.shapes = [(t.shape, t.dtype, t.device) for t in inputs]
+        ctx.borrowed = list(own.borrowed.values())
         ctx.ends = [(get_gradient_edge(t), t.shape) if t.requires_grad else None for t in outputs]
     foreign = own.storages | own.saved
     results = []
@@ -124,17 +192,17 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch
             ends.append(end[0])
             given.append(gradient)
     starts = list(ctx.starts.values())
-    with torch.no_grad():
+    with torch.no_grad(), _whole(ctx.borrowed):
         found = torch.autograd.grad(ends, starts, given, allow_unused=True) if ends else [None] * len(starts)
     by_input = dict(zip(ctx.starts, found, strict=True))
     foreign = {_address(t) for t in given}
     results = []
     for i, (shape, dtype, device) in enumerate(ctx.shapes):
         gradient = by_input.get(i)
-        if gradient is None:
+        if gradient is None or gradient._is_zerotensor():
             gradient = torch.zeros(shape, dtype=dtype, device=device)
         gradient = gradient.detach().contiguous()
         results.append(gradient.clone() if _address(gradient) in foreign else gradient)
         foreign.add(_address(results[-1]))
-    ctx.ends = ctx.starts = ctx.shapes = None
+    ctx.ends = ctx.starts = ctx.shapes = ctx.borrowed = None
     return tuple(results)

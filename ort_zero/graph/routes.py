@@ -8,11 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero.compat.torch_onnx import TracedNode, TracedValue, torch_dtype
-from ort_zero.graph import aten, shapes
-from ort_zero.graph.symbolics import IN_TORCH, WITHOUT_GRADIENT
+from ort_zero.graph import aten, shapes, submodules
+from ort_zero.graph.symbolics import IN_TORCH, WITHOUT_GRADIENT, WRONG_GRADIENT
 
 _NO_KERNEL = re.compile(r"Could not find an implementation for (?P<operator>\w+)\(")
 _NO_GRADIENT = re.compile(r"gradient builder has not been registered: (?P<operator>\w+)")
+_WHOSE_GRADIENT_IS = {"Cos": ("Sin",), "Sin": ("Cos",), "Sign": ("Abs",), "Exp": ("Erf", "Gelu"), "Pow": ("Sqrt",)}
+"""Operators in gradients to those whose gradients they are."""
 
 
 class Routes:
@@ -43,13 +45,17 @@ class Routes:
             if match is None:
                 continue
             operator = re.sub(r"Grad(_\d+)?$", "", match["operator"])
-            if operator not in self._learned:
-                self._learned[operator] = why.format(match["operator"])
+            known = len(self._learned)
+            for avoided in (operator, *_WHOSE_GRADIENT_IS.get(operator, ())):
+                self._learned.setdefault(avoided, why.format(match["operator"]))
+            if len(self._learned) > known:
                 return True
         return False
 
     def before(self, node: TracedNode) -> str | None:
         """Return why `node` cannot be exported, or None to try."""
+        if node.name == submodules.OPERATOR:
+            return submodules.call_numbered(node.argument("call").constant_number).reason
         if aten.uses_complex(node):
             return "ONNX Runtime has no complex numbers"
         entry = IN_TORCH.get(node.name.removesuffix("_"))
@@ -64,6 +70,8 @@ class Routes:
             for operator in made:
                 if operator in WITHOUT_GRADIENT:
                     return f"ONNX Runtime has no gradient for {operator}"
+                if operator in WRONG_GRADIENT:
+                    return WRONG_GRADIENT[operator]
         return None
 
     def run_in_torch(self, node: TracedNode, why: str) -> tuple[list[TracedValue], dict[str, Any]]:
@@ -71,7 +79,8 @@ class Routes:
         operator, inputs = aten.operator_of(node)
         name, function = aten.function_for(operator)
         self._register(name, function)
-        self.taken.setdefault(node.name, why)
+        if node.name != submodules.OPERATOR:
+            self.taken.setdefault(node.name, why)
         outputs = node.outputs
         self._sizes = aten.result_shapes(operator, inputs, outputs)
         ones = [[j for j, size in enumerate(sizes) if size == 1] for sizes in self._sizes]

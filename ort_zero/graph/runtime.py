@@ -35,6 +35,7 @@ from ort_zero.bridge.rewrite import describe, rewrite
 from ort_zero.bridge.zero_parameters import DeepSpeedParameters, full_shape, is_partitioned
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_checkpoint, torch_onnx, tracing
+from ort_zero.compat.tracing import ValueReadError
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
 from ort_zero.graph import in_torch, structure
@@ -43,8 +44,21 @@ from ort_zero.graph.failures import explain
 from ort_zero.graph.optimized import unfuse_for_cpu
 from ort_zero.graph.routes import Routes, infer_python_op
 from ort_zero.graph.standins import full_shape_weights, unchanged_buffers
+from ort_zero.graph.submodules import KeptInTorch
 from ort_zero.hooks.manager import paused
 from ort_zero.log import get_logger
+
+GUARD_FAILURES = 3
+"""So often a graph is made again because a value changed that Python code reads; then its module stays in PyTorch."""
+
+
+class GuardFailedError(BaseException):
+    """A graph does not hold for this call; not an Exception, so that ORT's own handlers let it pass."""
+
+    def __init__(self, read: ValueReadError):
+        super().__init__(str(read))
+        self.read = read
+
 
 STRUCTURE = "ort_zero_structure"
 """Name of the argument that tells upstream the structure of a call: another string, another graph."""
@@ -85,14 +99,19 @@ class Runtime:
         self.tables: dict[bool, ops.Table] = {}
         self.sums = ops.Sums()
         self.fallback_reason: str | None = None
+        self.kept = KeptInTorch(module, config.exclude)
         self.routes = {mode: Routes(mode, ort_compat.register_function) for mode in (True, False)}
         self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._parameters = structure.parameters_of(module.forward)
         self._structures: list[tuple] = []
         self._call: structure.Call | None = None
+        self.guards: dict[bool, list[tuple[Any, ValueReadError]]] = {True: [], False: []}
+        self._guard_failures: Counter = Counter()
+        self._count_batches: list[torch.nn.Module] = []
         self._agreed_once = False
         self._several = False
-        self._must_vote = self._must_exchange = self._exporting = False
+        self._must_vote = self._must_exchange = self._exporting = self._forced = False
+        self._users_error: BaseException | None = None
         self._started = 0.0
         self._pending_digest: str | None = None
 
@@ -114,13 +133,18 @@ class Runtime:
         in_torch.take_failure()
         try:
             while True:
+                # ranks that build the same graph learn the same, or wait for this one
                 try:
-                    return run()
+                    with in_torch.sources(self._sources()):
+                        return run()
+                except ValueReadError as read:
+                    self._keep_in_torch(read)
+                except GuardFailedError as failed:
+                    self._guard_failed(failed.read)
                 except Exception as error:
-                    # ranks that built the same graph have learned the same, or wait for this one
                     if not self._exporting or not self.routes[manager.training].learn(str(error)):
                         raise
-                    manager.forget_graph()
+                manager.forget_graph()
         except BaseException as error:
             clear: BaseException = self._failed(manager, error)
             if self.config.fallback != "warn" or not isinstance(clear, (ExportError, RankError)):
@@ -138,6 +162,11 @@ class Runtime:
 
     def needs_export(self, verdict: bool) -> bool:
         """Return True on all ranks if one of them has to export."""
+        if self._forced:
+            self._forced = False
+            self._must_exchange = self._must_exchange or (self._several and self.stage == 3)
+            self._exporting = True
+            return True
         if self._must_vote:
             votes = agreement.votes(int(verdict), self._trainable_digest(), self.group)
             self._must_vote = False
@@ -160,6 +189,7 @@ class Runtime:
         with (
             paused(),
             torch_checkpoint.watch(self._refuse_checkpointing),
+            self.kept.as_operators(),
             torch_onnx.routing(self.routes[self.module.training]),
             unchanged_buffers(flattened_module),
             full_shape_weights(flattened_module),
@@ -189,14 +219,46 @@ class Runtime:
         args, kwargs, known = structure.unflatten_call(tensors, self._call.structure)
         if torch.jit.is_tracing() and module.training:
             # the trace then tells what has a gradient; nothing needs to be kept for one
-            with torch.enable_grad(), tracing.watched(), saved_tensors_hooks(lambda tensor: None, _never_unpacked):
-                value = module(*args, **kwargs)
-        else:
+            with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, _never_unpacked):
+                return self._traced(module, args, kwargs, known)
+        if torch.jit.is_tracing():
+            return self._traced(module, args, kwargs, known)
+        try:
             value = module(*args, **kwargs)
+        except Exception as error:
+            self._users_error = error  # PyTorch would raise it too
+            raise
         return structure.flatten(value, drop_caches=self.module.training, known=known)
+
+    def _traced(self, module: torch.nn.Module, args: tuple, kwargs: dict, known: dict) -> tuple[list, Any]:
+        """Run the module for the tracer; the values that its Python code takes become outputs, to be compared."""
+        with tracing.watched() as seen:
+            value = module(*args, **kwargs)
+        tensors, schema = structure.flatten(value, drop_caches=self.module.training, known=known)
+        self.guards[self.module.training] = [(guard.value, guard.read) for guard in seen.guards]
+        self._count_batches = [m for m in seen.normalised if m.num_batches_tracked is not None]
+        return tensors + [guard.tensor.detach().flatten() for guard in seen.guards], schema
+
+    def _check_guards(self, tensors: Any, training: bool) -> None:
+        """Raise unless Python would take the values that it took when the graph was made. All ranks under ZeRO-3."""
+        guards = self.guards[training]
+        if not guards:
+            return
+        found = [tensor.tolist() for tensor in tensors[-len(guards) :]]
+        failed = next((read for (value, read), now in zip(guards, found, strict=True) if value != now), None)
+        if self.stage == 3 and self._several:
+            votes = agreement.votes(int(failed is not None), 0, self.group)
+            failed = failed or (guards[0][1] if any(vote.code for vote in votes) else None)
+        if failed is not None:
+            raise GuardFailedError(failed)
 
     def restore_outputs(self, tensors: Any, schema: Any) -> Any:
         """Put the module's outputs together."""
+        training = self.module.training and torch.is_grad_enabled()
+        self._check_guards(tensors, training)
+        if training:
+            for module in self._count_batches:
+                module.num_batches_tracked.add_(1)  # an update in place that the exporter leaves out
         return structure.unflatten(tensors, schema, self._call.objects)
 
     def graph_built(self, manager: ort_compat.ManagerView) -> None:
@@ -262,6 +324,7 @@ class Runtime:
         model, gradient = rewrite(manager.model, plan, table=table.number, training=manager.training)
         manager.model = model
         manager.drop_graph_inputs(set(plan.weights), "ort_zero_trigger", gradient)
+        table.lends = any(node.op_type == "PythonOpGrad" for node in model.graph.node)
         self.tables[manager.training] = table
 
     def _refuse_unsupported(self) -> None:
@@ -276,6 +339,47 @@ class Runtime:
                     f'train in fp32 (drop "{"bf16" if kind == "bfloat16" else "fp16"}" from the DeepSpeed config), '
                     'use a GPU, or set "ort_zero": {"ortmodule": {"enabled": false}}'
                 )
+
+    def _guard_failed(self, read: ValueReadError) -> None:
+        """Make the graph again for the value that Python takes now; what changes often stays in PyTorch."""
+        self._must_vote = False
+        self._forced = True
+        self._guard_failures[str(read)] += 1
+        if self._guard_failures[str(read)] > GUARD_FAILURES:
+            self._keep_in_torch(read)
+        else:
+            path = self.kept.path_of(read.module)
+            get_logger().info("graph made again: %s %s, and the value has changed", path, read)
+
+    def _keep_in_torch(self, read: ValueReadError) -> None:
+        """Keep the submodule that reads values in PyTorch.
+
+        Raises:
+            ExportError: it is the model itself.
+        """
+        if not self.kept.add(read.module, str(read)):
+            raise ExportError(
+                f"{type(self.module).__name__} cannot run in ONNX Runtime: its forward {read}, and the rest depends "
+                "on the values; move that code into a submodule, which then stays in PyTorch by itself, or run the "
+                'model in PyTorch with "ort_zero": {"ortmodule": {"enabled": false}}'
+            ) from None
+        share = self.kept.share()
+        log = get_logger().warning if share > 0.5 else get_logger().info
+        log("%s stays in PyTorch (%.0f %% of the parameters so far): it %s",
+            self.kept.path_of(read.module), 100 * share, read)  # fmt: skip
+
+    def _sources(self) -> Callable[[int], Any]:
+        """Return who tells which memory is a weight's, for nodes that run in PyTorch; see :mod:`.in_torch`."""
+        if self.tables:
+            return ops.lent_at
+        here: set[int] = set()
+
+        def source_of(address: int) -> Any:
+            if not here:
+                here.update(p.untyped_storage().data_ptr() for p in self.module.parameters())
+            return in_torch.STAYS if address in here else None
+
+        return source_of
 
     def _trainable_digest(self) -> int:
         return zlib.crc32(bytes(p.requires_grad for p in self.module.parameters()))
@@ -305,7 +409,8 @@ class Runtime:
             with contextlib.suppress(Exception):
                 table.drain()
         building = self._must_vote or self._must_exchange or self._exporting
-        clear = explain(error, self.module) if building else error
+        clear = explain(error, self.module) if building and error is not self._users_error else error
+        self._users_error = None
         waiting, self._must_vote = self._must_vote, False
         if waiting:
             agreement.votes(agreement.FAILED, 0, self.group)
@@ -348,7 +453,10 @@ class Runtime:
             "backend": "torch" if self.fallback_reason else "onnxruntime",
             "fallbacks": int(self.fallback_reason is not None),
             "fallback_reason": self.fallback_reason,
-            "in_torch": {name: why for routes in self.routes.values() for name, why in routes.taken.items()},
+            "in_torch": {
+                **self.kept.reasons,
+                **{name: why for routes in self.routes.values() for name, why in routes.taken.items()},
+            },
             "graphs": graphs,
         }
 

@@ -16,10 +16,24 @@ from ort_zero.compat import deepspeed as ds_compat
 
 
 @contextlib.contextmanager
+def plain_access(module: torch.nn.Module) -> Iterator[None]:
+    """Let a look at a partitioned parameter of `module` be no reason for DeepSpeed to gather it."""
+    marked: list[tuple[torch.nn.Module, bool]] = []
+    try:
+        for child in module.modules():
+            old = ds_compat.set_in_forward(child, False)
+            if old:
+                marked.append((child, old))
+        yield
+    finally:
+        for child, old in marked:
+            ds_compat.set_in_forward(child, old)
+
+
+@contextlib.contextmanager
 def full_shape_weights(module: torch.nn.Module) -> Iterator[None]:
     """Hold stand-ins in every partitioned parameter of `module`, and DeepSpeed's own forward machinery still."""
     saved: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-    marked: list[tuple[torch.nn.Module, bool]] = []
     linear = torch.nn.functional.linear
     try:
         plain = ds_compat.plain_linear()
@@ -31,16 +45,11 @@ def full_shape_weights(module: torch.nn.Module) -> Iterator[None]:
                 # each has its own storage and value: torch's exporter merges equal initializers
                 one = torch.full((1,), 1e-4 * (i + 1), dtype=parameter.dtype, device=parameter.device)
                 parameter.data = one.expand(full_shape(parameter))
-        for child in module.modules():
-            old = ds_compat.set_in_forward(child, False)
-            if old:
-                marked.append((child, old))
-        yield
+        with plain_access(module):
+            yield
     finally:
         for parameter, data in saved:
             parameter.data = data
-        for child, old in marked:
-            ds_compat.set_in_forward(child, old)
         torch.nn.functional.linear = linear
 
 

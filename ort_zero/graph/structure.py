@@ -1,7 +1,7 @@
 """Arguments and results of any type: tensors out, the rest a structure, and the very types put together again.
 
-An ONNX graph takes and returns a flat list of tensors; modules take and return nested containers, dataclasses, caches of
-keys and values, and any object that merely passes through. ``torch.utils._pytree`` knows types that were registered;
+An ONNX graph takes and returns a flat list of tensors; modules take and return nested containers, dataclasses, caches
+of keys and values, and any object that merely passes through. ``torch.utils._pytree`` knows types that were registered;
 this walks those that nobody registered too.
 """
 
@@ -48,6 +48,13 @@ class _Constant:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Size:
+    """A ``torch.Size`` whose numbers the i-th tensor holds."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Sequence:
     kind: type
     items: tuple
@@ -82,7 +89,7 @@ class _Again:
     number: int
 
 
-Structure = _Slot | _Constant | _Sequence | _Mapping | _Object | _Again
+Structure = _Slot | _Constant | _Size | _Sequence | _Mapping | _Object | _Again
 
 
 def flatten(
@@ -159,7 +166,7 @@ def difference(old: tuple, new: tuple) -> str:
     """Return in a few words the first argument in which two structures differ."""
     for (name, before), (_, after) in zip(_arguments(old), _arguments(new), strict=False):
         if before != after:
-            return f"argument {name}: {_words(before)} -> {_words(after)}"
+            return f"argument {name}: {words(before)} -> {words(after)}"
     gone = [name for name, _ in _arguments(old)]
     come = [name for name, _ in _arguments(new)]
     return f"arguments {', '.join(gone) or 'none'} -> {', '.join(come) or 'none'}"
@@ -170,7 +177,8 @@ def _arguments(structure: tuple) -> list[tuple[str, Structure]]:
     return [*((str(i), item) for i, item in enumerate(positional)), *keyword]
 
 
-def _words(item: Structure) -> str:
+def words(item: Structure) -> str:
+    """Return in a word or two what a structure stands for."""
     if isinstance(item, _Constant):
         return repr(item.value)[:40]
     if isinstance(item, _Slot):
@@ -196,6 +204,8 @@ class _Walk:
             return self._tensor(item, name)
         if isinstance(item, _PLAIN):
             return _Constant(item)
+        if isinstance(item, torch.Size):
+            return self._size(item)
         if is_cache(item) and self._drop_caches:
             return _Constant(None)
         if depth > _DEPTH:
@@ -234,6 +244,14 @@ class _Walk:
             self.names.append(name if name not in self.names else f"{name}__{slot.index}")
         return slot
 
+    def _size(self, item: torch.Size) -> Structure:
+        if self._inputs or not item:
+            return _Constant(item)
+        # the tracer's sizes are tensors, and another batch has others
+        sizes = [size if isinstance(size, torch.Tensor) else torch.tensor(size) for size in item]
+        self.tensors.append(torch.stack(sizes))
+        return _Size(len(self.tensors) - 1)
+
     def _opaque(self, item: Any, name: str) -> _Constant:
         if self._inputs:
             _refuse_unwatchable(item, name)
@@ -258,6 +276,8 @@ class _Build:
             return self._tensors[item.index]
         if isinstance(item, _Constant):
             return item.value
+        if isinstance(item, _Size):
+            return torch.Size(self._tensors[item.index].tolist())
         if isinstance(item, _Sequence):
             items = [self(part) for part in item.items]
             return item.kind._make(items) if hasattr(item.kind, "_make") else item.kind(items)

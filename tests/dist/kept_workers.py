@@ -1,0 +1,150 @@
+"""Models of which a part runs in PyTorch inside the graph, trained by real engines on several ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+import torch
+from torch import nn
+from workers import ds_config, full_parameters, start
+
+import ort_zero
+from ort_zero.bridge import ops
+
+STEPS = 5
+
+
+class Experts(nn.Module):
+    """Which experts are hit depends on the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+
+    def forward(self, x):
+        weights = self.gate(x).softmax(-1)
+        best = weights.argmax(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows = (best == i).nonzero().flatten()
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, i : i + 1])
+        return out
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.ModuleList([Experts(), Experts()])
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        for layer in self.layers:
+            h = h + layer(h)
+        return self.last(h).pow(2).mean()
+
+
+class Operators(nn.Module):
+    """Weights of operators that run in PyTorch: recurrent, in groups, normalised."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.lstm = nn.LSTM(16, 8, bidirectional=True, batch_first=True)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1, groups=4, bias=False)
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x):
+        h = self.lstm(self.first(x).unsqueeze(1).expand(-1, 5, -1))[0]
+        h = self.norm(self.conv(h.transpose(1, 2))).transpose(1, 2)
+        return self.last(h).pow(2).mean()
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return h * 2 if x[0, 0] > 0 else h
+
+
+class Branches(nn.Module):
+    """A branch that turns on one rank only."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = Branch()
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.branch(x))).pow(2).mean()
+
+
+MODELS = {cls.__name__: cls for cls in (MixtureOfExperts, Operators, Branches)}
+
+
+def batch(name: str, step: int) -> torch.Tensor:
+    """Return other data for each rank and step."""
+    rank = torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    # enough rows for every expert: plain ZeRO-1 cannot reduce on one rank what another one did not use
+    x = torch.randn(64 + step % 2, 16, generator=generator)
+    if name == "Branches":
+        x[0, 0] = -1.0 if rank == 1 and step >= 2 else 1.0
+    return x
+
+
+def train(name: str, stage: int, ort: bool) -> dict[str, Any]:
+    """Train one model and return what the test asserts on."""
+    import deepspeed
+    from deepspeed.utils import set_z3_leaf_modules
+
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if name == "MixtureOfExperts" and not ort and stage == 3:
+        set_z3_leaf_modules(model, [Experts])  # without it ranks that hit other experts wait for each other
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=ds_config(stage, ort=True if ort else None, **zero),
+    )
+    losses, left, held = [], [], []
+    for step in range(STEPS):
+        loss = engine(batch(name, step))
+        if ort and stage == 3:
+            left.append(sum(p.ds_status.name != "NOT_AVAILABLE" for p in model.parameters()))
+            held.append(sum(not lent.gone() for lent in ops._lent.values()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    result = {
+        "losses": losses,
+        "parameters": full_parameters(model),
+        "buffers": {n: b.clone() for n, b in model.named_buffers()},
+        "status": ort_zero.status()["models"][-1] if ort else None,
+        "left_whole": left,
+        "held": held,
+    }
+    engine.destroy()
+    return result
+
+
+def compare(names: list[str], stages: list[int]) -> dict[str, Any]:
+    """Train each model in PyTorch and in ORT for each stage."""
+    start()
+    report = {}
+    for name in names:
+        for stage in stages:
+            report[name, stage] = (train(name, stage, False), train(name, stage, True))
+    return report
