@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,6 +76,9 @@ class Seen(Protocol):
     normalised: list[torch.nn.Module]
     """Modules that count their batches, once for each call."""
 
+    def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a result that depends on the arguments."""
+
 
 class _Watch(TorchFunctionMode):
     def __init__(self) -> None:
@@ -96,6 +99,27 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **kwargs)
         _correct(result)
         return result
+
+    def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return `result`, computed from a size of an argument if nothing else is: ORT wants no constant results."""
+        value = torch._C._get_value_trace(result)
+        sized = next((tensor for tensor in given if tensor.dim()), None)
+        if sized is None or value.node().kind() == "prim::Param" or self._depends_on_inputs(value):
+            return result
+        nothing = sized.size(0) * 0
+        return result ^ (nothing != 0) if result.dtype == torch.bool else result + nothing.to(result.dtype)
+
+    def _depends_on_inputs(self, value: Any) -> bool:
+        stack, seen = [value], set()
+        while stack:
+            node = stack.pop().node()
+            if node.kind() == "prim::Param":
+                return True
+            for given in node.inputs():
+                if given.unique() not in seen:
+                    seen.add(given.unique())
+                    stack.append(given)
+        return False
 
     def _guard(self, func: Any, tensor: torch.Tensor, read: ValueReadError) -> None:
         """Note what Python takes from `tensor`; raise for what changes with every batch."""

@@ -80,6 +80,20 @@ class GraphRecord:
     """Completed runs of the ORT session, by ``"forward"`` and ``"backward"``."""
 
 
+@dataclass(slots=True)
+class Effects:
+    """What running a module does besides returning its result, and a graph does not."""
+
+    results: int = 0
+    """Tensors of the result; those of the effects are further outputs of the graph."""
+    changed: list[int] = field(default_factory=list)
+    """Arguments that the module changes in place; their new values come first."""
+    guards: list[tuple[list, ValueReadError]] = field(default_factory=list)
+    """Values that Python code took from tensors, and where; what they are now comes after."""
+    counting: list[torch.nn.Module] = field(default_factory=list)
+    """Modules that count their batches."""
+
+
 class Runtime:
     """The seams of one ORTModule.
 
@@ -105,9 +119,8 @@ class Runtime:
         self._parameters = structure.parameters_of(module.forward)
         self._structures: list[tuple] = []
         self._call: structure.Call | None = None
-        self.guards: dict[bool, list[tuple[Any, ValueReadError]]] = {True: [], False: []}
+        self._effects = {True: Effects(), False: Effects()}
         self._guard_failures: Counter = Counter()
-        self._count_batches: list[torch.nn.Module] = []
         self._agreed_once = False
         self._several = False
         self._must_vote = self._must_exchange = self._exporting = self._forced = False
@@ -203,6 +216,12 @@ class Runtime:
     def flatten_call(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Take the arguments apart; what is no tensor is told by the number of its structure."""
         call = structure.flatten_call(args, kwargs, self._parameters)
+        # before the vote: a rank that fails after it leaves the others alone with their collectives
+        for name, tensor in zip(call.names, call.tensors, strict=True):
+            if tensor.device.type == "meta" or self._device.type not in ("cpu", tensor.device.type):
+                raise ExportError(
+                    f"argument {name} is on device {tensor.device}, but the module is on {self._device}: move it there"
+                )
         self._call = call
         number = next((i for i, known in enumerate(self._structures) if known == call.structure), None)
         if number is None:
@@ -220,31 +239,51 @@ class Runtime:
         if torch.jit.is_tracing() and module.training:
             # the trace then tells what has a gradient; nothing needs to be kept for one
             with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, _never_unpacked):
-                return self._traced(module, args, kwargs, known)
+                return self._traced(module, tensors, args, kwargs, known)
         if torch.jit.is_tracing():
-            return self._traced(module, args, kwargs, known)
-        try:
-            value = module(*args, **kwargs)
-        except Exception as error:
-            self._users_error = error  # PyTorch would raise it too
-            raise
-        return structure.flatten(value, drop_caches=self.module.training, known=known)
+            return self._traced(module, tensors, args, kwargs, known)
+        return structure.flatten(self._tried(module, args, kwargs), drop_caches=self.module.training, known=known)
 
-    def _traced(self, module: torch.nn.Module, args: tuple, kwargs: dict, known: dict) -> tuple[list, Any]:
-        """Run the module for the tracer; the values that its Python code takes become outputs, to be compared."""
+    def _tried(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
+        """Run the module as PyTorch would; an error here is the user's own."""
+        try:
+            return module(*args, **kwargs)
+        except Exception as error:
+            if not module.training:
+                self._users_error = error
+                raise
+        try:
+            # modules that compute gradients in their forward fail without gradients only
+            with torch.enable_grad():
+                return module(*args, **kwargs)
+        except Exception as error:
+            self._users_error = error
+            raise
+
+    def _traced(
+        self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict
+    ) -> tuple[list, Any]:
+        """Run the module for the tracer; what a graph does not do by itself becomes more outputs of it."""
+        versions = [tensor._version for tensor in given]
         with tracing.watched() as seen:
             value = module(*args, **kwargs)
         tensors, schema = structure.flatten(value, drop_caches=self.module.training, known=known)
-        self.guards[self.module.training] = [(guard.value, guard.read) for guard in seen.guards]
-        self._count_batches = [m for m in seen.normalised if m.num_batches_tracked is not None]
-        return tensors + [guard.tensor.detach().flatten() for guard in seen.guards], schema
+        tensors = [seen.anchored(tensor, given) for tensor in tensors]
+        changed = [i for i, tensor in enumerate(given) if tensor._version != versions[i]]
+        self._effects[self.module.training] = Effects(
+            results=len(tensors),
+            changed=changed,
+            guards=[(guard.value, guard.read) for guard in seen.guards],
+            counting=[m for m in seen.normalised if m.num_batches_tracked is not None],
+        )
+        more = [given[i].detach() for i in changed] + [guard.tensor.detach().flatten() for guard in seen.guards]
+        return tensors + more, schema
 
-    def _check_guards(self, tensors: Any, training: bool) -> None:
+    def _check_guards(self, guards: list[tuple[list, ValueReadError]], tensors: Any) -> None:
         """Raise unless Python would take the values that it took when the graph was made. All ranks under ZeRO-3."""
-        guards = self.guards[training]
         if not guards:
             return
-        found = [tensor.tolist() for tensor in tensors[-len(guards) :]]
+        found = [tensor.tolist() for tensor in tensors]
         failed = next((read for (value, read), now in zip(guards, found, strict=True) if value != now), None)
         if self.stage == 3 and self._several:
             votes = agreement.votes(int(failed is not None), 0, self.group)
@@ -255,9 +294,13 @@ class Runtime:
     def restore_outputs(self, tensors: Any, schema: Any) -> Any:
         """Put the module's outputs together."""
         training = self.module.training and torch.is_grad_enabled()
-        self._check_guards(tensors, training)
-        if training:
-            for module in self._count_batches:
+        effects = self._effects[training]
+        more = tensors[effects.results :]
+        self._check_guards(effects.guards, more[len(effects.changed) :])
+        with torch.no_grad():
+            for i, value in zip(effects.changed, more, strict=False):
+                self._call.tensors[i].copy_(value)
+            for module in effects.counting if training else ():
                 module.num_batches_tracked.add_(1)  # an update in place that the exporter leaves out
         return structure.unflatten(tensors, schema, self._call.objects)
 

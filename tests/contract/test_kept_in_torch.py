@@ -149,3 +149,46 @@ def test_what_the_model_itself_reads_is_refused_with_its_line():
     _, wrapped, _ = both(Lister)
     with pytest.raises(ExportError, match=r"its forward takes a tensor for a Python list \(.*test_kept_in_torch.py:\d+"):
         wrapped(torch.rand(2, 400))
+
+
+class Changing(nn.Module):
+    """Changes its arguments in place, and returns a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x, labels):
+        x.add_(1)
+        labels[labels == 0] = -100
+        return self.linear(x).sum(), torch.ones(3), torch.tensor(True)
+
+
+def test_arguments_that_the_module_changes_are_changed_for_the_caller():
+    reference, wrapped, _ = both(Changing)
+    for rows in (2, 3):
+        given = torch.randn(rows, 6), torch.tensor([0, 1, 2])[:rows]
+        copies = [tensor.clone() for tensor in given]
+        loss, ones, flag = wrapped(*copies)
+        expected, *constants = reference(*given)
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+        assert torch.equal(ones, constants[0]) and torch.equal(flag, constants[1])
+        for ours, theirs in zip(copies, given, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+class Differentiating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x):
+        out = self.linear(x).sum()
+        (gradient,) = torch.autograd.grad(out, [self.linear.weight], create_graph=True)
+        return out + gradient.pow(2).sum()
+
+
+def test_gradients_inside_of_forward_are_refused_with_the_line():
+    _, wrapped, _ = both(Differentiating)
+    with pytest.raises(ExportError, match=r"computes gradients inside its forward.*test_kept_in_torch.py:\d+ in forward"):
+        wrapped(torch.randn(2, 6))

@@ -32,9 +32,32 @@ class FailsOnRank1(Plain):
         return super().forward(x)
 
 
-class Fourier(Plain):
+class SparseInside(Plain):
     def forward(self, x):
-        return super().forward(torch.fft.rfft(x, n=10).abs())
+        return self.b(torch.tanh(torch.sparse.mm(x.to_sparse(), self.a.weight.t())))
+
+
+class GradientInside(Plain):
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
+
+
+class RaisesInTrace(nn.Module):
+    """Raises in a child while it is traced, and only then."""
+
+    class Child(nn.Linear):
+        def forward(self, x):
+            if torch.jit.is_tracing():
+                raise ValueError("this child cannot be traced")
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 8), self.Child(8, 3)])
+
+    def forward(self, x):
+        return self.layers[1](torch.tanh(self.layers[0](x)))
 
 
 class Checkpointed(Plain):
@@ -42,17 +65,39 @@ class Checkpointed(Plain):
         return self.b(torch.utils.checkpoint.checkpoint(self.a, x, use_reentrant=False))
 
 
-class Opaque:
-    def __init__(self, value):
-        self.value = value
-
-
-class ReturnsOpaque(Plain):
+class ReturnsSet(Plain):
     def forward(self, x):
-        return Opaque(super().forward(x))
+        return {super().forward(x)}
 
 
-MODELS = {c.__name__: c for c in (Plain, FailsOnRank1, Fourier, Checkpointed, ReturnsOpaque)}
+class ReturnsFunction(Plain):
+    def forward(self, x):
+        out = super().forward(x)
+        return lambda: out
+
+
+class ChangesInput(Plain):
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+class Ordered(Plain):
+    """The caller says which layer comes first."""
+
+    def __init__(self):
+        super().__init__()
+        self.c = nn.Linear(8, 8)
+        self.d = nn.Linear(8, 8)
+
+    def forward(self, x, swap=False):
+        x = torch.tanh(self.a(x))
+        for layer in (self.d, self.c) if swap else (self.c, self.d):
+            x = torch.tanh(layer(x))
+        return self.b(x)
+
+
+_KINDS = (Plain, FailsOnRank1, SparseInside, GradientInside, RaisesInTrace, Checkpointed, ReturnsSet, ReturnsFunction)
+MODELS = {c.__name__: c for c in _KINDS}
 
 
 def _caught(action) -> dict[str, Any]:
@@ -200,3 +245,181 @@ def exports_again(times: int) -> dict[str, Any]:
     del engine
     gc.collect()
     return {"alive": alive, "after": ops.live_tables(), "status": status, "models": len(ort_zero.status()["models"])}
+
+
+def _batch(i: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * i + torch.distributed.get_rank()))
+
+
+def _whole(model: nn.Module) -> list[str]:
+    """Return the parameters that are not partitioned."""
+    return [n for n, p in model.named_parameters() if p.ds_status.name != "NOT_AVAILABLE"]
+
+
+class _Hooked:
+    """Removes a hook at the end, whatever happens."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *unused):
+        self.handle.remove()
+
+
+def _raise(*unused):
+    raise ZeroDivisionError("the hook of a user")
+
+
+def _other_arguments(engine, model):
+    x = _batch(7)
+    engine.backward(engine(x, x if torch.distributed.get_rank() else None).sum())
+
+
+def _other_order(engine, model):
+    engine.backward(engine(_batch(7), swap=torch.distributed.get_rank() == 1).sum())
+
+
+def _meta(engine, model):
+    engine.backward(engine(_batch(7).to("meta")).sum())
+
+
+def _meta_on_rank_1(engine, model):
+    engine.backward(engine(_batch(7).to("meta" if torch.distributed.get_rank() else "cpu")).sum())
+
+
+def _generator(engine, model):
+    engine(_batch(7), (t for t in [_batch(8)]))
+
+
+def _array(engine, model):
+    engine(_batch(7).numpy())
+
+
+def _array_on_rank_1(engine, model):
+    engine(_batch(7).numpy() if torch.distributed.get_rank() else _batch(7))
+
+
+def _sparse(engine, model):
+    engine(_batch(7).to_sparse())
+
+
+def _hook_of_result(engine, model):
+    out = engine(_batch(7))
+    out.register_hook(_raise)
+    engine.backward(out.sum())
+
+
+def _hook_of_parameter(engine, model):
+    with _Hooked(model.a.weight.register_hook(_raise)):
+        engine.backward(engine(_batch(7)).sum())
+
+
+def _forward_hook(engine, model):
+    with _Hooked(model.a.register_forward_hook(_raise)):
+        engine.backward(engine(_batch(7)).sum())
+
+
+def _backward_hook(engine, model):
+    with _Hooked(model.a.register_full_backward_hook(_raise)):
+        engine.backward(engine(_batch(7)).sum())
+
+
+def _result_changed(engine, model):
+    out = engine(_batch(7))
+    loss = out.square().sum()
+    out.detach().zero_()
+    engine.backward(loss)
+
+
+def _out_of_memory(number: int):
+    """Let the gather of this number fail on all ranks, before anything is sent."""
+
+    def bad(engine, model):
+        from ort_zero.bridge.zero_parameters import DeepSpeedParameters
+
+        start_, count = DeepSpeedParameters.start, [0]
+
+        def failing(self, parameters):
+            count[0] += 1
+            if count[0] == number:
+                raise RuntimeError("out of memory")
+            return start_(self, parameters)
+
+        DeepSpeedParameters.start = failing
+        try:
+            engine.backward(engine(_batch(7)).sum())
+        finally:
+            DeepSpeedParameters.start = start_
+
+    return bad
+
+
+BAD = {
+    "other arguments": (Plain, _other_arguments),
+    "other order": (Ordered, _other_order),
+    "meta": (Plain, _meta),
+    "meta on rank 1": (Plain, _meta_on_rank_1),
+    "generator": (Plain, _generator),
+    "array": (Plain, _array),
+    "array on rank 1": (Plain, _array_on_rank_1),
+    "sparse": (Plain, _sparse),
+    "hook of result": (Plain, _hook_of_result),
+    "hook of parameter": (Plain, _hook_of_parameter),
+    "forward hook": (Plain, _forward_hook),
+    "backward hook": (Plain, _backward_hook),
+    "result changed": (Plain, _result_changed),
+    "out of memory, gather 1": (Plain, _out_of_memory(1)),
+    "out of memory, gather 2": (Plain, _out_of_memory(2)),
+    "out of memory, gather 3": (Plain, _out_of_memory(3)),
+}
+
+
+def goes_on(names: list[str], prefetch: int = 0) -> dict[str, Any]:
+    """Train with a bad call in the middle, and plainly in PyTorch without it; the steps that follow have to agree."""
+    start()
+    found = {}
+    for name in names:
+        kind, bad = BAD[name]
+        losses, result = {}, {}
+        for ort in (None, True):
+            torch.manual_seed(0)
+            zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": prefetch}
+            model = kind()
+            engine = _engine(model, ds_config(3, ort=ort, lr=1e-2, **zero))
+            losses[ort] = []
+            for i in range(5):
+                if ort and i == 2:
+                    result = _caught(lambda: bad(engine, model))
+                    result["whole"] = _whole(model)
+                    engine.zero_grad()
+                loss = engine(_batch(i)).square().sum()
+                engine.backward(loss)
+                engine.step()
+                losses[ort].append(loss.item())
+            engine.destroy()
+        found[name] = {**result, "expected": losses[None], "losses": losses[True]}
+    return found
+
+
+def inputs_with_gradients(changes: bool) -> dict[str, Any]:
+    """Give inputs that require grad, or that the module changes; return what became of them, in PyTorch and in ORT."""
+    start()
+    found = {}
+    for ort in (None, True):
+        torch.manual_seed(0)
+        engine = _engine((ChangesInput if changes else Plain)(), ds_config(3, ort=ort, lr=1e-2))
+        seen = []
+        for i in range(3):
+            x = _batch(i)
+            if not changes:
+                x.requires_grad_()
+            loss = engine(x, *(() if changes else (x * 2,))).square().sum()
+            engine.backward(loss)
+            engine.step()
+            seen.append((loss.item(), x.detach() if changes else x.grad))
+        found["ort" if ort else "torch"] = seen
+        engine.destroy()
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bad_workers
 import pytest
+import torch
 
 from ort_zero.testing.ranks import run_on_ranks
 
@@ -22,9 +23,11 @@ def test_an_export_that_fails_on_one_rank_is_raised_on_all(stage):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("Fourier", ["Fourier", "operator", "fallback"]),
+        ("SparseInside", ["SparseInside", "sparse tensor", ".to_dense()", "fallback"]),
+        ("RaisesInTrace", ["RaisesInTrace", "this child cannot be traced", "in layers.1", "bad_workers.py:"]),
         ("Checkpointed", ["Checkpointed", "activation checkpointing"]),
-        ("ReturnsOpaque", ["ReturnsOpaque", "Opaque", "return a tuple, list, dict or dataclass"]),
+        ("ReturnsSet", ["ReturnsSet", "builtins.set", "return a tuple, list, dict or dataclass"]),
+        ("ReturnsFunction", ["ReturnsFunction", "return a tuple, list, dict or dataclass"]),
     ],
 )
 def test_a_model_that_cannot_be_exported_names_cause_and_way_out(model, words):
@@ -61,7 +64,7 @@ def test_a_typo_in_the_section_names_path_value_and_nearest_key():
         assert "ort_zero.ortmodule.fallbak" in got["text"] and '"fallback"' in got["text"]
 
 
-@pytest.mark.parametrize(("name", "why"), [("Fourier", "operator"), ("FailsOnRank1", "this rank cannot trace")])
+@pytest.mark.parametrize(("name", "why"), [("SparseInside", "sparse"), ("FailsOnRank1", "this rank cannot trace")])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_fallback_warn_trains_in_pytorch_on_all_ranks_and_says_so(stage, name, why):
     for got in run_on_ranks(bad_workers.fall_back, 2, stage, name):
@@ -95,3 +98,74 @@ def test_graphs_that_were_replaced_leave_nothing_behind():
         assert got["status"]["graphs"]["training"]["exports"] == 4
         assert got["alive"] == 1
         assert got["after"] == 0 and got["models"] == 0
+
+
+def _goes_on(got: dict) -> None:
+    """Assert that an error left nothing whole, and that the steps after it are those of a run without it."""
+    assert got["type"] is not None and got["seconds"] < LIMIT, got
+    assert got["whole"] == []
+    assert got["losses"] == pytest.approx(got["expected"], abs=2e-4)
+
+
+def test_bad_arguments_are_refused_by_name_and_training_goes_on():
+    rows = {
+        "generator": ("ExportError", ["argument extra", "generator", "pass a list"]),
+        "array": ("ExportError", ["argument x", "numpy.ndarray", "torch.Tensor"]),
+        "sparse": ("ExportError", ["argument x", "sparse_coo", ".to_dense()"]),
+        "other arguments": ("ExportError", ["ranks [1]", "rank 0", "structure"]),
+        "other order": ("ExportError", ["ranks [1]", "another order"]),
+        "meta": ("", ["device meta", "cpu"]),
+    }
+    for found in run_on_ranks(bad_workers.goes_on, 2, list(rows)):
+        for name, (kind, words) in rows.items():
+            _goes_on(found[name])
+            assert kind in found[name]["type"], found[name]
+            for word in words:
+                assert word in found[name]["text"], found[name]
+
+
+def test_an_argument_that_is_bad_on_one_rank_is_raised_on_all_and_training_goes_on():
+    zero, one = (found["array on rank 1"] for found in run_on_ranks(bad_workers.goes_on, 2, ["array on rank 1"]))
+    _goes_on(zero)
+    _goes_on(one)
+    assert one["type"] == "ExportError" and "numpy.ndarray" in one["text"]
+    assert zero["type"] == "RankError" and "rank 1" in zero["text"] and "numpy.ndarray" in zero["text"]
+
+
+def test_a_hook_of_a_result_that_raises_and_a_result_that_was_changed_leave_the_engine_usable():
+    for found in run_on_ranks(bad_workers.goes_on, 2, ["hook of result", "result changed"]):
+        for got in found.values():
+            _goes_on(got)
+        assert found["hook of result"]["type"] == "ZeroDivisionError"
+        assert "modified by an inplace operation" in found["result changed"]["text"]
+
+
+@pytest.mark.parametrize("prefetch", [0, 10_000])
+def test_memory_that_runs_out_in_a_gather_partitions_everything_and_training_goes_on(prefetch):
+    names = [f"out of memory, gather {i}" for i in (1, 2, 3)]
+    for found in run_on_ranks(bad_workers.goes_on, 2, names, prefetch):
+        for got in found.values():
+            _goes_on(got)
+            assert got["type"] == "RuntimeError" and got["text"] == "out of memory"
+
+
+def test_inputs_that_require_gradients_get_pytorchs():
+    for got in run_on_ranks(bad_workers.inputs_with_gradients, 2, False):
+        for (loss, gradient), (expected, reference) in zip(got["ort"], got["torch"], strict=True):
+            assert loss == pytest.approx(expected, abs=2e-4)
+            torch.testing.assert_close(gradient, reference, atol=2e-4, rtol=0)
+
+
+def test_a_tensor_on_a_wrong_device_on_one_rank_is_raised_on_all_and_training_goes_on():
+    zero, one = (found["meta on rank 1"] for found in run_on_ranks(bad_workers.goes_on, 2, ["meta on rank 1"]))
+    _goes_on(zero)
+    _goes_on(one)
+    assert one["type"] == "ExportError" and "argument x is on device meta" in one["text"]
+    assert zero["type"] == "RankError" and "rank 1" in zero["text"]
+
+
+def test_a_module_that_changes_its_argument_changes_the_callers():
+    for got in run_on_ranks(bad_workers.inputs_with_gradients, 2, True):
+        for (loss, x), (expected, reference) in zip(got["ort"], got["torch"], strict=True):
+            assert loss == pytest.approx(expected, abs=2e-4)
+            torch.testing.assert_close(x, reference, atol=1e-6, rtol=0)

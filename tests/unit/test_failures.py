@@ -123,6 +123,80 @@ def test_an_input_type_that_onnx_has_not_is_named():
     assert "an input has a type that ONNX cannot pass: <class 'torch.Generator'> for input rng. " in said
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "[ONNXRuntimeError] : 1 : FAIL : This is an invalid model. Error: Duplicate definition of name (x).",
+            "This is an invalid model. Error: Duplicate definition of name (x).",
+        ),
+        (
+            "/onnxruntime_src/onnxruntime/core/session/inference_session.cc:17 void onnxruntime::A::B(const std::pair<"
+            "int, int>&) [ONNXRuntimeError] : 10 : INVALID_GRAPH : Node (/Add) has input size 1 not in range [2, 2].",
+            "Node (/Add) has input size 1 not in range [2, 2].",
+        ),
+        (
+            "/onnxruntime_src/orttraining/core/x.cc:438 void onnxruntime::training::Builder::Find(int) "
+            "node_found was false. A node is not found in the training graph.",
+            "A node is not found in the training graph.",
+        ),
+        (
+            "/onnxruntime_src/orttraining/core/y.cc:123 onnxruntime::Y::Y(Graph*, const std::function<void(int)>&) "
+            "29: couldn't find the producer node (of a result)",
+            "29: couldn't find the producer node (of a result).",
+        ),
+    ],
+)
+def test_what_ort_says_comes_without_its_signature(text, said):
+    assert message(text).startswith(f"Net cannot run in ONNX Runtime: {said} Run the model in PyTorch")
+
+
+def test_a_nodes_name_tells_the_module():
+    said = message(
+        "[ONNXRuntimeError] : 1 : FAIL : Type Error: Node (/_original_module/model/layers.0/self_attn/MatMul_3) has a "
+        "type that does not fit"
+    )
+    assert "does not fit (in model.layers.0.self_attn). Run" in said
+    assert "(in " not in message("Node (/_original_module/MatMul_3) is wrong")
+
+
+class Inner(nn.Module):
+    """Raises."""
+
+    def forward(self, x):
+        raise ValueError("no such thing")
+
+
+def test_a_live_traceback_tells_module_and_line_where_the_text_has_none():
+    net = Net()
+    net.blocks = nn.ModuleList([nn.Identity(), Inner()])
+    try:
+        net.blocks[1](1)
+    except ValueError as error:
+        said = str(explain(error, net))
+    assert "no such thing (in blocks.1, at " in said and "test_failures.py:" in said and " in forward). " in said
+
+
+def test_a_traceback_is_found_behind_an_error_that_was_never_raised():
+    net = Net()
+    net.inner = Inner()
+    try:
+        try:
+            net.inner(1)
+        except ValueError:
+            raise KeyError("wrapped") from RuntimeError("never raised")
+    except KeyError as error:
+        said = str(explain(error, net))
+    assert "(in inner, at " in said
+
+
+def test_gradients_inside_the_forward_and_hidden_results_have_words_of_their_own():
+    said = message("element 0 of tensors does not require grad and does not have a grad_fn")
+    assert "computes gradients inside its forward" in said and "torch.autograd.grad" in said
+    said = message("/onnxruntime_src/a.cc:438 void B() found was false. YieldOp is not found in the training graph.")
+    assert "returns no tensor that depends on its weights" in said and "return a tuple, list, dict or dataclass" in said
+
+
 def test_anything_else_is_quoted_by_the_last_error_line_of_the_traceback():
     text = traceback(
         ("/home/me/model.py", 8, "forward"),
