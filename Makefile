@@ -61,7 +61,11 @@ test-slow: $(READY) ## Run the tests that take minutes
 
 .PHONY: bench
 bench: $(READY) ## Run every benchmark
-	@for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done
+	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done
+
+.PHONY: zoo
+zoo: $(READY) ## Try every architecture of the model zoo, alone and under ZeRO-3; writes docs/compatibility.md
+	$(BIN)/python benchmarks/model_zoo.py; one=$$?; $(BIN)/python benchmarks/model_zoo.py --zero3 && exit $$one
 
 .PHONY: lint
 lint: $(READY) ## Check the style with ruff

@@ -115,7 +115,6 @@ class Runtime:
         self.fallback_reason: str | None = None
         self.kept = KeptInTorch(module, config.exclude)
         self.routes = {mode: Routes(mode, ort_compat.register_function) for mode in (True, False)}
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._parameters = structure.parameters_of(module.forward)
         self._structures: list[tuple] = []
         self._call: structure.Call | None = None
@@ -127,6 +126,11 @@ class Runtime:
         self._users_error: BaseException | None = None
         self._started = 0.0
         self._pending_digest: str | None = None
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the module is now; engines move it after it is wrapped."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     # -- the seams, in the order in which a call meets them ---------------------------------------------------------
 
@@ -164,6 +168,8 @@ class Runtime:
                 if clear is error:
                     raise
                 raise clear from error
+        finally:
+            self._call = None  # it holds the batch
         self.fallback_reason = str(clear)
         get_logger().warning("running in PyTorch: %s", self.fallback_reason)
         return run_in_torch()
@@ -217,10 +223,11 @@ class Runtime:
         """Take the arguments apart; what is no tensor is told by the number of its structure."""
         call = structure.flatten_call(args, kwargs, self._parameters)
         # before the vote: a rank that fails after it leaves the others alone with their collectives
+        device = self._device
         for name, tensor in zip(call.names, call.tensors, strict=True):
-            if tensor.device.type == "meta" or self._device.type not in ("cpu", tensor.device.type):
+            if tensor.device.type == "meta" or device.type not in ("cpu", tensor.device.type):
                 raise ExportError(
-                    f"argument {name} is on device {tensor.device}, but the module is on {self._device}: move it there"
+                    f"argument {name} is on device {tensor.device}, but the module is on {device}: move it there"
                 )
         self._call = call
         number = next((i for i, known in enumerate(self._structures) if known == call.structure), None)
@@ -334,7 +341,8 @@ class Runtime:
     def session_created(self, manager: ort_compat.ManagerView) -> None:
         """Agree with the other ranks on the new graph, and watch its runs."""
         if self._must_exchange:
-            self._exchange(self._pending_digest, None)
+            # ranks that compare values after each run talk then
+            self._exchange(f"{self._pending_digest}, {len(self._effects[manager.training].guards)} guards", None)
             self._agreed_once = True
         record = self.records[manager.training]
         record.seconds = time.perf_counter() - self._started
