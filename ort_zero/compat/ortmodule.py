@@ -219,7 +219,10 @@ def make_ortmodule(module: Any, *, save_onnx: str | None = None) -> Any:
     )
     previous, package.ORTMODULE_FALLBACK_POLICY = package.ORTMODULE_FALLBACK_POLICY, _FallbackPolicy.FALLBACK_DISABLE
     try:
+        modes = [(part, part.training) for part in module.modules()]
         wrapped = package.ORTModule(module, options)
+        for part, training in modes:
+            part.training = training  # upstream puts all of them into the mode of the whole
     finally:
         package.ORTMODULE_FALLBACK_POLICY = previous
     if hasattr(module, "generate"):

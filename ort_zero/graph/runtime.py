@@ -122,6 +122,8 @@ class Runtime:
         self._guard_failures: Counter = Counter()
         self._agreed_once = False
         self._several = False
+        self._training = True
+        """Whether the call that runs wants gradients; the module's own mode is another matter."""
         self._must_vote = self._must_exchange = self._exporting = self._forced = False
         self._users_error: BaseException | None = None
         self._started = 0.0
@@ -142,6 +144,7 @@ class Runtime:
         With ``"fallback": "warn"`` a graph that one rank cannot build makes all ranks run PyTorch from then on.
         """
         self._must_exchange = self._exporting = False
+        self._training = manager.training
         if self.fallback_reason is not None:
             return run_in_torch()
         self._several = agreement.world_size(self.group) > 1
@@ -209,7 +212,7 @@ class Runtime:
             paused(),
             torch_checkpoint.watch(self._refuse_checkpointing),
             self.kept.as_operators(),
-            torch_onnx.routing(self.routes[self.module.training]),
+            torch_onnx.routing(self.routes[self._training]),
             unchanged_buffers(flattened_module),
             full_shape_weights(flattened_module),
         ):
@@ -243,20 +246,20 @@ class Runtime:
     def run_module(self, module: torch.nn.Module, tensors: tuple) -> tuple[list[torch.Tensor], Any]:
         """Run the module on its arguments, put together; training leaves caches of keys and values out."""
         args, kwargs, known = structure.unflatten_call(tensors, self._call.structure)
-        if torch.jit.is_tracing() and module.training:
+        if torch.jit.is_tracing() and self._training:
             # the trace then tells what has a gradient; nothing needs to be kept for one
             with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, _never_unpacked):
                 return self._traced(module, tensors, args, kwargs, known)
         if torch.jit.is_tracing():
             return self._traced(module, tensors, args, kwargs, known)
-        return structure.flatten(self._tried(module, args, kwargs), drop_caches=self.module.training, known=known)
+        return structure.flatten(self._tried(module, args, kwargs), drop_caches=self._training, known=known)
 
     def _tried(self, module: torch.nn.Module, args: tuple, kwargs: dict) -> Any:
         """Run the module as PyTorch would; an error here is the user's own."""
         try:
             return module(*args, **kwargs)
         except Exception as error:
-            if not module.training:
+            if not self._training:
                 self._users_error = error
                 raise
         try:
@@ -274,10 +277,10 @@ class Runtime:
         versions = [tensor._version for tensor in given]
         with tracing.watched() as seen:
             value = module(*args, **kwargs)
-        tensors, schema = structure.flatten(value, drop_caches=self.module.training, known=known)
+        tensors, schema = structure.flatten(value, drop_caches=self._training, known=known)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
         changed = [i for i, tensor in enumerate(given) if tensor._version != versions[i]]
-        self._effects[self.module.training] = Effects(
+        self._effects[self._training] = Effects(
             results=len(tensors),
             changed=changed,
             guards=[(guard.value, guard.read) for guard in seen.guards],
@@ -300,14 +303,13 @@ class Runtime:
 
     def restore_outputs(self, tensors: Any, schema: Any) -> Any:
         """Put the module's outputs together."""
-        training = self.module.training and torch.is_grad_enabled()
-        effects = self._effects[training]
+        effects = self._effects[self._training]
         more = tensors[effects.results :]
         self._check_guards(effects.guards, more[len(effects.changed) :])
         with torch.no_grad():
             for i, value in zip(effects.changed, more, strict=False):
                 self._call.tensors[i].copy_(value)
-            for module in effects.counting if training else ():
+            for module in effects.counting:
                 module.num_batches_tracked.add_(1)  # an update in place that the exporter leaves out
         return structure.unflatten(tensors, schema, self._call.objects)
 

@@ -192,3 +192,26 @@ def test_gradients_inside_of_forward_are_refused_with_the_line():
     _, wrapped, _ = both(Differentiating)
     with pytest.raises(ExportError, match=r"computes gradients inside its forward.*test_kept_in_torch.py:\d+ in forward"):
         wrapped(torch.randn(2, 6))
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.BatchNorm1d(6).eval()
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.last(self.frozen(self.norm(x))).sum()
+
+
+def test_a_forward_in_training_mode_without_gradients_is_torchs():
+    """The mode of each submodule counts, whether gradients are wanted or not."""
+    reference, wrapped, _ = both(Normalised)
+    for step in range(4):
+        x = torch.randn(5, 6)
+        with torch.no_grad() if step % 2 else torch.enable_grad():
+            assert wrapped(x).item() == pytest.approx(reference(x).item(), abs=1e-5)
+    torch.testing.assert_close(
+        dict(wrapped.named_buffers()), {name: b for name, b in reference.named_buffers()}, atol=1e-5, rtol=1e-5
+    )
