@@ -141,8 +141,8 @@ class Table:
         self.counters = Counters()
         self.error: BaseException | None = None
         self.live: LiveElements | None = None
-        self.lends = False
-        """True if nodes of the graph run in PyTorch, which may want the weights again in their backward."""
+        self.lends: frozenset[str] = frozenset()
+        """Weights that nodes read which run in PyTorch, and may want again in their backward."""
         self.sums = sums or Sums()
         self._parameters = [[parameters[name] for name in event.weights] for event in plan.events]
         self._size = [sum(plan.weights[name].numel for name in event.weights) for event in plan.events]
@@ -187,7 +187,7 @@ class Table:
             weights = tuple(self.live.track(w) if _among(p, mine) else w
                             for w, p in zip(weights, parameters, strict=True))  # fmt: skip
         if self.lends:
-            self._lend(weights, parameters)
+            self._lend(event.weights, weights, parameters)
         kept: list[Any] = []
         try:
             self._start_ahead(sequence, at, mine, kept)
@@ -214,13 +214,17 @@ class Table:
         finally:
             self.store.release(mine)
 
-    def _lend(self, weights: Sequence[torch.Tensor], parameters: Sequence[Any]) -> None:
+    def _lend(self, names: Sequence[str], weights: Sequence[torch.Tensor], parameters: Sequence[Any]) -> None:
         if len(_lent) > MOST_LENT:
             for address in [a for a, lent in _lent.items() if lent.gone()]:
                 del _lent[address]
-        for weight, parameter in zip(weights, parameters, strict=True):
-            lent = LentWeight(weakref.ref(self), weakref.ref(parameter), StorageWeakRef(weight.untyped_storage()))
-            _lent[weight.data_ptr()] = lent  # one collective's weights share a storage
+        for name, weight, parameter in zip(names, weights, parameters, strict=True):
+            if name in self.lends:
+                storage = StorageWeakRef(weight.untyped_storage())
+                # by its own address: one collective's weights share a storage
+                _lent[weight.data_ptr()] = LentWeight(
+                    weakref.ref(self), weakref.ref(parameter), storage, sample(weight)
+                )
 
     def reduce(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
         """Hand the gradients of event `index` to their parameters, those that no other run will add to."""
@@ -343,6 +347,7 @@ class LentWeight:
     table: weakref.ref[Table]
     parameter: weakref.ref
     storage: StorageWeakRef
+    sample: tuple
 
     def gone(self) -> bool:
         """Return True if ORT has let go of it, so that its memory may be somebody else's."""
@@ -357,10 +362,16 @@ MOST_LENT = 4096
 _lent: dict[int, LentWeight] = {}
 
 
-def lent_at(address: int) -> LentWeight | None:
-    """Return the gathered weight whose memory begins at `address`."""
-    lent = _lent.get(address)
-    return None if lent is None or lent.gone() else lent
+def lent_at(tensor: torch.Tensor) -> LentWeight | None:
+    """Return the gathered weight that `tensor` is; None for anything else that ORT has put in its place."""
+    lent = _lent.get(tensor.data_ptr())
+    return None if lent is None or lent.gone() or lent.sample != sample(tensor) else lent
+
+
+def sample(tensor: torch.Tensor) -> tuple:
+    """Return size and some elements: ORT computes in place where it can."""
+    flat = tensor.detach().reshape(-1)
+    return (flat.numel(), *flat[:: max(1, flat.numel() // 16)].tolist())
 
 
 _numbers = itertools.count()

@@ -231,6 +231,8 @@ def make_ortmodule(module: Any, *, save_onnx: str | None = None) -> Any:
     for manager in managers_of(wrapped):
         manager._runtime_options.skip_check = _SkipCheck.SKIP_CHECK_DISABLED
         manager._runtime_options.enable_zero_stage3_support = False
+        # it moves a Slice over nodes that lack the axis
+        manager._runtime_options.enable_compute_optimizer = False
         # ORT >= 1.14 takes further exporter arguments from here; torch >= 2.9 would choose the dynamo exporter
         manager._graph_transition_manager._export_extra_kwargs = {"dynamo": False}
     return wrapped

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from ort_zero.compat.torch_onnx import STOP_GRADIENT
+
 _class: type | None = None
 
 
@@ -25,7 +27,11 @@ def infer_shapes(model: Any, infer_python_op: Callable) -> Any:
     inference.infer_python_op = infer_python_op
     inference._preprocess(model)
     while inference.run_:
+        before = dict(inference.suggested_merge_)
         inference._infer_impl()
+        if inference.suggested_merge_ == before:
+            # upstream would try for ever to find the sizes of one node equal, and not get to the next
+            inference.auto_merge_ = False
     inference._update_output_from_vi()
     return inference.out_mp_
 
@@ -43,6 +49,7 @@ def _inference_class() -> type:
 
         def __init__(self, *args):
             super().__init__(*args)
+            self.aten_op_dispatcher_[STOP_GRADIENT] = self._pass_on_shape_and_type
             for table in (self.dispatcher_, self.aten_op_dispatcher_):
                 for name, rule in table.items():
                     table[name] = self._guarded(rule)
@@ -94,6 +101,12 @@ def _inference_class() -> type:
         def _new_dim(self, node, i, axis):
             # the names are parsed as formulas elsewhere
             return self._new_symbolic_dim(re.sub(r"\W", "_", node.name) + f"_o{i}_d", axis)
+
+        def _add_suggested_merge(self, symbols, apply=False):
+            # upstream asserts that every size is a number or a known symbol; formulas and unknown sizes are neither
+            known = [s for s in symbols if s is not None and (upstream.is_literal(s) or s in self.symbolic_dims_)]
+            if len({str(s) for s in known if upstream.is_literal(s)}) <= 1 < len(known):
+                super()._add_suggested_merge(known, apply)
 
         def _get_int_or_float_values(self, node, broadcast=False, allow_float_values=False):
             for i in range(len(node.input)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +50,16 @@ def _alias(old: str, new: str, parent: object, attribute: str) -> None:
     setattr(parent, attribute, module)
 
 
+class Unexportable(BaseException):
+    """A graph cannot hold an operator, and cannot run it in PyTorch by itself either; its module can.
+
+    Not an Exception, so that ORT's own handlers let it pass.
+    """
+
+    path = ""
+    """Of the module that calls the operator."""
+
+
 class Symbolic:
     """The private helpers of torch's exporter that our symbolics need."""
 
@@ -72,6 +83,13 @@ class Symbolic:
         from torch.onnx import symbolic_helper
 
         return symbolic_helper._get_const(value, "is", name)
+
+    @staticmethod
+    def is_list(value) -> bool:
+        """Return True if a traced argument is a list."""
+        from torch.onnx import symbolic_helper
+
+        return symbolic_helper._is_list(value) or symbolic_helper._is_constant(value) and _of_several(value)
 
     @staticmethod
     def number(value, name: str) -> float:
@@ -120,6 +138,10 @@ class Symbolic:
         from torch.onnx import JitScalarType  # the facade is kept by every torch so far
 
         return int(JitScalarType(dtype).onnx_type())
+
+
+def _of_several(value) -> bool:
+    return value.node().kind() == "onnx::Constant" and value.node().t("value").dim() > 0
 
 
 class TracedValue:
@@ -198,6 +220,21 @@ class TracedValue:
         return self.is_tensor and self._traced.requiresGrad()
 
     @property
+    def leads_to_gradient(self) -> bool:
+        """True if a result of the module that has a gradient depends on it."""
+        seen, stack = set(), [self._traced]
+        while stack:
+            value = stack.pop()
+            if value.unique() in seen:
+                continue
+            seen.add(value.unique())
+            for use in value.uses():
+                if use.user.kind() == "prim::Return":
+                    return True
+                stack += [out for out in use.user.outputs() if _may_have_gradient(out)]
+        return False
+
+    @property
     def elem_type(self) -> int:
         """ONNX element type of the tensor that stands for it; complex numbers are pairs of real ones."""
         if not self.is_tensor:
@@ -227,6 +264,11 @@ class TracedValue:
         return [*(sizes or [None] * (self.rank - self.is_complex)), *([2] if self.is_complex else [])]
 
     @property
+    def traced_strides(self) -> list | None:
+        """The strides in the trace; None if they are unknown."""
+        return self._traced.type().strides() if self.is_tensor else None
+
+    @property
     def known_sizes(self) -> list:
         """The sizes that do not depend on those of the graph's inputs; None for the others."""
         from torch.onnx import symbolic_helper
@@ -252,6 +294,11 @@ class TracedValue:
     def _scalar_type(self) -> str:
         name = self.scalar_type or "Float"
         return _PAIRS.get(name, name)
+
+
+def _may_have_gradient(value) -> bool:
+    kind = value.type().kind()
+    return value.requiresGrad() if kind == "TensorType" else kind in ("ListType", "TupleType")
 
 
 _ELEM_TYPES = {
@@ -313,6 +360,13 @@ class Schema:
 
 _NUMBERS = ("IntType", "FloatType", "BoolType", "NumberType", "SymIntType")
 
+_NUMBERS_OF = {
+    "Bool": ("BoolType", "NumberType"),
+    "Long": ("IntType", "FloatType", "NumberType", "SymIntType"),
+    "Double": ("FloatType", "NumberType"),
+}
+"""TorchScript's name of the element type of a tensor that was a number, to the types that the number may have."""
+
 
 def _inner(kind):
     return kind.getElementType() if kind.kind() == "OptionalType" else kind
@@ -325,7 +379,7 @@ def _fits(kind, value: TracedValue) -> bool:
     if value.items is not None or (value.is_constant and isinstance(value.constant, tuple)):
         return wanted == "ListType"
     if value.is_tensor:
-        return wanted == "TensorType" or (wanted in _NUMBERS and value.rank == 0)
+        return wanted == "TensorType" or (value.rank == 0 and wanted in _NUMBERS_OF.get(value.scalar_type, _NUMBERS))
     if value.is_number:
         return wanted in _NUMBERS
     return wanted not in ("TensorType", "ListType", *_NUMBERS)
@@ -387,18 +441,15 @@ class TracedNode:
         return any(out.type().kind() == "ListType" for out in self._node.outputs())
 
     @property
-    def where(self) -> str:
-        """The module that called it, as far as the trace knows, and the line of its code."""
-        scope = self._node.scopeName().rpartition("/")[2]
-        line = self._node.sourceRange().strip().splitlines()
-        own = [text for text in line if ".py" in text and not _LIBRARY.search(text)]
-        return "; ".join(part for part in (scope, own[0].strip() if own else "") if part)
+    def module_path(self) -> str:
+        """The path of the module that called it, ``""`` for the model itself."""
+        names = [part.rpartition("::")[2] for part in self._node.scopeName().split("/")]
+        return ".".join(names[names.index("_original_module") + 1 :]) if "_original_module" in names else ""
 
 
 _FACTORY = re.compile(r"^prim::|_like$|::new_|::(zeros|ones|full|empty|rand|randn|arange)$")
 STOP_GRADIENT = "detach_copy"
 """ATen operator in whose place ORT's gradient stops, see :func:`ort_zero.compat.ortmodule.import_ortmodule`."""
-_LIBRARY = re.compile(r"[/\\](torch|onnxruntime|onnx|ort_zero)[/\\]")
 
 
 class Router(Protocol):
@@ -433,6 +484,8 @@ def routing(router: Router) -> Iterator[None]:
         def export():
             return original(graph, block, node, inputs, env, values_in_env, new_nodes, *rest)
 
+        if node.kind() == "prim::ConstantChunk":
+            return _chunks(node, inputs, _context(utils, graph, block, node, env, values_in_env, new_nodes)) or export()
         if node.kind().partition("::")[0] in ("prim", "onnx") or any(True for _ in node.blocks()):
             return export()
         traced = TracedNode(node, inputs)
@@ -442,6 +495,9 @@ def routing(router: Router) -> Iterator[None]:
         if why is None:
             try:
                 result = export()
+            except Unexportable as error:
+                error.path = traced.module_path
+                raise
             except (AttributeError, NameError, ImportError):
                 raise  # a mistake in a symbolic is no reason to leave it out
             except Exception as error:
@@ -449,7 +505,7 @@ def routing(router: Router) -> Iterator[None]:
             else:
                 why = router.after(traced, _kinds(result, inputs))
                 if why is None:
-                    return _as_traced(result, traced, context)
+                    return _as_traced(_unscaled(result, context), traced, context)
         try:
             needed, attributes = router.run_in_torch(traced, why)
             if any(value.converted is None for value in needed):
@@ -477,13 +533,78 @@ def routing(router: Router) -> Iterator[None]:
         )
         return False if stops else merge(graph)
 
+    select = utils.select_model_mode_for_export
+
+    @contextlib.contextmanager
+    def keep_modes(model, mode):
+        # upstream puts every submodule into the mode of the whole, and leaves it there
+        modes = [(part, part.training) for part in model.modules()] if hasattr(model, "modules") else []
+        with select(model, mode):
+            _set_modes(modes)
+            yield
+        _set_modes(modes)
+
     utils._run_symbolic_function = run
+    utils.select_model_mode_for_export = keep_modes
     torch._C._jit_pass_cse = merge_equal
     try:
         yield
     finally:
         utils._run_symbolic_function = original
+        utils.select_model_mode_for_export = select
         torch._C._jit_pass_cse = merge
+
+
+def _chunks(node, inputs, context):
+    """Return the parts of a chunked tensor as slices; None where ORT's gradient of Split, which wants all, will do."""
+    traced = TracedNode(node, inputs)
+    if not traced.inputs[0].requires_grad or all(out.leads_to_gradient for out in traced.outputs):
+        return None
+    axis = node.i("dim") % traced.inputs[0].rank
+    ends = list(itertools.accumulate(out.traced_sizes[axis] for out in traced.outputs))
+    return [
+        Symbolic.slice(context, inputs[0], axis, start, end)
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def _set_modes(modes) -> None:
+    for part, training in modes:
+        part.training = training
+
+
+def _unscaled(result, context):
+    """Return `result`; a sum of two products with numbers as a difference that ORT's ScaledSumFusion does not know.
+
+    When a third value is added to such a sum, the fusion takes the input of that value's node instead of the value.
+    """
+    if not hasattr(result, "node") or result.node().kind() != "onnx::Add":
+        return result
+    one, other = result.node().inputs()
+    if not (_is_scaled(one) and _is_scaled(other)):
+        return result
+    difference = context.op("Sub", one, context.op("Neg", other))
+    difference.setType(result.type())
+    return difference
+
+
+_NO_CHANGE = {f"onnx::{name}" for name in ("Identity", "Cast", "Dropout", "Expand", "Reshape", "Slice", "Pad")}
+"""What ORT's optimizer may find to change nothing, and leave out."""
+
+
+def _is_scaled(value) -> bool:
+    """Return True if ORT may see the product with a number in `value`, possibly after leaving out what adds zero."""
+    while True:
+        kind, inputs = value.node().kind(), list(value.node().inputs())
+        if kind in _NO_CHANGE:
+            value = inputs[0]
+            continue
+        numbers = [Symbolic.sizes(v) in (None, [], [1]) for v in inputs]
+        if kind in ("onnx::Mul", "onnx::Div"):
+            return any(numbers)
+        if kind not in ("onnx::Add", "onnx::Sub") or not any(numbers):
+            return False
+        value = inputs[numbers.index(True) - 1]
 
 
 def _as_traced(result, node: TracedNode, context):

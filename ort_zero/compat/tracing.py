@@ -223,6 +223,20 @@ def _correct(result: Any) -> None:
             _correct(item)
 
 
+class _DenseOperands(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if "grouped_mm" in getattr(func, "__name__", ""):
+            args = tuple(a.contiguous() if isinstance(a, torch.Tensor) and 0 in a.stride() else a for a in args)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def dense_operands() -> Iterator[None]:
+    """Let operators that check strides accept stand-ins, one element expanded to the shape of a weight."""
+    with _DenseOperands():
+        yield
+
+
 @contextlib.contextmanager
 def watched() -> Iterator[Seen]:
     """Watch the module that is traced inside, and return what is seen.

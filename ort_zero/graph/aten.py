@@ -165,16 +165,32 @@ def result_shapes(operator: Operator, inputs: Sequence[TracedValue], outputs: Se
 
     A result of size 1 that nothing is known about is taken for what ``keepdim`` leaves.
     """
+    traced = [v.traced_sizes for v in inputs]
+    all_traced = all(size is not None for sizes in traced for size in sizes)
     known, dtypes = [v.known_sizes for v in inputs], [v.dtype for v in inputs]
     found = shapes.output_shapes(operator, known, dtypes)
     if found is None or len(found) != len(outputs):
-        traced = [v.traced_sizes for v in inputs]
-        if all(size is not None for sizes in traced for size in sizes):
+        if all_traced:
             found = shapes.ones_that_stay(operator, known, traced, dtypes)
             if [len(shape) for shape in found] == [out.rank for out in outputs]:
                 return found
         return [[1 if size == 1 else None for size in out.traced_sizes] for out in outputs]
-    return [[dim if isinstance(dim, int) else None for dim in shape] for shape in found]
+    numbers = [[dim if isinstance(dim, int) else None for dim in shape] for shape in found]
+    for shape, out in zip(numbers, outputs, strict=True):
+        leave_out_others(shape, out.traced_sizes)
+    if "pool" in operator.name and all_traced:
+        # windows of the size of the whole: images seldom change theirs
+        ones = shapes.ones_that_stay(operator, known, traced, dtypes, among=(1,))
+        if [len(shape) for shape in ones] == [len(shape) for shape in numbers]:
+            return [[b or a for a, b in zip(*both, strict=True)] for both in zip(numbers, ones, strict=True)]
+    return numbers
+
+
+def leave_out_others(shape: list, traced: Sequence[int | None]) -> None:
+    """Replace the numbers in `shape` that are not the traced sizes by None: they came from the sizes of a trial."""
+    for axis, (dim, size) in enumerate(zip(shape, traced, strict=False)):
+        if isinstance(dim, int) and size is not None and dim != size:
+            shape[axis] = None
 
 
 def uses_complex(node: TracedNode) -> bool:

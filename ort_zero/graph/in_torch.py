@@ -28,13 +28,13 @@ class Lender(Protocol):
 STAYS = object()
 """Stands for memory that outlives the graph's run: a weight that is not partitioned."""
 
-_source_of: Callable[[int], Any] = lambda address: None  # noqa: E731
+_source_of: Callable[[torch.Tensor], Any] = lambda tensor: None  # noqa: E731
 _failures: list[BaseException] = []
 
 
 @contextlib.contextmanager
-def sources(source_of: Callable[[int], Any]) -> Iterator[None]:
-    """Ask ``source_of(address)`` about inputs of nodes: a :class:`Lender`, `STAYS`, or None for ORT's own memory."""
+def sources(source_of: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Ask ``source_of(tensor)`` about inputs of nodes: a :class:`Lender`, `STAYS`, or None for ORT's own memory."""
     global _source_of
     before, _source_of = _source_of, source_of
     try:
@@ -111,7 +111,7 @@ class _OwnCopies:
     def __init__(self, inputs: Sequence[torch.Tensor]):
         self.storages = {_address(t) for t in inputs}
         self.saved: set[int] = set()
-        found = {address: _source_of(address) for address in self.storages}
+        found = {_address(t): _source_of(t) for t in inputs}
         self.staying = {address for address, source in found.items() if source is STAYS}
         self.borrowed = {a: _Borrowed(source) for a, source in found.items() if source not in (None, STAYS)}
         self._copies: dict[int, torch.Tensor] = {}

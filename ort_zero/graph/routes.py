@@ -95,7 +95,7 @@ class Routes:
             # without ORT's own bookkeeping of what a function saves: in_torch keeps nothing that belongs to ORT
             "safe_run_mode_i": 0,
             # what the trace knows and shape inference may not find out again
-            "comment_s": json.dumps(ones),
+            "comment_s": json.dumps([ones, [value.traced_sizes for value in outputs]]),
         }
 
     def result_sizes(self, node: TracedNode) -> list[list[int | None]]:
@@ -118,7 +118,8 @@ def infer_python_op(node: Any, input_shapes: list, input_types: list[int]) -> li
     found = shapes.output_shapes(operator, known, [torch_dtype(kind) for kind in input_types])
     if found is None or [len(shape) for shape in found] != ranks:
         found = [[None] * rank for rank in ranks]
-    for shape, ones in zip(found, json.loads(attributes["comment"].s), strict=True):
+    for shape, ones, traced in zip(found, *json.loads(attributes["comment"].s), strict=True):
+        aten.leave_out_others(shape, traced)
         for axis in ones:
             shape[axis] = 1
     return found

@@ -35,6 +35,7 @@ from ort_zero.bridge.rewrite import describe, rewrite
 from ort_zero.bridge.zero_parameters import DeepSpeedParameters, full_shape, is_partitioned
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_checkpoint, torch_onnx, tracing
+from ort_zero.compat.torch_onnx import Unexportable
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
@@ -159,6 +160,8 @@ class Runtime:
                         return run()
                 except ValueReadError as read:
                     self._keep_in_torch(read)
+                except Unexportable as why:
+                    self._keep_in_torch(ValueReadError(self.kept.module_at(why.path), "calls an operator", str(why)))
                 except GuardFailedError as failed:
                     self._guard_failed(failed.read)
                 except Exception as error:
@@ -374,10 +377,12 @@ class Runtime:
     def _install(self, manager: ort_compat.ManagerView, plan: Plan, parameters: dict[str, Any]) -> None:
         ops.register(ort_compat.register_function)
         table = ops.Table(plan, parameters, DeepSpeedParameters(), self.prefetch_elements, self.sums)
+        table.lends = frozenset(
+            name for node in manager.model.graph.node if node.op_type == "PythonOp" for name in node.input
+        ) & set(plan.weights)
         model, gradient = rewrite(manager.model, plan, table=table.number, training=manager.training)
         manager.model = model
         manager.drop_graph_inputs(set(plan.weights), "ort_zero_trigger", gradient)
-        table.lends = any(node.op_type == "PythonOpGrad" for node in model.graph.node)
         self.tables[manager.training] = table
 
     def _refuse_unsupported(self) -> None:
@@ -412,8 +417,8 @@ class Runtime:
         """
         if not self.kept.add(read.module, str(read)):
             raise ExportError(
-                f"{type(self.module).__name__} cannot run in ONNX Runtime: its forward {read}, and the rest depends "
-                "on the values; move that code into a submodule, which then stays in PyTorch by itself, or run the "
+                f"{type(self.module).__name__} cannot run in ONNX Runtime: its forward {read}, which a graph "
+                "cannot hold; move that code into a submodule, which then stays in PyTorch by itself, or run the "
                 'model in PyTorch with "ort_zero": {"ortmodule": {"enabled": false}}'
             ) from None
         share = self.kept.share()
@@ -421,16 +426,17 @@ class Runtime:
         log("%s stays in PyTorch (%.0f %% of the parameters so far): it %s",
             self.kept.path_of(read.module), 100 * share, read)  # fmt: skip
 
-    def _sources(self) -> Callable[[int], Any]:
+    def _sources(self) -> Callable[[torch.Tensor], Any]:
         """Return who tells which memory is a weight's, for nodes that run in PyTorch; see :mod:`.in_torch`."""
-        if self.tables:
-            return ops.lent_at
         here: set[int] = set()
 
-        def source_of(address: int) -> Any:
+        def source_of(tensor: torch.Tensor) -> Any:
+            if self.tables:  # the first call makes them
+                return ops.lent_at(tensor)
             if not here:
-                here.update(p.untyped_storage().data_ptr() for p in self.module.parameters())
-            return in_torch.STAYS if address in here else None
+                whole = (p for p in self.module.parameters() if not is_partitioned(p))
+                here.update(p.untyped_storage().data_ptr() for p in whole)
+            return in_torch.STAYS if tensor.untyped_storage().data_ptr() in here else None
 
         return source_of
 

@@ -47,6 +47,53 @@ def output_shapes(
     return None
 
 
+def ones_that_stay(
+    function: Callable[..., Sequence[torch.Tensor]],
+    shapes: Sequence[Sequence[int | None]],
+    traced: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype],
+    among: Sequence[int] | None = None,
+) -> list[list[int | None]]:
+    """Return the shapes of the results of `function` with 1 where a size is 1 however the unknown ones vary, else None.
+
+    For functions that :func:`output_shapes` cannot try, since they want sizes that are not known to be constant.
+    Unknown dimensions of one traced size vary together, as far as the function lets them.
+
+    Args:
+        function: see :func:`output_shapes`.
+        shapes: of the arguments.
+        traced: the sizes of the arguments in the trace.
+        dtypes: of the arguments.
+        among: vary only those that have one of these sizes in the trace.
+    """
+    groups = sorted({t for s, ts in zip(shapes, traced, strict=True) for d, t in zip(s, ts, strict=True) if d is None})
+    if among is not None:
+        groups = [size for size in groups if size in among]
+
+    def run(changed: dict[int, int]) -> list[list[int]] | None:
+        sizes = [
+            [changed.get(t, t) if d is None else d for d, t in zip(s, ts, strict=True)]
+            for s, ts in zip(shapes, traced, strict=True)
+        ]
+        return _try(function, sizes, dtypes)
+
+    start = run({})
+    if start is None:
+        return []
+    primes = dict(zip(groups, _PRIMES * len(groups), strict=False))
+    alike = [g for g in groups if _same_ranks(run({g: primes[g]}), start)]
+    found = run({g: primes[g] for g in alike})
+    if not _same_ranks(found, start):
+        found = run({g: _STEP for g in alike})
+    if not _same_ranks(found, start):
+        found = start
+    return [[1 if size == 1 else None for size in shape] for shape in found]
+
+
+def _same_ranks(found: list[list[int]] | None, start: list[list[int]]) -> bool:
+    return found is not None and [len(shape) for shape in found] == [len(shape) for shape in start]
+
+
 def _trials(count: int) -> list[tuple[list[int], list[int]]]:
     """Return pairs of sizes for `count` symbols: different ones, equal ones, both also as round numbers."""
     different = [_PRIMES[i % len(_PRIMES)] for i in range(count)]

@@ -13,6 +13,7 @@ import torch
 
 from ort_zero.bridge.zero_parameters import full_shape, is_partitioned
 from ort_zero.compat import deepspeed as ds_compat
+from ort_zero.compat import tracing
 
 
 @contextlib.contextmanager
@@ -45,7 +46,7 @@ def full_shape_weights(module: torch.nn.Module) -> Iterator[None]:
                 # each has its own storage and value: torch's exporter merges equal initializers
                 one = torch.full((1,), 1e-4 * (i + 1), dtype=parameter.dtype, device=parameter.device)
                 parameter.data = one.expand(full_shape(parameter))
-        with plain_access(module):
+        with plain_access(module), tracing.dense_operands() if saved else contextlib.nullcontext():
             yield
     finally:
         for parameter, data in saved:

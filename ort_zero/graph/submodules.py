@@ -116,6 +116,10 @@ class KeptInTorch:
         inside = {id(p): _size(p) for path in self.reasons for p in self._root.get_submodule(path).parameters()}
         return sum(inside.values()) / max(1, sum(_size(p) for p in self._root.parameters()))
 
+    def module_at(self, path: str) -> torch.nn.Module | None:
+        """Return the submodule at `path`; None for the model itself, or if there is none."""
+        return next((module for module, known in self._paths.items() if known == path), None)
+
     def path_of(self, module: torch.nn.Module | None) -> str:
         """Return the path of a submodule, or the name of the model's class."""
         return self._paths.get(module) or type(self._root).__name__

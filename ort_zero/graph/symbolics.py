@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ort_zero.compat.torch_onnx import Symbolic, TracedNode, TracedValue
+from ort_zero.compat.torch_onnx import Symbolic, TracedNode, TracedValue, Unexportable
 
 
 def embedding(g: Any, weight: Any, indices: Any, padding_idx: Any, scale_grad_by_freq: Any, sparse: Any) -> Any:
@@ -132,6 +132,45 @@ def _constant(g: Any, values: int | list[int]) -> Any:
     return g.op("Constant", value_t=torch.tensor(values))
 
 
+def adaptive_avg_pool2d(g: Any, self: Any, output_size: Any) -> Any:
+    """Export ``aten::adaptive_avg_pool2d`` to one element for each channel as a mean; others run in PyTorch."""
+    rank = Symbolic.traced(g, self, output_size).inputs[0].rank
+    return g.op("ReduceMean", self, axes_i=[rank - 2, rank - 1], keepdims_i=1)
+
+
+def as_strided(g: Any, self: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """Export ``aten::as_strided`` of a tensor whose layout in memory is the same for all sizes of the graph's inputs.
+
+    Raises:
+        Unexportable: it is not, so that strides of the trace would pick other elements.
+    """
+    value = Symbolic.traced(g, self, size, stride, storage_offset).inputs[0]
+    expected = 1
+    for axis in reversed(range(value.rank)):
+        known = value.known_sizes[axis]
+        if value.traced_strides is None or value.traced_strides[axis] != expected or (axis and known is None):
+            raise Unexportable(
+                "as_strided reads memory by strides that depend on the sizes or on the layout of its input: use unfold"
+            )
+        expected *= known or 1
+    return Symbolic.original("aten::as_strided", g.opset)(g, self, size, stride, storage_offset)
+
+
+def squeeze(g: Any, self: Any, dim: Any = None) -> Any:
+    """Export ``aten::squeeze`` of the sizes that are 1 in the trace; torch's own puts others into an If."""
+    value = Symbolic.traced(g, self, *([] if dim is None else [dim])).inputs[0]
+    if dim is None:
+        axes = list(range(value.rank))
+    else:
+        axes = [axis % max(value.rank, 1) for axis in _as_integers(dim)]
+    axes = [axis for axis in axes if axis < value.rank and value.traced_sizes[axis] == 1]
+    return g.op("Squeeze", self, _constant(g, axes)) if axes else g.op("Identity", self)
+
+
+def _as_integers(value: Any) -> list[int]:
+    return Symbolic.integers(value, "dim") if Symbolic.is_list(value) else [Symbolic.integer(value, "dim")]
+
+
 def repeat_interleave(g: Any, self: Any, repeats: Any, dim: Any = None, output_size: Any = None) -> Any:
     """Export ``aten::repeat_interleave``; torch's own changes the constant that holds a negative dimension, for all."""
     plain = Symbolic.original("aten::repeat_interleave", g.opset)
@@ -158,15 +197,18 @@ def where(g: Any, condition: Any, self: Any = None, other: Any = None, *rest: An
 
 
 def masked_fill(g: Any, self: Any, mask: Any, value: Any) -> Any:
-    """Export ``aten::masked_fill``, with a tensor that is broadcast to the mask by an Expand; see :func:`where`."""
+    """Export ``aten::masked_fill``, with tensors that are broadcast by an Expand; see :func:`where`."""
     node = Symbolic.traced(g, self, mask, value)
-    filled = _expanded(g, node.inputs[0], node.outputs[0], [node.inputs[1]])
+    result = node.outputs[0]
+    filled = _expanded(g, node.inputs[0], result, [node.inputs[1]])
+    if node.inputs[2].requires_grad:
+        value = _expanded(g, node.inputs[2], result, node.inputs[:2])
     return Symbolic.original("aten::masked_fill", g.opset)(g, filled, mask, value)
 
 
 def _expanded(g: Any, value: TracedValue, result: TracedValue, others: list[TracedValue]) -> Any:
     """Return `value` expanded to the shape that it has together with `others`, if it may be smaller than `result`."""
-    if not value.is_floating or value.is_constant or value.rank == 0:
+    if not value.is_floating or value.is_constant or (value.rank == 0 and not value.requires_grad):
         return value.converted
     known = value.known_sizes
     smaller = value.rank < result.rank or value.traced_sizes != result.traced_sizes
@@ -192,12 +234,15 @@ def _known(values: list[TracedValue], result: TracedValue) -> list[int | None]:
 
 
 TABLE: dict[str, Callable] = {
+    "::adaptive_avg_pool2d": adaptive_avg_pool2d,
+    "::as_strided": as_strided,
     "::cumsum": cumsum,
     "::diff": diff,
     "::embedding": embedding,
     "::flatten": flatten,
     "::layer_norm": layer_norm,
     "::permute": permute,
+    "::squeeze": squeeze,
     "::masked_fill": masked_fill,
     "::masked_fill_": masked_fill,
     "::where": where,
@@ -234,6 +279,8 @@ def _not_constant_padding(node: TracedNode) -> str | None:
 
 
 def _accumulating(node: TracedNode) -> str | None:
+    if node.inputs[2].requires_grad and not node.inputs[2].rank:
+        return "ONNX Runtime's gradient of Where does not sum over what was broadcast"
     accumulate = node.argument("accumulate")
     if accumulate is None or (accumulate.constant if accumulate.is_constant else accumulate.constant_number):
         return "torch's exporter gives the updates another shape than ONNX wants"
@@ -252,8 +299,77 @@ def _flipped(node: TracedNode) -> str | None:
     return "ONNX Runtime's gradient of Slice takes no negative steps" if node.inputs[0].requires_grad else None
 
 
+def _rounding_down(node: TracedNode) -> str | None:
+    # numbers that are sizes stay in the graph: they are positive
+    return "torch's exporter rounds quotients towards zero" if node.outputs[0].rank else None
+
+
+def _limited_by_tensors(node: TracedNode) -> str | None:
+    if any(value.is_tensor and (value.rank or value.requires_grad) for value in node.inputs[1:]):
+        return "ONNX Runtime divides the gradient among equal operands of Min and Max"
+    return None
+
+
+def _partly_used(node: TracedNode) -> str | None:
+    if not node.inputs[0].requires_grad or all(out.leads_to_gradient for out in node.outputs):
+        return None
+    return "ONNX Runtime's gradient of Split leaves out results that nothing depends on"
+
+
+def _without_keepdim(node: TracedNode) -> str | None:
+    if not node.inputs[0].requires_grad:
+        return None
+    keep = node.argument("keepdim")
+    if keep is not None and (keep.constant if keep.is_constant else keep.constant_number):
+        return None
+    return "ONNX Runtime's gradients of ReduceL2 and ReduceLogSumExp are invalid without keepdim"
+
+
+def _negative_start(node: TracedNode) -> str | None:
+    start = node.argument("start")
+    known = start.constant if start.is_constant else start.constant_number
+    return "torch's exporter takes no start from the end" if known is None or known < 0 else None
+
+
+def _of_product_alone(node: TracedNode) -> str | None:
+    beta = node.argument("beta")
+    known = beta.constant if beta.is_constant else beta.constant_number
+    return "ONNX Runtime has no gradient for a Gemm without its third input" if known == 0 else None
+
+
+def _of_probabilities(node: TracedNode) -> str | None:
+    return "ONNX's loss takes classes only, no probabilities" if node.inputs[1].is_floating else None
+
+
+def _counted(node: TracedNode) -> str | None:
+    repeats = node.argument("repeats")
+    return "torch's exporter gives its loop the wrong types" if repeats is not None and repeats.is_tensor else None
+
+
+def _convolving(node: TracedNode) -> str | None:
+    padding, dilation = node.argument("padding"), node.argument("dilation")
+    if padding is not None and padding.is_constant and isinstance(padding.constant, str):
+        if not dilation.is_constant or any(size != 1 for size in dilation.constant):
+            return 'ONNX Runtime knows no dilation together with padding "same"'
+    return _grouped(node)
+
+
+_SIZES_OF_POOLING = "ONNX Runtime takes the sizes of its result for those that it is combined with"
+
+
+def _to_more_than_one(node: TracedNode) -> str | None:
+    sizes = node.inputs[1]
+    known = sizes.constant if sizes.is_constant else tuple(s.constant for s in sizes.items or [] if s.is_constant)
+    return None if known == (1, 1) else _SIZES_OF_POOLING
+
+
+def _to_one(node: TracedNode) -> str | None:
+    return _SIZES_OF_POOLING if 1 in node.outputs[0].traced_sizes[-2:] else None
+
+
 _PADDINGS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)) + ("_pad_circular",)
 _RECURRENT = "ONNX Runtime trains recurrent layers in one direction and on the CPU only"
+_SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
 _CONVOLUTIONS = ("_convolution", "convolution", "_convolution_mode", "conv1d", "conv2d", "conv3d")
 
 IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
@@ -269,12 +385,32 @@ IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
     "aten::dot": _of_vectors,
     "aten::pow": _variable_exponent,
     "aten::embedding_bag": "ONNX Runtime has no gradient for Loop",
+    "aten::floor_divide": _rounding_down,
+    **dict.fromkeys(("aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::clip"), _limited_by_tensors),
+    **{f"aten::{name}": _partly_used for name in _SPLITS},
+    **{f"aten::{name}": _without_keepdim for name in ("norm", "linalg_norm", "linalg_vector_norm", "logsumexp")},
+    "aten::pairwise_distance": "torch's exporter leaves out the absolute value",
+    "aten::log1p": "the exporter's form loses the digits of small numbers",
+    "aten::cosine_similarity": "the gradient of the exporter's form is not a number for vectors of zeros",
+    "aten::log_sigmoid": "the exporter's form overflows",
+    "aten::binary_cross_entropy_with_logits": "the exporter's form overflows",
+    "aten::scatter_reduce": "ONNX Runtime crashes on its gradient",
+    "aten::diagonal": "ONNX Runtime's gradient of its diagonal needs known shapes",
+    "aten::narrow": _negative_start,
+    "aten::addmm": _of_product_alone,
+    "aten::index_fill": "torch's exporter does not know its own shapes there",
+    **dict.fromkeys(("aten::movedim", "aten::moveaxis"), "torch's exporter writes dimensions that ONNX does not know"),
+    "aten::tile": "torch's exporter writes an If whose branches differ in type",
+    "aten::repeat_interleave": _counted,
+    "aten::cross_entropy_loss": _of_probabilities,
+    "aten::adaptive_avg_pool2d": _to_more_than_one,
+    **dict.fromkeys(("aten::max_pool2d", "aten::max_pool2d_with_indices", "aten::avg_pool2d"), _to_one),
     **dict.fromkeys(("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"), _RECURRENT),
     **{f"aten::{name}": _not_constant_padding for name in ("pad", *_PADDINGS)},
-    **{f"aten::{name}": _grouped for name in _CONVOLUTIONS},
+    **{f"aten::{name}": _convolving for name in _CONVOLUTIONS},
 }
-"""Operators that run in PyTorch inside the graph although the exporter knows them: name to reason, or to a function that
-returns the reason or None.
+"""Operators that run in PyTorch inside the graph although the exporter knows them: name to reason, or to a function
+that returns the reason or None.
 
 Operators without a symbolic, and those whose ONNX form ORT cannot differentiate, need no entry.
 """
@@ -288,6 +424,16 @@ WITHOUT_GRADIENT = frozenset(
     "ThresholdedRelu Upsample".split()
 )
 """ONNX operators of real numbers that onnxruntime-training 1.19.2 has no gradient for on every provider."""
+
+WRONG_GRADIENT = {
+    **dict.fromkeys(
+        ("ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SplitToSequence"),
+        "ONNX Runtime has no gradient for sequences",
+    ),
+    "AveragePool": "ONNX Runtime's gradient of AveragePool needs sizes that never vary",
+    "MaxPool": "ONNX Runtime's gradient of MaxPool needs sizes that never vary",
+}
+"""ONNX operators whose gradient in onnxruntime-training 1.19.2 is no good, each with the reason."""
 
 
 def run_in_torch(operator: str, why: str = "asked for") -> None:
