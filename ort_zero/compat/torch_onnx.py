@@ -229,7 +229,8 @@ class TracedValue:
                 continue
             seen.add(value.unique())
             for use in value.uses():
-                if use.user.kind() == "prim::Return":
+                # results of the module pass through a function of ORTModule, which is traced without gradients
+                if use.user.kind() in ("prim::Return", "prim::PythonOp"):
                     return True
                 stack += [out for out in use.user.outputs() if _may_have_gradient(out)]
         return False

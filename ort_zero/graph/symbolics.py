@@ -311,7 +311,14 @@ def _limited_by_tensors(node: TracedNode) -> str | None:
 
 
 def _partly_used(node: TracedNode) -> str | None:
-    if not node.inputs[0].requires_grad or all(out.leads_to_gradient for out in node.outputs):
+    value = node.inputs[0]
+    if not value.requires_grad:
+        return None
+    dim = node.argument("dim")
+    axis = dim.constant if dim is not None and dim.is_constant else dim.constant_number if dim is not None else None
+    if axis is None or value.known_sizes[axis] is None:
+        return "the parts depend on the sizes of the graph's inputs"
+    if all(out.leads_to_gradient for out in node.outputs):
         return None
     return "ONNX Runtime's gradient of Split leaves out results that nothing depends on"
 
