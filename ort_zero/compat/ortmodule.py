@@ -263,6 +263,43 @@ def register_function(name: str, function: type) -> None:
     _pybind_state.register_torch_autograd_function(name, function)
 
 
+def with_all_gradients(function: type) -> type:
+    """Return the autograd Function `function` with zeros in place of the gradients that its backward leaves out.
+
+    ORT asks for the gradient of every input that leads to a weight, and gives None on to the next node as it is.
+    """
+    import torch
+
+    def note(ctx, inputs):
+        ctx.ort_zero_inputs = [
+            (t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) and t.is_floating_point() else None
+            for t in inputs
+        ]
+
+    def forward(ctx, *inputs):
+        note(ctx, inputs)
+        return function.forward(ctx, *inputs)
+
+    def setup_context(ctx, inputs, output):
+        note(ctx, inputs)
+        return function.setup_context(ctx, inputs, output)
+
+    def backward(ctx, *gradients):
+        found = function.backward(ctx, *gradients)
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(
+            torch.zeros(like[0], dtype=like[1], device=like[2]) if gradient is None and like is not None else gradient
+            for gradient, like in zip(found, ctx.ort_zero_inputs, strict=False)
+        )
+
+    if function.setup_context is not torch.autograd.Function.setup_context:
+        own = {"setup_context": staticmethod(setup_context), "forward": staticmethod(function.forward)}
+    else:
+        own = {"forward": staticmethod(forward)}
+    # ORT registers what derives from torch's class directly, and nothing else
+    return type(function.__name__, (torch.autograd.Function,), {**own, "backward": staticmethod(backward)})
+
+
 def _registered_shapes(node: Any, input_shapes: list, input_types: list) -> list | None:
     """Return the shapes by the rule that a user's autograd Function brought along, if it has one."""
     from onnxruntime.capi._pybind_state import get_shape_inference_function
@@ -487,6 +524,13 @@ def patches() -> tuple[Patch, ...]:
 
         return _log_feature_stats
 
+    def users_function(original):
+        @functools.wraps(original)
+        def register_torch_autograd_function(name, function):
+            return original(name, with_all_gradients(function))
+
+        return register_torch_autograd_function
+
     tm, im, gem, io = (f"{_PACKAGE}.{n}" for n in ("_training_manager", "_inference_manager",
                                                    "_graph_execution_manager", "_io"))  # fmt: skip
     table: list[Patch] = []
@@ -504,6 +548,12 @@ def patches() -> tuple[Patch, ...]:
     add(f"{_GTM}:GraphTransitionManager._export_check", export_check, "ranks agree on a transition")
     add(f"{_GTM}:GraphTransitionManager._get_exported_model", exported, "export with stand-in weights")
     add(f"{_GTM}:GraphTransitionManager._export_model", trainable, "no gradients of frozen weights", guarded=False)
+    add(
+        f"{_PACKAGE}._custom_autograd_function_exporter:register_torch_autograd_function",
+        users_function,
+        "gradients that a user's function leaves out",
+        guarded=False,
+    )
     add(f"{_GTM}:GraphTransitionManager._infer_shapes", shapes, "goes on where upstream stops")
     add(f"{_GTM}:GraphTransitionManager._reprocess_check", reprocess, "buffers are no parameters")
     add(f"{_GTM}:PostExportProcessedModelInfo.construct_inputs", construct, "the trigger input")

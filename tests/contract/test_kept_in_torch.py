@@ -217,3 +217,44 @@ def test_a_forward_in_training_mode_without_gradients_is_torchs():
     torch.testing.assert_close(
         dict(wrapped.named_buffers()), {name: b for name, b in reference.named_buffers()}, atol=1e-5, rtol=1e-5
     )
+
+
+class Scaled(torch.autograd.Function):
+    """Has no gradient for its second argument, although that depends on a weight."""
+
+    @staticmethod
+    def forward(ctx, value, scale):
+        ctx.save_for_backward(scale)
+        return value * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Late(Scaled):
+    @staticmethod
+    def forward(value, scale):
+        return value * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+
+
+class UsesFunctions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Linear(6, 6)
+        self.scale = nn.Linear(6, 6)
+
+    def forward(self, x):
+        scale = self.scale(x)
+        scale = scale.gather(1, scale.argmax(1, keepdim=True)).expand(-1, 6)
+        return Late.apply(Scaled.apply(self.value(x), scale), scale).sum()
+
+
+def test_a_function_of_the_user_may_leave_gradients_out():
+    reference, wrapped, _ = both(UsesFunctions)
+    for rows in (3, 5):
+        assert_same_step(reference, wrapped, torch.randn(rows, 6))
