@@ -540,10 +540,12 @@ def routing(router: Router) -> Iterator[None]:
     def keep_modes(model, mode):
         # upstream puts every submodule into the mode of the whole, and leaves it there
         modes = [(part, part.training) for part in model.modules()] if hasattr(model, "modules") else []
-        with select(model, mode):
+        try:
+            with select(model, mode):
+                _set_modes(modes)
+                yield
+        finally:
             _set_modes(modes)
-            yield
-        _set_modes(modes)
 
     utils._run_symbolic_function = run
     utils.select_model_mode_for_export = keep_modes

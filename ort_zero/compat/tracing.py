@@ -13,6 +13,8 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
+from ort_zero.compat.frames import is_foreign
+
 _COMPARISONS = frozenset(
     {torch.Tensor.ne, torch.Tensor.eq, torch.ne, torch.eq, torch.Tensor.__eq__, torch.Tensor.__ne__}
 )
@@ -43,7 +45,6 @@ _DATA_SHAPED = frozenset(
     for name in "nonzero nonzero_numpy argwhere _unique _unique2 unique_dim unique_consecutive masked_select"
     " bincount".split()
 )
-_LIBRARY = re.compile(r"[/\\](torch|onnxruntime|onnx|ort_zero)[/\\]")
 
 
 class ValueReadError(BaseException):
@@ -207,7 +208,7 @@ def _asked_by_ort() -> bool:
 
 def _user_line() -> str:
     """Return "FILE:LINE in FUNCTION" of the model's code that runs."""
-    frames = [f for f in traceback.extract_stack() if not _LIBRARY.search(f.filename)]
+    frames = [f for f in traceback.extract_stack() if not is_foreign(f.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown line"
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sysconfig
 import traceback
-from pathlib import Path
 from typing import Any
 
+from ort_zero.compat.frames import is_foreign
 from ort_zero.errors import ExportError, OrtZeroError
 
 _CURES = (
@@ -106,23 +104,10 @@ def _node_path(text: str) -> str:
     return node[1].strip("/").replace("/", ".") if node else ""
 
 
-_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\](?P<name>\w+)")
-_OURS = str(Path(__file__).parents[1]) + os.sep
-_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
-
-
-def _is_foreign(file: str) -> bool:
-    """Return True for a file of torch, ORT, DeepSpeed, Python itself or ort_zero."""
-    package = _PACKAGES.search(file)
-    if package is not None:
-        return package["name"] in ("torch", "onnxruntime", "onnx", "deepspeed", "ort_zero")
-    return file.startswith((_OURS, _STANDARD, "<frozen"))
-
-
 def _user_line(text: str) -> str:
     """Return "FILE:LINE in FUNCTION" for the innermost frame in `text` that is no library's, if any."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
-    own = [f for f in frames if not _is_foreign(f[0])]
+    own = [f for f in frames if not is_foreign(f[0])]
     return f"{own[-1][0]}:{own[-1][1]} in {own[-1][2]}" if own else ""
 
 
@@ -135,7 +120,7 @@ def _place(error: BaseException, module: Any) -> tuple[str, str]:
         for frame, number in traceback.walk_tb(link.__traceback__):
             code = frame.f_code
             inner_path = names.get(id(frame.f_locals.get("self"))) or inner_path
-            if not _is_foreign(code.co_filename):
+            if not is_foreign(code.co_filename):
                 inner_line = f"{code.co_filename}:{number} in {code.co_name}"
         path, line = inner_path or path, inner_line or line
     return path, line

@@ -144,7 +144,7 @@ class Runtime:
 
         With ``"fallback": "warn"`` a graph that one rank cannot build makes all ranks run PyTorch from then on.
         """
-        self._must_exchange = self._exporting = False
+        self._must_exchange = self._exporting = self._forced = False
         self._training = manager.training
         if self.fallback_reason is not None:
             return run_in_torch()
@@ -296,13 +296,13 @@ class Runtime:
         """Raise unless Python would take the values that it took when the graph was made. All ranks under ZeRO-3."""
         if not guards:
             return
-        found = [tensor.tolist() for tensor in tensors]
-        failed = next((read for (value, read), now in zip(guards, found, strict=True) if value != now), None)
+        same = [value == now.tolist() for (value, _), now in zip(guards, tensors, strict=True)]
+        failed = -1 if all(same) else same.index(False)
         if self.stage == 3 and self._several:
-            votes = agreement.votes(int(failed is not None), 0, self.group)
-            failed = failed or (guards[0][1] if any(vote.code for vote in votes) else None)
-        if failed is not None:
-            raise GuardFailedError(failed)
+            # one answer for all: each rank counts how often a guard has failed
+            failed = max(vote.digest for vote in agreement.votes(0, failed, self.group))
+        if failed >= 0:
+            raise GuardFailedError(guards[failed][1])
 
     def restore_outputs(self, tensors: Any, schema: Any) -> Any:
         """Put the module's outputs together."""
