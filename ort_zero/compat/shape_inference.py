@@ -20,8 +20,8 @@ def infer_shapes(model: Any, infer_python_op: Callable) -> Any:
 
     Args:
         model: ONNX ModelProto.
-        infer_python_op: ``(node, input shapes, input types) -> (output shapes, output types) or None``, with None for
-            unknown sizes; asked about the nodes of PyTorch functions.
+        infer_python_op: ``(node, input shapes, input types) -> output shapes or None``, with None for unknown sizes;
+            asked about the nodes of PyTorch functions.
     """
     inference = _inference_class()(2**31 - 1, True, True, 0)
     inference.infer_python_op = infer_python_op

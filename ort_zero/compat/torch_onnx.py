@@ -485,12 +485,12 @@ def routing(router: Router) -> Iterator[None]:
         def export():
             return original(graph, block, node, inputs, env, values_in_env, new_nodes, *rest)
 
+        context = _context(utils, graph, block, node, env, values_in_env, new_nodes)
         if node.kind() == "prim::ConstantChunk":
-            return _chunks(node, inputs, _context(utils, graph, block, node, env, values_in_env, new_nodes)) or export()
+            return _chunks(node, inputs, context) or export()
         if node.kind().partition("::")[0] in ("prim", "onnx") or any(True for _ in node.blocks()):
             return export()
         traced = TracedNode(node, inputs)
-        context = _context(utils, graph, block, node, env, values_in_env, new_nodes)
         why = router.before(traced)
         failed: Exception | None = None
         if why is None:

@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 Function = Callable[..., Sequence[torch.Tensor]]
 
 class Lender(Protocol):
-    """A weight that can be had again; compares equal for one weight."""
+    """A weight that can be had again."""
 
     def again(self, lenders: Sequence[Lender]) -> Sequence[torch.Tensor]:
         """Return the full weights of `lenders`, all of one kind. Collective."""
@@ -109,9 +109,9 @@ class _OwnCopies:
     """Copies the saved tensors whose memory belongs to ORT; several views of one storage share one copy."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
-        self.storages = {_address(t) for t in inputs}
-        self.saved: set[int] = set()
         found = {_address(t): _source_of(t) for t in inputs}
+        self.storages = set(found)
+        self.saved: set[int] = set()
         self.staying = {address for address, source in found.items() if source is STAYS}
         self.borrowed = {a: _Borrowed(source) for a, source in found.items() if source not in (None, STAYS)}
         self._copies: dict[int, torch.Tensor] = {}
