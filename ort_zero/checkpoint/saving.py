@@ -59,8 +59,8 @@ def team_of_engine() -> ChannelTeam:
 
     Waits for whatever is saved in the background, of any engine: two threads cannot talk over one connection.
     """
-    for thread in list(_running):
-        thread.join()
+    for save in list(_running):
+        save.wait()
     return _team_of(dist.group.WORLD)
 
 
@@ -91,6 +91,15 @@ class _Pending(threading.Thread):
         self.step_hook: Any = None
         """Makes the optimizer's step wait for :attr:`copied`; None if everything is copied already."""
         self.error: BaseException | None = None
+        self._finished = threading.Event()
+
+    def wait(self) -> None:
+        """Wait until nothing is left to do.
+
+        Not by ``join()``: Python 3.10 to 3.12 take a thread for ended whose ``join()`` was interrupted
+        (``threading.Thread._wait_for_tstate_lock``), and at its exit the interpreter would cut the save off.
+        """
+        self._finished.wait()
 
     def run(self) -> None:
         """Copy, write and publish; keep the error for whoever waits."""
@@ -107,6 +116,7 @@ class _Pending(threading.Thread):
         finally:
             del self._job, self._finish_copy
             _running.remove(self)
+            self._finished.set()
 
 
 def save(
@@ -216,7 +226,7 @@ def wait(engine: Any) -> None:
     """
     thread = _pending.pop(engine, None)
     if thread is not None:
-        thread.join()
+        thread.wait()
         if thread.step_hook is not None:
             thread.step_hook.remove()
         if thread.error is not None:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ort_zero import agreement
@@ -193,9 +193,8 @@ def from_launcher(shared_folder: str) -> Team:
 
     if dist.is_initialized():
         return GroupTeam()
-    if "MASTER_ADDR" in os.environ:
-        method = None
-    else:
+    meeting = None
+    if "MASTER_ADDR" not in os.environ:
         job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
         if job is None or "://" in shared_folder:
             raise CheckpointError(
@@ -204,6 +203,15 @@ def from_launcher(shared_folder: str) -> Team:
             )
         os.makedirs(shared_folder, exist_ok=True)
         name = "".join(c if c.isalnum() else "_" for c in job)
-        method = f"file://{os.path.abspath(shared_folder)}/.rendezvous_{name}"
+        meeting = f"{os.path.abspath(shared_folder)}/.rendezvous_{name}"
+    method = meeting and f"file://{meeting}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+    if meeting:
+        # torch's FileStore counts two things, one after the other: of ranks that end together none takes itself for
+        # the last one, and the file stays. Nobody needs it once all are connected.
+        dist.barrier()
+        if rank == 0:
+            with suppress(FileNotFoundError):
+                os.remove(meeting)
+        dist.barrier()
     return GroupTeam(owns_default=True)

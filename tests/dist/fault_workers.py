@@ -392,6 +392,22 @@ def leave_early(folder: str) -> None:
     dist.destroy_process_group()
 
 
+def interrupted_wait(folder: str) -> tuple[bool, bool]:
+    """Interrupt the wait for a save; return whether it counts as running, and whether a second wait really waits."""
+    engine = engine_of(stage=2)
+    train(engine, range(3))
+    slow_down(2.0)
+    save(engine, folder, "tag", async_save=True)
+    (running,) = saving._running
+    with contextlib.suppress(KeyboardInterrupt):
+        main = threading.main_thread().ident
+        threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+        wait(engine)
+    alive = running.is_alive()
+    save(engine, folder, "after")
+    return alive, Path(folder, "tag", manifest.NAME).exists()
+
+
 # -- ranks that are killed --------------------------------------------------------------------------------------------
 # The program below imports everything once and forks the ranks of every round: a round takes seconds then, not half
 # a minute.
@@ -482,8 +498,7 @@ def _rank(folder: str, rank: int, size: int, port: int, stage: int, background: 
     except KeyboardInterrupt:
         code = INTERRUPTED
         traceback.print_exc()
-        for thread in list(saving._running):  # as the interpreter does at its exit
-            thread.join()
+        threading._shutdown()  # as the interpreter does at its exit
     except Exception as error:
         traceback.print_exc()
         # DeepSpeed's own collectives around a save report in gloo's words

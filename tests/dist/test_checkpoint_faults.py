@@ -386,6 +386,10 @@ def test_interrupted_at_any_moment(tmp_path):
     assert kill_rounds("interrupt", 6, tmp_path, 4, 200)["rounds"] == 6
 
 
+def test_an_interrupted_wait_leaves_the_save_running(tmp_path):
+    assert run_on_ranks(fault_workers.interrupted_wait, 2, str(tmp_path)) == [(True, True)] * 2
+
+
 def test_an_interrupted_rank_leaves_none_behind(tmp_path):
     (first, left), (second, _) = run_on_ranks(fault_workers.interrupt_at_each_exchange, 2, str(tmp_path), timeout=60)
     assert len(second) > 5 and set(second) == {"KeyboardInterrupt"} and not left
