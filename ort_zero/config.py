@@ -61,13 +61,24 @@ class CheckpointConfig(_Strict):
 
 
 class StatisticsConfig(_Strict):
-    """``ort_zero.statistics``: collection of activation statistics."""
+    """``ort_zero.statistics``: collection of statistics of activations, gradients and parameters."""
 
     enabled: bool = False
     output_dir: str | None = None
     start_step: int = Field(default=0, ge=0)
     end_step: int | None = None
     override_output_dir: bool = False
+    run_on_cpu: bool = False
+    bucket_size: int = Field(default=1 << 22, ge=1)
+    parameters: Literal["sample", "full", "off"] = "sample"
+
+    @model_validator(mode="after")
+    def _complete(self) -> StatisticsConfig:
+        if self.enabled and not self.output_dir:
+            raise ValueError("output_dir must name a folder where statistics are enabled")
+        if self.end_step is not None and self.end_step <= self.start_step:
+            raise ValueError(f"end_step {self.end_step} is not above start_step {self.start_step}")
+        return self
 
 
 class MemoryConfig(_Strict):
@@ -90,7 +101,6 @@ class Config(_Strict):
 
 _NOT_YET = {
     "ortmodule.cache_dir": lambda c: c.ortmodule.cache_dir is not None,
-    "statistics.enabled": lambda c: c.statistics.enabled,
     "memory.recompute": lambda c: c.memory.recompute != "off",
     "memory.budget": lambda c: c.memory.budget is not None,
     "memory_efficient_gradients": lambda c: c.memory_efficient_gradients,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from typing import Any
 
 from ort_zero import config, log
@@ -13,26 +14,34 @@ from ort_zero.hooks import mode
 from ort_zero.patching import Patch, defined_in
 
 
+_collecting: Counter[str | None] = Counter()
+"""How many engines collect statistics, by the folder of the config."""
+
+
 def _engine_init(original):
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         bound, ds_config = ds_compat.config_of(original, self, args, kwargs)
         section = config.section_of(ds_config)
         if section is None:
-            return original(self, *args, **kwargs)
+            original(self, *args, **kwargs)
+            return _note(self)
         self.ort_zero_section = section
         log.get_logger()
         log.set_level(section.ortmodule.log_level)
         if not section.ortmodule.enabled:
             with mode.use("torch"):
-                return original(self, *args, **kwargs)
+                original(self, *args, **kwargs)
+            _note(self)
+            return _subscribe(self, section.statistics)
         stage = int((ds_config.get("zero_optimization") or {}).get("stage", 0))
         _refuse_half_on_cpu(ds_config)
         runtime, bound.arguments["model"] = wrap(bound.arguments["model"], section.ortmodule, stage)
         with mode.use("ort"):
             original(*bound.args, **bound.kwargs)
         _connect(self, runtime)
-        return None
+        _note(self)
+        return _subscribe(self, section.statistics)
 
     return __init__
 
@@ -54,6 +63,29 @@ def wrap(model: Any, section: config.OrtModuleConfig, stage: int) -> tuple[Any, 
     ort_compat.attach(wrapped, runtime)
     plugin.register(runtime)
     return runtime, wrapped
+
+
+def _note(engine: Any) -> None:
+    """Let subscribers know the stage, also without a section; nothing here may keep an engine from being made."""
+    from ort_zero.hooks.global_manager import note_stage
+
+    note_stage(engine.module, int(engine.zero_optimization_stage()))
+
+
+def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:
+    """Collect statistics as the section says. All ranks."""
+    if not section.enabled:
+        return
+    from ort_zero.convergence.subscriber import StatisticsSubscriber
+    from ort_zero.hooks.global_manager import GlobalSubscriberManager
+
+    wanted = section.model_dump(exclude={"enabled"})
+    # an actor and a critic under one config: each has a folder, by the order in which they are made
+    before, _collecting[section.output_dir] = _collecting[section.output_dir], _collecting[section.output_dir] + 1
+    if before:
+        wanted["output_dir"] = f"{section.output_dir}_{before + 1}"
+        log.get_logger().info("statistics of engine %d go to %s", before + 1, wanted["output_dir"])
+    GlobalSubscriberManager.subscribe(engine, [StatisticsSubscriber(**wanted)])
 
 
 def _connect(engine: Any, runtime: Any) -> None:

@@ -42,6 +42,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0") or 0)
 
 
+def world_size() -> int:
+    """Return the number of processes that the launcher started; 1 without one."""
+    return max(1, int(os.environ.get("WORLD_SIZE", "1") or 1))
+
+
 def local_world_size() -> int:
     """Return how many ranks share this machine; 1 without a launcher."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))

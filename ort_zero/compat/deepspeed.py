@@ -74,3 +74,25 @@ def reduce_leaf_gradient(parameter: Any) -> None:
     reduce = None if reference is None else reference()
     if reduce is not None:
         reduce(parameter)
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of the whole parameter, also where ZeRO-3 partitioned it."""
+    return tuple(parameter.ds_shape) if hasattr(parameter, "ds_id") else tuple(parameter.shape)
+
+
+def held_part(parameter: Any) -> tuple[Any, int, int, bool]:
+    """Return what this rank holds of a parameter: the elements, flat index of the first, elements of the whole.
+
+    The last value is True if other ranks hold the rest. Under ZeRO-3 the padding of the last part is left out; what is
+    on NVMe at the moment is not read.
+    """
+    if not hasattr(parameter, "ds_id") or parameter.data.numel() == parameter.ds_numel:
+        return parameter.detach(), 0, parameter.numel(), False
+    import torch.distributed as dist
+
+    shard, total = parameter.ds_tensor, int(parameter.ds_numel)
+    offset = dist.get_rank(parameter.ds_process_group) * int(shard.ds_numel)
+    here = max(0, min(int(shard.ds_numel), total - offset))
+    held = shard.detach().view(-1)
+    return held[: min(here, held.numel())], min(offset, total), total, True

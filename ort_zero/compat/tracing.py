@@ -47,6 +47,17 @@ _DATA_SHAPED = frozenset(
 )
 
 
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Hide the tracer from what happens in the block: sizes are plain numbers there, and nothing is recorded."""
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)
+
+
 class ValueReadError(BaseException):
     """Python code of a module depends on the values of a tensor, which a trace cannot record.
 

@@ -39,13 +39,14 @@ from ort_zero.compat.torch_onnx import Unexportable
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
-from ort_zero.graph import in_torch, structure
+from ort_zero.graph import in_torch, structure, taps
 from ort_zero.graph.exported import complete_dropout
 from ort_zero.graph.failures import explain
 from ort_zero.graph.optimized import unfuse_for_cpu
 from ort_zero.graph.routes import Routes, infer_python_op
 from ort_zero.graph.standins import full_shape_weights, unchanged_buffers
 from ort_zero.graph.submodules import KeptInTorch
+from ort_zero.hooks.global_manager import Session, sessions_of
 from ort_zero.hooks.manager import paused
 from ort_zero.log import get_logger
 
@@ -116,6 +117,10 @@ class Runtime:
         self.fallback_reason: str | None = None
         self.kept = KeptInTorch(module, config.exclude)
         self.routes = {mode: Routes(mode, ort_compat.register_function) for mode in (True, False)}
+        self._sessions: list[Session] = []
+        """Whose subscribers look on in this call."""
+        self._taps: dict[bool, list[taps.Taps]] = {True: [], False: []}
+        self._given: tuple[tuple, dict] = (), {}
         self._parameters = structure.parameters_of(module.forward)
         self._structures: list[tuple] = []
         self._call: structure.Call | None = None
@@ -152,12 +157,13 @@ class Runtime:
         self._must_vote = self._several and (self.stage == 3 or (manager.training and not self._agreed_once))
         self._started = time.perf_counter()
         in_torch.take_failure()
+        self._begin_step()
         try:
             while True:
                 # ranks that build the same graph learn the same, or wait for this one
                 try:
                     with in_torch.sources(self._sources()):
-                        return run()
+                        return self._end_step(run())
                 except ValueReadError as read:
                     self._keep_in_torch(read)
                 except Unexportable as why:
@@ -175,8 +181,10 @@ class Runtime:
                     raise
                 raise clear from error
         finally:
-            self._call = None  # it holds the batch
+            self._call, self._given = None, ((), {})  # they hold the batch
         self.fallback_reason = str(clear)
+        for session in self._sessions:
+            session.step -= 1  # PyTorch begins it anew
         get_logger().warning("running in PyTorch: %s", self.fallback_reason)
         return run_in_torch()
 
@@ -187,6 +195,7 @@ class Runtime:
 
     def needs_export(self, verdict: bool) -> bool:
         """Return True on all ranks if one of them has to export."""
+        verdict = verdict or bool(self._sessions) != bool(self._taps[self._training])
         if self._forced:
             self._forced = False
             self._must_exchange = self._must_exchange or (self._several and self.stage == 3)
@@ -211,6 +220,7 @@ class Runtime:
     @contextlib.contextmanager
     def exporting(self, flattened_module: torch.nn.Module):
         """Hold stand-ins and keep the buffers while the module is traced."""
+        marked = self._taps[self._training] = [taps.Taps(session, self.module) for session in self._sessions]
         with (
             paused(),
             torch_checkpoint.watch(self._refuse_checkpointing),
@@ -218,6 +228,7 @@ class Runtime:
             torch_onnx.routing(self.routes[self._training]),
             unchanged_buffers(flattened_module),
             full_shape_weights(flattened_module),
+            taps.traced(marked),
         ):
             yield
 
@@ -228,6 +239,7 @@ class Runtime:
     def flatten_call(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Take the arguments apart; what is no tensor is told by the number of its structure."""
         call = structure.flatten_call(args, kwargs, self._parameters)
+        self._given = args, kwargs
         # before the vote: a rank that fails after it leaves the others alone with their collectives
         device = self._device
         for name, tensor in zip(call.names, call.tensors, strict=True):
@@ -338,6 +350,10 @@ class Runtime:
             record.bridge = describe(plan)
             self._pending_digest = plan.digest()
         model = manager.model
+        if self._taps[manager.training]:
+            taps.register(ort_compat.register_function)
+            taps.place_readers(model)
+            manager.model = model
         record.nodes = len(model.graph.node)
         record.python_ops = sum(node.op_type == "PythonOp" for node in model.graph.node)
         record.exports += self._exporting
@@ -371,6 +387,23 @@ class Runtime:
     def add_inputs(self, manager: ort_compat.ManagerView, trigger: str, inputs: dict, device: Any) -> None:
         """Add the trigger; it requires grad, so that autograd calls the backward."""
         inputs[trigger] = self.tables[manager.training].new_trigger(device)
+
+    # -- subscribers ------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Begin a step of everybody who subscribed to this module or a part of it."""
+        self._sessions = []
+        for session in sessions_of(self.module):
+            session.begin("onnxruntime")
+            if any(subscriber.acts_on_places() for subscriber in session.active):
+                self._sessions.append(session)
+
+    def _end_step(self, result: Any) -> Any:
+        for tapped in self._taps[self._training]:
+            tapped.given(*self._given)
+        for session in sessions_of(self.module):
+            session.end(result)
+        return result
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
