@@ -302,6 +302,7 @@ class Runtime:
             counting=[m for m in seen.normalised if m.num_batches_tracked is not None],
         )
         more = [given[i].detach() for i in changed] + [guard.tensor.detach().flatten() for guard in seen.guards]
+        more += taps.gathered(self._taps[self._training])
         return tensors + more, schema
 
     def _check_guards(self, guards: list[tuple[list, ValueReadError]], tensors: Any) -> None:
@@ -320,7 +321,8 @@ class Runtime:
         """Put the module's outputs together."""
         effects = self._effects[self._training]
         more = tensors[effects.results :]
-        self._check_guards(effects.guards, more[len(effects.changed) :])
+        guarded = len(effects.changed) + len(effects.guards)  # behind them there may be a token
+        self._check_guards(effects.guards, more[len(effects.changed) : guarded])
         with torch.no_grad():
             for i, value in zip(effects.changed, more, strict=False):
                 self._call.tensors[i].copy_(value)

@@ -1,10 +1,11 @@
 """Shows subscribers the values of a graph where ONNX Runtime computes them.
 
 While the module is traced, each tensor at a new place goes through an autograd Function, so that the graph and its
-backward have a node there. Once the training graph is built, those nodes are taken out again and nodes that only read
+backward have a node there. Once the training graph is built, those marks are taken out again and nodes that only read
 are put in: no value is copied or held longer, and a value keeps the gradient that it had. Readers have no effect that
-ORT knows of, so one more node behind the last of them makes it run them; where they stand in the list of nodes decides
-when, since ORT (1.19, ``Graph::ReverseDFSFrom``) first follows the input whose node has the highest number.
+ORT knows of, so one more node behind the last of them makes it run them: in the forward it makes one more result of the
+graph, which also keeps marks of values that nobody else uses. Where nodes stand in the list decides when they run,
+since ORT (1.19, ``Graph::ReverseDFSFrom``) first follows the input whose node has the highest number.
 """
 
 from __future__ import annotations
@@ -26,29 +27,51 @@ from ort_zero.hooks.places import Place, Walk, map_arguments, map_slots
 
 READ = "ort_zero.graph.taps:read"
 WAIT = "ort_zero.graph.taps:wait"
-_NAME = "Tap"
 _numbers = itertools.count(1)
 _tables: weakref.WeakValueDictionary[int, Taps] = weakref.WeakValueDictionary()
-_token = torch.zeros(1)
+_TOKEN = (TensorProto.INT64, 1)
+"""Type and rank of what says that a reader has run; an integer has no gradient."""
+_token = torch.zeros(1, dtype=torch.int64)
 
 
 class Tap(torch.autograd.Function):
     """Marks a place in the graph while it is traced; never runs in a session."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, table: int, number: int) -> torch.Tensor:
-        """Return a copy: an alias could not be changed in place by the module."""
-        return tensor.clone()
+    def forward(ctx: Any, tensor: torch.Tensor, table: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a copy, since an alias could not be changed in place by the module; and a token."""
+        token = torch.zeros_like(_token)
+        ctx.mark_non_differentiable(token)
+        return tensor.clone(), token
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+    def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
         """Pass the gradient through."""
         return gradient, None, None
 
     @staticmethod
     def infer_shape(node: Any, shapes: list, types: list) -> tuple[list, list]:
         """Tell ORT that the result is like the input."""
-        return shapes, types
+        return [shapes[0], [1]], [types[0], _TOKEN[0]]
+
+
+class Gathered(torch.autograd.Function):
+    """Makes one result of all tokens, for the trace; never runs in a session."""
+
+    @staticmethod
+    def forward(ctx: Any, *tokens: torch.Tensor) -> torch.Tensor:
+        """Return a token."""
+        return torch.zeros_like(_token)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        """Never run."""
+        raise NotImplementedError
+
+    @staticmethod
+    def infer_shape(node: Any, shapes: list, types: list) -> tuple[list, list]:
+        """Tell ORT the shape of a token."""
+        return [[1]], [_TOKEN[0]]
 
 
 class Taps:
@@ -68,16 +91,18 @@ class Taps:
         self.step = -1
         """The step whose values the graph computes."""
         self.marks: list[Place] = []
-        """The place of each marker, by its number."""
+        """The place of each mark, by its number."""
+        self.tokens: list[torch.Tensor] = []
         _tables[self.number] = self
 
     def begin(self) -> None:
         """Get ready for the trace of the whole module."""
         self.walk.begin()
-        self.marks = []
+        self.marks, self.tokens = [], []
 
     def finish(self) -> None:
         """Know all places, once the trace is over."""
+        self.tokens = []
         self.shown = list(places_shown(self.walk))
 
     def mark(self, place: Place, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -85,7 +110,8 @@ class Taps:
         if place.source >= 0 or (self.whole and place.call.caller < 0 and place.kind == "input"):
             return None  # what the model is given needs no graph to be seen
         self.marks.append(place)
-        marked = Tap.apply(tensor, self.number, len(self.marks) - 1)
+        marked, token = Tap.apply(tensor, self.number, len(self.marks) - 1)
+        self.tokens.append(token)
         self.walk.same(place, marked)
         return marked
 
@@ -221,52 +247,63 @@ def _mark_calls(taps: Taps, module: Module, root: Module) -> list[Any]:
     ]
 
 
+def gathered(taps: Sequence[Taps]) -> list[torch.Tensor]:
+    """Return what is to be one more result of the trace, if there are marks in it."""
+    tokens = [token for table in taps for token in table.tokens]
+    return [Gathered.apply(*tokens)] if tokens else []
+
+
 def place_readers(model: onnx.ModelProto) -> None:
     """Put readers in the place of marks, in the optimized graph of a module; changes `model`."""
     graph = model.graph
     types = {v.name: v.type.tensor_type for v in (*graph.value_info, *graph.input, *graph.output)}
-    marks: dict[str, tuple[tuple[int, int], str]] = {}
+    outputs = {output.name for output in graph.output}
     same: dict[str, str] = {}
     kept: list[onnx.NodeProto] = []
-    readers: dict[bool, list[onnx.NodeProto]] = {False: [], True: []}
-    outputs = {output.name for output in graph.output}
-    known = {name for node in graph.node for name in node.output}
+    marks: list[tuple[tuple[int, int], str, str]] = []
+    forward_end = None
     for node in graph.node:
         for i, name in enumerate(node.input):
-            if name in same:
-                node.input[i] = same[name]
-        if not _is_mark(node):
+            node.input[i] = same.get(name, name)
+        kind = _kind_of_mark(node)
+        if kind is None:
             kept.append(node)
-            continue
-        is_gradient = node.op_type == "PythonOpGrad"
-        if is_gradient:
-            number, marked = marks[node.input[0]]
-            read, made = node.input[1], node.output[0]
-            # of an input that the code around the module uses too: the sum of all that flows back
-            whole = f"{marked}_grad"
+        elif kind == Gathered.__name__:
+            forward_end = node.output[1]
         else:
-            number = next(tuple(a.ints) for a in node.attribute if a.name == "input_int_scalars")
-            marks[node.output[0]] = number, node.input[0]
-            read, made = node.input[0], node.output[1]
-            whole = read
-        if made in outputs:
-            kept.append(helper.make_node("Identity", [read], [made], f"{node.name}_passed"))
-        else:
-            same[made] = read
-        kind = types.get(made) or types.get(read)
-        readers[is_gradient].append(_reader(number, is_gradient, whole if whole in known else read, kind))
-    for reader in readers[True]:
-        reader.input[0] = same.get(reader.input[0], reader.input[0])
-    ends = [_wait_in_forward(graph, kept, readers[False], types), _wait_in_backward(graph, kept, readers[True])]
+            is_gradient = node.op_type == "PythonOpGrad"
+            read, made = (node.input[1], node.output[0]) if is_gradient else (node.input[0], node.output[1])
+            if not is_gradient:
+                number = next(tuple(a.ints) for a in node.attribute if a.name == "input_int_scalars")
+                # the sum of all that flows back to a value, also where the code around a module uses it too
+                marks.append((number, read, f"{node.input[0]}_grad"))
+            if made in outputs:
+                kept.append(helper.make_node("Identity", [read], [made], f"{node.name}_passed"))
+            else:
+                same[made] = read
+    made_here = {name for node in kept for name in node.output}
+    values = [_reader(number, False, value, types) for number, value, _ in marks]
+    gradients = [
+        _reader(number, True, same.get(gradient, gradient), types)
+        for number, _, gradient in reversed(marks)
+        if same.get(gradient, gradient) in made_here
+    ]
+    ends = []
+    if forward_end is not None:
+        ends.append(_wait("ort_zero_wait_forward", values[0].output[1], forward_end, _TOKEN, values))
+    if gradients:
+        smallest = min(graph.output, key=lambda output: _size(output.type.tensor_type))
+        ends.append(_behind("ort_zero_wait_backward", kept, smallest, gradients))
     del graph.node[:]
-    graph.node.extend([*kept, *reversed(readers[False] + readers[True]), *(end for end in ends if end is not None)])
+    graph.node.extend([*kept, *reversed(values + gradients), *ends])
 
 
-def _is_mark(node: onnx.NodeProto) -> bool:
+def _kind_of_mark(node: onnx.NodeProto) -> str | None:
+    """Return which of the Functions of the trace a node is, None if it is another one."""
     if node.op_type not in ("PythonOp", "PythonOpGrad"):
-        return False
+        return None
     names = [a.s.decode() for a in node.attribute if a.name in ("func_name", "name")]
-    return any(name.endswith(f"taps.{_NAME}") for name in names)
+    return next((f.__name__ for f in (Tap, Gathered) for n in names if n.endswith(f"taps.{f.__name__}")), None)
 
 
 def _python_op(function: str, name: str, read: list[tuple[str, int, int]], made: tuple, **more: Any) -> onnx.NodeProto:
@@ -278,59 +315,32 @@ def _python_op(function: str, name: str, read: list[tuple[str, int, int]], made:
     )  # fmt: skip
 
 
-def _reader(mark: tuple[int, int], is_gradient: bool, read: str, kind: Any) -> onnx.NodeProto:
+def _reader(mark: tuple[int, int], is_gradient: bool, read: str, types: dict) -> onnx.NodeProto:
     table, number = mark
-    name = f"ort_zero_read_{'gradient' if is_gradient else 'value'}_{number}_{read}"
+    name = f"ort_zero_read_{'gradient' if is_gradient else 'value'}_{table}_{number}"
+    kind = types.get(read)
     elem_type, rank = (kind.elem_type, len(kind.shape.dim)) if kind is not None else (TensorProto.FLOAT, 0)
     return _python_op(
-        READ, name, [(read, elem_type, rank)], (f"{name}_token", TensorProto.FLOAT, 1), input_convention="cccd",
+        READ, name, [(read, elem_type, rank)], (f"{name}_token", *_TOKEN), input_convention="cccd",
         input_int_scalars=[table, number, int(is_gradient)], input_int_scalar_positions=[0, 1, 2],
     )  # fmt: skip
 
 
-def _wait(name: str, value: str, made: str, kind: Any, readers: list[onnx.NodeProto]) -> onnx.NodeProto:
-    of_value = (kind.elem_type, len(kind.shape.dim))
-    tokens = [(reader.output[1], TensorProto.FLOAT, 1) for reader in readers]
-    return _python_op(
-        WAIT, name, [(value, *of_value), *tokens], (made, *of_value), input_convention="d" * (1 + len(tokens))
-    )
+def _wait(name: str, value: str, made: str, kind: tuple[int, int], readers: list[onnx.NodeProto]) -> onnx.NodeProto:
+    tokens = [(reader.output[1], *_TOKEN) for reader in readers]
+    return _python_op(WAIT, name, [(value, *kind), *tokens], (made, *kind), input_convention="d" * (1 + len(tokens)))
 
 
-def _wait_in_forward(graph: Any, nodes: list, readers: list, types: dict) -> onnx.NodeProto | None:
-    """Return the node behind which the forward ends: before the yield, or before the first result."""
-    if not readers:
-        return None
-    end = next((node for node in nodes if node.op_type == "YieldOp"), None)
-    results = list(end.input) if end is not None else [output.name for output in graph.output]
-    name = min((r for r in results if r in types), key=lambda r: len(types[r].shape.dim))
-    if end is not None:
-        waited = f"{name}_waited"
-        for i, read in enumerate(end.input):
-            if read == name:
-                end.input[i] = waited
-        return _wait("ort_zero_wait_forward", name, waited, types[name], readers)
-    return _behind("ort_zero_wait_forward", nodes, name, types[name], readers)
-
-
-def _wait_in_backward(graph: Any, nodes: list, readers: list) -> onnx.NodeProto | None:
-    if not readers:
-        return None
-    smallest = min(graph.output, key=lambda output: _size(output.type.tensor_type))
-    return _behind("ort_zero_wait_backward", nodes, smallest.name, smallest.type.tensor_type, readers)
-
-
-def _behind(name: str, nodes: list, output: str, kind: Any, readers: list) -> onnx.NodeProto:
-    """Return the node that makes `output` from what made it until now."""
-    before = f"{output}_unwaited"
-    for node in nodes:
+def _behind(name: str, nodes: list, output: Any, readers: list) -> onnx.NodeProto:
+    """Return the node that makes `output` of the graph from what made it until now."""
+    before = f"{output.name}_unwaited"
+    for node in (*nodes, *readers):
         for names in (node.input, node.output):
             for i, known in enumerate(names):
-                if known == output:
+                if known == output.name:
                     names[i] = before
-    for reader in readers:
-        if reader.input[0] == output:
-            reader.input[0] = before
-    return _wait(name, before, output, kind, readers)
+    kind = output.type.tensor_type
+    return _wait(name, before, output.name, (kind.elem_type, len(kind.shape.dim)), readers)
 
 
 def _size(kind: Any) -> int:
