@@ -85,7 +85,7 @@ def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:
     if before:
         wanted["output_dir"] = f"{section.output_dir}_{before + 1}"
         log.get_logger().info("statistics of engine %d go to %s", before + 1, wanted["output_dir"])
-    GlobalSubscriberManager.subscribe(engine, [StatisticsSubscriber(**wanted)])
+    engine.__dict__["ort_zero_statistics"] = GlobalSubscriberManager.subscribe(engine, [StatisticsSubscriber(**wanted)])
 
 
 def _connect(engine: Any, runtime: Any) -> None:
@@ -164,6 +164,17 @@ def _load_checkpoint(original):
     return load_checkpoint
 
 
+def _destroy(original):
+    @functools.wraps(original)
+    def destroy(self):
+        session = self.__dict__.pop("ort_zero_statistics", None)
+        if session is not None:
+            session.remove()
+        return original(self)
+
+    return destroy
+
+
 PATCHES = (
     Patch(
         target=ds_compat.ENGINE_INIT,
@@ -175,6 +186,12 @@ PATCHES = (
         target=f"{ds_compat.ENGINE}:DeepSpeedEngine.save_checkpoint",
         build=_save_checkpoint,
         why="writes sharded checkpoints",
+        guard=defined_in(ds_compat.ENGINE),
+    ),
+    Patch(
+        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.destroy",
+        build=_destroy,
+        why="ends the collection of statistics",
         guard=defined_in(ds_compat.ENGINE),
     ),
     Patch(

@@ -92,13 +92,14 @@ class Taps:
         """The step whose values the graph computes."""
         self.marks: list[Place] = []
         """The place of each mark, by its number."""
+        self.dtypes: list[torch.dtype] = []
         self.tokens: list[torch.Tensor] = []
         _tables[self.number] = self
 
     def begin(self) -> None:
         """Get ready for the trace of the whole module."""
         self.walk.begin()
-        self.marks, self.tokens = [], []
+        self.marks, self.dtypes, self.tokens = [], [], []
 
     def finish(self) -> None:
         """Know all places, once the trace is over."""
@@ -110,6 +111,7 @@ class Taps:
         if place.source >= 0 or (self.whole and place.call.caller < 0 and place.kind == "input"):
             return None  # what the model is given needs no graph to be seen
         self.marks.append(place)
+        self.dtypes.append(tensor.dtype)
         marked, token = Tap.apply(tensor, self.number, len(self.marks) - 1)
         self.tokens.append(token)
         self.walk.same(place, marked)
@@ -118,6 +120,8 @@ class Taps:
     def forward(self, number: int, tensor: torch.Tensor) -> None:
         """Show a value."""
         session, place = self.session(), self.marks[number]
+        if self.dtypes[number] == torch.bool:
+            tensor = tensor.view(torch.bool)  # ORT hands them over as bytes
         for seen in self._seen_at(place):
             session.show(seen, tensor, gradient=False)
 

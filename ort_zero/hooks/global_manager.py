@@ -227,7 +227,9 @@ class Session:
             return None if here is None or is_paused() else here._after(module, outputs)
 
         for module in self.root.modules():
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            # before the hooks of others: ZeRO-3 sends inputs through a Function of its own, and what flows back there
+            # is only what the module itself gives back
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
         # a forward that raises leaves nothing open that the next one would take for its caller
         self._handles.append(self.root.register_forward_hook(functools.partial(_ended, session), always_call=True))
