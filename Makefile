@@ -43,12 +43,33 @@ train: $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (
 	$(BIN)/ort-zero aggregate out/train out/train_model --overwrite
 	$(BIN)/python examples/sample_lm.py out/train_model
 
+.PHONY: compare
+compare: $(READY) ## Train 5 steps in ONNX Runtime and in PyTorch, and say where the two begin to differ
+	for backend in torch ort; do \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py \
+	    --deepspeed_config configs/zero3_statistics_$$backend.json --steps 5 || exit 1; \
+	done
+	$(BIN)/ort-zero stats compare out/statistics/torch out/statistics/ort --html out/statistics/report.html
+
+# the HTML report's test opens it in a browser, which no package index has
+.PHONY: browser
+browser:
+	@{ command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null 2>&1 && \
+	  { command -v chromedriver || command -v chromium.chromedriver; } >/dev/null 2>&1 && exit 0; \
+	as=; [ "$$(id -u)" = 0 ] || as="sudo -n"; \
+	if command -v apt-get >/dev/null && { [ -z "$$as" ] || sudo -n true 2>/dev/null; }; then \
+	  echo "installing chromium for the test of the HTML report"; \
+	  { $$as apt-get update -qq && $$as env DEBIAN_FRONTEND=noninteractive \
+	    apt-get install -y -qq --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 && exit 0; \
+	fi; \
+	echo "no headless browser, so the test of the HTML report will fail: apt-get install chromium chromium-driver" >&2
+
 .PHONY: test
-test: $(READY) ## Run every test but the slow ones: unit, contract, 2-4 ranks
+test: $(READY) browser ## Run every test but the slow ones: unit, contract, 2-4 ranks
 	$(PYTEST) -m "not slow" tests/unit tests/contract tests/dist
 
 .PHONY: test-unit
-test-unit: $(READY) ## Run the unit and contract tests
+test-unit: $(READY) browser ## Run the unit and contract tests
 	$(PYTEST) -m "not slow" tests/unit tests/contract
 
 .PHONY: test-dist

@@ -13,7 +13,6 @@ from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.hooks import mode
 from ort_zero.patching import Patch, defined_in
 
-
 _collecting: Counter[str | None] = Counter()
 """How many engines collect statistics, by the folder of the config."""
 

@@ -49,3 +49,7 @@ class CheckpointError(OrtZeroError):
 
 class CorruptCheckpointError(CheckpointError):
     """Bytes of a checkpoint are missing, foreign or changed; the message names the file."""
+
+
+class StatisticsError(OrtZeroError):
+    """Statistics of a run cannot be written or read, or two runs cannot be compared."""

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ort_zero import __version__, env
-from ort_zero.cli import aggregate, build, doctor, print_json, verify
+from ort_zero.cli import aggregate, build, doctor, print_json, stats, verify
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
 
-_COMMANDS = (doctor, build, aggregate, verify)
+_COMMANDS = (doctor, build, aggregate, verify, stats)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,11 +35,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in _COMMANDS:
-        sub = command.add_parser(subparsers)
-        sub.allow_abbrev = False
-        sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-        sub.add_argument("--debug", action="store_true", help="show the traceback of an error (or ORT_ZERO_DEBUG=1)")
-        sub.set_defaults(run=command.run)
+        made = command.add_parser(subparsers)
+        for sub in made if isinstance(made, tuple) else (made,):
+            sub.allow_abbrev = False
+            sub.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+            sub.add_argument("--debug", action="store_true", help="show an error's traceback (or ORT_ZERO_DEBUG=1)")
+            sub.set_defaults(run=command.run)
     return parser
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -31,12 +32,19 @@ _PENDING = 8
 _PACKAGES = ("torch", "onnxruntime-training", "deepspeed", "transformers", "numpy")
 
 
+_COLUMNS = (
+    "phase", "order", "call", "caller", "occurrence", "source", "module", "kind", "slot", "dtype", "shape",
+    "partitioned",
+)  # fmt: skip
+
+
 class _Step:
     """What is known of one step."""
 
     def __init__(self, number: int):
         self.number = number
-        self.rows = StepRows()
+        self.columns: list[tuple] = []
+        """Of each row what is no number, in the order of :data:`_COLUMNS`."""
         self.raw = np.zeros((128, measure.ROW))
         self.used = 0
         self.sources: list[tuple[int, int]] = []
@@ -54,32 +62,26 @@ class _Step:
 
     def describe(
         self, phase: Phase, order: int, call: int, caller: int, occurrence: int, source: int, module: str, kind: str,
-        slot: str, tensor: torch.Tensor | None, shape: Any = None, partitioned: bool = False,
+        slot: str, tensor: torch.Tensor, shape: Any = None, partitioned: bool = False,
     ) -> None:  # fmt: skip
         """Add the columns that are not numbers of the row that was taken last."""
-        rows = self.rows
-        rows.phase.append(int(phase))
-        rows.order.append(order)
-        rows.call.append(call)
-        rows.caller.append(caller)
-        rows.occurrence.append(occurrence)
-        rows.source.append(source)
-        rows.module.append(module)
-        rows.kind.append(kind)
-        rows.slot.append(slot)
-        rows.dtype.append(str(tensor.dtype).removeprefix("torch.") if tensor is not None else "")
-        rows.shape.append(tuple(tensor.shape if shape is None else shape) if tensor is not None else ())
-        rows.partitioned.append(partitioned)
+        # one append instead of twelve: this runs some hundred times in a step
+        self.columns.append(
+            (phase, order, call, caller, occurrence, source, module, kind, slot, tensor.dtype,
+             tensor.shape if shape is None else shape, partitioned)
+        )  # fmt: skip
 
     def finished(self) -> StepRows:
         """Return the rows, with shapes and types where a row refers to another."""
+        columns = {name: list(values) for name, values in zip(_COLUMNS, zip(*self.columns, strict=True), strict=True)}
+        rows = StepRows(**columns, raw=self.raw[: self.used]) if columns else StepRows()
         for row, order in self.sources:
             first = self.by_order.get(order)
             if first is not None:
-                self.rows.shape[row] = self.rows.shape[first]
-                self.rows.dtype[row] = self.rows.dtype[first]
-        self.rows.raw = self.raw[: self.used]
-        return self.rows
+                rows.shape[row], rows.dtype[row] = rows.shape[first], rows.dtype[first]
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(rows.dtype)}
+        rows.dtype = [names[dtype] for dtype in rows.dtype]
+        return rows
 
 
 class StatisticsSubscriber(SubscriberBase):
@@ -96,9 +98,9 @@ class StatisticsSubscriber(SubscriberBase):
         run_on_cpu: copy tensors to the CPU and measure them there; else where they are. On a GPU this spares its
             memory and costs time.
         bucket_size: at most so many elements are copied or converted at a time.
-        parameters: ``"sample"``: at most 4,096 elements of each parameter before, and of its gradient after; ``"full"``:
-            all elements; ``"off"``. Under ZeRO-3 each rank measures its own part; a gradient is the one that this rank
-            computed, before it is reduced or added up.
+        parameters: ``"sample"``: at most 4,096 elements of each parameter before, and of its gradient after;
+            ``"full"``: all elements; ``"off"``. Under ZeRO-3 each rank measures its own part; a gradient is the one
+            that this rank computed, before it is reduced or added up.
 
     Raises:
         StatisticsError: the folder holds another run's statistics, or a value makes no sense.
@@ -115,6 +117,10 @@ class StatisticsSubscriber(SubscriberBase):
         *,
         parameters: Literal["sample", "full", "off"] = "sample",
     ):
+        self._writer: StatisticsWriter | None = None
+        self._failed = False
+        self._pending: list[_Step] = []
+        self._gradient_handles: list[Any] = []
         if start_step < 0 or (end_step is not None and end_step <= start_step):
             raise StatisticsError(f"start_step {start_step}, end_step {end_step}: no step is between them")
         if bucket_size < 1:
@@ -125,12 +131,9 @@ class StatisticsSubscriber(SubscriberBase):
         self.start_step, self.end_step = start_step, end_step
         self.override, self.run_on_cpu, self.bucket_size = override_output_dir, run_on_cpu, bucket_size
         self.parameters = parameters
-        self._writer: StatisticsWriter | None = None
-        self._failed = False
-        self._pending: list[_Step] = []
-        self._gradient_handles: list[Any] = []
         if not override_output_dir:
             self._refuse_used_folder()
+        measure.measure(torch.zeros(1))  # compiled now, not within the first step
 
     def _refuse_used_folder(self) -> None:
         folder = Path(self.output_dir, rank_name(rank_and_size()[0]))
@@ -198,6 +201,10 @@ class StatisticsSubscriber(SubscriberBase):
         if self._writer is not None:
             self._writer.close()
             self._failed = True  # nothing more can be added
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of the interpreter anything may be missing
+            self.close()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 

@@ -108,7 +108,20 @@ def test_an_error_is_one_line_unless_debug(monkeypatch, capsys, error):
     assert "Traceback" in err and "second line" in err
 
 
-@pytest.mark.parametrize("argv", [[], ["nonsense"], ["doctor", "--nonsense"], ["build", "--forc"], ["doctor", "extra"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["nonsense"],
+        ["doctor", "--nonsense"],
+        ["build", "--forc"],
+        ["doctor", "extra"],
+        ["stats"],
+        ["stats", "compare", "a"],
+        ["stats", "compare", "a", "b", "--rtol", "-1"],
+        ["stats", "merge", "--pt", "a", "--ort_dir", "b", "--output_dir", "c"],
+    ],
+)
 def test_wrong_usage_is_status_2_and_one_line(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(argv)
@@ -119,10 +132,16 @@ def test_wrong_usage_is_status_2_and_one_line(argv, capsys):
 
 def test_options_are_frozen():
     found = {}
-    for action in cli.make_parser()._actions:
-        if isinstance(action, argparse._SubParsersAction):
+
+    def walk(parser: argparse.ArgumentParser, path: str) -> None:
+        inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        if path:
+            found[path] = sorted(o for a in parser._actions for o in a.option_strings)
+        for action in inner:
             for name, sub in action.choices.items():
-                found[name] = sorted(o for a in sub._actions for o in a.option_strings)
+                walk(sub, f"{path} {name}".strip())
+
+    walk(cli.make_parser(), "")
     common = ["--debug", "--help", "--json", "-h"]
     aggregate = [
         "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--no-verify", "--overwrite",
@@ -133,6 +152,9 @@ def test_options_are_frozen():
         "build": sorted([*common, "--force"]),
         "aggregate": sorted([*common, *aggregate]),
         "verify": sorted([*common, "--tag", "--trust-pickle", "--workers"]),
+        "stats": ["--help", "-h"],
+        "stats compare": sorted([*common, "--html", "--reference", "--rtol"]),
+        "stats merge": sorted([*common, "--ort_dir", "--output_dir", "--overwrite", "--pt_dir"]),
     }
 
 

@@ -58,6 +58,22 @@ def test_core_requires_what_the_package_imports_and_no_more(setup_cfg):
     assert not imported & {"rich", "yaml"}, "declare it in install_requires"
 
 
+def test_statistics_requires_what_is_imported_for_them(setup_cfg):
+    declared = {name.lower(): r for name, r in extra(setup_cfg, "statistics").items()}
+    files = [ROOT / "ort_zero/cli/stats.py", *(ROOT / "ort_zero/convergence").glob("*.py")]
+    text = "\n".join(path.read_text() for path in files)
+    imported = set(re.findall(r"^\s*(?:from|import) (jinja2|numba|numpy|plotly|pyarrow)\b", text, flags=re.M))
+    assert set(declared) == imported and all("<" in str(r.specifier) for r in declared.values())
+    assert set(declared) <= {name.lower() for name in extra(setup_cfg, "test")}
+
+
+def test_files_that_are_no_modules_are_installed(setup_cfg):
+    patterns = setup_cfg["options.package_data"]
+    for path in (ROOT / "ort_zero").rglob("templates/*"):
+        package = ".".join(path.relative_to(ROOT).parts[:-2])
+        assert path.match(patterns[package].strip()), path
+
+
 def test_entry_points(setup_cfg):
     points = setup_cfg["options.entry_points"]
     assert points["console_scripts"].strip() == "ort-zero = ort_zero.cli.main:main"

@@ -1,0 +1,206 @@
+"""``ort-zero stats``: lays the statistics of two runs side by side, or says where they begin to differ."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ort_zero.cli import print_json
+from ort_zero.errors import StatisticsError
+
+if TYPE_CHECKING:
+    from ort_zero.convergence.comparison import Comparison, Difference, RunInfo
+    from ort_zero.convergence.merge import MergeReport
+
+_SHOWN = 10
+_HEAD = ("step", "rank", "phase", "module", "tensor", "kind", "error", "tolerance", "inherited", "l2 of a", "l2 of b")
+_LEFT = {"phase", "module", "tensor", "kind"}
+_EXTRA = {"jinja2", "numba", "numpy", "plotly", "pyarrow"}
+_EPILOG = "Folders are those that StatisticsSubscriber(output_dir=...) wrote."
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> tuple[argparse.ArgumentParser, ...]:
+    """Add the commands and return their parsers."""
+    text = "compare statistics that two runs collected of their activations and gradients"
+    parser = subparsers.add_parser("stats", help=text, description=text, epilog=_EPILOG, allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    return _add_compare(commands), _add_merge(commands)
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    text = "name the first divergence of two runs: step, rank, direction, module and tensor"
+    epilog = "Exit status: 0 = the same; 1 = they differ; 2 = they cannot be compared."
+    parser = commands.add_parser("compare", help=text, description=text, epilog=epilog)
+    parser.add_argument("a", metavar="A", help="folder of the run that is taken to be right")
+    parser.add_argument("b", metavar="B", help="folder of the other run")
+    parser.add_argument(
+        "--rtol",
+        type=_tolerance,
+        default="auto",
+        metavar="auto|X",
+        help="relative error that is tolerated (default: auto, from the dtypes' precision and the reference)",
+    )
+    parser.add_argument("--reference", metavar="A2", help="a second run like A: how far they differ is tolerated")
+    parser.add_argument("--html", metavar="FILE", help="also write a report to look at, one file that opens offline")
+    parser.set_defaults(command="stats compare", work=_compare)
+    return parser
+
+
+def _add_merge(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    text = "write two runs side by side: a text file per step and rank, and one CSV file with everything"
+    parser = commands.add_parser("merge", help=text, description=text)
+    parser.add_argument("--pt_dir", required=True, metavar="A", help="folder of the PyTorch run")
+    parser.add_argument("--ort_dir", required=True, metavar="B", help="folder of the ONNX Runtime run")
+    parser.add_argument("--output_dir", required=True, metavar="C", help="folder to write into")
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier merge wrote into C")
+    parser.set_defaults(command="stats merge", work=_merge)
+    return parser
+
+
+def _tolerance(text: str) -> str | float:
+    if text == "auto":
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number from 0 on")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command that was chosen and return its exit status."""
+    try:
+        return args.work(args)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").split(".")[0]
+        if name not in _EXTRA:
+            raise
+        raise StatisticsError(f"{name} is not installed: pip install 'ort-zero[statistics]'") from error
+
+
+def _merge(args: argparse.Namespace) -> int:
+    from ort_zero.convergence.merge import merge_activation_summary
+
+    report = merge_activation_summary(
+        args.pt_dir, args.ort_dir, args.output_dir, overwrite=args.overwrite, progress=not args.json
+    )
+    print_json(dataclasses.asdict(report)) if args.json else print(text_of_merge(report))
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from ort_zero.convergence.compare import compare
+
+    if args.html:
+        from ort_zero.convergence.report import check_target, write_report
+
+        check_target(args.html)
+    watched = sys.stderr.isatty() and not args.json
+    found = compare(args.a, args.b, rtol=args.rtol, reference=args.reference, progress=watched)
+    if args.html:
+        write_report(found, args.html)
+    print_json(as_json(found, args.html)) if args.json else print(text_of(found, args.html))
+    return 0 if found.verdict.same else 1
+
+
+def text_of_merge(report: MergeReport) -> str:
+    """Return what was merged as lines."""
+    only = [f"{n:,} only in {side}" for n, side in ((report.only_pt, "pt"), (report.only_ort, "ort")) if n]
+    counted = f"{report.records:,} records" + (f" ({', '.join(only)})" if only else "")
+    lines = [f"note: {note}" for note in report.notes]
+    lines.append(
+        f"wrote {report.files} files ({report.bytes / 1e6:.1f} MB) into {report.output_dir}: {len(report.steps)} steps "
+        f"of {len(report.ranks)} ranks, {counted}, in {report.seconds:.1f} s"
+    )
+    return "\n".join(lines)
+
+
+def as_json(found: Comparison, html: str | None = None) -> dict[str, Any]:
+    """Return a comparison as plain values, without the report's series; NaN and inf become text."""
+    plain = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "series"}
+    return {"same": found.verdict.same, **_plain(plain), "html": html}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def text_of(found: Comparison, html: str | None = None) -> str:
+    """Return a comparison for people: the verdict first."""
+    word = "same: " if found.verdict.same else "differs: "
+    lines = [word + found.verdict.text.removeprefix(word), ""]
+    lines += [f"a: {describe(found.a)}", f"b: {describe(found.b)}"]
+    counts = [f"{number:,} {kind}" for kind, number in found.counts.items() if number]
+    lines.append(
+        f"compared: {found.records:,} pairs of records of {_span(found.steps)}, rtol {found.rtol}: "
+        f"{', '.join(counts) or 'none differs'}"
+    )
+    lines += [f"note: {note}" for note in found.notes]
+    if found.differences:
+        lines += ["", *_table(found.differences[:_SHOWN])]
+        total = sum(found.counts.values())
+        if total > _SHOWN:
+            lines.append(f"... and {total - _SHOWN:,} more" + ("" if html else " (--html FILE shows them)"))
+    if html:
+        lines += ["", f"report: {html}"]
+    return "\n".join(lines)
+
+
+def describe(info: RunInfo) -> str:
+    """Return a run in a line."""
+    ranks = "1 rank" if info.world_size == 1 else f"{info.world_size} ranks"
+    facts = (info.backend, info.model, info.dtype, f"ZeRO-{info.zero_stage}", ranks, _span(info.steps))
+    return f"{info.path} ({', '.join(fact for fact in facts if fact)})"
+
+
+def _span(steps: tuple[int, ...]) -> str:
+    if not steps:
+        return "no steps"
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    if steps == tuple(range(steps[0], steps[-1] + 1)):
+        return f"steps {steps[0]} to {steps[-1]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+
+
+def _table(differences: list[Difference]) -> list[str]:
+    rows = [_HEAD]
+    for one in differences:
+        module = (one.module or "(root)") + (f"#{one.occurrence}" if one.occurrence > 1 else "")
+        rows.append(
+            (
+                str(one.step),
+                str(one.rank),
+                one.phase.name.lower().replace("_", " "),
+                module,
+                one.tensor,
+                one.kind,
+                *(f"{value:.2e}" for value in (one.error, one.tolerance, one.inherited)),
+                *(_norm(side) for side in (one.a, one.b)),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+    aligned = [f"{{:{'<' if name in _LEFT else '>'}{width}}}" for name, width in zip(_HEAD, widths)]
+    return ["  ".join(aligned).format(*row).rstrip() for row in rows]
+
+
+def _norm(side: Any) -> str:
+    value = None if side is None else side.get("l2")
+    return "-" if value is None else f"{value:.6g}"

@@ -1,0 +1,126 @@
+"""From two trainings to the module that is wrong: statistics by real engines on 2 ranks, compared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import convergence_workers
+import pytest
+from convergence_models import FAULTS, PARTS
+
+from ort_zero.convergence.compare import compare
+from ort_zero.convergence.storage import open_run
+from ort_zero.testing.ranks import run_on_ranks
+
+MODELS = ("gpt2", "bert", "cnn")
+STEPS = 4
+ALL_GATHERED = {"stage3_param_persistence_threshold": 0}
+CLEAN = {
+    "ort zero-0": {"ort": True, "stage": 0},
+    "ort zero-1": {"ort": True, "stage": 1},
+    "ort zero-2": {"ort": True, "stage": 2, "reduce_bucket_size": 300},
+    "ort zero-3": {"ort": True, "stage": 3, **ALL_GATHERED},
+    "torch zero-1": {"ort": False, "stage": 1, "statistics": {"bucket_size": 100}},
+    "torch zero-2": {"ort": False, "stage": 2, "reduce_bucket_size": 1000},
+    "torch zero-3": {"ort": False, "stage": 3, **ALL_GATHERED},
+    "torch zero-3, default threshold": {"ort": False, "stage": 3, "statistics": {"parameters": "full"}},
+}
+"""Runs that must be the same as PyTorch under ZeRO-0."""
+
+
+def in_ort(model: str, fault: str) -> bool:
+    """Return where a fault is tried: of the three models, in both."""
+    return (list(FAULTS).index(fault) + MODELS.index(model)) % 2 == 1
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a function of the model that gives the folder with all its runs."""
+    made: dict[str, Path] = {}
+
+    def runs_of(model: str) -> Path:
+        if model not in made:
+            folder = tmp_path_factory.mktemp(model)
+            plan = [{"to": "reference", "model": model, "ort": False, "stage": 0, "steps": STEPS}]
+            plan += [{"to": name, "model": model, "steps": STEPS, **options} for name, options in CLEAN.items()]
+            for fault in FAULTS:
+                ort = in_ort(model, fault)
+                options = {"ort": ort, "stage": 3, **ALL_GATHERED} if ort else {"ort": False, "stage": 2}
+                plan.append({"to": fault, "model": model, "steps": 2, "fault": fault, **options})
+            made[model] = folder
+            run_on_ranks(convergence_workers.runs, 2, str(folder), plan, timeout=280)
+        return made[model]
+
+    return runs_of
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("clean", CLEAN)
+def test_clean_runs_are_the_same(folders, model, clean):
+    folder = folders(model)
+    found = compare(str(folder / "reference"), str(folder / clean))
+    assert found.verdict.same, found.verdict.text
+    assert found.steps == tuple(range(STEPS)) and found.records > 100 * STEPS * 2
+    assert found.b.backend == ("onnxruntime" if CLEAN[clean]["ort"] else "torch")
+    assert found.b.zero_stage == CLEAN[clean]["stage"] and found.b.world_size == 2
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_named(folders, model, fault):
+    folder = folders(model)
+    _, role, direction = FAULTS[fault]
+    verdict = compare(str(folder / "reference"), str(folder / fault)).verdict
+    assert not verdict.same
+    assert (verdict.direction, verdict.module) == (direction, PARTS[model].get(role, "")), verdict.text
+    assert (verdict.difference.step, verdict.difference.rank) == (0, 1 if direction == "input" else 0), verdict.text
+    # and the other way round: which of the two is called the reference must not matter
+    back = compare(str(folder / fault), str(folder / "reference")).verdict
+    assert (back.direction, back.module) == (direction, verdict.module), back.text
+
+
+def test_the_command_says_it_in_a_sentence(folders):
+    folder = folders("gpt2")
+
+    def stats(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "ort_zero", "stats", "compare", str(folder / "reference"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    same = stats(str(folder / "ort zero-3"))
+    assert same.returncode == 0 and same.stdout.startswith("same"), same.stdout + same.stderr
+    differs = stats(str(folder / "a dropped bias"), "--json")
+    assert differs.returncode == 1 and json.loads(differs.stdout)["verdict"]["module"] == PARTS["gpt2"]["biased"]
+    page = folder / "report.html"
+    drawn = stats(str(folder / "a dropped bias"), "--html", str(page))
+    assert drawn.returncode == 1 and PARTS["gpt2"]["biased"] in page.read_text()
+    assert stats(str(folder / "nowhere")).returncode == 2
+    other = subprocess.run(
+        [sys.executable, "-m", "ort_zero", "stats", "compare", str(folder / "reference"),
+         str(folders("cnn") / "reference")], capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert other.returncode == 2 and other.stderr.count("\n") == 1, other.stderr
+    assert "only the second has stem.weight" in other.stderr and "transformer.wte.weight" in other.stderr
+
+
+def test_a_reference_of_its_own_sets_the_tolerance(folders):
+    folder = folders("bert")
+    arguments = str(folder / "reference"), str(folder / "ort zero-3")
+    assert compare(*arguments, reference=str(folder / "ort zero-0")).verdict.same
+    strict = compare(*arguments, rtol=1e-9)
+    assert not strict.verdict.same and strict.counts["numeric"] > 10
+
+
+def test_each_rank_has_one_file_and_a_manifest(folders):
+    folder = folders("gpt2") / "ort zero-3"
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    ranks = [f"rank_0000{rank}/{name}" for rank in range(2) for name in ("manifest.json", "statistics.arrow")]
+    assert [name for name in names if name.startswith("rank")] == ranks
+    manifests = [json.loads((folder / ranks[i]).read_text()) for i in (0, 2)]
+    assert manifests[0]["run_id"] == manifests[1]["run_id"] and manifests[1]["rank"] == 1
+    assert manifests[0]["backend"] == "onnxruntime" and manifests[0]["dtype"] == "float32"
+    assert manifests[0]["parameters"]["transformer.wte.weight"] == [60, 32]
+    run = open_run(str(folder))
+    assert run.info.steps == tuple(range(STEPS)) and not run.notes

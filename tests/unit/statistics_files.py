@@ -1,0 +1,68 @@
+"""Statistics files for tests: of every kind of record, with every kind of number."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+
+from ort_zero.convergence import storage
+from ort_zero.convergence.records import FILE, FIRST, SKETCH, Phase, Record, Statistics
+from ort_zero.convergence.storage import StatisticsWriter, StepRows
+
+MANIFEST_OF = {
+    "backend": "torch",
+    "zero_stage": 3,
+    "dtype": "bfloat16",
+    "model": "Net",
+    "model_digest": "abc",
+    "parameters": {"head.weight": [3, 4], "scale": []},
+}
+
+
+def statistics(seed: float, elements: int = 24) -> Statistics:
+    rng = np.random.default_rng(int(seed * 1000))
+    numbers = dict(zip(("min", "max", "mean", "std", "abs_mean", "l2"), rng.standard_normal(6).tolist()))
+    counts = dict(zip(("negative", "positive", "zero", "nan", "inf"), rng.integers(0, 2**53, 5).tolist()))
+    first = [math.nan, math.inf, -math.inf, -0.0, *rng.standard_normal(FIRST).tolist()][: min(FIRST, elements)]
+    return Statistics(
+        elements=elements, **numbers, **counts, first=tuple(first), sketch=tuple(rng.standard_normal(SKETCH).tolist())
+    )
+
+
+def records(step: int, count: int = 6) -> list[Record]:
+    found = []
+    for i in range(count):
+        source = i - 1 if i % 3 == 2 else -1
+        shape = ((), (0, 3), (2, 3, 4), (2**31, 2))[i % 4]
+        found.append(
+            Record(
+                step=step,
+                phase=Phase(i % 4),
+                order=i,
+                call=i // 2,
+                caller=i // 2 - 1,
+                module=("", "h.0", "h.0.né", "h.1")[i % 4],
+                occurrence=1 + i // 4,
+                kind=("input", "output", "inspect", "parameter")[i % 4],
+                slot=("", "[0]", ".past[1][0]")[i % 3],
+                source=source,
+                shape=shape,
+                dtype=("float32", "bfloat16", "int64")[i % 3],
+                partitioned=i % 2 == 1,
+                statistics=None if source >= 0 else statistics(step + i / 10, min(math.prod(shape), 2**40)),
+            )
+        )
+    return found
+
+
+def begin(folder: Path, rank: int = 0, world: int = 1, run: str = "run-1", override: bool = False) -> StatisticsWriter:
+    return StatisticsWriter(folder, rank, world, override=override, manifest={"run_id": run, **MANIFEST_OF})
+
+
+def write(folder: Path, steps=(0, 1, 2), rank: int = 0, world: int = 1, run: str = "run-1", **options) -> Path:
+    with begin(folder, rank, world, run, **options) as writer:
+        for step in steps:
+            writer.append(step, StepRows.of(records(step)))
+    return folder / storage.rank_name(rank) / FILE

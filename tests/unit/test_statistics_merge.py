@@ -1,0 +1,299 @@
+"""Two runs side by side: files for people, a table for programs, and nobody's files deleted."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from statistics_files import begin, records, write
+
+from ort_zero.cli import main as cli
+from ort_zero.convergence import merge
+from ort_zero.convergence.merge import merge_activation_summary
+from ort_zero.convergence.records import SKETCH, Phase, Record, Statistics
+from ort_zero.convergence.storage import StepRows
+from ort_zero.errors import StatisticsError
+
+
+def numbers(values: np.ndarray) -> Statistics:
+    """Statistics of real values; the sketch is right for an array of at most :data:`SKETCH` elements."""
+    sketch = np.zeros(SKETCH)
+    sketch[: values.size] = values
+    return Statistics(
+        elements=values.size,
+        min=values.min(),
+        max=values.max(),
+        mean=values.mean(),
+        std=values.std(),
+        abs_mean=np.abs(values).mean(),
+        l2=float(np.linalg.norm(values)),
+        negative=int((values < 0).sum()),
+        positive=int((values > 0).sum()),
+        zero=int((values == 0).sum()),
+        nan=0,
+        inf=0,
+        first=tuple(values[:8].tolist()),
+        sketch=tuple(sketch.tolist()),
+    )
+
+
+def row(phase: Phase, order: int, module: str, kind: str, values=None, **changes) -> Record:
+    base = Record(
+        step=0,
+        phase=phase,
+        order=order,
+        call=order,
+        caller=order - 1,
+        module=module,
+        occurrence=1,
+        kind=kind,
+        slot="",
+        source=-1 if values is not None else 0,
+        shape=(4, 5),
+        dtype="float32",
+        partitioned=False,
+        statistics=None if values is None else numbers(values),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+X = np.linspace(-1, 1, 20)
+
+
+def torch_rows() -> list[Record]:
+    return [
+        row(Phase.PARAMETER, 0, "a", "parameter", X, slot="weight"),
+        row(Phase.FORWARD, 0, "", "input", X),
+        row(Phase.FORWARD, 1, "a", "input"),
+        row(Phase.FORWARD, 2, "a", "output", 2 * X),
+        row(Phase.FORWARD, 3, "b", "output", X),
+        row(Phase.FORWARD, 4, "b", "output", X, occurrence=2),
+        row(Phase.FORWARD, 5, "", "output", X, slot=".logits"),
+        row(Phase.BACKWARD, 2, "a", "output", X),
+        row(Phase.BACKWARD, 5, "", "output", X, slot=".logits"),
+    ]
+
+
+def ort_rows() -> list[Record]:
+    """Another number in ``a``, the second call of ``b`` lacking, a record that only this run has."""
+    found = [one for one in torch_rows() if one.occurrence == 1]
+    found[3] = row(Phase.FORWARD, 2, "a", "output", 2.5 * X, dtype="float16")
+    found.insert(4, row(Phase.FORWARD, 7, "a", "inspect", X, slot="mine"))
+    return found
+
+
+def collect(folder: Path, rows: list[Record], steps=(0, 1), **options) -> Path:
+    with begin(folder, **options) as writer:
+        for step in steps:
+            writer.append(step, StepRows.of(rows))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path) -> tuple[Path, Path]:
+    collect(tmp_path / "pt", torch_rows())
+    folder = collect(tmp_path / "ort", ort_rows(), run="run-2")
+    manifest = folder / "rank_00000" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"torch"', '"onnxruntime"'))
+    return tmp_path / "pt", folder
+
+
+def summary(folder: Path) -> list[dict[str, str]]:
+    with open(folder / merge.SUMMARY, newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_every_record_of_both_runs_is_in_the_summary_in_execution_order(runs, tmp_path):
+    report = merge_activation_summary(*runs, tmp_path / "out")
+    rows = [line for line in summary(tmp_path / "out") if line["step"] == "0"]
+    assert [(line["phase"], line["module"], line["occurrence"], line["tensor"], line["state"]) for line in rows] == [
+        ("forward", "", "1", "input", "both"),
+        ("forward", "a", "1", "input", "both"),
+        ("forward", "a", "1", "output", "both"),
+        ("forward", "b", "1", "output", "both"),
+        ("forward", "b", "2", "output", "only pt"),
+        ("forward", "", "1", "output.logits", "both"),
+        ("forward", "a", "1", "inspect.mine", "only ort"),
+        ("backward", "", "1", "output.logits", "both"),
+        ("backward", "a", "1", "output", "both"),
+        ("parameter", "a", "1", "weight", "both"),
+    ]
+    assert report.records == 20 and report.only_pt == report.only_ort == 2
+    assert report.steps == (0, 1) and report.ranks == (0,) and report.notes == [] and report.files == 3
+    changed = rows[2]
+    assert (changed["dtype_pt"], changed["dtype_ort"], changed["shape_pt"]) == ("float32", "float16", "(4, 5)")
+    assert float(changed["max_pt"]) == 2 and float(changed["max_ort"]) == 2.5
+    assert math.isclose(float(changed["max_difference"]), 0.2) and math.isclose(float(changed["error"]), 0.2)
+    assert float(rows[3]["error"]) == 0 and changed["elements_pt"] == "20"
+    only_pt, only_ort = rows[4], rows[6]
+    assert only_pt["l2_ort"] == only_pt["l2_difference"] == only_pt["error"] == "" and float(only_pt["l2_pt"]) > 0
+    assert only_ort["l2_pt"] == "" and float(only_ort["l2_ort"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [("abc", "abc", "abc"), ("abc", "xaybzc", "xaybzc"), ("abc", "cxa", "abcx"), ("", "xy", "xy"), ("ab", "", "ab")],
+)
+def test_records_of_one_run_alone_come_after_what_comes_before_them_there(a, b, expected):
+    assert "".join(merge._in_both_orders(list(a), list(b))) == expected
+
+
+def test_the_text_is_aligned_and_shows_what_one_run_lacks(runs, tmp_path):
+    merge_activation_summary(*runs, tmp_path / "out")
+    text = (tmp_path / "out" / "step_1" / "rank_0.txt").read_text()
+    assert text.startswith("step 1, rank 0\n")
+    assert str(runs[0]) in text and "(onnxruntime, Net, bfloat16, ZeRO-3)" in text
+    order = [text.index(title) for title in ("=== forward", "=== backward", "=== parameters")]
+    assert order == sorted(order)
+    lines = text.splitlines()
+    here = next(i for i, line in enumerate(lines) if line.startswith("a ") and " output " in line)
+    assert "(4, 5) float32 against (4, 5) float16" in lines[here] and lines[here].endswith("error 2.00e-01")
+    pt, ort, difference = lines[here + 1 : here + 4]
+    head = next(line for line in lines if line.lstrip().startswith("min"))
+    assert len(pt) == len(ort) == len(difference) == len(head)
+    column = slice(head.index("max") - 10, head.index("max") + 3)
+    assert (pt[column].strip(), ort[column].strip(), difference[column].strip()) == ("2", "2.5", "2.00e-01")
+    assert re.search(r"^b#2 .*\n +pt .*\n +ort  missing$", text, flags=re.M)
+    assert re.search(r"^a +inspect.mine .*\n +pt  missing\n +ort ", text, flags=re.M)
+    assert re.search(r"^a +input .*\n +the same tensor as above: \(root\) input$", text, flags=re.M)
+    assert max(map(len, lines)) < 200
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (1.0, 1.0, 0.0),
+        (0.0, -0.0, 0.0),
+        (math.nan, math.nan, 0.0),
+        (math.inf, math.inf, 0.0),
+        (math.inf, -math.inf, math.inf),
+        (math.nan, 1.0, math.inf),
+        (1.0, math.inf, math.inf),
+        (-2.0, 1.0, 1.5),
+        (0.0, 5.0, 1.0),
+    ],
+)
+def test_relative_differences(a, b, expected):
+    assert merge.relative(np.array([a]), np.array([b])).item() == expected
+
+
+def test_tensors_of_other_shapes_have_no_error(tmp_path):
+    rows = torch_rows()
+    collect(tmp_path / "pt", rows)
+    rows[3] = dataclasses.replace(rows[3], shape=(5, 4))
+    collect(tmp_path / "ort", rows)
+    merge_activation_summary(tmp_path / "pt", tmp_path / "ort", tmp_path / "out")
+    line = summary(tmp_path / "out")[2]
+    assert line["error"] == "" and (line["shape_pt"], line["shape_ort"]) == ("(4, 5)", "(5, 4)")
+
+
+def test_what_only_one_run_has_is_a_note(tmp_path):
+    write(tmp_path / "pt", steps=(0, 1, 2), world=2)
+    write(tmp_path / "pt", steps=(0, 1, 2), rank=1, world=2)
+    write(tmp_path / "ort", steps=(2, 3))
+    report = merge_activation_summary(tmp_path / "pt", tmp_path / "ort", tmp_path / "out")
+    assert report.steps == (2,) and report.ranks == (0,) and report.records == len(records(0))
+    told = "\n".join(report.notes)
+    assert "pt: ranks [1] are left out" in told and "pt: 2 steps are left out" in told
+    assert "ort: 1 steps are left out" in told and "given as ort_dir, was collected in torch" in told
+    assert sorted(os.listdir(tmp_path / "out")) == ["merge.json", "step_2", "summary.csv"]
+
+
+def test_runs_without_a_common_step_are_refused(tmp_path):
+    write(tmp_path / "pt", steps=(0, 1))
+    write(tmp_path / "ort", steps=(7,))
+    with pytest.raises(StatisticsError, match=r"no step in common: .*steps 0 to 1 and .*steps 7 to 7"):
+        merge_activation_summary(tmp_path / "pt", tmp_path / "ort", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- the output folder ---------------------------------------------------------------------------------------------
+
+
+def test_an_earlier_merge_is_replaced_only_when_asked(runs, tmp_path):
+    out = tmp_path / "out"
+    merge_activation_summary(*runs, out)
+    shutil.rmtree(runs[1])
+    write(runs[1], steps=(1,))
+    with pytest.raises(StatisticsError, match="an earlier merge; pass --overwrite"):
+        merge_activation_summary(*runs, out)
+    assert (out / "step_0").exists()
+    merge_activation_summary(*runs, out, overwrite=True)
+    assert sorted(os.listdir(out)) == ["merge.json", "step_1", "summary.csv"]
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "step_0/notes.txt", "other/rank_0.txt", "step_0/rank_9.txt/x"])
+def test_foreign_files_are_named_and_nothing_is_deleted(runs, tmp_path, place):
+    out = tmp_path / "out"
+    merge_activation_summary(*runs, out)
+    (out / place).parent.mkdir(exist_ok=True)
+    (out / place).write_text("precious")
+    before = sorted(map(str, out.rglob("*")))
+    with pytest.raises(StatisticsError, match="was not written by merge: nothing is deleted"):
+        merge_activation_summary(*runs, out, overwrite=True)
+    assert sorted(map(str, out.rglob("*"))) == before
+
+
+def test_a_folder_that_is_not_ours_is_refused(runs, tmp_path):
+    for out in (runs[0], tmp_path):
+        before = sorted(map(str, out.rglob("*")))
+        with pytest.raises(StatisticsError, match="is not empty and was not written by merge"):
+            merge_activation_summary(*runs, out, overwrite=True)
+        assert sorted(map(str, out.rglob("*"))) == before
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StatisticsError, match="cannot write .*file"):
+        merge_activation_summary(*runs, tmp_path / "file", overwrite=True)
+    (tmp_path / "empty").mkdir()
+    assert merge_activation_summary(*runs, tmp_path / "empty").files == 3
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+def arguments(runs, out) -> list[str]:
+    return ["--pt_dir", str(runs[0]), "--ort_dir", str(runs[1]), "--output_dir", str(out)]
+
+
+def test_the_command_writes_and_says_what(runs, tmp_path, capsys):
+    assert cli.main(["stats", "merge", *arguments(runs, tmp_path / "out")]) == 0
+    captured = capsys.readouterr()
+    assert re.match(r"wrote 3 files \(0\.0 MB\) into .*: 2 steps of 1 ranks, 20 records \(2 only in pt", captured.out)
+    assert captured.err == ""
+    assert cli.main(["stats", "merge", *arguments(runs, tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("ort-zero stats merge: ") and captured.err.count("\n") == 1
+    assert cli.main(["stats", "merge", *arguments(runs, tmp_path / "out"), "--overwrite", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["records"] == 20
+
+
+@pytest.mark.parametrize("package", ["pyarrow", "numpy"])
+def test_a_missing_package_is_one_line(runs, tmp_path, package):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from ort_zero.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    argv = [sys.executable, "-c", code, "stats", "merge", *arguments(runs, tmp_path / "out")]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"ort-zero stats merge: {package} is not installed: pip install 'ort-zero[statistics]'\n"
+
+
+def test_the_guides_names_work(runs, tmp_path):
+    argv = [sys.executable, "-m", "ort_zero.hooks.merge_activation_summary", *arguments(runs, tmp_path / "out")]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("wrote 3 files") and done.stderr == ""
+    done = subprocess.run(argv, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    from ort_zero.hooks.merge_activation_summary import merge_activation_summary as by_the_guides_name
+
+    assert by_the_guides_name is merge_activation_summary
