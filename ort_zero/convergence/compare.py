@@ -29,12 +29,15 @@ from ort_zero.convergence.tolerance import (
     floor_of,
     limits_of,
 )
-from ort_zero.convergence.verdict import Findings, Row, decide, decide_update, difference_of, same, tensor_name
+from ort_zero.convergence.verdict import Findings, Row, decide, decide_update, difference_of, same_verdict, tensor_name
 from ort_zero.errors import StatisticsError
 
 MOST_DIFFERENCES = 1000
 MOST_STEPS = 12
 """Steps whose errors are kept for the report; three places are for the verdict's step and its neighbours."""
+VANISHING = 1e3
+"""Condition of gradients that are nothing but rounding errors, such as of the bias of attention's keys: even a
+tolerance given as a number is relative to what they are sums of."""
 _SUMS = ("elements", "negative", "positive", "zero", "nan", "inf")
 
 
@@ -326,11 +329,13 @@ class _Pairing:
         floor = np.maximum(structure.floor, REFERENCE * spread)
         conditions = conditions_of(lineage, structure.limits, a, b, drift.total > 0)
         limit = np.maximum(conditions.tolerance(floor, inherited), REFERENCE * spread)
+        norm_limit = np.maximum(conditions.norm_tolerance(inherited), REFERENCE * spread)
         if rtol is not None:
-            limit = np.full(len(pairs), rtol)
+            nothing = (pairs.phase == Phase.PARAMETER_GRADIENT) & (conditions.condition > VANISHING)
+            limit = rtol * np.where(nothing, conditions.condition, 1.0)
         findings = Findings(
             step=a.step, rank=self.rank, pairs=pairs, a=a, b=b, found=found, inherited=inherited, limit=limit,
-            first=first,
+            norm_limit=norm_limit, first=first,
         )  # fmt: skip
         return _Judged(findings, structure, conditions, floor, drift)
 
@@ -433,10 +438,11 @@ class _Work:
         over = self._over(judged)
         over[:begin] = False
         tolerance = self._tolerance(judged)
+        findings = _slim(judged).findings
         for place in np.flatnonzero(over).tolist():
             self.counts[KIND_NAMES[found.kind[place]]] += 1
             if len(self.differences) < MOST_DIFFERENCES:
-                self.differences.append(difference_of(_slim(judged).findings, place, float(tolerance[place])))
+                self.differences.append(difference_of(findings, place, float(tolerance[place])))
 
     def _over(self, judged: _Judged) -> np.ndarray:
         findings = judged.findings
@@ -528,7 +534,7 @@ class _Work:
 
     def result(self, a: Run, b: Run, rtol: str, notes: list[str]) -> Comparison:
         """Return the comparison."""
-        verdict = self.verdict or same(self.steps, self.records)
+        verdict = self.verdict or same_verdict(self.steps, self.records)
         first = verdict.difference.step if verdict.difference else self.steps[0]
         around = sorted(self.series, key=lambda step: (abs(self.steps.index(step) - self.steps.index(first)) > 1, step))
         return Comparison(

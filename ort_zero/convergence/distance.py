@@ -23,6 +23,8 @@ class Distances:
 
     error: np.ndarray
     """l2 norm of the difference relative to the larger norm; :data:`NO_NUMBER` where there is none."""
+    norm: np.ndarray
+    """Difference of the norms, relative to the larger one."""
     kind: np.ndarray
     """How the pair differs if it differs; ``SAME`` if there is nothing to compare."""
     dtype: np.ndarray
@@ -39,13 +41,20 @@ def distances(pairs: Pairs, a: Table, b: Table) -> Distances:
     with np.errstate(invalid="ignore", over="ignore"):
         difference = np.sqrt(np.einsum("ij,ij->i", gap, gap))
         error = np.divide(difference, norm, out=np.zeros(len(norm)), where=norm > 0)
+        norms = np.divide(abs(a.l2[rows_a] - b.l2[rows_b]), norm, out=np.zeros(len(norm)), where=norm > 0)
     shape = unequal(a.shape, b.shape, rows_a, rows_b)
     dtype = unequal(a.dtype, b.dtype, rows_a, rows_b)
     not_finite = (a.nan[rows_a] != b.nan[rows_b]) | (a.inf[rows_a] != b.inf[rows_b]) | ~np.isfinite(error)
     sampled = (a.elements[rows_a] != b.elements[rows_b]) & ~shape
     kind = np.select([~pairs.comparable | sampled, shape, not_finite], [SAME, SHAPE, NAN], NUMERIC)
     error = np.select([kind == SAME, kind == NUMERIC], [0.0, np.minimum(error, NO_NUMBER)], NO_NUMBER)
-    return Distances(error=error, kind=kind, dtype=dtype & pairs.comparable, sampled=sampled & pairs.comparable)
+    return Distances(
+        error=error,
+        norm=np.where(kind == NUMERIC, norms, 0.0),
+        kind=kind,
+        dtype=dtype & pairs.comparable,
+        sampled=sampled & pairs.comparable,
+    )
 
 
 def unequal(a: Sequence, b: Sequence, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from ort_zero.convergence.records import Phase
 from ort_zero.convergence.storage import Table
 
 UNKNOWN_DRIFT = 1e-2
-"""Error of parameters at later steps where parameters were not collected."""
+"""Error of parameters at later steps where they were not collected, or not the same samples of them."""
 UNSEEN = 4.0
 """Adam turns a gradient that is nothing but noise into a whole step. Where gradients agree to a fraction x, about that
 share of the elements does so: the changes of a parameter then differ by about sqrt(x) of their size, in so few elements
@@ -93,7 +93,8 @@ def drift_of(lineage: Lineage, found: Distances, a: Table, b: Table, before: Bef
     scale = unsampled(pairs, a)[rows]
     norm = np.maximum(a.l2[pairs.row_a[rows]], b.l2[pairs.row_b[rows]]) * scale
     unseen = _unseen(pairs, rows, scale, a, before)
-    gap = np.maximum(found.error[rows] * norm, unseen)
+    error = np.where(found.kind[rows] == SAME, UNKNOWN_DRIFT if a.step else 0.0, found.error[rows])
+    gap = np.maximum(error * norm, unseen)
     whole = np.sqrt((norm**2).sum())
     total = float(np.sqrt((gap**2).sum()) / whole) if whole else 0.0
     absolute, largest = np.zeros(lineage.frames), np.zeros(lineage.frames)

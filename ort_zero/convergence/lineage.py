@@ -80,6 +80,8 @@ class Lineage:
     """... the frame ..."""
     used_after: np.ndarray
     """... and the first entry of `made` that can depend on it."""
+    returned: np.ndarray
+    """What the model returns."""
     made_first: Runs
     """The same without `aside`."""
     passed: np.ndarray
@@ -125,8 +127,10 @@ def lineage_of(pairs: Pairs) -> Lineage:
     made_first = _runs([frame[new]], [order[new]], [new])
     # a tensor is there to be used inside the call that takes it, around the call that returns or takes it
     entering = np.flatnonzero(is_forward & (kind != OUTPUT))
-    used = np.concatenate([entering, given])
-    used_frame = np.concatenate([inside[entering], outside[given]])
+    # what the model returns is used outside, where only its own error is known
+    returned = np.flatnonzero(is_forward & (kind == OUTPUT) & (outside < 0))
+    used = np.concatenate([entering, given, returned])
+    used_frame = np.concatenate([inside[entering], outside[given], inside[returned]])
     owned, owner = _owners(pairs, frame_of_call)
     return Lineage(
         pairs=pairs,
@@ -140,6 +144,7 @@ def lineage_of(pairs: Pairs) -> Lineage:
         used_pair=pairs.reference[used],
         used_frame=used_frame,
         used_after=made.after(used_frame, order[used]),
+        returned=np.unique(pairs.reference[returned]),
         made_first=made_first,
         passed=crossing,
         passed_after=made_first.after(outside[crossing], order[crossing]),

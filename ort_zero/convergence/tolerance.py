@@ -48,6 +48,10 @@ _LARGE_INPUT = 8.0
 """exp and the like amplify relative errors by their input's size; smaller inputs are covered by :data:`LEAF`."""
 _LARGEST_NORM = 1e30
 """What is larger is no value that is computed with: the smallest number of a dtype as a mask."""
+NORM_FLOOR = 8.0
+"""Epsilons by which norms may differ."""
+NORM_INHERITED = 2.0
+_LARGEST_OFFSET = 1e3
 CANCELLATION = 8.0
 """A linear layer with small weights makes values so many times smaller without any cancellation."""
 JUMP = 16.0
@@ -134,6 +138,9 @@ class Conditions:
     exact: np.ndarray
     condition: np.ndarray
     amplification: np.ndarray
+    systematic: np.ndarray
+    """True for values of one operator on parameters that do not differ: see :meth:`norm_tolerance`."""
+    epsilon: np.ndarray
     jumps: np.ndarray
     """True for gradients that may jump where an input crosses a border: of ReLU, of the largest in a pool."""
 
@@ -143,6 +150,15 @@ class Conditions:
         inexact = inexact + np.where(self.jumps, np.sqrt(JUMP * inherited), 0.0)
         # a fraction x of elements that flip is a relative error of sqrt(x)
         return np.where(self.exact, np.sqrt(self.amplification * inherited), inexact)
+
+    def norm_tolerance(self, inherited: np.ndarray) -> np.ndarray:
+        """Return how far the norms of each pair may be apart, inf where no more is asked than of the error.
+
+        Rounding errors are about as often up as down, and leave a norm alone: in clean pairs norms differed by at most
+        a third of an epsilon. Another epsilon in a normalization moves all elements the same way.
+        """
+        limit = (NORM_FLOOR * self.epsilon + NORM_INHERITED * inherited) * self.condition
+        return np.where(self.systematic, limit, np.inf)
 
 
 def conditions_of(lineage: Lineage, limits: Limits, a: Table, b: Table, drifted: bool) -> Conditions:
@@ -175,6 +191,7 @@ def conditions_of(lineage: Lineage, limits: Limits, a: Table, b: Table, drifted:
     np.maximum.at(around, lineage.seen.frame, size[pairs.reference][lineage.seen.pair])
     ratio = _ratio(around[frame], norm[forward] / root[forward])
     condition[forward] = ratio if drifted else np.maximum(ratio / CANCELLATION, 1.0)
+    condition[forward] *= np.where(limits.compound, 1.0, _offsets(lineage, usable, a))[frame]
     extent = np.maximum(np.abs(a.min[rows_a]), np.abs(a.max[rows_a]))
     extent = np.where(usable & np.isfinite(extent), extent, 0.0)
     largest_input = np.zeros(frames)
@@ -194,6 +211,7 @@ def conditions_of(lineage: Lineage, limits: Limits, a: Table, b: Table, drifted:
     reaching = largest_around(lineage, incoming)
     condition[places] = _ratio(reaching[has], norm[places])
     amplification[places] = BACKWARD
+    _returned_conditions(lineage, norm, elements, condition, amplification)
     jumps = np.zeros(len(pairs), bool)
     zeros = np.minimum(a.zero[rows_a], b.zero[rows_b]) / np.maximum(a.elements[rows_a], 1)
     single = largest_around(lineage, (bare & ~limits.compound).astype(float))[has] > 0
@@ -201,7 +219,51 @@ def conditions_of(lineage: Lineage, limits: Limits, a: Table, b: Table, drifted:
 
     _parameter_conditions(lineage, of_gradient, larger, usable, a, norm, condition)
     amplification[pairs.phase == Phase.PARAMETER_GRADIENT] = PARAMETER_GRADIENT
-    return Conditions(limits.exact, condition, amplification, jumps)
+    systematic = np.zeros(len(pairs), bool)
+    systematic[forward] = ~limits.compound[frame] & (limits.epsilon[forward] <= EPSILON["float32"]) & (not drifted)
+    return Conditions(
+        exact=limits.exact,
+        condition=condition,
+        amplification=amplification,
+        systematic=systematic & ~limits.exact,
+        epsilon=limits.epsilon,
+        jumps=jumps,
+    )
+
+
+def _offsets(lineage: Lineage, usable: np.ndarray, a: Table) -> np.ndarray:
+    """Return for each frame the condition of the variance of its inputs.
+
+    That is 1 + mean² / variance where it is computed from sums of x and x² (Higham, section 1.9; ONNX Runtime does so).
+    """
+    pairs = lineage.pairs
+    taken = lineage.forward[pairs.a.kind[pairs.row_a[lineage.forward]] == INPUT]
+    rows = pairs.measured_a[pairs.reference[taken]]
+    mean, deviation = np.nan_to_num(a.mean[rows]), np.nan_to_num(a.std[rows])
+    usable = usable[pairs.reference[taken]] & (deviation > 0)
+    offset = np.divide(mean, deviation, out=np.zeros(len(rows)), where=usable) ** 2
+    inside = [lineage.frame_of_call[call] for call in pairs.a.table.call[pairs.row_a[taken]].tolist()]
+    found = np.ones(lineage.frames)
+    np.maximum.at(found, np.array(inside, int), np.minimum(1 + offset, _LARGEST_OFFSET))
+    return found
+
+
+def _returned_conditions(
+    lineage: Lineage, norm: np.ndarray, elements: np.ndarray, condition: np.ndarray, amplification: np.ndarray
+) -> None:
+    """Set the condition of gradients that come from outside, of a loss that is computed there.
+
+    The gradient of a mean cross entropy is the difference of two distributions, each of norm 1 at most, over the number
+    of rows: where they nearly agree, little but rounding is left.
+    """
+    pairs = lineage.pairs
+    values = lineage.returned[pairs.gradient[lineage.returned] >= 0]
+    places = pairs.gradient[values]
+    last = np.array([max(shape[-1], 1) if shape else 1 for shape in map(pairs.a.table.shape.__getitem__,
+                     pairs.row_a[places].tolist())])  # fmt: skip
+    rows = np.maximum(elements[places] / np.maximum(last, 1), 1.0)
+    condition[places] = np.maximum(condition[places], _ratio(np.sqrt(2.0 / rows), norm[places]))
+    amplification[places] = COMPOUND
 
 
 def _parameter_conditions(

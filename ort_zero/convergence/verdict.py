@@ -10,7 +10,7 @@ import numpy as np
 
 from ort_zero.convergence.align import INPUT, OUTPUT, Layout, Pairs
 from ort_zero.convergence.comparison import Difference, Verdict
-from ort_zero.convergence.distance import KIND_NAMES, NO_NUMBER, NUMERIC, Distances
+from ort_zero.convergence.distance import KIND_NAMES, NO_NUMBER, NUMERIC, SAME, Distances
 from ort_zero.convergence.drift import Before, parameters_of
 from ort_zero.convergence.records import SKETCH, Phase
 from ort_zero.convergence.storage import COLUMNS, Table
@@ -42,6 +42,8 @@ class Findings:
     inherited: np.ndarray
     limit: np.ndarray
     """The error that what it inherits explains, of each pair."""
+    norm_limit: np.ndarray
+    """The same for the difference of norms."""
     first: bool
     """True if the parameters have not been trained apart yet."""
 
@@ -91,14 +93,14 @@ def flagged(findings: Findings, rtol: float | None) -> np.ndarray:
         rtol: a number given by the user; None for the limits.
     """
     error, inherited = findings.found.error, findings.inherited
+    # the optimizer blows noise up: single parameters may be far apart in clean runs
+    may_differ = (findings.pairs.phase != Phase.PARAMETER) | findings.first
     if rtol is not None:
-        over = findings.pairs.own & (error > rtol)
+        over = findings.pairs.own & (error > findings.limit) & may_differ
         reason = over & ((inherited <= rtol) | (error > INHERITED_TIMES * inherited))
         return np.flatnonzero(reason if reason.any() else over)
-    over = findings.pairs.own & (error > findings.limit)
-    if not findings.first:
-        # the optimizer blows noise up: single parameters may be far apart in clean runs
-        over &= findings.pairs.phase != Phase.PARAMETER
+    over = findings.pairs.own & ((error > findings.limit) | (findings.found.norm > findings.norm_limit))
+    over &= may_differ
     gradients = np.flatnonzero(over & (findings.pairs.phase == Phase.BACKWARD))
     over[gradients[_isolated(findings, gradients)]] = False
     return np.flatnonzero(over)
@@ -198,6 +200,11 @@ def _behind_value(findings: Findings, calls: Calls, place: int) -> tuple[str, st
         return "forward", *calls.name(caller, table.module[row].rpartition(".")[0]), ""
     call = int(table.call[row])
     module, occurrence = calls.name(call, table.module[row])
+    if findings.found.error[place] <= findings.limit[place]:
+        norm, limit = findings.found.norm[place], findings.norm_limit[place]
+        return "forward", module, occurrence, (
+            f"all of it moves one way, as rounding does not: the norm differs by {norm:.1e} (tolerance {limit:.1e})"
+        )  # fmt: skip
     if _is_dropout(findings, place, module):
         return "forward", module, occurrence, (
             "dropout draws different masks in ONNX Runtime and in PyTorch, and after another number of draws: set p=0 "
@@ -312,7 +319,7 @@ def decide_update(before: Before | None, findings: Findings, epsilon: np.ndarray
     change_a = a.sketch[pairs.measured_a[rows]] - before.sketch_a
     change_b = b.sketch[pairs.measured_b[rows]] - before.sketch_b
     size = np.maximum(np.linalg.norm(change_a, axis=1), np.linalg.norm(change_b, axis=1))
-    moved = size > 0
+    moved = (size > 0) & (findings.found.kind[rows] != SAME)
     if not moved.any():
         return None
     gap = np.linalg.norm(change_a - change_b, axis=1)[moved] / size[moved]
@@ -437,7 +444,7 @@ def _say_lone(findings: Findings, difference: Difference, kind: str, module: str
     )  # fmt: skip
 
 
-def same(steps: Iterable[int], records: int) -> Verdict:
+def same_verdict(steps: Iterable[int], records: int) -> Verdict:
     """Return the verdict on two runs that agree."""
     numbers = list(steps)
     span = f"step {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} steps, {numbers[0]} to {numbers[-1]}"

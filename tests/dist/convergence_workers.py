@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,40 @@ def collect(
 
     gc.collect()
     return losses
+
+
+def ddp(folder: str, name: str, steps: int) -> None:
+    """Train in DistributedDataParallel without DeepSpeed, as ZeRO-0 does."""
+    from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(build(name), broadcast_buffers=False)
+    session = GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(folder, end_step=steps)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for step in range(steps):
+        model(**batch(name, dist.get_rank(), step))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.remove()
+    session.remove()
+
+
+def killed(folder: str, name: str, steps: int) -> None:
+    """Train; then all ranks are gone from one moment to the next."""
+    start()
+    import deepspeed
+
+    from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber
+
+    model = build(name)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config(1, ort=None))
+    GlobalSubscriberManager.subscribe(engine, [StatisticsSubscriber(folder)])
+    for step in range(steps):
+        loss = engine(**batch(name, dist.get_rank(), step))["loss"]
+        engine.backward(loss)
+        engine.step()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def runs(folder: str, plan: list[dict[str, Any]]) -> list[list[float]]:

@@ -113,6 +113,21 @@ def test_a_reference_of_its_own_sets_the_tolerance(folders):
     assert not strict.verdict.same and strict.counts["numeric"] > 10
 
 
+def test_ddp_is_the_same_as_zero_0(folders, tmp_path):
+    run_on_ranks(convergence_workers.ddp, 2, str(tmp_path / "ddp"), "bert", STEPS)
+    found = compare(str(folders("bert") / "reference"), str(tmp_path / "ddp"))
+    assert found.verdict.same and found.steps == tuple(range(STEPS)), found.verdict.text
+    assert not found.notes and set(found.counts.values()) <= {0}, found.notes
+
+
+def test_ranks_that_were_killed_left_full_steps(folders, tmp_path):
+    with pytest.raises(RuntimeError, match="rank"):
+        run_on_ranks(convergence_workers.killed, 2, str(tmp_path / "cut"), "bert", STEPS)
+    found = compare(str(folders("bert") / "reference"), str(tmp_path / "cut"))
+    assert found.verdict.same and found.steps == tuple(range(STEPS - 1)), found.verdict.text
+    assert sum("no end mark" in note for note in found.notes) == 2
+
+
 def test_each_rank_has_one_file_and_a_manifest(folders):
     folder = folders("gpt2") / "ort zero-3"
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
