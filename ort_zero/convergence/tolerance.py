@@ -175,8 +175,8 @@ def conditions_of(lineage: Lineage, limits: Limits, a: Table, b: Table, drifted:
     pairs, frames = lineage.pairs, lineage.frames
     rows_a, rows_b = pairs.measured_a, pairs.measured_b
     scale = unsampled(pairs, a)
-    norm = np.minimum(a.l2[rows_a], b.l2[rows_b]) * scale
-    larger = np.maximum(a.l2[rows_a], b.l2[rows_b]) * scale
+    # errors are relative to the larger norm: nothing in place of something is no rounding error
+    norm = larger = np.maximum(a.l2[rows_a], b.l2[rows_b]) * scale
     elements = np.maximum(a.elements[rows_a], 1) * scale**2
     usable = ~limits.exact & (larger < _LARGEST_NORM)
     # values that are 0 or negative are a mask: it is added, but its size has no meaning
@@ -201,7 +201,10 @@ def conditions_of(lineage: Lineage, limits: Limits, a: Table, b: Table, drifted:
     bare = np.ones(frames, bool)
     bare[lineage.owner] = False
     leaf = LEAF * np.where(bare, np.clip(largest_input / _LARGE_INPUT, 1.0, COMPOUND / LEAF), 1.0)
-    amplification[forward] = np.where(limits.compound, COMPOUND, leaf)[frame]
+    inner = np.zeros(frames)
+    np.maximum.at(inner, lineage.seen.frame, extent[pairs.reference][lineage.seen.pair])
+    compound = LEAF * np.clip(inner**2, 1.0, COMPOUND / LEAF)
+    amplification[forward] = np.where(limits.compound, compound, leaf)[frame]
 
     gradients = pairs.gradient[lineage.forward]
     has = lineage.forward[gradients >= 0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ort_zero.convergence.align import INPUT, OUTPUT, Layout, Pairs
+from ort_zero.convergence.align import INPUT, OUTPUT, Layout, Pairs, inverse
 from ort_zero.convergence.comparison import Difference, Verdict
 from ort_zero.convergence.distance import KIND_NAMES, NO_NUMBER, NUMERIC, SAME, Distances
 from ort_zero.convergence.drift import Before, parameters_of
@@ -146,7 +146,11 @@ def _accuse(findings: Findings, place: int, places: np.ndarray, everywhere: bool
         direction, module, occurrence = "backward", difference.module, 1
     elif phase == Phase.BACKWARD:
         direction = "backward"
-        module, occurrence, hint = _behind_gradient(findings.pairs, calls, place, places)
+        value = int(np.flatnonzero(findings.pairs.gradient == place)[0])
+        lost = _lost_gradient(findings, value)
+        module, occurrence, hint = _behind_gradient(findings.pairs, calls, value if lost is None else lost[0], places)
+        if lost is not None:
+            hint = f"no gradient comes to {lost[1]} in the {lost[2]} run"
     else:
         lone = _only_in_one(findings.pairs, place)
         if lone:
@@ -249,14 +253,37 @@ def _lone_inputs(pairs: Pairs, call: int) -> str:
     return ", ".join(found[:3])
 
 
-def _behind_gradient(pairs: Pairs, calls: Calls, place: int, places: np.ndarray) -> tuple[str, int, str]:
-    """Return module, occurrence and a hint for a gradient: whose backward computed it."""
+def _lost_gradient(findings: Findings, value: int) -> tuple[int, str, str] | None:
+    """Return where backward first came to in one run alone, before it came to a value: the value, its name, which run.
+
+    A graph that was cut off gives what is behind the cut no gradient at all, and the wrong one shows further on.
+    """
+    pairs = findings.pairs
+    found = []
+    for layout, table, rows, lone, which in (
+        (pairs.a, findings.a, pairs.row_a, pairs.missing, "second"),
+        (pairs.b, findings.b, pairs.row_b, pairs.extra, "first"),
+    ):
+        lone = lone[(table.phase[lone] == Phase.BACKWARD) & (table.l2[lone] > 0)]
+        pair_of = inverse(rows, len(layout.keys))
+        for row in lone.tolist():
+            forward = int(layout.forward[row])
+            if forward >= 0 and pair_of[forward] > value:
+                kind = "output" if layout.kind[row] == OUTPUT else "input"
+                name = f"{table.module[row]}'s {kind}{table.slot[row]}"
+                found.append((int(pair_of[forward]), name, which))
+    return max(found, default=None)
+
+
+def _behind_gradient(pairs: Pairs, calls: Calls, value: int, places: np.ndarray) -> tuple[str, int, str]:
+    """Return module, occurrence and a hint for the gradient of a value: whose backward computed it."""
     table = pairs.a.table
-    value = int(np.flatnonzero(pairs.gradient == place)[0])
     row = int(pairs.row_a[value])
-    takers = np.flatnonzero((pairs.reference == value) & (pairs.a.kind[pairs.row_a] == INPUT))
-    takers = takers[pairs.phase[takers] == Phase.FORWARD]
-    candidates = sorted({int(table.call[pairs.row_a[taker]]) for taker in takers})
+    seen = np.flatnonzero((pairs.reference == value) & (pairs.phase == Phase.FORWARD))
+    rows = pairs.row_a[seen]
+    takers, givers = (set(table.call[rows[pairs.a.kind[rows] == kind]].tolist()) for kind in (INPUT, OUTPUT))
+    # who returns the very tensor that it was given, as dropout of 0 does, computes nothing
+    candidates = sorted(takers - givers)
     leaves = [call for call in candidates if calls.is_leaf(call)]
     if len(leaves) > 1:
         accused = {table.module[pairs.row_a[i]] for i in places if pairs.phase[i] == Phase.PARAMETER_GRADIENT}
@@ -425,10 +452,10 @@ def _different_start(findings: Findings, difference: Difference) -> Verdict:
     places = findings.pairs.phase == Phase.PARAMETER
     apart = int((places & (findings.found.error > findings.limit)).sum())
     text = (
-        f"step {difference.step}, rank {difference.rank}, update: the runs start from different parameters: "
+        f"step {difference.step}, rank {difference.rank}, forward: the runs start from different parameters: "
         f"{apart} of {int(places.sum())}, {_full(difference)} first: it {_how(difference)}"
     )
-    return Verdict(same=False, module=difference.module, direction="update", difference=difference, text=text)
+    return Verdict(same=False, module=difference.module, direction="forward", difference=difference, text=text)
 
 
 def _say_lone(findings: Findings, difference: Difference, kind: str, module: str, occurrence: int) -> Verdict:
