@@ -1,4 +1,4 @@
-"""Trains as train_lm.py does, with a fault: one block computes the exact GELU where GPT-2 has the approximation by tanh.
+"""Trains as train_lm.py does, with a fault: one block has the exact GELU in place of GPT-2's approximation by tanh.
 
 The loss hardly moves. ``ort-zero stats compare`` with a run of train_lm.py names the module, see docs/convergence.md.
 

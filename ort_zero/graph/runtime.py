@@ -118,7 +118,9 @@ class Runtime:
         self.kept = KeptInTorch(module, config.exclude)
         self.routes = {mode: Routes(mode, ort_compat.register_function) for mode in (True, False)}
         self._sessions: list[Session] = []
-        """Whose subscribers look on in this call."""
+        """Those who subscribed to this module or a part of it, in this call."""
+        self._watching: list[Session] = []
+        """Those of them who want to see tensors in this call."""
         self._taps: dict[bool, list[taps.Taps]] = {True: [], False: []}
         self._given: tuple[tuple, dict] = (), {}
         self._parameters = structure.parameters_of(module.forward)
@@ -195,7 +197,7 @@ class Runtime:
 
     def needs_export(self, verdict: bool) -> bool:
         """Return True on all ranks if one of them has to export."""
-        verdict = verdict or bool(self._sessions) != bool(self._taps[self._training])
+        verdict = verdict or bool(self._watching) != bool(self._taps[self._training])
         if self._forced:
             self._forced = False
             self._must_exchange = self._must_exchange or (self._several and self.stage == 3)
@@ -220,7 +222,7 @@ class Runtime:
     @contextlib.contextmanager
     def exporting(self, flattened_module: torch.nn.Module):
         """Hold stand-ins and keep the buffers while the module is traced."""
-        marked = self._taps[self._training] = [taps.Taps(session, self.module) for session in self._sessions]
+        marked = self._taps[self._training] = [taps.Taps(session, self.module) for session in self._watching]
         with (
             paused(),
             torch_checkpoint.watch(self._refuse_checkpointing),
@@ -393,17 +395,15 @@ class Runtime:
     # -- subscribers ------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        """Begin a step of everybody who subscribed to this module or a part of it."""
-        self._sessions = []
-        for session in sessions_of(self.module):
+        self._sessions = sessions_of(self.module)
+        for session in self._sessions:
             session.begin("onnxruntime")
-            if any(subscriber.acts_on_places() for subscriber in session.active):
-                self._sessions.append(session)
+        self._watching = [s for s in self._sessions if any(subscriber.acts_on_places() for subscriber in s.active)]
 
     def _end_step(self, result: Any) -> Any:
         for tapped in self._taps[self._training]:
             tapped.given(*self._given)
-        for session in sessions_of(self.module):
+        for session in self._sessions:
             session.end(result)
         return result
 
