@@ -120,7 +120,8 @@ class StatisticsSubscriber(SubscriberBase):
         self._writer: StatisticsWriter | None = None
         self._failed = False
         self._pending: list[_Step] = []
-        self._gradient_handles: list[Any] = []
+        self._gradient_handles: dict[int, Any] = {}
+        """By the parameter's number; one may be unfrozen in mid-training."""
         if start_step < 0 or (end_step is not None and end_step <= start_step):
             raise StatisticsError(f"start_step {start_step}, end_step {end_step}: no step is between them")
         if bucket_size < 1:
@@ -158,9 +159,10 @@ class StatisticsSubscriber(SubscriberBase):
         current = _Step(step)
         self._pending.append(current)
         if self.parameters != "off":
+            owned = owned_parameters(model)
             with torch.no_grad():
-                self._measure_parameters(current, model)
-            self._listen_to_gradients(model)
+                self._measure_parameters(current, owned)
+            self._listen_to_gradients(owned)
 
     def forward_place(self, step: int, place: Place, tensor: torch.Tensor) -> None:
         """Measure one tensor, or note where it was measured."""
@@ -250,8 +252,8 @@ class StatisticsSubscriber(SubscriberBase):
             return False
         return True
 
-    def _measure_parameters(self, current: _Step, model: torch.nn.Module) -> None:
-        for order, (path, name, parameter) in enumerate(owned_parameters(model)):
+    def _measure_parameters(self, current: _Step, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
+        for order, (path, name, parameter) in enumerate(owned):
             part, offset, total, partitioned = ds_compat.held_part(parameter)
             if self.parameters == "sample":
                 part, offset = measure.sampled(part, offset=offset, total=total)
@@ -261,12 +263,10 @@ class StatisticsSubscriber(SubscriberBase):
                 ds_compat.whole_shape(parameter), partitioned,
             )  # fmt: skip
 
-    def _listen_to_gradients(self, model: torch.nn.Module) -> None:
-        if self._gradient_handles:
-            return
-        for order, (path, name, parameter) in enumerate(owned_parameters(model)):
-            if parameter.requires_grad:
-                self._gradient_handles.append(parameter.register_hook(self._listener(order, path, name)))
+    def _listen_to_gradients(self, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
+        for order, (path, name, parameter) in enumerate(owned):
+            if parameter.requires_grad and order not in self._gradient_handles:
+                self._gradient_handles[order] = parameter.register_hook(self._listener(order, path, name))
 
     def _listener(self, order: int, path: str, name: str) -> Any:
         key = (int(Phase.PARAMETER_GRADIENT), order)
@@ -288,9 +288,9 @@ class StatisticsSubscriber(SubscriberBase):
         return arrived
 
     def _stop_listening(self) -> None:
-        for handle in self._gradient_handles:
+        for handle in self._gradient_handles.values():
             handle.remove()
-        self._gradient_handles = []
+        self._gradient_handles = {}
 
 
 def rank_and_size() -> tuple[int, int]:

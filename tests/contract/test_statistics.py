@@ -158,6 +158,18 @@ def test_only_the_asked_steps_are_there_and_hooks_go(tmp_path):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_layer_that_is_unfrozen_has_gradients_from_then_on(tmp_path):
+    model = Net()
+    model.fc.requires_grad_(False)
+    session = GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(str(tmp_path / "run"))])
+    for step in range(2):
+        model.fc.requires_grad_(step == 1)
+        model(IDS)["logits"].sum().backward()
+    session.remove()
+    steps = [key[0] for key in records(tmp_path / "run") if key[1:3] == (Phase.PARAMETER_GRADIENT, "fc")]
+    assert sorted(steps) == [1, 1]
+
+
 def test_a_loss_of_two_forwards(tmp_path):
     """Both forwards come before the one backward."""
     model = Net()
