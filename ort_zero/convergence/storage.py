@@ -78,6 +78,7 @@ def _schema() -> pa.Schema:
 
 
 SCHEMA = _schema()
+_OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 _HEADER = SCHEMA.serialize().to_pybytes()
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _STAMP = "step={:020d} xxh3={:016x}"
@@ -331,7 +332,7 @@ def rank_name(rank: int) -> str:
 def _encode(step: int, rows: StepRows) -> bytes:
     """Return one step as an encapsulated Arrow message whose custom metadata has its checksum."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+    with pa.ipc.new_stream(sink, SCHEMA, options=_OPTIONS) as writer:
         writer.write_batch(_batch(rows), custom_metadata={"ort_zero": _STAMP.format(step, 0)})
     message = bytearray(memoryview(sink.getvalue())[len(_HEADER) : -len(_END)])
     found = _STAMP_FOUND.search(message)

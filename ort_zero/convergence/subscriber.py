@@ -41,11 +41,11 @@ _COLUMNS = (
 class _Step:
     """What is known of one step."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, rows: int = 128):
         self.number = number
         self.columns: list[tuple] = []
         """Of each row what is no number, in the order of :data:`_COLUMNS`."""
-        self.raw = np.zeros((128, measure.ROW))
+        self.raw = np.zeros((rows, measure.ROW))
         self.used = 0
         self.sources: list[tuple[int, int]] = []
         """Rows that refer to another, and the order of that one."""
@@ -120,6 +120,7 @@ class StatisticsSubscriber(SubscriberBase):
         self._writer: StatisticsWriter | None = None
         self._failed = False
         self._pending: list[_Step] = []
+        self._rows = 128
         self._gradient_handles: dict[int, Any] = {}
         """By the parameter's number; one may be unfrozen in mid-training."""
         if start_step < 0 or (end_step is not None and end_step <= start_step):
@@ -156,7 +157,7 @@ class StatisticsSubscriber(SubscriberBase):
         session = session_of(model)
         if self._writer is None and not self._open(session):
             return
-        current = _Step(step)
+        current = _Step(step, self._rows)
         self._pending.append(current)
         if self.parameters != "off":
             owned = owned_parameters(model)
@@ -231,6 +232,7 @@ class StatisticsSubscriber(SubscriberBase):
             if waits and not all_of_them:
                 return
             self._pending.pop(0)
+            self._rows = max(step.used, 1)  # the next step is most likely as long
             self._writer.append(step.number, step.finished())
             if not self._writer.alive:
                 self._failed = True

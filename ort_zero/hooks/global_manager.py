@@ -113,6 +113,8 @@ class Session:
         self.subscribers: tuple[SubscriberBase, ...] = ()
         self.active: tuple[SubscriberBase, ...] = ()
         """Those that act in the step that runs."""
+        self._to_gradients: tuple[SubscriberBase, ...] = ()
+        """Those of them that act on gradients."""
         self.step = -1
         """The step that runs, or that ran last."""
         self.wrapper: Any = None
@@ -164,6 +166,7 @@ class Session:
         if over and len(over) == len(self.subscribers):
             self.remove()
             return
+        self._to_gradients = tuple(s for s in self.active if s.acts_on_gradients())
         if not self.active:
             return
         self.walk.begin()
@@ -178,31 +181,29 @@ class Session:
 
     def show(self, place: Place, tensor: torch.Tensor, *, gradient: bool = True) -> torch.Tensor | None:
         """Show the active subscribers a tensor; return what they put in its place."""
-        result = None
+        shown = tensor
         for subscriber in self.active:
-            new = subscriber.forward_place(self.step, place, tensor if result is None else result)
-            result = new if new is not None else result
-        shown = tensor if result is None else result
-        if gradient and place.source < 0 and shown.requires_grad and torch.is_grad_enabled():
+            new = subscriber.forward_place(self.step, place, shown)
+            shown = shown if new is None else new
+        if gradient and place.source < 0 and self._to_gradients and shown.requires_grad and torch.is_grad_enabled():
             self._expect_gradient(self.step, place, shown)
-        return result
+        return None if shown is tensor else shown
 
     def show_gradient(self, step: int, place: Place, gradient: torch.Tensor) -> None:
         """Show those that were active in `step` a gradient."""
-        for subscriber in self.subscribers:
+        for subscriber in self._to_gradients if step == self.step else self.subscribers:
             if subscriber.is_active(step) and subscriber.acts_on_gradients():
                 subscriber.backward_place(step, place, gradient)
 
     def _expect_gradient(self, step: int, place: Place, tensor: torch.Tensor) -> None:
-        if any(s.acts_on_gradients() for s in self.active):
-            session = weakref.ref(self)
+        subscribers = self._to_gradients
 
-            def arrived(gradient: torch.Tensor) -> None:
-                here = session()
-                if here is not None:
-                    here.show_gradient(step, place, gradient)
+        # not the session: it holds the model, and the hook lives as long as the graph
+        def arrived(gradient: torch.Tensor) -> None:
+            for subscriber in subscribers:
+                subscriber.backward_place(step, place, gradient)
 
-            tensor.register_hook(arrived)
+        tensor.register_hook(arrived)
 
     def inspect(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Show a tensor that the code of a module names itself."""
