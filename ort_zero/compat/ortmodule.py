@@ -86,6 +86,9 @@ class Seams(Protocol):
     def exported(self, model: Any) -> None:
         """Repair, in place, the ModelProto that the exporter wrote."""
 
+    def without_gradient(self, model: Any) -> set[str]:
+        """Return the graph inputs that no result of the exported model depends on; None: of the last one."""
+
     def flatten_call(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         """Return the call as one flat dict of tensors by name, and strings that stand for everything else."""
 
@@ -376,8 +379,10 @@ def patches() -> tuple[Patch, ...]:
         def _export_model(*args, **kwargs):
             model, schema, names, require_grad = original(*args, **kwargs)
             # upstream lists every parameter, builds gradients of frozen ones, and re-processes at the second call
-            frozen = {n for n, p in kwargs["flattened_module"].named_parameters() if not p.requires_grad}
-            return model, schema, names, [n for n in require_grad if n not in frozen]
+            left_out = {n for n, p in kwargs["flattened_module"].named_parameters() if not p.requires_grad}
+            if _current() is not None:
+                left_out |= _current().without_gradient(model)
+            return model, schema, names, [n for n in require_grad if n not in left_out]
 
         return _export_model
 
@@ -385,9 +390,11 @@ def patches() -> tuple[Patch, ...]:
         @functools.wraps(original)
         def _reprocess_check(*, flatten_module, exported_model_info, **kwargs):
             # upstream asserts that every graph input that no user gave is a parameter; BatchNorm has buffers
-            buffers = {name for name, _ in flatten_module.named_buffers()}
+            hidden = {name for name, _ in flatten_module.named_buffers()}
+            if _current() is not None:
+                hidden |= _current().without_gradient(None)
             names = exported_model_info.onnx_graph_input_names
-            exported_model_info.onnx_graph_input_names = [n for n in names if n not in buffers]
+            exported_model_info.onnx_graph_input_names = [n for n in names if n not in hidden]
             try:
                 return original(flatten_module=flatten_module, exported_model_info=exported_model_info, **kwargs)
             finally:

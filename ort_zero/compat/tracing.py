@@ -39,6 +39,7 @@ _COUNTS = {
 }
 """Functions whose number of results depends on the shape of their argument."""
 _SHAPE_OF = re.compile(r"^aten::(size|sym_size|dim|numel|sym_numel|len|__len__)$|^prim::(shape|dtype|device|layout)$")
+_HOLD_TENSORS = frozenset({"TensorType", "ListType", "OptionalType", "TupleType"})
 _VALUES_UNREAD = re.compile(r"_like$|::new_(zeros|ones|empty|full)$")
 _DATA_SHAPED = frozenset(
     f"aten::{name}"
@@ -183,7 +184,8 @@ class _Watch(TorchFunctionMode):
             if _SHAPE_OF.search(kind):
                 mode = "shape"
             for given in node.inputs():
-                is_tensor = given.type().kind() in ("TensorType", "ListType", "OptionalType") and not _is_numbers(given)
+                # a Function with several results gives a tuple, which is taken apart by a node of its own
+                is_tensor = given.type().kind() in _HOLD_TENSORS and not _is_numbers(given)
                 stack.append((given, mode if is_tensor else "value"))
         self._known.update(dict.fromkeys(seen, False))
         return False

@@ -273,7 +273,9 @@ class StatisticsSubscriber(SubscriberBase):
     def _listener(self, order: int, path: str, name: str) -> Any:
         key = (int(Phase.PARAMETER_GRADIENT), order)
 
-        def arrived(gradient: torch.Tensor) -> None:
+        def arrived(gradient: torch.Tensor | None) -> None:
+            if gradient is None:
+                return  # a Function, as ORTModule's, may give a weight no gradient
             # the newest step first: backward of a sum of two losses begins with the one that was computed last
             current = next((step for step in reversed(self._pending) if key not in step.with_gradient), None)
             if current is None:

@@ -40,6 +40,9 @@ LEAF = 12.0
 """Amplification by a module without children: one operator."""
 COMPOUND = 64.0
 """Amplification by code between children: several operators, among them softmax of large scores."""
+LATER = 8.0
+"""Times the limit once parameters were trained apart: what is wrong from the start was found there, and values that
+vanish, as behind many normalizations, amplify what the parameters brought."""
 BACKWARD = 16.0
 PARAMETER_GRADIENT = 8.0
 _SINGLE_PARAMETERS = 3
@@ -222,6 +225,8 @@ def conditions_of(lineage: Lineage, limits: Limits, a: Table, b: Table, drifted:
 
     _parameter_conditions(lineage, of_gradient, larger, usable, a, norm, condition)
     amplification[pairs.phase == Phase.PARAMETER_GRADIENT] = PARAMETER_GRADIENT
+    if drifted:
+        condition *= LATER
     systematic = np.zeros(len(pairs), bool)
     systematic[forward] = ~limits.compound[frame] & (limits.epsilon[forward] <= EPSILON["float32"]) & (not drifted)
     return Conditions(

@@ -23,6 +23,15 @@ MOST_UPDATES = 0.5
 """Share of parameters that must have changed differently before the optimizer is blamed."""
 UPDATE_GAP = 0.03
 """Smallest relative difference of updates to be blamed; times of :data:`UPDATE_SPREAD` where gradients differ."""
+VANISHED = 1e-6
+"""Root mean square of activations that are next to nothing: what batch normalization makes of channels that hardly vary
+is rounding, of which the numbers of a whole tensor know nothing."""
+REORDERED = 0.3
+"""Least relative error of the same values in another order."""
+REORDERED_VALUES = 1e-4
+"""Relative difference of norm, means and extremes of what may be the same values in another order."""
+REORDERED_RESULTS = 1e-4
+"""Error of the results of the module around, up to which the order did not matter."""
 UPDATE_SPREAD = 30.0
 """See :data:`~.drift.UNSEEN`: times sqrt(x) the changes may differ."""
 GRADIENTS_AGREE = 1e3
@@ -101,9 +110,59 @@ def flagged(findings: Findings, rtol: float | None) -> np.ndarray:
         return np.flatnonzero(reason if reason.any() else over)
     over = findings.pairs.own & ((error > findings.limit) | (findings.found.norm > findings.norm_limit))
     over &= may_differ
+    if not findings.first:
+        over &= ~_vanished(findings)
     gradients = np.flatnonzero(over & (findings.pairs.phase == Phase.BACKWARD))
     over[gradients[_isolated(findings, gradients)]] = False
+    over &= ~_only_reordered(findings, over)
     return np.flatnonzero(over)
+
+
+def _vanished(findings: Findings) -> np.ndarray:
+    """Return True for activations that have vanished in both runs."""
+    pairs, a, b = findings.pairs, findings.a, findings.b
+    rows_a, rows_b = pairs.measured_a, pairs.measured_b
+    size = np.maximum(a.l2[rows_a], b.l2[rows_b]) / np.sqrt(np.maximum(a.elements[rows_a], 1))
+    return (pairs.phase == Phase.FORWARD) & (findings.found.kind == NUMERIC) & (size < VANISHED)
+
+
+def _only_reordered(findings: Findings, over: np.ndarray) -> np.ndarray:
+    """Return True for values in another order inside of a module whose results agree all the same.
+
+    Experts take their tokens in the order in which a sort leaves equals, which differs; what they return is put back.
+    """
+    pairs, a, b = findings.pairs, findings.a, findings.b
+    found = np.zeros(len(pairs), bool)
+    moved = (findings.found.error >= REORDERED) & (findings.found.kind == NUMERIC)
+    places = np.flatnonzero(over & moved & ((pairs.phase == Phase.FORWARD) | (pairs.phase == Phase.BACKWARD)))
+    if not len(places):
+        return found
+    table = pairs.a.table
+    outputs = np.flatnonzero((pairs.phase == Phase.FORWARD) & (pairs.a.kind[pairs.row_a] == OUTPUT))
+    worst: dict[int, float] = {}
+    for place in outputs.tolist():
+        call = int(table.call[pairs.row_a[place]])
+        worst[call] = max(worst.get(call, 0.0), float(findings.found.error[place]))
+    calls = Calls(pairs.a)
+    for place in places.tolist():
+        row_a, row_b = int(pairs.measured_a[place]), int(pairs.measured_b[place])
+        if row_a < 0 or row_b < 0 or not _same_values(a, row_a, b, row_b):
+            continue
+        around = calls.chain(int(table.call[pairs.row_a[place]]))[1:]
+        found[place] = any(worst.get(call, 1.0) < REORDERED_RESULTS for call in around)
+    return found
+
+
+def _same_values(a: Table, row_a: int, b: Table, row_b: int) -> bool:
+    """Return True if two tensors may hold the same values in another order."""
+    if a.elements[row_a] != b.elements[row_b]:
+        return False
+    size = max(float(a.l2[row_a]), float(b.l2[row_b]))
+    spread = size / max(float(a.elements[row_a]), 1.0) ** 0.5
+    return all(
+        abs(float(getattr(a, name)[row_a]) - float(getattr(b, name)[row_b])) <= REORDERED_VALUES * scale
+        for name, scale in (("l2", size), ("abs_mean", spread), ("mean", spread), ("min", spread), ("max", spread))
+    )
 
 
 def _isolated(findings: Findings, places: np.ndarray) -> np.ndarray:

@@ -122,6 +122,8 @@ class Runtime:
         self._watching: list[Session] = []
         """Those of them who want to see tensors in this call."""
         self._taps: dict[bool, list[taps.Taps]] = {True: [], False: []}
+        self._read_alone: dict[bool, set[str]] = {True: set(), False: set()}
+        """Graph inputs that no result depends on."""
         self._given: tuple[tuple, dict] = (), {}
         self._parameters = structure.parameters_of(module.forward)
         self._structures: list[tuple] = []
@@ -237,6 +239,12 @@ class Runtime:
     def exported(self, model: onnx.ModelProto) -> None:
         """Repair what the exporter is known to write incompletely."""
         complete_dropout(model)
+
+    def without_gradient(self, model: onnx.ModelProto | None) -> set[str]:
+        """Return the inputs that are there for subscribers alone."""
+        if model is not None:
+            self._read_alone[self._training] = taps.read_alone(model) if self._taps[self._training] else set()
+        return self._read_alone[self._training]
 
     def flatten_call(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Take the arguments apart; what is no tensor is told by the number of its structure."""

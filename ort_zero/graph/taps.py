@@ -21,6 +21,7 @@ import torch
 from onnx import TensorProto, helper
 from torch.nn import Module
 
+from ort_zero.bridge.plan import all_inputs
 from ort_zero.hooks import global_manager
 from ort_zero.hooks.global_manager import Session, places_shown
 from ort_zero.hooks.places import Place, Walk, map_arguments, map_slots
@@ -255,6 +256,22 @@ def gathered(taps: Sequence[Taps]) -> list[torch.Tensor]:
     """Return what is to be one more result of the trace, if there are marks in it."""
     tokens = [token for table in taps for token in table.tokens]
     return [Gathered.apply(*tokens)] if tokens else []
+
+
+def read_alone(model: onnx.ModelProto) -> set[str]:
+    """Return the inputs of an exported graph that lead to marks and to no result, as what computes an unused value."""
+    made_by = {name: node for node in model.graph.node for name in node.output}
+    reached: set[str] = set()
+    stack = [output.name for output in model.graph.output]
+    while stack:
+        name = stack.pop()
+        node = made_by.get(name)
+        if name in reached or (node is not None and _kind_of_mark(node) == Gathered.__name__):
+            continue
+        reached.add(name)
+        if node is not None:
+            stack += all_inputs(node)
+    return {given.name for given in model.graph.input} - reached
 
 
 def place_readers(model: onnx.ModelProto) -> None:
