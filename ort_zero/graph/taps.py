@@ -303,11 +303,13 @@ def place_readers(model: onnx.ModelProto) -> None:
             else:
                 same[made] = read
     made_here = {name for node in kept for name in node.output}
+    # a copy that the export dropped is one value with what it was copied from, and so is its gradient: not the copy's
+    first = {value: number for number, value, _ in reversed(marks)}
     values = [_reader(number, False, value, types) for number, value, _ in marks]
     gradients = [
         _reader(number, True, same.get(gradient, gradient), types)
-        for number, _, gradient in reversed(marks)
-        if same.get(gradient, gradient) in made_here
+        for number, value, gradient in reversed(marks)
+        if same.get(gradient, gradient) in made_here and first[value] == number
     ]
     ends = []
     if forward_end is not None:
