@@ -21,6 +21,7 @@ from ort_zero.convergence.lineage import Lineage, inherit, lineage_of
 from ort_zero.convergence.records import Phase
 from ort_zero.convergence.storage import Run, Table, open_run
 from ort_zero.convergence.tolerance import (
+    EPSILON,
     REFERENCE,
     Conditions,
     Limits,
@@ -35,6 +36,8 @@ from ort_zero.errors import StatisticsError
 MOST_DIFFERENCES = 1000
 MOST_STEPS = 12
 """Steps whose errors are kept for the report; three places are for the verdict's step and its neighbours."""
+APART = 4 * EPSILON["float32"]
+"""Relative difference of parameters from which they count as trained apart: parts of ranks are added with rounding."""
 VANISHING = 1e3
 """Condition of gradients that are nothing but rounding errors, such as of the bias of attention's keys: even a
 tolerance given as a number is relative to what they are sums of."""
@@ -327,7 +330,7 @@ class _Pairing:
         errors = np.maximum(found.error, spread)
         inherited = inherit(lineage, errors, found.kind != SAME, drift.frame)
         floor = np.maximum(structure.floor, REFERENCE * spread)
-        conditions = conditions_of(lineage, structure.limits, a, b, drift.total > 0)
+        conditions = conditions_of(lineage, structure.limits, a, b, drift.total > APART)
         limit = np.maximum(conditions.tolerance(floor, inherited), REFERENCE * spread)
         norm_limit = np.maximum(conditions.norm_tolerance(inherited), REFERENCE * spread)
         if rtol is not None:
