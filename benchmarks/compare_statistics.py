@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from ort_zero.convergence.records import FIRST, SKETCH, Phase
-from ort_zero.convergence.storage import COLUMNS, WIDTH, StatisticsWriter, StepRows
+from ort_zero.convergence.rows import COLUMNS, WIDTH
+from ort_zero.convergence.storage import StatisticsWriter, StepRows
 
 TIME_GOAL = 5.0
 """Seconds."""

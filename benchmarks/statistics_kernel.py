@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ort_zero.convergence.measure import ROW, measure_into, sampled
+from ort_zero.convergence.measure import measure_into, sampled
+from ort_zero.convergence.rows import WIDTH
 
 REPEATS = 7
 SECONDS = 0.05
@@ -55,7 +56,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def main() -> None:
     """Print a line for each tensor."""
     torch.set_num_threads(1)
-    row = np.empty(ROW)
+    row = np.empty(WIDTH)
     begin = time.perf_counter()
     measure_into(row, torch.zeros(1))
     print(f"first call: {time.perf_counter() - begin:.2f} s")

@@ -1,4 +1,4 @@
-"""Measures what the collection of statistics costs a step of a GPT-2 of 4 x 256 on 4 x 256 tokens, in PyTorch and in ORT.
+"""Measures what the collection of statistics costs a step of a GPT-2 of 4 x 256, in PyTorch and in ORT.
 
 All variants live in one process and take turns of a few steps, in an order that rotates from round to round: without
 statistics, every module in every step, outside the range of steps, and with the subscriber of onnxruntime-training

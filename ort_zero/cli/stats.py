@@ -11,7 +11,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ort_zero.cli import print_json
-from ort_zero.errors import StatisticsError
+from ort_zero.convergence import extra
+from ort_zero.convergence.naming import module_name, span
 
 if TYPE_CHECKING:
     from ort_zero.convergence.comparison import Comparison, Difference, RunInfo
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 _SHOWN = 10
 _HEAD = ("step", "rank", "phase", "module", "tensor", "kind", "error", "tolerance", "inherited", "l2 of a", "l2 of b")
 _LEFT = {"phase", "module", "tensor", "kind"}
-_EXTRA = {"jinja2", "numba", "numpy", "plotly", "pyarrow"}
 _EPILOG = "Folders are those that StatisticsSubscriber(output_dir=...) wrote."
 
 
@@ -76,13 +76,8 @@ def _tolerance(text: str) -> str | float:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command that was chosen and return its exit status."""
-    try:
+    with extra.required():
         return args.work(args)
-    except ModuleNotFoundError as error:
-        name = (error.name or "").split(".")[0]
-        if name not in _EXTRA:
-            raise
-        raise StatisticsError(f"{name} is not installed: pip install 'ort-zero[statistics]'") from error
 
 
 def _merge(args: argparse.Namespace) -> int:
@@ -149,7 +144,7 @@ def text_of(found: Comparison, html: str | None = None) -> str:
     lines += [f"a: {describe(found.a)}", f"b: {describe(found.b)}"]
     counts = [f"{number:,} {kind}" for kind, number in found.counts.items() if number]
     lines.append(
-        f"compared: {found.records:,} pairs of records of {_span(found.steps)}, rtol {found.rtol}: "
+        f"compared: {found.records:,} pairs of records of {span(found.steps)}, rtol {found.rtol}: "
         f"{', '.join(counts) or 'none differs'}"
     )
     lines += [f"note: {note}" for note in found.notes]
@@ -166,30 +161,19 @@ def text_of(found: Comparison, html: str | None = None) -> str:
 def describe(info: RunInfo) -> str:
     """Return a run in a line."""
     ranks = "1 rank" if info.world_size == 1 else f"{info.world_size} ranks"
-    facts = (info.backend, info.model, info.dtype, f"ZeRO-{info.zero_stage}", ranks, _span(info.steps))
+    facts = (info.backend, info.model, info.dtype, f"ZeRO-{info.zero_stage}", ranks, span(info.steps))
     return f"{info.path} ({', '.join(fact for fact in facts if fact)})"
-
-
-def _span(steps: tuple[int, ...]) -> str:
-    if not steps:
-        return "no steps"
-    if len(steps) == 1:
-        return f"step {steps[0]}"
-    if steps == tuple(range(steps[0], steps[-1] + 1)):
-        return f"steps {steps[0]} to {steps[-1]}"
-    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 
 def _table(differences: list[Difference]) -> list[str]:
     rows = [_HEAD]
     for one in differences:
-        module = (one.module or "(root)") + (f"#{one.occurrence}" if one.occurrence > 1 else "")
         rows.append(
             (
                 str(one.step),
                 str(one.rank),
                 one.phase.name.lower().replace("_", " "),
-                module,
+                module_name(one.module, one.occurrence),
                 one.tensor,
                 one.kind,
                 *(f"{value:.2e}" for value in (one.error, one.tolerance, one.inherited)),

@@ -76,11 +76,6 @@ def reduce_leaf_gradient(parameter: Any) -> None:
         reduce(parameter)
 
 
-def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of the whole parameter, also where ZeRO-3 partitioned it."""
-    return tuple(parameter.ds_shape) if hasattr(parameter, "ds_id") else tuple(parameter.shape)
-
-
 def held_part(parameter: Any) -> tuple[Any, int, int, bool]:
     """Return what this rank holds of a parameter: the elements, flat index of the first, elements of the whole.
 

@@ -18,7 +18,9 @@ from ort_zero.convergence.comparison import KINDS, Comparison, Difference, Serie
 from ort_zero.convergence.distance import KIND_NAMES, SAME, distances
 from ort_zero.convergence.drift import Before, Drift, drift_of, remember
 from ort_zero.convergence.lineage import Lineage, inherit, lineage_of
+from ort_zero.convergence.naming import call_name, listed, shortened, tensor_name
 from ort_zero.convergence.records import Phase
+from ort_zero.convergence.rows import COLUMNS, SKETCH_COLUMNS, WIDTH, merge
 from ort_zero.convergence.storage import Run, Table, open_run
 from ort_zero.convergence.tolerance import (
     EPSILON,
@@ -30,7 +32,7 @@ from ort_zero.convergence.tolerance import (
     floor_of,
     limits_of,
 )
-from ort_zero.convergence.verdict import Findings, Row, decide, decide_update, difference_of, same_verdict, tensor_name
+from ort_zero.convergence.verdict import Findings, Row, decide, decide_update, difference_of, same_verdict
 from ort_zero.errors import StatisticsError
 
 MOST_DIFFERENCES = 1000
@@ -41,7 +43,6 @@ APART = 4 * EPSILON["float32"]
 VANISHING = 1e3
 """Condition of gradients that are nothing but rounding errors, such as of the bias of attention's keys: even a
 tolerance given as a number is relative to what they are sums of."""
-_SUMS = ("elements", "negative", "positive", "zero", "nan", "inf")
 
 
 def compare(
@@ -107,7 +108,7 @@ def _check(a: Run, b: Run) -> tuple[int, ...]:
         )
     if not set(a.ranks) & set(b.ranks):
         raise StatisticsError(
-            f"{one.path} has ranks {_listed(a.ranks)}, {two.path} {_listed(b.ranks)}: put the same ranks into both"
+            f"{one.path} has ranks {listed(a.ranks)}, {two.path} {listed(b.ranks)}: put the same ranks into both"
         )
     for info in (one, two):
         if not info.steps:
@@ -115,7 +116,7 @@ def _check(a: Run, b: Run) -> tuple[int, ...]:
     steps = sorted(set(one.steps) & set(two.steps))
     if not steps:
         raise StatisticsError(
-            f"{one.path} and {two.path} have no step in common ({_listed(one.steps)} and {_listed(two.steps)}): "
+            f"{one.path} and {two.path} have no step in common ({listed(one.steps)} and {listed(two.steps)}): "
             "collect the same steps, start_step and end_step say which"
         )
     return tuple(steps)
@@ -129,25 +130,12 @@ def _model_difference(a: Run, b: Run) -> str:
     parts = []
     for names, text in ((only_a, "only the first has"), (only_b, "only the second has")):
         if names:
-            parts.append(f"{text} {', '.join(names[:3])}{_more(names)}")
+            parts.append(f"{text} {shortened(names)}")
     if other:
-        shown = ", ".join(f"{name} is {tuple(shapes_a[name])} and {tuple(shapes_b[name])}" for name in other[:3])
-        parts.append(f"{shown}{_more(other)}")
+        parts.append(shortened([f"{name} is {tuple(shapes_a[name])} and {tuple(shapes_b[name])}" for name in other]))
     if not parts:
         return f"{a.info.model} and {b.info.model}" if a.info.model != b.info.model else "their modules differ"
     return "; ".join(parts)
-
-
-def _more(names: Sequence) -> str:
-    return f" and {len(names) - 3} more" if len(names) > 3 else ""
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    if not numbers:
-        return "none"
-    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
 
 
 def _notes_on(a: Run, b: Run, steps: Sequence[int]) -> list[str]:
@@ -155,10 +143,10 @@ def _notes_on(a: Run, b: Run, steps: Sequence[int]) -> list[str]:
     for run, other in ((a, b), (b, a)):
         rest = sorted(set(run.info.steps) - set(steps))
         if rest:
-            notes.append(f"steps that only {run.info.path} has are left out: {_listed(rest)}")
+            notes.append(f"steps that only {run.info.path} has are left out: {listed(rest)}")
         ranks = sorted(set(run.ranks) - set(other.ranks))
         if ranks:
-            notes.append(f"ranks that only {run.info.path} has are left out: {_listed(ranks)}")
+            notes.append(f"ranks that only {run.info.path} has are left out: {listed(ranks)}")
     if a.info.dtype != b.info.dtype:
         notes.append(f"the runs have different dtypes, {a.info.dtype} and {b.info.dtype}: the coarser one counts")
     return notes
@@ -168,7 +156,7 @@ def _check_reference(a: Run, reference: Run, steps: Sequence[int]) -> list[str]:
     _check(a, reference)
     rest = sorted(set(steps) - set(reference.info.steps))
     if rest:
-        return [f"the reference {reference.info.path} lacks steps {_listed(rest)}: there the widest spread counts"]
+        return [f"the reference {reference.info.path} lacks steps {listed(rest)}: there the widest spread counts"]
     return []
 
 
@@ -225,55 +213,27 @@ def _gather(of_ranks: list[Table | None]) -> list[Table | None]:
     tables = [table for table in of_ranks if table is not None]
     if len(tables) != len(of_ranks) or not any(table.partitioned.any() for table in tables):
         return of_ranks
-    sums: dict[tuple, _Whole] = {}
-    for table in tables:
-        for row in np.flatnonzero(table.partitioned).tolist():
-            sums.setdefault(_part_key(table, row), _Whole()).add(table, row)
-    return [_with_sums(table, sums) for table in tables]
+    rows = [np.flatnonzero(table.partitioned) for table in tables]
+    keys = [[_part_key(table, row) for row in at.tolist()] for table, at in zip(tables, rows)]
+    number = {key: i for i, key in enumerate(dict.fromkeys(key for of_table in keys for key in of_table))}
+    parts = np.zeros((len(tables), len(number), WIDTH))
+    places = [np.array([number[key] for key in of_table], np.int64) for of_table in keys]
+    for part, table, at, place in zip(parts, tables, rows, places):
+        part[place] = table.raw(at)
+    whole = merge(parts)
+    return [_replaced(table, at, whole[place]) for table, at, place in zip(tables, rows, places)]
 
 
 def _part_key(table: Table, row: int) -> tuple:
     return int(table.phase[row]), table.module[row], int(table.occurrence[row]), table.kind[row], table.slot[row]
 
 
-class _Whole:
-    """A tensor whose parts lie on the ranks."""
-
-    def __init__(self) -> None:
-        self.squares = self.total = self.magnitudes = 0.0
-        self.min, self.max = np.nan, np.nan
-        self.sketch: np.ndarray | float = 0.0
-        self.counts = dict.fromkeys(_SUMS, 0)
-
-    def add(self, table: Table, row: int) -> None:
-        """Add one rank's part."""
-        finite = int(table.elements[row] - table.nan[row] - table.inf[row])
-        self.squares += float(table.l2[row]) ** 2
-        if finite:
-            self.total += float(table.mean[row]) * finite
-            self.magnitudes += float(table.abs_mean[row]) * finite
-        self.min, self.max = np.fmin(self.min, table.min[row]), np.fmax(self.max, table.max[row])
-        self.sketch = self.sketch + table.sketch[row]
-        for name in _SUMS:
-            self.counts[name] += int(getattr(table, name)[row])
-
-    def write(self, columns: dict[str, np.ndarray], row: int) -> None:
-        """Put the whole tensor's numbers into a row."""
-        finite = self.counts["elements"] - self.counts["nan"] - self.counts["inf"]
-        mean = self.total / finite if finite else np.nan
-        variance = max(self.squares / finite - mean**2, 0.0) if finite else np.nan
-        numbers = dict(self.counts, l2=self.squares**0.5, min=self.min, max=self.max, mean=mean, std=variance**0.5)
-        numbers["abs_mean"] = self.magnitudes / finite if finite else 0.0
-        for name, number in numbers.items():
-            columns[name][row] = number
-        columns["sketch"][row] = self.sketch
-
-
-def _with_sums(table: Table, sums: dict[tuple, _Whole]) -> Table:
-    names = (*_SUMS, "l2", "min", "max", "mean", "std", "abs_mean", "sketch")
-    columns = {name: getattr(table, name).copy() for name in names}
-    for row in np.flatnonzero(table.partitioned).tolist():
-        sums[_part_key(table, row)].write(columns, row)
+def _replaced(table: Table, at: np.ndarray, raw: np.ndarray) -> Table:
+    """Return a table with other statistics in some rows; the first values stay those that this rank has."""
+    numbers = {**dict(zip(COLUMNS, raw.T)), "sketch": raw[:, SKETCH_COLUMNS]}
+    columns = {name: getattr(table, name).copy() for name in numbers}
+    for name, values in numbers.items():
+        columns[name][at] = values
     return dataclasses.replace(table, **columns)
 
 
@@ -495,8 +455,7 @@ class _Work:
         if not count:
             return
         self.counts[kind] += count
-        more = f" and {count - 3} more" if count > 3 else ""
-        self.noted.setdefault(kind, text.format(", ".join(names[:3]) + more))
+        self.noted.setdefault(kind, text.format(shortened(names, count=count)))
 
     # --- series ----------------------------------------------------------------------------------------------------
 
@@ -565,7 +524,7 @@ def _one_series(
         rank=findings.rank,
         phase=phase,
         modules=[names[place] for place in places.tolist()],
-        tensors=[tensor_name(table, row) for row in rows],
+        tensors=[tensor_name(table.kind[row], table.slot[row]) for row in rows],
         errors=found.error[places].tolist(),
         tolerances=tolerance[places].tolist(),
         kinds=[KIND_NAMES[kind] if is_over else "" for kind, is_over in zip(found.kind[places], over[places])],
@@ -579,7 +538,7 @@ def _module_names(pairs: Pairs) -> list[str]:
     rows = pairs.row_a.tolist()
     several = {table.module[row] for row in rows if table.occurrence[row] > 1}
     return [
-        f"{table.module[row]}#{table.occurrence[row]}" if table.module[row] in several else table.module[row]
+        call_name(table.module[row], table.occurrence[row]) if table.module[row] in several else table.module[row]
         for row in rows
     ]
 
@@ -598,7 +557,7 @@ def _slim(judged: _Judged) -> _Judged:
 
 
 def _named(table: Table, row: int) -> str:
-    name = ".".join(filter(None, (table.module[row], tensor_name(table, row))))
+    name = ".".join(filter(None, (table.module[row], tensor_name(table.kind[row], table.slot[row]))))
     return f"the gradient of {name}" if table.phase[row] >= Phase.BACKWARD else name
 
 

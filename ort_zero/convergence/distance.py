@@ -36,12 +36,8 @@ class Distances:
 def distances(pairs: Pairs, a: Table, b: Table) -> Distances:
     """Return how far the values of all pairs are apart."""
     rows_a, rows_b = pairs.measured_a, pairs.measured_b
-    norm = np.maximum(a.l2[rows_a], b.l2[rows_b])
-    gap = a.sketch[rows_a] - b.sketch[rows_b]
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.sqrt(np.einsum("ij,ij->i", gap, gap))
-        error = np.divide(difference, norm, out=np.zeros(len(norm)), where=norm > 0)
-        norms = np.divide(abs(a.l2[rows_a] - b.l2[rows_b]), norm, out=np.zeros(len(norm)), where=norm > 0)
+    error = sketch_errors(a, b, rows_a, rows_b)
+    norms = _of_larger_norm(abs(a.l2[rows_a] - b.l2[rows_b]), a, b, rows_a, rows_b)
     shape = unequal(a.shape, b.shape, rows_a, rows_b)
     dtype = unequal(a.dtype, b.dtype, rows_a, rows_b)
     not_finite = (a.nan[rows_a] != b.nan[rows_b]) | (a.inf[rows_a] != b.inf[rows_b]) | ~np.isfinite(error)
@@ -55,6 +51,32 @@ def distances(pairs: Pairs, a: Table, b: Table) -> Distances:
         dtype=dtype & pairs.comparable,
         sampled=sampled & pairs.comparable,
     )
+
+
+def sketch_errors(a: Table, b: Table, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
+    """Return the estimated l2 norms of the differences of pairs of tensors, relative to the larger norm.
+
+    Args:
+        a: where the first tensors are.
+        b: where the others are.
+        rows_a: int64 [pairs], rows that have statistics.
+        rows_b: the same of the others.
+
+    Returns:
+        float64 [pairs]; 0 where both norms are.
+    """
+    gap = a.sketch[rows_a] - b.sketch[rows_b]
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = np.sqrt(np.einsum("ij,ij->i", gap, gap))
+    return _of_larger_norm(difference, a, b, rows_a, rows_b)
+
+
+def _of_larger_norm(
+    difference: np.ndarray, a: Table, b: Table, rows_a: np.ndarray, rows_b: np.ndarray
+) -> np.ndarray:
+    norm = np.maximum(a.l2[rows_a], b.l2[rows_b])
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.divide(difference, norm, out=np.zeros(len(norm)), where=norm > 0)
 
 
 def unequal(a: Sequence, b: Sequence, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:

@@ -1,7 +1,6 @@
 """Computes the statistics of tensors, in one pass over their memory and without copies of whole tensors.
 
-The numbers of one tensor are a *row*: a float64 array of length :data:`ROW`, whose columns the constants below name.
-Counts are exact up to 2**53.
+The numbers of one tensor are a *row*, see :mod:`.rows`.
 
 **Sketch.** The element with flat index ``i`` (in row-major order) is in block ``b = i // BLOCK`` and column
 ``j = i % SKETCH``. It is added to number ``j`` of the sketch times ``T[i % BLOCK]`` times ``B(b, j)``, where
@@ -28,21 +27,32 @@ from typing import Any
 import numpy as np
 import torch
 
+from ort_zero.convergence import extra
 from ort_zero.convergence.records import FIRST, SKETCH, Statistics
+from ort_zero.convergence.rows import (
+    ABS_MEAN,
+    ELEMENTS,
+    FIRST_AT,
+    INF,
+    L2,
+    MAX,
+    MEAN,
+    MIN,
+    NAN,
+    NEGATIVE,
+    POSITIVE,
+    SKETCH_AT,
+    STD,
+    WIDTH,
+    ZERO,
+    merge,
+    statistics_of,
+)
 
 BUCKET = 1 << 22
 """Elements of a tensor that may be copied at a time, unless the caller says otherwise."""
 BLOCK = 4096
 """Elements whose signs in the sketch are a table's; few enough that they and the table stay in the L1 cache."""
-
-ELEMENTS, MIN, MAX, MEAN, STD, ABS_MEAN, L2, NEGATIVE, POSITIVE, ZERO, NAN, INF = range(12)
-FIRST_AT = 12
-FIRST_COLUMNS = slice(FIRST_AT, FIRST_AT + FIRST)
-"""Columns of the first values, NaN where the tensor has fewer."""
-SKETCH_AT = FIRST_AT + FIRST
-SKETCH_COLUMNS = slice(SKETCH_AT, SKETCH_AT + SKETCH)
-ROW = SKETCH_AT + SKETCH
-"""Numbers in a row."""
 
 _CHUNK = 1 << 16
 """Elements converted or made contiguous at a time: they stay in the L2 cache until they are measured."""
@@ -62,7 +72,7 @@ def measure_raw(
     tensor: torch.Tensor, bucket_size: int = BUCKET, *, on_cpu: bool = False, offset: int = 0
 ) -> np.ndarray:
     """Return the statistics of a tensor as a new row; the arguments are those of :func:`measure_into`."""
-    row = np.empty(ROW)
+    row = np.empty(WIDTH)
     measure_into(row, tensor, bucket_size, on_cpu=on_cpu, offset=offset)
     return row
 
@@ -73,7 +83,7 @@ def measure_into(
     """Write the statistics of a tensor into a row.
 
     Args:
-        row: One-dimensional, contiguous, float64, of length :data:`ROW`; what it held is overwritten.
+        row: One-dimensional, contiguous, float64, of length :data:`~.rows.WIDTH`; what it held is overwritten.
         tensor: Of any dtype and strides, on any device. Of a sparse tensor the values are measured, coalesced.
         bucket_size: At most so many elements are copied at a time, where something must be copied at all.
         on_cpu: Copy a tensor of another device to the CPU in buckets, and measure it there.
@@ -83,8 +93,8 @@ def measure_into(
         ValueError: The tensor has no values that could be read: it is of the device meta, fake, quantized, nested, of
             another subclass with its own dispatch, or its memory was released.
     """
-    if len(row) != ROW:
-        raise ValueError(f"a row has length {ROW}, not {len(row)}")
+    if len(row) != WIDTH:
+        raise ValueError(f"a row has length {WIDTH}, not {len(row)}")
     if bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1, not {bucket_size}")
     # most tensors end here, some hundred in a training step
@@ -143,53 +153,6 @@ def sampled(
     _require_memory(tensor)
     places, extent = _places(tensor.shape, tensor.stride(), start, stride)
     return tensor.as_strided((extent,), (1,)).index_select(0, places.to(tensor.device)), index
-
-
-def statistics_of(row: np.ndarray) -> Statistics:
-    """Return the statistics that a row holds."""
-    numbers = row.tolist()
-    count = int(numbers[ELEMENTS])
-    return Statistics(
-        elements=count,
-        min=numbers[MIN],
-        max=numbers[MAX],
-        mean=numbers[MEAN],
-        std=numbers[STD],
-        abs_mean=numbers[ABS_MEAN],
-        l2=numbers[L2],
-        negative=int(numbers[NEGATIVE]),
-        positive=int(numbers[POSITIVE]),
-        zero=int(numbers[ZERO]),
-        nan=int(numbers[NAN]),
-        inf=int(numbers[INF]),
-        first=tuple(numbers[FIRST_COLUMNS][:count]),
-        sketch=tuple(numbers[SKETCH_COLUMNS]),
-    )
-
-
-_SUMS = [ELEMENTS, *range(NEGATIVE, INF + 1), *range(SKETCH_AT, ROW)]
-
-
-def merge(rows: np.ndarray) -> np.ndarray:
-    """Return the row of a tensor, given the rows of its disjoint parts in their order (two-dimensional)."""
-    merged = np.zeros(ROW)
-    merged[_SUMS] = rows[:, _SUMS].sum(axis=0)
-    finite = rows[:, ELEMENTS] - rows[:, NAN] - rows[:, INF]
-    parts = rows[finite > 0]
-    finite = finite[finite > 0]
-    count = finite.sum()
-    merged[[MIN, MAX, MEAN, STD]] = np.nan
-    if count:
-        merged[MIN], merged[MAX] = parts[:, MIN].min(), parts[:, MAX].max()
-        mean = (finite * parts[:, MEAN]).sum() / count
-        # about the mean, for the sum of squares less its square would cancel
-        squares = finite * (parts[:, STD] ** 2 + (parts[:, MEAN] - mean) ** 2)
-        merged[MEAN], merged[STD] = mean, math.sqrt(squares.sum() / count)
-        merged[ABS_MEAN] = (finite * parts[:, ABS_MEAN]).sum() / count
-        merged[L2] = math.sqrt((parts[:, L2] ** 2).sum())
-    first = [row[FIRST_AT : FIRST_AT + int(min(row[ELEMENTS], FIRST))] for row in rows]
-    merged[FIRST_COLUMNS] = np.concatenate([*first, np.full(FIRST, np.nan)])[:FIRST]
-    return merged
 
 
 def splitmix64(number: Any) -> Any:
@@ -595,8 +558,9 @@ def _compiled(dtype: torch.dtype) -> Kernel:
     Numba is imported here, for it takes long. It finds the functions that a kernel calls among the module's globals,
     and cannot keep the code of closures: so those names are bound to the compiled functions now.
     """
-    import numba
-    from numba import types
+    with extra.required():
+        import numba
+        from numba import types
 
     scope = globals()
     if _mixed is None:

@@ -18,8 +18,11 @@ import numpy as np
 from tqdm import tqdm
 
 from ort_zero.convergence.align import Key, Layout, layout_of
+from ort_zero.convergence.distance import sketch_errors
+from ort_zero.convergence.naming import module_name, tensor_name
 from ort_zero.convergence.records import Phase
-from ort_zero.convergence.storage import COLUMNS, COUNTS, Run, Table, open_run
+from ort_zero.convergence.rows import COLUMNS, COUNTS
+from ort_zero.convergence.storage import Run, Table, open_run
 from ort_zero.errors import StatisticsError
 
 SUMMARY = "summary.csv"
@@ -198,15 +201,12 @@ class _Record:
 
 def _tensor(key: Key) -> str:
     _, _, _, kind, slot, again = key
-    if kind == "parameter":
-        return slot
-    name = kind + (slot if slot[:1] in ("", "[", ".") else f".{slot}")
+    name = f"inspect.{slot}" if kind == "inspect" else tensor_name(kind, slot)
     return f"{name} ({again + 1})" if again else name
 
 
 def _module(key: Key) -> str:
-    name = key[1] or "(root)"
-    return name if key[2] == 1 else f"{name}#{key[2]}"
+    return module_name(key[1], key[2])
 
 
 def _in_both_orders(a: list[Key], b: list[Key]) -> Iterator[Key]:
@@ -241,7 +241,7 @@ def _records(layouts: tuple[Layout, Layout], keys: list[Key], rows: list[list[in
     known = (own[0] >= 0) & (own[1] >= 0)
     columns = [[getattr(layout.table, name)[side] for layout, side in zip(layouts, own)] for name in COLUMNS]
     differences = list(zip(*(relative(*column).tolist() for column in columns)))
-    errors = _errors(layouts, own).tolist()
+    errors = sketch_errors(*(layout.table for layout in layouts), *own).tolist()
     found = []
     for i, (key, one, other, compared) in enumerate(zip(keys, *rows, known.tolist())):
         shapes = compared and layouts[0].table.shape[one] == layouts[1].table.shape[other]
@@ -271,14 +271,6 @@ def relative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         ratio = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     return np.where(same, 0.0, np.where(np.isfinite(ratio), ratio, np.inf))
-
-
-def _errors(layouts: tuple[Layout, Layout], rows: list[np.ndarray]) -> np.ndarray:
-    """Return the estimated l2 norms of the tensors' differences, relative to the larger norm."""
-    a, b = (layout.table for layout in layouts)
-    gaps = np.linalg.norm(a.sketch[rows[0]] - b.sketch[rows[1]], axis=1)
-    scales = np.maximum(a.l2[rows[0]], b.l2[rows[1]])
-    return np.divide(gaps, scales, out=np.zeros(len(gaps)), where=scales > 0)
 
 
 # --- files ---------------------------------------------------------------------------------------------------------

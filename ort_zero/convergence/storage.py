@@ -4,19 +4,16 @@ A run's folder holds one folder per rank, ``rank_00000/`` and so on, each with `
 ``statistics.arrow``: an Arrow IPC stream with one record batch per step, which any Arrow reader opens. Each batch is
 written at once and carries its step and a checksum in its custom metadata, so that a file that ends anywhere is good up
 to its last full step, and changed bytes are noticed.
-
-Ranks do not talk to each other here: the first one that arrives claims the folder for its run in ``run.json``.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,20 @@ from typing import Any
 import xxhash
 
 from ort_zero import env
+from ort_zero.convergence import extra
 from ort_zero.convergence.comparison import RunInfo
+from ort_zero.convergence.folder import (
+    CLAIM,
+    LOCK,
+    local_folder,
+    rank_folders,
+    rank_name,
+    read_manifest,
+    run_folder,
+    taken_over,
+    write_json,
+)
+from ort_zero.convergence.naming import shortened
 from ort_zero.convergence.records import (
     FILE,
     FIRST,
@@ -34,32 +44,14 @@ from ort_zero.convergence.records import (
     SKETCH,
     Phase,
     Record,
-    Statistics,
 )
+from ort_zero.convergence.rows import COLUMNS, COUNTS, FIRST_COLUMNS, SKETCH_COLUMNS, WIDTH, row_of, statistics_of
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 
-try:
+with extra.required():
     import numpy as np
     import pyarrow as pa
-except ModuleNotFoundError as _error:
-    raise StatisticsError(f"{_error.name} is not installed: pip install 'ort-zero[statistics]'") from _error
-
-COLUMNS = ("elements", "min", "max", "mean", "std", "abs_mean", "l2", "negative", "positive", "zero", "nan", "inf")
-"""What the first numbers of a row of raw statistics are; the first values and the sketch follow."""
-COUNTS = frozenset({"elements", "negative", "positive", "zero", "nan", "inf"})
-FIRST_AT = slice(len(COLUMNS), len(COLUMNS) + FIRST)
-SKETCH_AT = slice(FIRST_AT.stop, FIRST_AT.stop + SKETCH)
-WIDTH = SKETCH_AT.stop
-"""Numbers in a row of raw statistics."""
-
-CLAIM = "run.json"
-"""Name of the file in a run's folder that says which run the folder belongs to."""
-LOCK = ".run.lock"
-_PARTIAL = ".partial"
-_RANK_NAME = re.compile(r"rank_(\d{5,})")
-_OUR_NAMES = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(FILE)}|\.{re.escape(MANIFEST)}\..*\{_PARTIAL}")
-_LOCK_SECONDS = 60
 
 _INTEGERS = ("order", "call", "caller", "occurrence", "source")
 _TEXTS = ("module", "kind", "slot", "dtype")
@@ -105,7 +97,7 @@ class StepRows:
     shape: list[tuple[int, ...]] = field(default_factory=list)
     partitioned: list[bool] = field(default_factory=list)
     raw: np.ndarray = field(default_factory=lambda: np.zeros((0, WIDTH)))
-    """float64 [rows, :data:`WIDTH`]: :data:`COLUMNS`, then the first values (NaN where there are fewer), the sketch."""
+    """float64 [rows, :data:`~.rows.WIDTH`], see :mod:`.rows`."""
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> StepRows:
@@ -116,9 +108,7 @@ class StepRows:
         rows.raw = np.zeros((len(records), WIDTH))
         for line, record in zip(rows.raw, records):
             if record.statistics is not None:
-                line[: len(COLUMNS)] = [getattr(record.statistics, name) for name in COLUMNS]
-                line[FIRST_AT] = [*record.statistics.first, *[np.nan] * (FIRST - len(record.statistics.first))]
-                line[SKETCH_AT] = record.statistics.sketch
+                line[:] = row_of(record.statistics)
         return rows
 
 
@@ -179,13 +169,16 @@ class Table:
             shape=self.shape[i],
             dtype=self.dtype[i],
             partitioned=bool(self.partitioned[i]),
-            statistics=None if source >= 0 else self._statistics(i),
+            statistics=None if source >= 0 else statistics_of(self.raw(np.array([i]))[0]),
         )
 
-    def _statistics(self, i: int) -> Statistics:
-        numbers = {name: getattr(self, name)[i].item() for name in COLUMNS}
-        first = self.first[i, : min(FIRST, numbers["elements"])]
-        return Statistics(**numbers, first=tuple(first.tolist()), sketch=tuple(self.sketch[i].tolist()))
+    def raw(self, at: np.ndarray) -> np.ndarray:
+        """Return the statistics of some rows, float64 [len(at), :data:`~.rows.WIDTH`]; `at` are numbers of rows."""
+        raw = np.empty((len(at), WIDTH))
+        for number, name in enumerate(COLUMNS):
+            raw[:, number] = getattr(self, name)[at]
+        raw[:, FIRST_COLUMNS], raw[:, SKETCH_COLUMNS] = self.first[at], self.sketch[at]
+        return raw
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
@@ -223,7 +216,7 @@ class StatisticsWriter:
         Raises:
             StatisticsError: another run has the folder, or it cannot be written.
         """
-        output = _local(output_dir)
+        output = local_folder(output_dir)
         self.folder = output / rank_name(rank)
         self._manifest = {**manifest, "rank": rank, "world_size": world_size}
         self._last = -1
@@ -232,12 +225,7 @@ class StatisticsWriter:
         self.alive = False
         self.steps = self.size = 0
         try:
-            output.mkdir(parents=True, exist_ok=True)
-            with _locked(output):
-                _claim(output, str(manifest["run_id"]), override)
-                _make_rank_folder(self.folder, override)
-                if override and rank == 0:
-                    _remove_ranks(output, beyond=world_size)
+            with taken_over(output, rank, world_size, run_id=str(manifest["run_id"]), override=override):
                 self._create()
         except OSError as error:
             raise StatisticsError(
@@ -252,7 +240,7 @@ class StatisticsWriter:
             _write_all(self._descriptor, _HEADER)
             content = {"format": FORMAT, "format_version": FORMAT_VERSION, **self._manifest}
             # the manifest comes last: where there is one, there is a file with a header
-            _write_json(self.folder / MANIFEST, content)
+            write_json(self.folder / MANIFEST, content)
         except BaseException:
             self._close_descriptor()
             raise
@@ -324,11 +312,6 @@ class StatisticsWriter:
             self._close_descriptor()
 
 
-def rank_name(rank: int) -> str:
-    """Return the name of a rank's folder."""
-    return f"rank_{rank:05d}"
-
-
 def _encode(step: int, rows: StepRows) -> bytes:
     """Return one step as an encapsulated Arrow message whose custom metadata has its checksum."""
     sink = pa.BufferOutputStream()
@@ -353,9 +336,9 @@ def _batch(rows: StepRows) -> pa.RecordBatch:
     columns += [pa.array(rows.shape, pa.list_(pa.int64())), pa.array(np.asarray(rows.partitioned, bool))]
     for number, name in enumerate(COLUMNS):
         columns.append(pa.array(raw[:, number].astype(np.int64 if name in COUNTS else np.float64)))
-    for place in (FIRST_AT, SKETCH_AT):
-        values = pa.array(np.ascontiguousarray(raw[:, place]).ravel())
-        columns.append(pa.FixedSizeListArray.from_arrays(values, place.stop - place.start))
+    for part, size in ((FIRST_COLUMNS, FIRST), (SKETCH_COLUMNS, SKETCH)):
+        values = pa.array(np.ascontiguousarray(raw[:, part]).ravel())
+        columns.append(pa.FixedSizeListArray.from_arrays(values, size))
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
@@ -364,148 +347,6 @@ def _write_all(descriptor: int, data: bytes) -> None:
     done = os.write(descriptor, data)
     while done < len(data):
         done += os.write(descriptor, data[done:])
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Let a whole file appear under its name."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
-    try:
-        partial.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
-
-
-def _local(path: str | os.PathLike) -> Path:
-    text = os.fspath(path)
-    if text.startswith("file://"):
-        text = text.removeprefix("file://")
-    if "://" in text:
-        raise StatisticsError(f"{text} is not a local folder: statistics grow by appending, which object stores cannot")
-    return Path(text)
-
-
-# --- whose folder it is --------------------------------------------------------------------------------------------
-
-
-def _claim(output: Path, run_id: str, override: bool) -> None:
-    """Make the folder this run's, for all its ranks; with `override` empty it if it is another run's.
-
-    A run that lost the folder to a later one stays out of it: else two runs that start at the same moment would take
-    it from each other rank by rank.
-    """
-    claim = _read_claim(output)
-    if claim is None and not _rank_folders(output):
-        _write_json(output / CLAIM, {"format": FORMAT, "run_id": run_id, "superseded": []})
-        return
-    if claim is not None and claim["run_id"] == run_id:
-        return
-    superseded = list(claim["superseded"]) if claim else []
-    if run_id in superseded:
-        raise StatisticsError(f"another run took {output} over while this one started; choose another output_dir")
-    if not override:
-        raise _taken(output)
-    for folder in _rank_folders(output).values():
-        _refuse_foreign(folder)
-    if claim is not None:
-        superseded.append(claim["run_id"])
-    _write_json(output / CLAIM, {"format": FORMAT, "run_id": run_id, "superseded": superseded[-100:]})
-    _remove_ranks(output, beyond=0)
-
-
-def _taken(folder: Path) -> StatisticsError:
-    return StatisticsError(
-        f"{folder} holds the statistics of another run; choose another output_dir, or pass override_output_dir=True "
-        "to delete them"
-    )
-
-
-@contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(output / LOCK, timeout=_LOCK_SECONDS)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise StatisticsError(f"{output / LOCK} has been locked for {_LOCK_SECONDS} s by another process") from None
-    except NotImplementedError:
-        # a file system without locks: claims still appear whole, only two starts within milliseconds may collide,
-        # and the reader notices that by their run ids
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _read_claim(output: Path) -> dict[str, Any] | None:
-    try:
-        claim = json.loads((output / CLAIM).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        claim = None
-    if not isinstance(claim, dict) or claim.get("format") != FORMAT:
-        raise StatisticsError(f"{output / CLAIM} was not written by ort_zero; choose another output_dir")
-    return claim
-
-
-def _make_rank_folder(folder: Path, override: bool) -> None:
-    try:
-        folder.mkdir()
-        return
-    except FileExistsError:
-        if not override:
-            raise _taken(folder) from None
-    _refuse_foreign(folder)
-    _empty(folder)
-    folder.mkdir()
-
-
-def _rank_folders(output: Path) -> dict[int, Path]:
-    found = ((_RANK_NAME.fullmatch(name), name) for name in os.listdir(output))
-    return dict(sorted((int(match[1]), output / name) for match, name in found if match))
-
-
-def _remove_ranks(output: Path, beyond: int) -> None:
-    for rank, folder in _rank_folders(output).items():
-        if rank >= beyond:
-            _refuse_foreign(folder)
-            _empty(folder)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Raise if anything in a rank's folder may be somebody else's."""
-    if folder.is_symlink() or not folder.is_dir():
-        raise StatisticsError(f"{folder} is not a folder of ort_zero's statistics, and is not deleted")
-    for path in sorted(folder.iterdir()):
-        if not _OUR_NAMES.fullmatch(path.name) or path.is_dir():
-            raise StatisticsError(f"{path} is not a file of ort_zero's statistics: {folder} is not deleted")
-    manifest = folder / MANIFEST
-    if manifest.exists() and _read_manifest(manifest).get("format") != FORMAT:
-        raise StatisticsError(f"{manifest} was not written by ort_zero: {folder} is not deleted")
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink(missing_ok=True)
-    folder.rmdir()
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StatisticsError(f"{path} is damaged: {error}") from error
-    except OSError as error:
-        raise StatisticsError(f"cannot read {path}: {error.strerror or error}") from error
-    if not isinstance(content, dict):
-        raise StatisticsError(f"{path} is damaged: it holds no JSON object")
-    return content
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -533,7 +374,7 @@ class Run:
     """
 
     def __init__(self, path: Path, manifests: dict[int, dict[str, Any]]):
-        self._folders = _rank_folders(path)
+        self._folders = rank_folders(path)
         self.manifest = manifests[0]
         self.ranks = tuple(sorted(manifests))
         self.model_digest = str(self.manifest.get("model_digest", ""))
@@ -608,11 +449,9 @@ def open_run(path: str | os.PathLike) -> Run:
     Raises:
         StatisticsError: there is no run, or it is damaged, incomplete or mixed with another.
     """
-    folder = _local(path)
-    if _RANK_NAME.fullmatch(folder.absolute().name) and (folder / MANIFEST).exists():
-        folder = folder.absolute().parent
+    folder = run_folder(path)
     manifests = {}
-    for rank, rank_folder in (_rank_folders(folder) if folder.is_dir() else {}).items():
+    for rank, rank_folder in (rank_folders(folder) if folder.is_dir() else {}).items():
         if (rank_folder / MANIFEST).exists():
             manifests[rank] = _checked_manifest(rank_folder / MANIFEST)
     if not manifests:
@@ -622,7 +461,7 @@ def open_run(path: str | os.PathLike) -> Run:
 
 
 def _checked_manifest(path: Path) -> dict[str, Any]:
-    content = _read_manifest(path)
+    content = read_manifest(path)
     if content.get("format") != FORMAT:
         raise StatisticsError(f"{path} is not a manifest of ort_zero's statistics")
     version = content.get("format_version")
@@ -670,8 +509,8 @@ def _what_is_there(folder: Path) -> str:
     for name in names:
         if next(folder.joinpath(name).glob(f"rank_*/{MANIFEST}"), None) is not None:
             return f"{folder} holds no statistics itself; did you mean {folder / name}?"
-    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return f"{folder} holds no statistics of ort_zero (no {rank_name(0)}/{MANIFEST}); there is: {listed}"
+    there = shortened(names, most=5)
+    return f"{folder} holds no statistics of ort_zero (no {rank_name(0)}/{MANIFEST}); there is: {there}"
 
 
 def _upstream_text(folder: Path, orders: list[Path]) -> str:

@@ -6,7 +6,6 @@ import platform
 import time
 from collections import Counter
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +15,15 @@ import torch.distributed as dist
 import xxhash
 
 from ort_zero import env
-from ort_zero.compat import deepspeed as ds_compat
+from ort_zero.bridge.zero_parameters import full_shape
+from ort_zero.compat.deepspeed import held_part
 from ort_zero.compat.run_id import run_id
+from ort_zero.compat.versions import installed
 from ort_zero.convergence import measure
-from ort_zero.convergence.records import FILE, Phase
-from ort_zero.convergence.storage import StatisticsWriter, StepRows, rank_name
+from ort_zero.convergence.folder import rank_name, refuse_used
+from ort_zero.convergence.records import Phase
+from ort_zero.convergence.rows import WIDTH
+from ort_zero.convergence.storage import StatisticsWriter, StepRows
 from ort_zero.errors import StatisticsError
 from ort_zero.hooks.global_manager import Session, session_of, stage_of
 from ort_zero.hooks.places import Place, clean_path
@@ -45,7 +48,7 @@ class _Step:
         self.number = number
         self.columns: list[tuple] = []
         """Of each row what is no number, in the order of :data:`_COLUMNS`."""
-        self.raw = np.zeros((rows, measure.ROW))
+        self.raw = np.zeros((rows, WIDTH))
         self.used = 0
         self.sources: list[tuple[int, int]] = []
         """Rows that refer to another, and the order of that one."""
@@ -134,16 +137,8 @@ class StatisticsSubscriber(SubscriberBase):
         self.override, self.run_on_cpu, self.bucket_size = override_output_dir, run_on_cpu, bucket_size
         self.parameters = parameters
         if not override_output_dir:
-            self._refuse_used_folder()
+            refuse_used(Path(self.output_dir, rank_name(rank_and_size()[0])))
         measure.measure(torch.zeros(1))  # compiled now, not within the first step
-
-    def _refuse_used_folder(self) -> None:
-        folder = Path(self.output_dir, rank_name(rank_and_size()[0]))
-        if (folder / FILE).exists():
-            raise StatisticsError(
-                f"{folder} holds the statistics of another run; choose another output_dir, or pass "
-                "override_output_dir=True to delete them"
-            )
 
     # -- what the session calls -------------------------------------------------------------------------------------
 
@@ -256,13 +251,13 @@ class StatisticsSubscriber(SubscriberBase):
 
     def _measure_parameters(self, current: _Step, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
         for order, (path, name, parameter) in enumerate(owned):
-            part, offset, total, partitioned = ds_compat.held_part(parameter)
+            part, offset, total, partitioned = held_part(parameter)
             if self.parameters == "sample":
                 part, offset = measure.sampled(part, offset=offset, total=total)
             self._measure(current.next_row(), part, offset)
             current.describe(
                 Phase.PARAMETER, order, -1, -1, 1, -1, path, "parameter", name, part,
-                ds_compat.whole_shape(parameter), partitioned,
+                full_shape(parameter), partitioned,
             )  # fmt: skip
 
     def _listen_to_gradients(self, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
@@ -319,10 +314,11 @@ def manifest_of(session: Session, start_step: int, end_step: int | None, paramet
     shapes = {}
     types: Counter[str] = Counter()
     for path, name, parameter in owned_parameters(model):
-        shape = ds_compat.whole_shape(parameter)
+        shape = full_shape(parameter)
         shapes[f"{path}.{name}" if path else name] = list(shape)
         types[str(parameter.dtype).removeprefix("torch.")] += int(np.prod(shape, dtype=np.int64))
     digest = xxhash.xxh3_64_hexdigest(repr(sorted(shapes.items())).encode())
+    versions = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
     return {
         "run_id": run_id(),
         "backend": session.backend,
@@ -335,15 +331,5 @@ def manifest_of(session: Session, start_step: int, end_step: int | None, paramet
         "start_step": start_step,
         "end_step": end_step,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions},
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

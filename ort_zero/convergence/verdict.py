@@ -12,8 +12,10 @@ from ort_zero.convergence.align import INPUT, OUTPUT, Layout, Pairs, inverse
 from ort_zero.convergence.comparison import Difference, Verdict
 from ort_zero.convergence.distance import KIND_NAMES, NO_NUMBER, NUMERIC, SAME, Distances
 from ort_zero.convergence.drift import Before, parameters_of
+from ort_zero.convergence.naming import tensor_name
 from ort_zero.convergence.records import SKETCH, Phase
-from ort_zero.convergence.storage import COLUMNS, Table
+from ort_zero.convergence.rows import COLUMNS
+from ort_zero.convergence.storage import Table
 
 ISOLATED = 8
 """So many numbers of a sketch may be off because of single elements."""
@@ -443,7 +445,7 @@ def difference_of(findings: Findings, place: int, tolerance: float) -> Differenc
         order=int(table.order[row]),
         module=table.module[row],
         occurrence=int(table.occurrence[row]),
-        tensor=tensor_name(table, row),
+        tensor=tensor_name(table.kind[row], table.slot[row]),
         kind=kind,
         error=float("nan") if found.error[place] >= NO_NUMBER else float(found.error[place]),
         tolerance=tolerance,
@@ -451,14 +453,6 @@ def difference_of(findings: Findings, place: int, tolerance: float) -> Differenc
         a=Row(findings.a, row, int(pairs.measured_a[place])),
         b=Row(findings.b, int(pairs.row_b[place]), int(pairs.measured_b[place])),
     )
-
-
-def tensor_name(table: Table, row: int) -> str:
-    """Return kind and slot of a record as one name."""
-    slot, kind = table.slot[row], table.kind[row]
-    if kind in ("parameter", "inspect"):
-        return slot
-    return f"{kind}{slot}"
 
 
 def _full(difference: Difference) -> str:

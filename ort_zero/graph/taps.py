@@ -24,7 +24,8 @@ from torch.nn import Module
 from ort_zero.bridge.plan import all_inputs
 from ort_zero.hooks import global_manager
 from ort_zero.hooks.global_manager import Session, places_shown
-from ort_zero.hooks.places import Place, Walk, map_arguments, map_slots
+from ort_zero.hooks.nested import map_arguments, map_slots
+from ort_zero.hooks.places import Place, Walk
 
 READ = "ort_zero.graph.taps:read"
 WAIT = "ort_zero.graph.taps:wait"
@@ -88,7 +89,8 @@ class Taps:
         self.number = next(_numbers)
         self.session = weakref.ref(session)
         self.walk = Walk(session.root)
-        self.shown: list[tuple[Place, list[Place]]] = []
+        self.shown: dict[int, list[Place]] = {}
+        """Where the tensor of each place is seen, by the place's order; filled once the trace is over."""
         self.step = -1
         """The step whose values the graph computes."""
         self.marks: list[Place] = []
@@ -105,7 +107,7 @@ class Taps:
     def finish(self) -> None:
         """Know all places, once the trace is over."""
         self.tokens = []
-        self.shown = list(places_shown(self.walk))
+        self.shown = places_shown(self.walk)
 
     def mark(self, place: Place, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor with a mark on it; None where it has one, or needs none."""
@@ -123,7 +125,7 @@ class Taps:
         session, place = self.session(), self.marks[number]
         if self.dtypes[number] == torch.bool:
             tensor = tensor.view(torch.bool)  # ORT hands them over as bytes
-        for seen in self._seen_at(place):
+        for seen in self.shown[place.order]:
             session.show(seen, tensor, gradient=False)
 
     def backward(self, number: int, gradient: torch.Tensor) -> None:
@@ -141,14 +143,11 @@ class Taps:
 
         def show(slot: str, tensor: torch.Tensor) -> None:
             place = by_slot.get(slot)
-            if place is not None:
-                for seen in self._seen_at(place) if place.source < 0 else ():
+            if place is not None and place.source < 0:
+                for seen in self.shown[place.order]:
                     session.show(seen, tensor)
 
         map_arguments(show, args, kwargs)
-
-    def _seen_at(self, place: Place) -> list[Place]:
-        return next((places for first, places in self.shown if first is place), [place])
 
 
 class Reader(torch.autograd.Function):

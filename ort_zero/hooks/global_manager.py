@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from ort_zero.hooks.manager import is_paused
-from ort_zero.hooks.places import Place, Walk, map_arguments, map_slots
+from ort_zero.hooks.nested import map_arguments, map_slots
+from ort_zero.hooks.places import Place, Walk
 from ort_zero.hooks.subscriber import SubscriberBase
 from ort_zero.log import get_logger
 
@@ -48,7 +49,7 @@ class GlobalSubscriberManager:
         session = _sessions.get(root)
         if session is None:
             session = _sessions[root] = Session(root)
-        session.add(model, tuple(subscribers))
+        session.add(tuple(subscribers))
         return session
 
 
@@ -117,22 +118,17 @@ class Session:
         """Those of them that act on gradients."""
         self.step = -1
         """The step that runs, or that ran last."""
-        self.wrapper: Any = None
-        """What the user subscribed to, if not the module itself; weakly."""
         self.backend = "torch"
         self.walk = Walk(root)
         self._handles: list[RemovableHandle] = []
-        self._recomputed: dict[str, int] = {}
 
     @property
     def root(self) -> Module:
         """The user's module."""
         return self._root()
 
-    def add(self, wrapper: Any, subscribers: Sequence[SubscriberBase]) -> None:
+    def add(self, subscribers: Sequence[SubscriberBase]) -> None:
         """Add subscribers; hooks come with the first."""
-        if wrapper is not self.root:
-            self.wrapper = weakref.ref(wrapper)
         self.subscribers += tuple(subscribers)
         _closing.update(subscribers)
         if not self._handles:
@@ -148,10 +144,6 @@ class Session:
             subscriber.close()
         if self.root is not None and _sessions.get(self.root) is self:
             del _sessions[self.root]
-
-    def wanted_in_next_step(self) -> bool:
-        """Return True if a subscriber wants tensors of the next step."""
-        return any(s.is_active(self.step + 1) and s.acts_on_places() for s in self.subscribers)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -170,7 +162,6 @@ class Session:
         if not self.active:
             return
         self.walk.begin()
-        self._recomputed.clear()
         for subscriber in self.active:
             subscriber.pre_forward_model_apply(self.step, self.root)
 
@@ -191,9 +182,12 @@ class Session:
 
     def show_gradient(self, step: int, place: Place, gradient: torch.Tensor) -> None:
         """Show those that were active in `step` a gradient."""
-        for subscriber in self._to_gradients if step == self.step else self.subscribers:
-            if subscriber.is_active(step) and subscriber.acts_on_gradients():
-                subscriber.backward_place(step, place, gradient)
+        if step == self.step:
+            subscribers = self._to_gradients
+        else:
+            subscribers = tuple(s for s in self.subscribers if s.is_active(step) and s.acts_on_gradients())
+        for subscriber in subscribers:
+            subscriber.backward_place(step, place, gradient)
 
     def _expect_gradient(self, step: int, place: Place, tensor: torch.Tensor) -> None:
         subscribers = self._to_gradients
@@ -308,11 +302,11 @@ def _close_all() -> None:
             get_logger().warning("%s was not closed: %s", type(subscriber).__name__, error)
 
 
-def places_shown(walk: Walk) -> Iterator[tuple[Place, list[Place]]]:
-    """Yield each place that has a tensor of its own, with all places where that tensor is seen again."""
+def places_shown(walk: Walk) -> dict[int, list[Place]]:
+    """Return all places of each tensor, by the order of the first of them."""
     own = {place.order: [place] for place in walk.places if place.source < 0}
     for place in walk.places:
         if place.source >= 0:
             own[place.source].append(place)
-    return ((places[0], places) for places in own.values())
+    return own
 

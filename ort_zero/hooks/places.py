@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -118,13 +116,16 @@ class Walk:
         place = Place(len(self.places), call, kind, slot, source)
         self.places.append(place)
         if source < 0:
-            self.same(place, tensor)
+            self._remember(key, place, tensor)
         return place
 
     def same(self, place: Place, tensor: torch.Tensor) -> None:
         """Take `tensor` for the one of `place` from now on."""
+        self._remember(_key(tensor), place, tensor)
+
+    def _remember(self, key: tuple, place: Place, tensor: torch.Tensor) -> None:
         with torch.no_grad():
-            self._seen[_key(tensor)] = (place.order, StorageWeakRef(tensor.untyped_storage()))
+            self._seen[key] = (place.order, StorageWeakRef(tensor.untyped_storage()))
 
 
 def _key(tensor: torch.Tensor) -> tuple:
@@ -136,31 +137,3 @@ def _key(tensor: torch.Tensor) -> tuple:
         return (id(tensor),)
     memory = tensor.untyped_storage().data_ptr() or id(tensor)
     return (memory, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
-
-
-def map_slots(function: Callable[[str, torch.Tensor], Any], value: Any, slot: str = "") -> Any:
-    """Return `value` with every tensor in its tuples, lists and dicts replaced by what `function` returned for it.
-
-    ``function(slot, tensor)`` gets the tensor's place in the value, as in ``"[0]"`` or ``".logits"``; None keeps the
-    tensor. A value in which nothing changed is returned as it is. Objects of other types are passed over.
-    """
-    if isinstance(value, torch.Tensor):
-        result = function(slot, value)
-        return value if result is None else result
-    if isinstance(value, (tuple, list)):
-        items = [map_slots(function, item, f"{slot}[{i}]") for i, item in enumerate(value)]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        for key in list(value):
-            item = map_slots(function, value[key], f"{slot}.{key}")
-            if item is not value[key]:
-                # in place: subclasses such as transformers' ModelOutput cannot be rebuilt from items alone
-                value[key] = item
-    return value
-
-
-def map_arguments(function: Callable[[str, torch.Tensor], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return positional and keyword arguments with every tensor replaced, see :func:`map_slots`."""
-    return map_slots(function, args), map_slots(function, dict(kwargs))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
+
+from ort_zero.hooks.nested import map_tensors
 
 
 class SubscriberBase:
@@ -96,24 +98,3 @@ class SubscriberBase:
 
     def _overrides(self, *names: str) -> bool:
         return any(getattr(type(self), name) is not getattr(SubscriberBase, name) for name in names)
-
-
-def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return `value` with every tensor in its tuples, lists and dicts replaced by what `function` returned for it.
-
-    None keeps the tensor. Containers keep their type; anything else is passed through.
-    """
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, item) for item in value]
-        if all(new is old for new, old in zip(items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        # In place: dict subclasses, such as transformers' ModelOutput, cannot be rebuilt from items alone.
-        for key in value:
-            value[key] = map_tensors(function, value[key])
-        return value
-    if hasattr(value, "requires_grad") and hasattr(value, "detach"):
-        result = function(value)
-        return value if result is None else result
-    return value

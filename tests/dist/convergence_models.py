@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tiny_models import bert, gpt2
 from torch import nn
 from torch.nn import functional as F
 
@@ -63,22 +64,12 @@ class Cnn(nn.Module):
 
 def build(name: str) -> nn.Module:
     """Return ``"gpt2"``, ``"bert"`` or ``"cnn"``, the same at every call; biases are not zero."""
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    if name == "gpt2":
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCAB, n_embd=HIDDEN, n_layer=2, n_head=2, n_positions=SEQ + 1, bos_token_id=0,
-                       eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-        )  # fmt: skip
-    elif name == "bert":
-        model = BertForMaskedLM(
-            BertConfig(vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=2,
-                       intermediate_size=64, max_position_embeddings=SEQ + 1, hidden_dropout_prob=0.0,
-                       attention_probs_dropout_prob=0.0)
-        )  # fmt: skip
-    else:
+    if name == "cnn":
         model = Cnn()
+    else:
+        kind = {"gpt2": gpt2, "bert": bert}[name]
+        model = kind(words=VOCAB, hidden=HIDDEN, heads=2, positions=SEQ + 1)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):

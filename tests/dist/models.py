@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from tiny_models import bert, gpt2
 from torch import nn
 
 VOCAB = 211
@@ -44,24 +45,7 @@ class SharedLayer(nn.Module):
 
 
 def _gpt2(**changes):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    arguments = dict(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    return GPT2LMHeadModel(GPT2Config(**{**arguments, **changes}))
-
-
-def _bert():
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-            max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )
-    )  # fmt: skip
+    return gpt2(words=VOCAB, hidden=32, **changes)
 
 
 def _llama():
@@ -83,7 +67,7 @@ def build(name: str) -> nn.Module:
     if name == "shared":
         return SharedLayer()
     if name == "bert":
-        return _bert()
+        return bert(words=VOCAB, hidden=32)
     if name == "gpt2_eager":
         return _gpt2(attn_implementation="eager")
     if name == "gpt2_sdpa":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ort_zero.convergence import storage
+from ort_zero.convergence.folder import rank_name
 from ort_zero.convergence.records import FILE, FIRST, SKETCH, Phase, Record, Statistics
 from ort_zero.convergence.storage import StatisticsWriter, StepRows
 
@@ -65,4 +65,4 @@ def write(folder: Path, steps=(0, 1, 2), rank: int = 0, world: int = 1, run: str
     with begin(folder, rank, world, run, **options) as writer:
         for step in steps:
             writer.append(step, StepRows.of(records(step)))
-    return folder / storage.rank_name(rank) / FILE
+    return folder / rank_name(rank) / FILE

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import tiny_models
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 WORDS = 200
 
@@ -23,22 +23,15 @@ def _biased(model: nn.Module) -> nn.Module:
 def bert(attention: str = "eager", dropout: float = 0.0) -> nn.Module:
     """Return a BERT of three layers."""
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=WORDS, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128,
-        max_position_embeddings=64, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-        attn_implementation=attention,
-    )  # fmt: skip
-    return _biased(BertForMaskedLM(config))
+    dropouts = dict(hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    return _biased(tiny_models.bert(words=WORDS, hidden=64, layers=3, attn_implementation=attention, **dropouts))
 
 
 def gpt2(attention: str = "eager") -> nn.Module:
     """Return a GPT-2 of three layers."""
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=WORDS, n_embd=64, n_layer=3, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, attn_implementation=attention, use_cache=False, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    return _biased(GPT2LMHeadModel(config))
+    more = dict(attn_implementation=attention, use_cache=False, bos_token_id=None, eos_token_id=None)
+    return _biased(tiny_models.gpt2(words=WORDS, hidden=64, layers=3, **more))
 
 
 class Cnn(nn.Module):

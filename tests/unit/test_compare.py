@@ -18,7 +18,8 @@ from ort_zero.convergence.align import _longest_increasing, layout_of, pair
 from ort_zero.convergence.compare import compare, compare_runs
 from ort_zero.convergence.comparison import KINDS
 from ort_zero.convergence.records import Phase
-from ort_zero.convergence.storage import COLUMNS, StatisticsWriter, StepRows
+from ort_zero.convergence.rows import COLUMNS
+from ort_zero.convergence.storage import StatisticsWriter, StepRows
 from ort_zero.errors import StatisticsError
 
 

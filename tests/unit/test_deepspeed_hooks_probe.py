@@ -7,7 +7,8 @@ import pytest
 from ort_zero.compat import deepspeed_hooks, versions
 from ort_zero.errors import PatchError
 from ort_zero.hooks import mode
-from ort_zero.hooks.subscriber import SubscriberBase, map_tensors
+from ort_zero.hooks.nested import map_tensors
+from ort_zero.hooks.subscriber import SubscriberBase
 
 KNOWN = '''
 def _register_deepspeed_module(self, module, count=[0]):

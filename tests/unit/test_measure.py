@@ -13,12 +13,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ort_zero.convergence import measure as module
-from ort_zero.convergence.measure import ROW, measure, measure_into, measure_raw, merge, sampled, statistics_of
+from ort_zero.convergence import rows as layout
+from ort_zero.convergence.measure import measure, measure_into, measure_raw, sampled
+from ort_zero.convergence.records import FIRST
+from ort_zero.convergence.rows import WIDTH, merge, statistics_of
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
 INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool)
 SIZES = (0, 1, 7, 63, 64, 65, 1023, 1024, 1025, 4095, 4096, 4097, 12287, 12289)
-EXACT = [*range(3), *range(module.NEGATIVE, module.FIRST_AT + module.FIRST)]
+EXACT = [*range(3), *range(layout.NEGATIVE, layout.FIRST_AT + FIRST)]
 """Columns that no summation order changes."""
 MASK = 2**64 - 1
 
@@ -62,11 +65,11 @@ def numpy_row(tensor: torch.Tensor, offset: int = 0) -> np.ndarray:
 def assert_close(found: np.ndarray, wanted: np.ndarray, relative: float = 2e-7) -> None:
     """Exact columns are the same; sums differ by a fraction of the sum of their terms' sizes."""
     np.testing.assert_array_equal(found[EXACT], wanted[EXACT])
-    size, l2 = np.nan_to_num(wanted[[module.ABS_MEAN, module.L2]])
-    np.testing.assert_allclose(found[module.MEAN], wanted[module.MEAN], rtol=0, atol=relative * size)
-    for column in (module.STD, module.ABS_MEAN, module.L2):
+    size, l2 = np.nan_to_num(wanted[[layout.ABS_MEAN, layout.L2]])
+    np.testing.assert_allclose(found[layout.MEAN], wanted[layout.MEAN], rtol=0, atol=relative * size)
+    for column in (layout.STD, layout.ABS_MEAN, layout.L2):
         np.testing.assert_allclose(found[column], wanted[column], rtol=relative, atol=1e-14 * l2)
-    np.testing.assert_allclose(found[module.SKETCH_COLUMNS], wanted[module.SKETCH_COLUMNS], rtol=0, atol=relative * l2)
+    np.testing.assert_allclose(found[layout.SKETCH_COLUMNS], wanted[layout.SKETCH_COLUMNS], rtol=0, atol=relative * l2)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -170,7 +173,7 @@ def test_nan_and_inf_are_counted_and_left_out(dtype):
     values = with_holes(normal(9000)).to(dtype)
     values[4096:8192] = math.nan
     row = measure_raw(values)
-    assert row[module.NAN] > 4096 and row[module.INF] > 100 and row[module.STD] < 2
+    assert row[layout.NAN] > 4096 and row[layout.INF] > 100 and row[layout.STD] < 2
     assert_close(row, numpy_row(values))
 
 
@@ -179,7 +182,7 @@ def test_nan_and_inf_are_counted_and_left_out(dtype):
 def test_only_nan_or_inf(value, size):
     values = torch.full((size,), value)
     row = measure_raw(values)
-    assert math.isnan(row[module.MIN]) and row[module.NAN] + row[module.INF] == size
+    assert math.isnan(row[layout.MIN]) and row[layout.NAN] + row[layout.INF] == size
     assert_close(row, numpy_row(values))
 
 
@@ -287,7 +290,7 @@ def test_kinds_without_values_are_refused():
     with pytest.raises(ValueError, match="layout"):
         sampled(torch.eye(30).to_sparse(), 500)
     with pytest.raises(ValueError, match="length"):
-        measure_into(np.zeros(ROW - 1), torch.zeros(3))
+        measure_into(np.zeros(WIDTH - 1), torch.zeros(3))
     with pytest.raises(ValueError, match="bucket_size"):
         measure(torch.zeros(3), 0)
 
@@ -307,14 +310,14 @@ def test_a_subclass_without_a_dispatch_is_its_values():
 def test_operators_of_torch_agree(view):
     values = VIEWS[view](with_holes(normal(300, 41)))
     for size, offset in ((module.BUCKET, 0), (5000, 4096 * 3), (997, 70_001)):
-        row = np.empty(ROW)
+        row = np.empty(WIDTH)
         module._by_torch(row, values, size, offset)
         assert_close(row, numpy_row(values, offset), 1e-12)
 
 
 @pytest.mark.parametrize("values", (torch.empty(0), torch.full((9,), math.nan), torch.tensor(1 + 2j)), ids=str)
 def test_operators_of_torch_agree_on_little(values):
-    row = np.empty(ROW)
+    row = np.empty(WIDTH)
     module._by_torch(row, values, 4, 0)
     np.testing.assert_allclose(row, measure_raw(values), rtol=1e-12)
 
@@ -351,6 +354,18 @@ def test_merging_nothing_is_nothing():
     np.testing.assert_array_equal(merge(np.stack([nothing, nothing])), nothing)
     something = measure_raw(normal(5))
     np.testing.assert_allclose(merge(np.stack([nothing, something, nothing])), something, rtol=1e-14)
+
+
+def test_rows_of_many_tensors_merge_at_once():
+    sizes = [(3, 50, 0), (0, 0, 7), (0, 0, 0), (5000, 2, 2)]
+    rows = np.array([[measure_raw(with_holes(normal(size))) for size in part] for part in zip(*sizes)])
+    merged = merge(rows)
+    assert merged.shape == (len(sizes), WIDTH)
+    for together, alone in zip(merged, rows.swapaxes(0, 1)):
+        np.testing.assert_allclose(together, merge(alone), rtol=1e-14)
+        present = alone[alone[:, layout.ELEMENTS] > 0]
+        if len(present):
+            np.testing.assert_allclose(together, merge(present), rtol=1e-14)
 
 
 @pytest.mark.parametrize("total", (4097, 12_288, 30_000, 1_000_003))
@@ -417,9 +432,9 @@ def test_distances_of_sketches_estimate_those_of_tensors(seed):
     row[seed] += 0.1 * normal(192, seed=seed + 200)
     shuffled = a[torch.randperm(256, generator=torch.Generator().manual_seed(seed))]
     shifted = a + 0.01
-    of_a = measure_raw(a)[module.SKETCH_COLUMNS]
+    of_a = measure_raw(a)[layout.SKETCH_COLUMNS]
     for other in (b, row, shuffled, shifted):
-        estimate = np.linalg.norm(of_a - measure_raw(other)[module.SKETCH_COLUMNS])
+        estimate = np.linalg.norm(of_a - measure_raw(other)[layout.SKETCH_COLUMNS])
         assert estimate == pytest.approx((a.double() - other.double()).norm().item(), rel=0.35)
 
 
@@ -464,3 +479,13 @@ def test_works_without_a_place_for_machine_code(monkeypatch):
 def test_importing_does_not_import_numba():
     code = "import sys, ort_zero.convergence.measure; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_missing_numba_is_one_line_with_the_way_out():
+    code = (
+        "import sys, torch; sys.modules['numba'] = None\n"
+        "from ort_zero.convergence.measure import measure; measure(torch.zeros(1))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.endswith("StatisticsError: numba is not installed: pip install 'ort-zero[statistics]'")

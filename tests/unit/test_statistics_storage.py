@@ -19,6 +19,7 @@ import pytest
 from statistics_files import begin, records, write
 
 from ort_zero.convergence import storage
+from ort_zero.convergence.folder import CLAIM, LOCK, rank_name
 from ort_zero.convergence.records import FILE, FIRST, FORMAT_VERSION, MANIFEST, SKETCH, Record
 from ort_zero.convergence.storage import StepRows, open_run
 from ort_zero.errors import StatisticsError
@@ -305,7 +306,7 @@ def test_a_second_run_is_refused_also_on_ranks_that_the_first_lacks(tmp_path, ra
     with pytest.raises(StatisticsError, match=r"another run; choose another output_dir.*override_output_dir=True"):
         begin(tmp_path, rank=rank, world=3, run="run-2")
     assert file.read_bytes() == before and sorted(os.listdir(tmp_path)) == sorted(
-        {"rank_00000", "run.json", *({storage.LOCK} & set(os.listdir(tmp_path)))}
+        {"rank_00000", "run.json", *({LOCK} & set(os.listdir(tmp_path)))}
     )
 
 
@@ -366,8 +367,8 @@ def damaged_manifest(folder: Path) -> str:
 
 
 def foreign_claim(folder: Path) -> str:
-    (folder / storage.CLAIM).write_text('{"name": "a web page"}')
-    return storage.CLAIM
+    (folder / CLAIM).write_text('{"name": "a web page"}')
+    return CLAIM
 
 
 def link(folder: Path) -> str:
@@ -388,10 +389,10 @@ def test_override_deletes_nothing_where_something_is_not_ours(tmp_path, make):
     for rank in range(2):
         write(tmp_path, rank=rank, world=2)
     name = make(tmp_path)
-    before = sorted(str(path) for path in tmp_path.rglob("*") if path.name != storage.LOCK)
+    before = sorted(str(path) for path in tmp_path.rglob("*") if path.name != LOCK)
     with pytest.raises(StatisticsError, match=re.escape(name)):
         begin(tmp_path, run="run-2", override=True)
-    assert sorted(str(path) for path in tmp_path.rglob("*") if path.name != storage.LOCK) == before
+    assert sorted(str(path) for path in tmp_path.rglob("*") if path.name != LOCK) == before
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([("x", 0), ("x", 1), ("y", 0), ("y", 1)])))
@@ -461,7 +462,7 @@ def test_a_rank_folder_stands_for_its_run(tmp_path, monkeypatch):
 
 
 def edit_manifest(folder: Path, rank: int = 0, **changes) -> None:
-    path = folder / storage.rank_name(rank) / MANIFEST
+    path = folder / rank_name(rank) / MANIFEST
     values = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
 

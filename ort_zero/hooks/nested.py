@@ -1,0 +1,57 @@
+"""Reaches the tensors in nested tuples, lists and dicts: what modules take and return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def map_slots(function: Callable[[str, torch.Tensor], Any], value: Any) -> Any:
+    """Return `value` with every tensor in its tuples, lists and dicts replaced by what `function` returned for it.
+
+    ``function(slot, tensor)`` gets the tensor's place in the value, as in ``"[0]"`` or ``".logits"``; None keeps the
+    tensor. A value in which nothing changed is returned as it is. Containers keep their type, objects of other types
+    are passed over.
+    """
+    return _mapped(function, value, "", _is_tensor)
+
+
+def map_arguments(function: Callable[[str, torch.Tensor], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Return positional and keyword arguments with every tensor replaced, see :func:`map_slots`."""
+    return map_slots(function, args), map_slots(function, dict(kwargs))
+
+
+def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return `value` with every tensor replaced by what ``function(tensor)`` returned for it, see :func:`map_slots`.
+
+    A tensor is here whatever has ``requires_grad`` and ``detach``.
+    """
+    return _mapped(lambda slot, tensor: function(tensor), value, "", _acts_as_tensor)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _acts_as_tensor(value: Any) -> bool:
+    return hasattr(value, "requires_grad") and hasattr(value, "detach")
+
+
+def _mapped(function: Callable[[str, Any], Any], value: Any, slot: str, is_tensor: Callable[[Any], bool]) -> Any:
+    if is_tensor(value):
+        result = function(slot, value)
+        return value if result is None else result
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(function, item, f"{slot}[{i}]", is_tensor) for i, item in enumerate(value)]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        for key in list(value):
+            item = _mapped(function, value[key], f"{slot}.{key}", is_tensor)
+            if item is not value[key]:
+                # in place: subclasses such as transformers' ModelOutput cannot be rebuilt from items alone
+                value[key] = item
+    return value

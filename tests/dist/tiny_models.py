@@ -1,0 +1,28 @@
+"""BERT and GPT-2 of transformers with random weights, as small as a test wants them; without dropout."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def gpt2(*, words: int, hidden: int, layers: int = 2, heads: int = 4, positions: int = 64, **changes) -> nn.Module:
+    """Return a GPT-2; `changes` are arguments of its config."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    arguments = dict(
+        vocab_size=words, n_embd=hidden, n_layer=layers, n_head=heads, n_positions=positions, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(GPT2Config(**{**arguments, **changes}))
+
+
+def bert(*, words: int, hidden: int, layers: int = 2, heads: int = 4, positions: int = 64, **changes) -> nn.Module:
+    """Return a BERT for masked words; `changes` are arguments of its config."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    arguments = dict(
+        vocab_size=words, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=2 * hidden, max_position_embeddings=positions, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return BertForMaskedLM(BertConfig(**{**arguments, **changes}))
