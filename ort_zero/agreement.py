@@ -24,15 +24,17 @@ class Vote:
     """What one rank is about to do."""
 
     code: int
-    """1: export; 0: reuse; :data:`FAILED`."""
+    """1: a graph is made; 0: one is there; :data:`FAILED`."""
     digest: int
     """Of which parameters are trainable on that rank."""
+    graph: int = 0
+    """Of the collectives in the graph that is there."""
 
 
-def votes(code: int, digest: int, group: Any = None) -> list[Vote]:
+def votes(code: int, digest: int, group: Any = None, graph: int = 0) -> list[Vote]:
     """Return the vote of every rank. All ranks of `group` must call."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mine = torch.tensor([code, digest], dtype=torch.int64, device=device)
+    mine = torch.tensor([code, digest, graph], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     return [Vote(*t.tolist()) for t in everyone]

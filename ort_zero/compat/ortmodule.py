@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from ort_zero import env
@@ -20,9 +22,9 @@ from ort_zero.compat.torch_onnx import STOP_GRADIENT
 from ort_zero.patching import Patch, defined_in
 
 _PACKAGE = "onnxruntime.training.ortmodule"
-_GTM = f"{_PACKAGE}._graph_transition_manager"
 _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
 """What upstream's backward reads of the manager."""
+_SKIP_CHECKS = "SKIP_CHECK_BUILD_GRADIENT", "SKIP_CHECK_EXECUTION_AGENT", "SKIP_CHECK_DEVICE"
 _package: Any = None
 
 
@@ -71,48 +73,15 @@ def _silence_nvtx() -> None:
 class Seams(Protocol):
     """What happens at each place where an ORTModule lets us in. Managers without seams behave as upstream's."""
 
-    def call(self, manager: ManagerView, run: Callable[[], Any], run_in_torch: Callable[[], Any]) -> Any:
-        """Surround a whole forward call of a manager; `run_in_torch` calls the user's module instead."""
-
-    def transition(self, manager: ManagerView, proceed: Callable[[], Any]) -> Any:
-        """Surround the check, the export and the post-processing."""
-
-    def needs_export(self, verdict: bool) -> bool:
-        """Get ORT's own verdict, return the one to act on."""
-
-    def exporting(self, flattened_module: Any) -> AbstractContextManager:
-        """Return a context that is held while the module is run and traced."""
-
-    def exported(self, model: Any) -> None:
-        """Repair, in place, the ModelProto that the exporter wrote."""
-
-    def without_gradient(self, model: Any) -> set[str]:
-        """Return the graph inputs that no result of the exported model depends on; None: of the last one."""
-
-    def flatten_call(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """Return the call as one flat dict of tensors by name, and strings that stand for everything else."""
-
-    def infer_python_op(self, node: Any, input_shapes: list, input_types: list) -> list | None:
-        """Return the shapes of the results of a PythonOp; None if it is not one of ours."""
+    def call(self, manager: Manager, args: tuple, kwargs: dict, run_in_torch: Callable[[], Any]) -> Any:
+        """Do a whole forward call of a manager; `run_in_torch` calls the user's module instead."""
 
     def run_module(self, module: Any, tensors: tuple) -> tuple[list, Any]:
         """Run the user's module on the tensors of the call; return the tensors of its result, and its structure."""
 
-    def restore_outputs(self, tensors: Any, structure: Any) -> Any:
-        """Return the value that the user's module would have returned."""
 
-    def graph_built(self, manager: ManagerView) -> None:
-        """React to a new ``manager.model``; no session exists yet."""
-
-    def session_created(self, manager: ManagerView) -> None:
-        """React to a new ``manager.agent``."""
-
-    def add_inputs(self, manager: ManagerView, trigger: str, inputs: dict, device: Any) -> None:
-        """Add the trigger to the inputs of a run."""
-
-
-_calls: list[tuple[Seams | None, Any]] = []
-"""The managers whose forward runs at the moment, innermost last: ORT's static functions know no manager."""
+_calls: list[Seams | None] = []
+"""The seams of the managers whose forward runs at the moment, innermost last: a flattened module knows no manager."""
 
 
 def _seams(obj: Any) -> Seams | None:
@@ -120,84 +89,249 @@ def _seams(obj: Any) -> Seams | None:
 
 
 def _current() -> Seams | None:
-    return _calls[-1][0] if _calls else None
+    return _calls[-1] if _calls else None
 
 
 def attach(ortmodule: Any, seams: Seams) -> None:
     """Give both managers of an ORTModule their seams."""
-    # calls arrive flat, see Seams.flatten_call: upstream need not know the signature of the module
-    flat = [inspect.Parameter("tensors", inspect.Parameter.VAR_KEYWORD)]
     for manager in managers_of(ortmodule):
         manager._ort_zero_seams = seams
-        manager._graph_transition_manager._module_forward_func_parameters = flat
+        manager._ort_zero_view = Manager(manager)
+        manager._graph_transition_manager = _Transitions(manager._ort_zero_view)
 
 
-def view(manager: Any) -> ManagerView:
-    """Return the few parts of an ORT execution manager that the graph layer needs."""
-    return ManagerView(manager)
+class _Transitions:
+    """What the rest of ORTModule asks its graph transition manager; all decisions are the graph layer's."""
+
+    def __init__(self, view: Manager):
+        self._view = view
+        self._post_export_processed_model_info = SimpleNamespace(is_mem_efficient_grad_management_enabled=False)
+        """Upstream's session options ask it for the order of execution."""
+
+    @property
+    def _device(self) -> Any:
+        return self._view.device
+
+    def signal_model_changed(self) -> None:
+        """Do nothing: the graph layer looks at the module itself at each call."""
 
 
-class ManagerView:
-    """Names the private attributes of ORT's execution manager once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInfo:
+    """What ORT's graph builder tells about a graph, by the names that ORTModule reads."""
+
+    user_output_names: list[str]
+    output_grad_indices_non_differentiable: list[int]
+    output_grad_indices_require_full_shape: list[int]
+    module_output_indices_requires_save_for_backward: list[int]
+    frontier_node_arg_map: dict[str, str]
+    cached_node_arg_names: list[str]
+
+    @classmethod
+    def of(cls, info: Any) -> GraphInfo:
+        """Return a plain copy of ORT's own."""
+        kinds = {field.name: dict if field.name.endswith("_map") else list for field in fields(cls)}
+        return cls(**{name: kind(getattr(info, name)) for name, kind in kinds.items()})
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A graph that can run, and what the managers of ORTModule need to know of it."""
+
+    model: Any
+    """The ModelProto that the session was made of."""
+    info: GraphInfo
+    agent: Any
+    differentiable: list[int]
+    """Inputs that autograd is told of, by position."""
+    gradient_map: list[int]
+    """Output of the backward for each of them, -1 for none."""
+
+
+class Manager:
+    """The part of an ORT execution manager that works for the graph layer: exports, builds, runs."""
 
     def __init__(self, manager: Any):
         self.manager = manager
+        self.training = type(manager).__name__ == "TrainingManager"
+        self.flattened_module = manager._flattened_module
+        self.device: Any = manager._graph_transition_manager._device
+        """Set by the graph layer: engines move a module after it is wrapped."""
+        self.save_onnx = manager._debug_options.save_onnx_models.save
 
     @property
-    def model(self) -> Any:
-        """The optimized ModelProto: gradient graph in training, forward graph in inference."""
-        return self.manager._onnx_models.optimized_model
+    def mode(self) -> str:
+        """``"training"`` or ``"inference"``."""
+        return "training" if self.training else "inference"
 
-    @model.setter
-    def model(self, value: Any) -> None:
-        self.manager._onnx_models.optimized_model = value
-
-    @property
-    def flattened_module(self) -> Any:
-        return self.manager._flattened_module
-
-    @property
-    def training(self) -> bool:
-        return type(self.manager).__name__ == "TrainingManager"
-
-    @property
-    def agent(self) -> Any:
-        return self.manager._execution_agent
-
-    def forget_graph(self) -> None:
-        """Make the next call export again: nothing half-built is used."""
-        gtm = self.manager._graph_transition_manager
-        gtm._exported_model_info = None
-        gtm._post_export_processed_model_info = None
-        self.manager._execution_agent = None
-
-    def guard_agent(self, around: Callable[[str, Callable[[], Any]], Any]) -> None:
-        """Surround each run of the session: ``around("forward" or "backward", run)``."""
-        agent = self.manager._execution_agent
-        for name in ("run_forward", "run_backward"):
-            original = getattr(agent, name, None)
-            if original is not None:
-                phase = name.removeprefix("run_")
-                setattr(agent, name, functools.partial(_guarded, around, phase, original))
-
-    def drop_graph_inputs(self, names: set[str], trigger: str, gradient_of_trigger: str | None) -> None:
-        """Tell ORT that the weights `names` are no graph inputs any more and that `trigger` is one.
+    def export(self, tensors: Mapping[str, Any]) -> tuple[Any, Any, dict[str, dict[int, str]]]:
+        """Return ModelProto, structure of the result, and dynamic axes; runs and traces the module.
 
         Args:
-            names: graph inputs that the rewrite removed.
-            trigger: graph input that the rewrite added.
-            gradient_of_trigger: graph output that is the gradient of `trigger`; None in inference.
+            tensors: arguments by name.
         """
-        info = self.manager._graph_transition_manager._post_export_processed_model_info
-        # the memory observer fills this before the graph is built, when the weights were still inputs
-        info._buffer_for_ort_runs = None
-        info.onnx_graph_input_names = [n for n in info.onnx_graph_input_names if n not in names]
-        info._ort_zero_trigger = trigger
-        if gradient_of_trigger is None:
+        from onnxruntime.training.ortmodule import _graph_transition_manager, _io
+
+        m = self.manager
+        flat = [inspect.Parameter("tensors", inspect.Parameter.VAR_KEYWORD)]
+        info = _io.parse_inputs_for_onnx_export(
+            # torch >= 2.9 would choose the dynamo exporter
+            flat, (), dict(tensors), True, self.device, m._export_mode, m._logger, {"dynamo": False},
+        )  # fmt: skip
+        self.flattened_module._device = self.device
+        options = m._runtime_options
+        model, schema, _, _ = _graph_transition_manager.GraphTransitionManager._export_model(
+            flattened_module=self.flattened_module,
+            model_info_for_export=info,
+            flatten_module_inputs=list(tensors.values()),
+            # the graph layer keeps buffers; a deep copy of a partitioned model would copy nothing useful
+            deepcopy_before_model_export=False,
+            device=self.device,
+            ortmodule_cache_dir="",
+            enable_custom_autograd_function=options.enable_custom_autograd_function,
+            enable_zero_stage3_support=False,
+            enable_embedding_sparse_optimizer=options.enable_embedding_sparse_optimizer,
+            onnx_opset_version=options.onnx_opset_version,
+            stage3_param_handle=None,
+            debug_options=m._debug_options,
+            time_tracker=m.time_tracker,
+            runtime_inspector=m._runtime_inspector,
+            logger=m._logger,
+        )
+        self._save(model, "torch_exported")
+        return model, schema, info.onnx_graph_input_dynamic_axes_map
+
+    def process(self, model: Any, infer: Callable) -> Any:
+        """Return the exported `model` with the attributes of custom autograd Functions, and shapes.
+
+        Args:
+            infer: returns the shapes of the results of a PythonOp (node, input shapes, input types), None if unknown.
+        """
+        if self.manager._runtime_options.enable_custom_autograd_function:
+            from onnxruntime.training.ortmodule._custom_autograd_function_exporter import (
+                post_process_enabling_autograd_function,
+            )
+
+            model = post_process_enabling_autograd_function(model)
+
+        def shapes(*about: Any) -> list | None:
+            ours = infer(*about)
+            return ours if ours is not None else _registered_shapes(*about)
+
+        model = infer_shapes(model, shapes)
+        self._save(model, "post_processed")
+        return model
+
+    def build(
+        self, model: bytes, names: Sequence[str], trained: Sequence[str], inputs: Sequence[str]
+    ) -> tuple[Any, GraphInfo]:
+        """Return the optimized gradient graph (training) or forward graph (inference), and what ORT knows of it.
+
+        Args:
+            model: serialized, from :meth:`process`.
+            names: of all graph inputs.
+            trained: of those whose gradient is wanted.
+            inputs: of those among `trained` that are arguments of the call.
+        """
+        import onnx
+        from onnxruntime.capi import _pybind_state as C
+        from onnxruntime.training.ortmodule import _logger
+        from onnxruntime.training.ortmodule.graph_optimizer_registry import GraphOptimizerRegistry
+
+        m = self.manager
+        config = C.OrtModuleGraphBuilderConfiguration()
+        config.initializer_names = list(names)
+        config.initializer_names_to_train = list(trained)
+        config.input_names_require_grad = list(inputs)
+        config.build_gradient_graph = self.training
+        config.enable_caching = False
+        config.loglevel = _logger.ortmodule_loglevel_to_onnxruntime_c_loglevel(m._debug_options.logging.log_level)
+        config.use_memory_efficient_gradient = m._runtime_options.use_memory_efficient_gradient
+        builder = C.OrtModuleGraphBuilder()
+        builder.initialize(model, config)
+        builder.build(m._get_graph_transformer_config())
+        info = GraphInfo.of(builder.get_graph_info())
+        if not self.training:
+            return onnx.load_model_from_string(builder.get_forward_model()), info
+        built = onnx.load_model_from_string(builder.get_gradient_model())
+        GraphOptimizerRegistry.optimize_all(type(m._original_module).__name__, self.device.type, built.graph)
+        self._save(built, "optimized")
+        return built, info
+
+    def create_session(self, model: Any, info: GraphInfo) -> Any:
+        """Return the agent that runs `model`."""
+        from onnxruntime.capi import _pybind_state as C
+        from onnxruntime.capi.onnxruntime_inference_collection import get_ort_device_type
+        from onnxruntime.training.ortmodule import _utils
+        from onnxruntime.training.ortmodule._execution_agent import InferenceAgent, TrainingAgent
+
+        m = self.manager
+        options, providers, provider_options = m._get_session_config()
+        # it refuses a Gemm that reads the third or a later output of a node, and a gather node has many
+        options.add_session_config_entry("optimization.disable_specified_optimizers", "GemmSumFusion")
+        if options.intra_op_num_threads == 0:
+            # ORT's default is every core for every rank: ranks on one machine then fight for the cores
+            options.intra_op_num_threads = env.threads_per_rank()
+            options.inter_op_num_threads = 1
+        data = model.SerializeToString()
+        if not self.training:
+            return InferenceAgent(data, options, providers, provider_options)
+        index = _utils.get_device_index(self.device)
+        place = C.OrtDevice(get_ort_device_type(self.device.type, index), C.OrtDevice.default_memory(), index)
+        forward = len(info.user_output_names) + len(info.frontier_node_arg_map)
+        fetched = [output.name for output in model.graph.output]
+        feeds = [given.name for given in model.graph.input]
+        runtime = m._runtime_options
+        for key, value in (
+            ("optimization.memory_optimizer_config", runtime.memory_optimizer_config_file_path),
+            ("optimization.enable_memory_probe_recompute_config", runtime.recompute_probe_config),
+        ):
+            options.add_session_config_entry(key, value)
+        return TrainingAgent(
+            data, feeds, [place] * forward, fetched, [place] * len(fetched), options, providers, provider_options, index
+        )
+
+    def follow_determinism(self) -> None:
+        """Let sessions that are made from now on be as deterministic as torch is told to be."""
+        import torch
+        from onnxruntime.training import ortmodule
+
+        ortmodule._use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
+
+    def run(self, session: Session, inputs: list[Any]) -> Sequence[Any]:
+        """Return the tensors that the session computes of `inputs`; in training autograd can run its backward."""
+        from onnxruntime.training.ortmodule._inference_manager import InferenceManager
+
+        m = self.manager
+        m._onnx_models.optimized_model = session.model
+        m._execution_agent, m._graph_info = session.agent, session.info
+        m._gradient_map = session.gradient_map
+        if self.training:
+            return m._forward_class.apply(_Inputs(inputs), *(inputs[i] for i in session.differentiable))
+        outputs, _ = InferenceManager.execution_session_run_forward(session.agent, session.model, self.device, *inputs)
+        return outputs
+
+    def _save(self, model: Any, name: str) -> None:
+        if not self.save_onnx:
             return
-        index = {output.name: i for i, output in enumerate(self.model.graph.output)}
-        self.manager._gradient_map = [index.get(f"{n}_grad", -1) for n in info.onnx_graph_input_names]
-        self.manager._gradient_map.append(index[gradient_of_trigger])
+        from onnxruntime.training.ortmodule._onnx_models import _get_onnx_file_name, _save_model
+
+        options = self.manager._debug_options.save_onnx_models
+        file = _get_onnx_file_name(options.name_prefix, name, self.manager._export_mode)
+        _save_model(model, os.path.join(options.path, file))
+
+
+class _Inputs(list):
+    """All inputs of a run, for a function that autograd is told only the differentiable ones of."""
+
+
+def guard_agent(agent: Any, around: Callable[[str, Callable[[], Any]], Any]) -> None:
+    """Surround each run of a session: ``around("forward" or "backward", run)``."""
+    for name in ("run_forward", "run_backward"):
+        original = getattr(agent, name, None)
+        if original is not None:
+            phase = name.removeprefix("run_")
+            setattr(agent, name, functools.partial(_guarded, around, phase, original))
 
 
 def _guarded(around, phase, original, *args, **kwargs):
@@ -207,8 +341,7 @@ def _guarded(around, phase, original, *args, **kwargs):
 def make_ortmodule(module: Any, *, save_onnx: str | None = None) -> Any:
     """Return `module` wrapped in an ORTModule whose policies are ours.
 
-    The input checks are on for every call (upstream's default skips them after the first, so that a later change of
-    the inputs goes unnoticed). ORT's own fallback is off: it knows nothing of the other ranks.
+    ORT's own checks and its own fallback are off: the graph layer looks at every call, and knows of the other ranks.
     """
     package = import_ortmodule()
     from onnxruntime.training.ortmodule._fallback import _FallbackPolicy
@@ -232,12 +365,12 @@ def make_ortmodule(module: Any, *, save_onnx: str | None = None) -> Any:
         # upstream's copy, bound to the wrapper, looks for transformers' methods in the wrapper's type
         wrapped.__dict__["generate"] = module.generate
     for manager in managers_of(wrapped):
-        manager._runtime_options.skip_check = _SkipCheck.SKIP_CHECK_DISABLED
+        manager._runtime_options.skip_check = functools.reduce(
+            operator.or_, (getattr(_SkipCheck, name) for name in _SKIP_CHECKS)
+        )
         manager._runtime_options.enable_zero_stage3_support = False
         # it moves a Slice over nodes that lack the axis
         manager._runtime_options.enable_compute_optimizer = False
-        # ORT >= 1.14 takes further exporter arguments from here; torch >= 2.9 would choose the dynamo exporter
-        manager._graph_transition_manager._export_extra_kwargs = {"dynamo": False}
     return wrapped
 
 
@@ -326,81 +459,17 @@ def patches() -> tuple[Patch, ...]:
         @functools.wraps(original)
         def forward(self, *inputs, **kwargs):
             seams = _seams(self)
-            _calls.append((seams, self))
+            _calls.append(seams)
             try:
                 if seams is None:
                     return original(self, *inputs, **kwargs)
                 return seams.call(
-                    view(self),
-                    lambda: original(self, **seams.flatten_call(inputs, kwargs)),
-                    lambda: self._original_module(*inputs, **kwargs),
+                    self._ort_zero_view, inputs, kwargs, lambda: self._original_module(*inputs, **kwargs)
                 )
             finally:
                 _calls.pop()
 
         return forward
-
-    def transition(original):
-        @functools.wraps(original)
-        def get_post_processed_model(self, args, kwargs):
-            seams, manager = _calls[-1] if _calls else (None, None)
-            if seams is None:
-                return original(self, args, kwargs)
-            return seams.transition(view(manager), lambda: original(self, args, kwargs))
-
-        return get_post_processed_model
-
-    def export_check(original):
-        @functools.wraps(original)
-        def _export_check(*args, **kwargs):
-            verdict = bool(original(*args, **kwargs))
-            seams = _current()
-            return verdict if seams is None else seams.needs_export(verdict)
-
-        return _export_check
-
-    def exported(original):
-        @functools.wraps(original)
-        def _get_exported_model(*args, **kwargs):
-            seams = _current()
-            if seams is None:
-                return original(*args, **kwargs)
-            # `exporting` keeps buffers; a deep copy of a partitioned model would copy nothing useful
-            kwargs["deepcopy_before_model_export"] = False
-            with seams.exporting(kwargs["flattened_module"]):
-                model, schema = original(*args, **kwargs)
-            seams.exported(model)
-            return model, schema
-
-        return _get_exported_model
-
-    def trainable(original):
-        @functools.wraps(original)
-        def _export_model(*args, **kwargs):
-            model, schema, names, require_grad = original(*args, **kwargs)
-            # upstream lists every parameter, builds gradients of frozen ones, and re-processes at the second call
-            left_out = {n for n, p in kwargs["flattened_module"].named_parameters() if not p.requires_grad}
-            if _current() is not None:
-                left_out |= _current().without_gradient(model)
-            return model, schema, names, [n for n in require_grad if n not in left_out]
-
-        return _export_model
-
-    def reprocess(original):
-        @functools.wraps(original)
-        def _reprocess_check(*, flatten_module, exported_model_info, **kwargs):
-            # upstream asserts that every graph input that no user gave is a parameter; BatchNorm has buffers
-            hidden = {name for name, _ in flatten_module.named_buffers()}
-            if _current() is not None:
-                hidden |= _current().without_gradient(None)
-            names = exported_model_info.onnx_graph_input_names
-            exported_model_info.onnx_graph_input_names = [n for n in names if n not in hidden]
-            try:
-                return original(flatten_module=flatten_module, exported_model_info=exported_model_info, **kwargs)
-            finally:
-                exported_model_info.onnx_graph_input_names = names
-
-        return _reprocess_check
 
     def flattened(original):
         @functools.wraps(original)
@@ -415,76 +484,6 @@ def patches() -> tuple[Patch, ...]:
             return [_OutputIdentityOp.apply(tensor) for tensor in tensors]
 
         return forward
-
-    def shapes(original):
-        @functools.wraps(original)
-        def _infer_shapes(model):
-            seams = _current()
-            if seams is None:
-                return original(model)
-
-            def infer(*about):
-                ours = seams.infer_python_op(*about)
-                return ours if ours is not None else _registered_shapes(*about)
-
-            return infer_shapes(model, infer)
-
-        return _infer_shapes
-
-    def restore(original):
-        @functools.wraps(original)
-        def restore_outputs(self, ort_flatten_outputs):
-            seams = _current()
-            if seams is None:
-                return original(self, ort_flatten_outputs)
-            return seams.restore_outputs(ort_flatten_outputs, self.module_forward_output_schema)
-
-        return restore_outputs
-
-    def construct(original):
-        @functools.wraps(original)
-        def construct_inputs(self, args, kwargs, constant_as_tensor, device):
-            inputs = original(self, args, kwargs, constant_as_tensor, device)
-            trigger = getattr(self, "_ort_zero_trigger", None)
-            seams, manager = _calls[-1] if _calls else (None, None)
-            if trigger is not None and seams is not None:
-                seams.add_inputs(view(manager), trigger, inputs, device)
-            return inputs
-
-        return construct_inputs
-
-    def built(original):
-        @functools.wraps(original)
-        def _build_graph(self, config):
-            original(self, config)
-            if _seams(self) is not None:
-                _seams(self).graph_built(view(self))
-
-        return _build_graph
-
-    def created(original):
-        @functools.wraps(original)
-        def _create_execution_agent(self):
-            original(self)
-            if _seams(self) is not None:
-                _seams(self).session_created(view(self))
-
-        return _create_execution_agent
-
-    def session_config(original):
-        @functools.wraps(original)
-        def _get_session_config(self):
-            options, providers, provider_options = original(self)
-            if _seams(self) is not None:
-                # it refuses a Gemm that reads the third or a later output of a node, and a gather node has many
-                options.add_session_config_entry("optimization.disable_specified_optimizers", "GemmSumFusion")
-            if _seams(self) is not None and options.intra_op_num_threads == 0:
-                # ORT's default is every core for every rank: ranks on one machine then fight for the cores
-                options.intra_op_num_threads = env.threads_per_rank()
-                options.inter_op_num_threads = 1
-            return options, providers, provider_options
-
-        return _get_session_config
 
     def is_training(original):
         @functools.wraps(original)
@@ -502,7 +501,8 @@ def patches() -> tuple[Patch, ...]:
             forward, backward = function.forward, function.backward
 
             def keeping_forward(ctx, *inputs):
-                result = forward(ctx, *inputs)
+                ctx.ort_zero_all = bool(inputs) and isinstance(inputs[0], _Inputs)
+                result = forward(ctx, *(inputs[0] if ctx.ort_zero_all else inputs))
                 # upstream takes the newest graph: an export between forward and backward would free this one
                 ctx.ort_zero_graph = {name: getattr(self, name) for name in _GRAPH}
                 # upstream marks them one by one, and each mark replaces the one before
@@ -514,7 +514,8 @@ def patches() -> tuple[Patch, ...]:
                 newest = {name: getattr(self, name) for name in _GRAPH}
                 vars(self).update(ctx.ort_zero_graph)
                 try:
-                    return backward(ctx, *grads)
+                    found = backward(ctx, *grads)
+                    return (None, *found) if ctx.ort_zero_all else found
                 finally:
                     vars(self).update(newest)
 
@@ -523,14 +524,6 @@ def patches() -> tuple[Patch, ...]:
 
         return _create_autofunction_class
 
-    def quiet(original):
-        @functools.wraps(original)
-        def _log_feature_stats(self):
-            # ours is one line for each graph
-            return original(self) if _seams(self) is None else None
-
-        return _log_feature_stats
-
     def users_function(original):
         @functools.wraps(original)
         def register_torch_autograd_function(name, function):
@@ -538,8 +531,7 @@ def patches() -> tuple[Patch, ...]:
 
         return register_torch_autograd_function
 
-    tm, im, gem, io = (f"{_PACKAGE}.{n}" for n in ("_training_manager", "_inference_manager",
-                                                   "_graph_execution_manager", "_io"))  # fmt: skip
+    tm, im, io = (f"{_PACKAGE}.{n}" for n in ("_training_manager", "_inference_manager", "_io"))
     table: list[Patch] = []
 
     def add(target: str, build: Callable, why: str, guarded: bool = True) -> None:
@@ -547,27 +539,14 @@ def patches() -> tuple[Patch, ...]:
         table.append(Patch(target=target, build=build, why=why, guard=defined_in(home) if guarded else None))
 
     for home, cls in ((tm, "TrainingManager"), (im, "InferenceManager")):
-        add(f"{home}:{cls}.forward", managed, "errors with a cause, no silent fallback")
-        # decorated by ORT's TrackTime, whose wrapper lives in _logger
-        add(f"{home}:{cls}._build_graph", built, "the bridge rewrites the graph here", guarded=False)
-        add(f"{home}:{cls}._create_execution_agent", created, "counts runs, re-raises errors of nodes", guarded=False)
-    add(f"{_GTM}:GraphTransitionManager.get_post_processed_model", transition, "ranks agree on a transition")
-    add(f"{_GTM}:GraphTransitionManager._export_check", export_check, "ranks agree on a transition")
-    add(f"{_GTM}:GraphTransitionManager._get_exported_model", exported, "export with stand-in weights")
-    add(f"{_GTM}:GraphTransitionManager._export_model", trainable, "no gradients of frozen weights", guarded=False)
+        add(f"{home}:{cls}.forward", managed, "the graph layer decides, builds and runs")
     add(
         f"{_PACKAGE}._custom_autograd_function_exporter:register_torch_autograd_function",
         users_function,
         "gradients that a user's function leaves out",
         guarded=False,
     )
-    add(f"{_GTM}:GraphTransitionManager._infer_shapes", shapes, "goes on where upstream stops")
-    add(f"{_GTM}:GraphTransitionManager._reprocess_check", reprocess, "buffers are no parameters")
-    add(f"{_GTM}:PostExportProcessedModelInfo.construct_inputs", construct, "the trigger input")
-    add(f"{_GTM}:PostExportProcessedModelInfo.restore_outputs", restore, "outputs of any type")
     add(f"{io}:_FlattenedModule.forward", flattened, "arguments and outputs of any type")
-    add(f"{gem}:GraphExecutionManager._get_session_config", session_config, "threads from the cores of a rank")
     add(f"{tm}:TrainingManager._create_autofunction_class", backward_of_its_own_graph, "an export before the backward")
     add(f"{_PACKAGE}._torch_module_ort:TorchModuleORT.is_training", is_training, "modes set on the user's module")
-    add(f"{gem}:GraphExecutionManager._log_feature_stats", quiet, "one line instead of a table")
     return tuple(table)

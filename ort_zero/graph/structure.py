@@ -41,7 +41,7 @@ class _Constant:
             return NotImplemented
         if self.value is other.value:
             return True
-        same = type(self.value) is type(other.value) and isinstance(self.value, _PLAIN)
+        same = type(self.value) is type(other.value) and isinstance(self.value, (*_PLAIN, torch.Size))
         return same and self.value == other.value
 
     __hash__ = None
@@ -162,23 +162,80 @@ def unflatten_call(tensors: Sequence[Any], structure: tuple) -> tuple[tuple, dic
     return args, kwargs, {id(made): number for number, made in build.made.items()}
 
 
-def difference(old: tuple, new: tuple) -> str:
-    """Return in a few words the first argument in which two structures differ."""
-    for (name, before), (_, after) in zip(_arguments(old), _arguments(new), strict=False):
-        if before != after:
-            return f"argument {name}: {words(before)} -> {words(after)}"
-    gone = [name for name, _ in _arguments(old)]
-    come = [name for name, _ in _arguments(new)]
-    return f"arguments {', '.join(gone) or 'none'} -> {', '.join(come) or 'none'}"
+def differences(old: tuple, new: tuple) -> list[str]:
+    """Return in words every argument, or part of one, in which the structures of two calls differ."""
+    before, after = dict(_arguments(old)), dict(_arguments(new))
+    firsts = _first_names(before), _first_names(after)
+    found: list[str] = []
+    for name in {**before, **after}:
+        found += _compared(name, before.get(name), after.get(name), firsts)
+    return found
 
 
 def _arguments(structure: tuple) -> list[tuple[str, Structure]]:
     positional, keyword = structure
-    return [*((str(i), item) for i, item in enumerate(positional)), *keyword]
+    by_position = [(f"arg {i}", item) for i, item in enumerate(positional)]
+    return by_position + [(f'"{name}"', item) for name, item in keyword]
 
 
-def words(item: Structure) -> str:
+def _first_names(arguments: Mapping[str, Structure]) -> dict[int, str]:
+    """Return the first place of each tensor, by its number."""
+    names: dict[int, str] = {}
+    stack = list(reversed(arguments.items()))
+    while stack:
+        name, item = stack.pop()
+        if isinstance(item, _Slot):
+            names.setdefault(item.index, name)
+        elif hasattr(item, "items"):
+            stack += [(f"{name}{key}", part) for key, part in reversed(_parts(item))]
+    return names
+
+
+def _compared(name: str, old: Structure | None, new: Structure | None, firsts: tuple[dict, dict]) -> list[str]:
+    """Return in words the parts in which two structures differ; None is what was not given.
+
+    Args:
+        name: ``arg 2`` or ``"labels"``.
+        firsts: first place of each tensor, see :func:`_first_names`.
+    """
+    if old == new:
+        return []
+    nothing = (None, _Constant(None))
+    if isinstance(old, _Slot) and isinstance(new, _Slot):
+        if firsts[0][old.index] == firsts[1][new.index]:
+            return []
+        return [f"{_input(name)} is another tensor than before among those given twice"]
+    if isinstance(new, _Slot) and old in nothing:
+        return [f"{_input(name)} appeared"]
+    if isinstance(old, _Slot) and new in nothing:
+        return [f"{_input(name)} disappeared"]
+    if type(old) is type(new) and getattr(old, "kind", None) is getattr(new, "kind", None) and hasattr(old, "items"):
+        before, after = dict(_parts(old)), dict(_parts(new))
+        found = []
+        for key in {**before, **after}:
+            found += _compared(f"{name}{key}", before.get(key), after.get(key), firsts)
+        return found
+    if isinstance(old, _Constant) and isinstance(new, _Constant) and type(old.value) is type(new.value):
+        return [f"{name}: {type(new.value).__name__} {words(old)} -> {words(new)}"]
+    return [f"{name}: {words(old)} -> {words(new)}"]
+
+
+def _input(name: str) -> str:
+    return name if name.startswith("arg ") else f"input {name}"
+
+
+def _parts(item: Structure) -> list[tuple[str, Structure]]:
+    if isinstance(item, _Sequence):
+        return [(f"[{i}]", part) for i, part in enumerate(item.items)]
+    if isinstance(item, _Mapping):
+        return [(f"[{key!r}]", part) for key, part in item.items]
+    return [(f".{attribute}", part) for attribute, part in item.items]
+
+
+def words(item: Structure | None) -> str:
     """Return in a word or two what a structure stands for."""
+    if item is None:
+        return "not given"
     if isinstance(item, _Constant):
         return repr(item.value)[:40]
     if isinstance(item, _Slot):
@@ -327,12 +384,17 @@ def _slots_of(kind: type) -> tuple[str, ...] | None:
     return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
 
 
-def _has_attributes(item: Any) -> bool:
-    """Return True if `item` is what its attributes are: no module, function, class or type of C."""
-    if callable(item) or isinstance(item, (torch.nn.Module, ModuleType, Iterator)):
+def is_plain(kind: type) -> bool:
+    """Return True if instances of the class are what their attributes are: no module, function, class or type of C."""
+    called = any("__call__" in vars(cls) for cls in kind.__mro__)
+    if called or issubclass(kind, (type, torch.nn.Module, ModuleType, Iterator)):
         return False
-    plain = type(item).__new__ is object.__new__ or isinstance(item, SimpleNamespace)
-    return plain and _slots_of(type(item)) is not None
+    plain = kind.__new__ is object.__new__ or issubclass(kind, SimpleNamespace)
+    return plain and _slots_of(kind) is not None
+
+
+def _has_attributes(item: Any) -> bool:
+    return is_plain(type(item))
 
 
 def _attributes(item: Any) -> list[tuple[str, Any]]:

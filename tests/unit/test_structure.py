@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ort_zero.graph.structure import (
-    difference,
+    differences,
     flatten,
     flatten_call,
     is_cache,
@@ -283,13 +283,13 @@ def test_two_paths_that_spell_one_name_are_told_apart():
 def test_what_changes_the_structure_of_a_call(one, other):
     assert call(**one).structure == call(**one).structure
     assert call(**one).structure != call(**other).structure
-    assert difference(call(**one).structure, call(**other).structure)
+    assert differences(call(**one).structure, call(**other).structure)
 
 
 def test_other_tensors_and_equal_objects_do_not_change_the_structure():
     first, second = call(torch.ones(2), flag=Holder(a=1)), call(torch.ones(3, 4), flag=Holder(a=1))
     assert first.structure == second.structure
-    assert difference(call(flag=True).structure, call(flag=False).structure) == "argument flag: True -> False"
+    assert differences(call(flag=True).structure, call(flag=False).structure) == ['"flag": bool True -> False']
 
 
 def test_an_object_that_the_module_changes_and_returns_is_the_callers_own():

@@ -1,0 +1,219 @@
+"""The state machine of one mode of a model: which graph runs for a call, and the graphs that are kept.
+
+::
+
+    check for re-export ──► export ──► check for re-processing ──► post-export processing ──► execute
+            │                                 ▲        │                                         ▲
+            └─────────────────────────────────┘        └─────────────────────────────────────────┘
+
+:func:`ort_zero.graph.decide.decide` decides; :class:`GraphTransitionManager` carries out. A graph that is put aside
+keeps its session, so that going back to it costs nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ort_zero.graph import structure
+from ort_zero.graph.build import Builder, Exported, Graph
+from ort_zero.graph.decide import decide
+from ort_zero.graph.state import Action, ExportKey, Graphs, Observed, ProcessKey, TensorInput, Transition
+from ort_zero.graph.watch import ModelWatch
+from ort_zero.hooks.global_manager import Session
+from ort_zero.log import get_logger
+
+MOST_HISTORY = 1000
+"""So many transitions of a model are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A transition that was carried out."""
+
+    call: int
+    """Number of the call in its mode, from 1."""
+    mode: str
+    graph: int
+    transition: Transition
+    seconds: float
+    """From the decision until the graph was ready."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the work."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "call": self.call,
+            "mode": self.mode,
+            "graph": self.graph,
+            "transition": self.transition.action.value,
+            "reasons": list(self.transition.reasons),
+            "seconds": round(self.seconds, 3),
+            "steps": {step: round(seconds, 3) for step, seconds in self.steps.items()},
+        }
+
+
+class History:
+    """What the graphs of one model went through; numbers the graphs."""
+
+    def __init__(self) -> None:
+        self.done: deque[Done] = deque(maxlen=MOST_HISTORY)
+        self._graphs = 0
+
+    def next_graph(self) -> int:
+        """Return the number of a new graph."""
+        self._graphs += 1
+        return self._graphs
+
+
+class GraphTransitionManager:
+    """Holds the graphs of one mode, last used first.
+
+    Args:
+        builder: makes graphs.
+        watch: of the user's module, shared by the modes.
+        history: shared by the modes.
+        size: so many graphs are kept.
+    """
+
+    def __init__(self, builder: Builder, watch: ModelWatch, history: History, size: int):
+        self.builder = builder
+        self.watch = watch
+        self.history = history
+        self.size = size
+        self.graphs: list[Graph] = []
+        self.memory_plan = ""
+        self.calls = 0
+        self.exports = 0
+        self.retired: Counter[str] = Counter()
+        """What the tables of graphs that are gone have counted."""
+        self._told: set[tuple[int, int]] = set()
+
+    @property
+    def mode(self) -> str:
+        """``"training"`` or ``"inference"``."""
+        return self.builder.manager.mode
+
+    @property
+    def current(self) -> Graph | None:
+        """The graph of the last call."""
+        return self.graphs[0] if self.graphs else None
+
+    # -- check -----------------------------------------------------------------------------------------------------
+
+    def observe(self, call: structure.Call, watching: Sequence[Session]) -> Observed:
+        """Return what of a call, and of the module at this moment, decides about graphs."""
+        version = self.watch.look()
+        tensors = tuple(
+            [TensorInput(name, str(t.dtype), t.dim()) for name, t in zip(call.names, call.tensors, strict=True)]
+        )
+        training = self.builder.manager.training
+        wanted = tuple([n for n, t in zip(call.names, call.tensors, strict=True) if t.requires_grad])
+        return Observed(
+            ExportKey(call.structure, tensors, version, tuple(watching)),
+            ProcessKey(
+                frozen=self.watch.frozen if training else (),
+                inputs=wanted if training else (),
+                memory_plan=self.memory_plan,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                device=str(self.builder.manager.device),
+            ),
+        )
+
+    def check(self, observed: Observed) -> Transition:
+        """Return what has to be done before `observed` can run."""
+        return decide(Graphs(tuple([graph.known for graph in self.graphs])), observed)
+
+    # -- carry out -------------------------------------------------------------------------------------------------
+
+    def enter(
+        self, transition: Transition, observed: Observed, call: structure.Call, watching: Sequence[Session]
+    ) -> Graph:
+        """Carry out a transition: return the graph to run. An error leaves all graphs as they were."""
+        if transition.action is Action.REUSE:
+            return self.graphs[0]
+        started = time.perf_counter()
+        steps: dict[str, float] = {}
+        if transition.action is Action.SWITCH:
+            graph = self._numbered(transition.graph)
+        else:
+            self.builder.seconds = steps = {}
+            if transition.action is Action.EXPORT:
+                exported: Exported = self.builder.export(observed, call, watching)
+            else:
+                exported = self._numbered(transition.graph).exported
+            graph = self.builder.process(exported, observed.process, self.history.next_graph())
+            self.exports += transition.action is Action.EXPORT
+        before = self.current
+        self._put_first(graph)
+        done = Done(
+            self.calls, self.mode, graph.known.number, transition, time.perf_counter() - started, dict(steps)
+        )
+        self.history.done.append(done)
+        self._tell(done, graph, before)
+        return graph
+
+    def forget(self, graph: Graph | None) -> None:
+        """Drop a graph."""
+        if graph in self.graphs:
+            self.graphs.remove(graph)
+            self._retire(graph)
+
+    def _numbered(self, number: int | None) -> Graph:
+        return next(graph for graph in self.graphs if graph.known.number == number)
+
+    def _put_first(self, graph: Graph) -> None:
+        # what was made for another tree, or for readers that are gone, will not match again
+        stale = [
+            other for other in self.graphs
+            if other.known.export.model.number != graph.known.export.model.number
+            or any(tap.session() is None or not tap.session().subscribers for tap in other.exported.taps)
+        ]  # fmt: skip
+        kept = [graph, *(other for other in self.graphs if other is not graph and other not in stale)]
+        # one call has one graph: a forced export replaces the one that did not hold
+        kept[1:] = [other for other in kept[1:] if not _serve_alike(other, graph)]
+        kept, gone = kept[: self.size], [other for other in self.graphs if other not in kept[: self.size]]
+        self.graphs = kept
+        for other in gone:
+            self._retire(other)
+
+    def _retire(self, graph: Graph) -> None:
+        self.retired.update(counted(graph))
+
+    def _tell(self, done: Done, graph: Graph, before: Graph | None) -> None:
+        log = get_logger()
+        name = f"{type(self.builder.module).__name__} {self.mode} graph {graph.known.number}"
+        why = "; ".join(done.transition.reasons) or "no reason"
+        if done.transition.action is Action.SWITCH:
+            pair = (before.known.number if before else 0, graph.known.number)
+            # who alternates at every step is told of each turn once
+            level = log.debug if pair in self._told else log.info
+            self._told.add(pair)
+            level("%s: used again (%s)", name, why)
+            return
+        verb = "exported" if done.transition.action is Action.EXPORT else "re-processed"
+        bridge = f", {graph.bridge}" if graph.bridge else ""
+        log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s",
+                 name, verb, done.seconds, why, graph.nodes, graph.python_ops, bridge)  # fmt: skip
+
+
+def counted(graph: Graph) -> dict[str, int]:
+    """Return what the bridge of a graph has done."""
+    if graph.table is None:
+        return {"gathers": 0, "gathered_elements": 0, "reduces": 0}
+    counters = graph.table.counters
+    return {
+        "gathers": counters.gathers,
+        "gathered_elements": counters.gathered_elements,
+        "reduces": counters.reduces,
+    }
+
+
+def _serve_alike(one: Graph, other: Graph) -> bool:
+    return one.known.export.matches(other.known.export) and one.known.process == other.known.process
