@@ -100,7 +100,6 @@ class Config(_Strict):
 
 
 _NOT_YET = {
-    "ortmodule.cache_dir": lambda c: c.ortmodule.cache_dir is not None,
     "memory.recompute": lambda c: c.memory.recompute != "off",
     "memory.budget": lambda c: c.memory.budget is not None,
     "memory_efficient_gradients": lambda c: c.memory_efficient_gradients,

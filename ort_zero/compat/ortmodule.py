@@ -258,8 +258,35 @@ class Manager:
         self._save(built, "optimized")
         return built, info
 
-    def create_session(self, model: Any, info: GraphInfo) -> Any:
-        """Return the agent that runs `model`."""
+    def export_options(self) -> dict[str, Any]:
+        """Return the options of ORTModule that a graph depends on, as plain values by name."""
+        options = self.manager._runtime_options
+        return {
+            "opset": options.onnx_opset_version,
+            "functions": options.enable_custom_autograd_function,
+            "gradient": options.use_memory_efficient_gradient,
+            "cast": (
+                options.propagate_cast_ops_level,
+                str(options.propagate_cast_ops_strategy),
+                list(options.propagate_cast_ops_allow),
+            ),
+            "compute optimizer": options.enable_compute_optimizer,
+            "embedding sparsity": options.enable_embedding_sparse_optimizer,
+            "memory": (options.memory_optimizer_config_file_path, options.recompute_probe_config),
+        }
+
+    def create_session(
+        self, model: Any, info: GraphInfo, *, optimized: bytes | None = None, write_to: str | None = None
+    ) -> Any:
+        """Return the agent that runs `model`.
+
+        Args:
+            model: ModelProto.
+            info: see :meth:`build`.
+            optimized: the same model as ORT has optimized it before; it is taken as it is.
+            write_to: file for the optimized model.
+        """
+        import onnxruntime
         from onnxruntime.capi import _pybind_state as C
         from onnxruntime.capi.onnxruntime_inference_collection import get_ort_device_type
         from onnxruntime.training.ortmodule import _utils
@@ -273,7 +300,11 @@ class Manager:
             # ORT's default is every core for every rank: ranks on one machine then fight for the cores
             options.intra_op_num_threads = env.threads_per_rank()
             options.inter_op_num_threads = 1
-        data = model.SerializeToString()
+        data = optimized or model.SerializeToString()
+        if optimized is not None:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        if write_to is not None and not self.save_onnx:
+            options.optimized_model_filepath = write_to
         if not self.training:
             return InferenceAgent(data, options, providers, provider_options)
         index = _utils.get_device_index(self.device)

@@ -70,6 +70,12 @@ class ValueReadError(BaseException):
         self.module = module
         """The innermost module that ran."""
 
+    @classmethod
+    def again(cls, module: torch.nn.Module | None, words: str) -> ValueReadError:
+        """Return the error whose words are `words`."""
+        what, _, where = words.rpartition(" (")
+        return cls(module, what, where.removesuffix(")"))
+
 
 @dataclass(slots=True)
 class Guard:

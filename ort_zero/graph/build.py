@@ -5,10 +5,10 @@ Nothing here talks to other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,57 +26,24 @@ from ort_zero.compat import torch_checkpoint, torch_onnx
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.graph import structure, taps
+from ort_zero.graph.export_cache import ExportCache
 from ort_zero.graph.exported import complete_dropout
+from ort_zero.graph.made import BuiltModel, Exported, Graph
 from ort_zero.graph.optimized import unfuse_for_cpu
+from ort_zero.graph.persistent import Lookup, session_of
 from ort_zero.graph.routes import Routes, infer_python_op
 from ort_zero.graph.standins import full_shape_weights, unchanged_buffers
 from ort_zero.graph.state import (
     ExportedModelInfo,
-    ExportKey,
     KnownGraph,
     Observed,
     PostExportProcessedModelInfo,
     ProcessKey,
 )
 from ort_zero.graph.submodules import KeptInTorch
-from ort_zero.graph.trace import Effects, Tracer
+from ort_zero.graph.trace import Tracer
 from ort_zero.hooks.global_manager import Session
 from ort_zero.hooks.manager import paused
-
-
-@dataclass(slots=True, eq=False)
-class Exported:
-    """A module that has been exported; several graphs may be made of it."""
-
-    key: ExportKey
-    info: ExportedModelInfo
-    effects: Effects
-    differentiable: frozenset[str]
-    """Arguments that were traced with gradients."""
-    taps: list[taps.Taps] = field(default_factory=list)
-    read_alone: frozenset[str] = frozenset()
-    """Graph inputs that no result depends on: they are there for subscribers."""
-
-
-@dataclass(slots=True, eq=False)
-class Graph:
-    """A graph that can run."""
-
-    known: KnownGraph
-    exported: Exported
-    info: PostExportProcessedModelInfo
-    session: ort_compat.Session
-    table: ops.Table | None
-    digest: str
-    """Of the collectives in the graph; ranks with equal digests perform the same ones in one order."""
-    bridge: str | None
-    nodes: int
-    python_ops: int
-
-    @property
-    def effects(self) -> Effects:
-        """What the module does besides returning a result."""
-        return self.exported.effects
 
 
 class Builder:
@@ -109,12 +76,42 @@ class Builder:
         """Time that each step of the last graph took."""
         self.tracer: Tracer | None = None
         """Of the export that runs, or was the last."""
+        self.cache = ExportCache(config.cache_dir) if config.cache_dir is not None else None
+        self.lookup: Lookup | None = None
+        """Of the graph that is made, or was the last."""
 
     # -- export ----------------------------------------------------------------------------------------------------
 
+    def make(
+        self, observed: Observed, call: structure.Call, watching: Sequence[Session], number: int, *, anew: bool = False
+    ) -> Graph:
+        """Return a new graph for a call: from the export cache, or exported.
+
+        Args:
+            observed: the call.
+            call: the same, taken apart.
+            watching: who reads values in the graph.
+            number: of the new graph.
+            anew: do not look into the export cache: what it has may be what did not hold.
+        """
+        self._refuse_unsupported()
+        if self.cache is None:
+            return self.process(self.export(observed, call, watching), observed.process, number)
+        with self._timed("cache"):
+            self.lookup = Lookup(self.cache, self.module, self.manager, observed, call, self.kept)
+            found = None if anew else self.lookup.find(self.routes)
+        if found is not None:
+            return self.process(found[0], observed.process, number, found[1])
+        exported = self.export(observed, call, watching)
+        built = self._built(exported, observed.process)
+        described = self.lookup.describe(exported, built, self.routes)
+        graph = self.process(exported, observed.process, number, built)
+        with self._timed("keep"):
+            self.lookup.keep(described)  # not before: ORT may have no kernel for what it has built
+        return graph
+
     def export(self, observed: Observed, call: structure.Call, watching: Sequence[Session]) -> Exported:
         """Return the exported module, with its shapes."""
-        self._refuse_unsupported()
         try:
             model, schema, axes = self._traced(call, watching, all_inputs=True)
         except Exception:
@@ -142,7 +139,10 @@ class Builder:
 
     def _traced(self, call: structure.Call, watching: Sequence[Session], *, all_inputs: bool) -> tuple:
         marked = [taps.Taps(session, self.module) for session in watching]
-        tracer = self.tracer = Tracer(self.manager.training, call, marked, all_inputs)
+        watched = self.lookup.watching if self.lookup is not None else contextlib.nullcontext
+        tracer = self.tracer = Tracer(
+            self.manager.training, call, marked, all_inputs=all_inputs, watching=watched
+        )
         flattened = self.manager.flattened_module
         with (
             self._timed("export"),
@@ -177,16 +177,22 @@ class Builder:
 
     # -- post-export processing ------------------------------------------------------------------------------------
 
-    def process(self, exported: Exported, process: ProcessKey, number: int) -> Graph:
-        """Return a graph that runs the exported module with the gradients that `process` asks for."""
-        manager, flattened = self.manager, self.manager.flattened_module
-        parameters = dict(flattened.named_parameters())
-        names = exported.info.onnx_graph_input_names
-        inputs = tuple(name for name in process.inputs if name in set(names) - exported.read_alone)
-        trained = {name for name, p in parameters.items() if p.requires_grad} | set(inputs)
-        wanted = tuple(n for n in names if n in trained and n not in exported.read_alone) if manager.training else ()
-        with self._timed("gradient graph"):
-            model, info = manager.build(exported.info.exported_model, names, wanted, inputs)
+    def process(
+        self, exported: Exported, process: ProcessKey, number: int, built: BuiltModel | None = None
+    ) -> Graph:
+        """Return a graph that runs the exported module with the gradients that `process` asks for.
+
+        Args:
+            exported: see :meth:`export`.
+            process: see :class:`ProcessKey`.
+            number: of the new graph.
+            built: ORT's gradient graph, if it is there already.
+        """
+        manager = self.manager
+        built = built or self._built(exported, process)
+        parameters = dict(manager.flattened_module.named_parameters())
+        wanted, inputs = self._wanted(exported, process)
+        model, info = built.model, built.info
         if manager.device.type == "cpu":
             unfuse_for_cpu(model)
         partitioned = {name: p for name, p in parameters.items() if is_partitioned(p)}
@@ -214,6 +220,22 @@ class Builder:
             nodes=len(model.graph.node),
             python_ops=sum(node.op_type == "PythonOp" for node in model.graph.node),
         )
+
+    def _wanted(self, exported: Exported, process: ProcessKey) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the graph inputs whose gradient is wanted, and the arguments among them."""
+        if not self.manager.training:
+            return (), ()
+        names = [name for name in exported.info.onnx_graph_input_names if name not in exported.read_alone]
+        inputs = tuple(name for name in process.inputs if name in names)
+        parameters = self.manager.flattened_module.named_parameters()
+        trained = {name for name, p in parameters if p.requires_grad} | set(inputs)
+        return tuple(name for name in names if name in trained), inputs
+
+    def _built(self, exported: Exported, process: ProcessKey) -> BuiltModel:
+        wanted, inputs = self._wanted(exported, process)
+        info = exported.info
+        with self._timed("gradient graph"):
+            return BuiltModel(*self.manager.build(info.exported_model, info.onnx_graph_input_names, wanted, inputs))
 
     def _rewritten(self, model: onnx.ModelProto, plan: Any, parameters: dict[str, Any]) -> tuple:
         """Return table, rewritten graph and the gradient of the trigger."""
@@ -263,7 +285,7 @@ class Builder:
         gradient_map = [gradients[run.onnx_graph_input_names[i]] for i in differentiable]
         self.manager.follow_determinism()
         with self._timed("session"):
-            agent = self.manager.create_session(model, info)
+            agent = session_of(self.cache, self.manager, model, info)
         return ort_compat.Session(model, info, agent, differentiable, gradient_map)
 
     # -- helpers ---------------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ from ort_zero.compat.tracing import ValueReadError
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
 from ort_zero.graph import in_torch, structure
-from ort_zero.graph.build import Builder, Graph
+from ort_zero.graph.build import Builder
 from ort_zero.graph.failures import explain
+from ort_zero.graph.made import Graph
 from ort_zero.graph.state import Action, Transition
 from ort_zero.graph.submodules import KeptInTorch
 from ort_zero.graph.transitions import GraphTransitionManager, History, counted
@@ -177,7 +178,7 @@ class Runtime:
         observed = transitions.observe(call, self._watching)
         transition = transitions.check(observed)
         if self._forced is not None:
-            transition = Transition(Action.EXPORT, (self._forced,))
+            transition = Transition(Action.EXPORT, (self._forced,), forced=True)
             self._must_exchange = self._must_exchange or (self._several and self.stage == 3)
             self._forced = None
         if self._must_vote:
@@ -358,7 +359,7 @@ class Runtime:
         """Return what runs and why, as plain values."""
         graphs = {}
         for training, mode in self.modes.items():
-            if not mode.exports:
+            if not mode.calls:
                 continue
             counts = Counter(mode.retired)
             for graph in mode.graphs:

@@ -145,6 +145,8 @@ class Transition:
     reasons: tuple[str, ...] = ()
     graph: int | None = None
     """Number of the known graph to run, or (re-process) whose exported model is used."""
+    forced: bool = False
+    """The graph that was decided for did not hold when it ran, or could not be built."""
 
     @property
     def states(self) -> tuple[State, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,9 +42,19 @@ class Tracer:
         call: the call that is exported.
         marks: of the subscribers that want to see values.
         all_inputs: whether arguments are traced with gradients that want none in this call.
+        watching: makes a context in which the module runs as PyTorch would run it.
     """
 
-    def __init__(self, training: bool, call: structure.Call, marks: list[taps.Taps], all_inputs: bool = True):
+    def __init__(
+        self,
+        training: bool,
+        call: structure.Call,
+        marks: list[taps.Taps],
+        *,
+        all_inputs: bool = True,
+        watching: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+    ):
+        self._watching = watching
         self.training = training
         self.call = call
         self.marks = marks
@@ -93,7 +104,7 @@ class Tracer:
         versions = [tensor._version for tensor in given]
         try:
             # modules that compute gradients in their forward fail without gradients only
-            with torch.enable_grad():
+            with torch.enable_grad(), self._watching():
                 value = module(*args, **kwargs)
         except Exception as error:
             self.users_error = error

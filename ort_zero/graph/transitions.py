@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from ort_zero.graph import structure
-from ort_zero.graph.build import Builder, Exported, Graph
+from ort_zero.graph.build import Builder
 from ort_zero.graph.decide import decide
+from ort_zero.graph.made import Graph
 from ort_zero.graph.state import Action, ExportKey, Graphs, Observed, ProcessKey, TensorInput, Transition
 from ort_zero.graph.watch import ModelWatch
 from ort_zero.hooks.global_manager import Session
@@ -45,6 +46,8 @@ class Done:
     """From the decision until the graph was ready."""
     steps: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the work."""
+    cache: str | None = None
+    """What the export cache said; None without one."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -56,6 +59,7 @@ class Done:
             "reasons": list(self.transition.reasons),
             "seconds": round(self.seconds, 3),
             "steps": {step: round(seconds, 3) for step, seconds in self.steps.items()},
+            "cache": self.cache,
         }
 
 
@@ -144,16 +148,24 @@ class GraphTransitionManager:
             graph = self._numbered(transition.graph)
         else:
             self.builder.seconds = steps = {}
+            self.builder.lookup = None
+            number = self.history.next_graph()
             if transition.action is Action.EXPORT:
-                exported: Exported = self.builder.export(observed, call, watching)
+                graph = self.builder.make(observed, call, watching, number, anew=transition.forced)
             else:
-                exported = self._numbered(transition.graph).exported
-            graph = self.builder.process(exported, observed.process, self.history.next_graph())
-            self.exports += transition.action is Action.EXPORT
+                graph = self.builder.process(self._numbered(transition.graph).exported, observed.process, number)
+            self.exports += "export" in steps
         before = self.current
         self._put_first(graph)
+        lookup = self.builder.lookup if transition.action is Action.EXPORT else None
         done = Done(
-            self.calls, self.mode, graph.known.number, transition, time.perf_counter() - started, dict(steps)
+            self.calls,
+            self.mode,
+            graph.known.number,
+            transition,
+            time.perf_counter() - started,
+            dict(steps),
+            lookup.words if lookup is not None else None,
         )
         self.history.done.append(done)
         self._tell(done, graph, before)
@@ -197,10 +209,13 @@ class GraphTransitionManager:
             self._told.add(pair)
             level("%s: used again (%s)", name, why)
             return
-        verb = "exported" if done.transition.action is Action.EXPORT else "re-processed"
+        verb = "re-processed"
+        if done.transition.action is Action.EXPORT:
+            verb = "exported" if "export" in done.steps else "loaded"
         bridge = f", {graph.bridge}" if graph.bridge else ""
-        log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s",
-                 name, verb, done.seconds, why, graph.nodes, graph.python_ops, bridge)  # fmt: skip
+        cache = f"; export cache {done.cache}" if done.cache else ""
+        log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s%s",
+                 name, verb, done.seconds, why, graph.nodes, graph.python_ops, bridge, cache)  # fmt: skip
 
 
 def counted(graph: Graph) -> dict[str, int]:

@@ -1,0 +1,56 @@
+"""What the building of a graph goes through: an exported module, its gradient graph, a graph that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import onnx
+
+from ort_zero.bridge import ops
+from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.graph import taps
+from ort_zero.graph.state import ExportedModelInfo, ExportKey, KnownGraph, PostExportProcessedModelInfo
+from ort_zero.graph.trace import Effects
+
+
+@dataclass(slots=True, eq=False)
+class BuiltModel:
+    """What ORT made of an exported module: the gradient graph (training) or forward graph, before any edit of ours."""
+
+    model: onnx.ModelProto
+    info: ort_compat.GraphInfo
+
+
+@dataclass(slots=True, eq=False)
+class Exported:
+    """A module that has been exported; several graphs may be made of it."""
+
+    key: ExportKey
+    info: ExportedModelInfo
+    effects: Effects
+    differentiable: frozenset[str]
+    """Arguments that were traced with gradients."""
+    taps: list[taps.Taps] = field(default_factory=list)
+    read_alone: frozenset[str] = frozenset()
+    """Graph inputs that no result depends on: they are there for subscribers."""
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """A graph that can run."""
+
+    known: KnownGraph
+    exported: Exported
+    info: PostExportProcessedModelInfo
+    session: ort_compat.Session
+    table: ops.Table | None
+    digest: str
+    """Of the collectives in the graph; ranks with equal digests perform the same ones in one order."""
+    bridge: str | None
+    nodes: int
+    python_ops: int
+
+    @property
+    def effects(self) -> Effects:
+        """What the module does besides returning a result."""
+        return self.exported.effects
