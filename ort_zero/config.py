@@ -97,12 +97,12 @@ class Config(_Strict):
     statistics: StatisticsConfig = Field(default_factory=StatisticsConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     memory_efficient_gradients: bool = False
+    """Hand each gradient to its parameter the moment the graph has it, as ZeRO-3 always does."""
 
 
 _NOT_YET = {
     "memory.recompute": lambda c: c.memory.recompute != "off",
     "memory.budget": lambda c: c.memory.budget is not None,
-    "memory_efficient_gradients": lambda c: c.memory_efficient_gradients,
 }
 """Keys of the contract whose feature is not in this version: asking for one is refused, never ignored."""
 

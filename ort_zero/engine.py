@@ -35,7 +35,12 @@ def _engine_init(original):
             return _subscribe(self, section.statistics)
         stage = int((ds_config.get("zero_optimization") or {}).get("stage", 0))
         _refuse_half_on_cpu(ds_config)
-        runtime, bound.arguments["model"] = wrap(bound.arguments["model"], section.ortmodule, stage)
+        runtime, bound.arguments["model"] = wrap(
+            bound.arguments["model"],
+            section.ortmodule,
+            stage,
+            memory_efficient_gradients=section.memory_efficient_gradients,
+        )
         with mode.use("ort"):
             original(*bound.args, **bound.kwargs)
         _connect(self, runtime)
@@ -45,8 +50,16 @@ def _engine_init(original):
     return __init__
 
 
-def wrap(model: Any, section: config.OrtModuleConfig, stage: int) -> tuple[Any, Any]:
+def wrap(
+    model: Any, section: config.OrtModuleConfig, stage: int, *, memory_efficient_gradients: bool = False
+) -> tuple[Any, Any]:
     """Return the runtime of `model` and the ORTModule around it.
+
+    Args:
+        model: the user's module.
+        section: how it runs.
+        stage: ZeRO stage of its engine, 0 without one.
+        memory_efficient_gradients: hand each gradient to its parameter the moment it exists; ZeRO-3 always does.
 
     Raises:
         UnsupportedVersionError: torch, Python or onnxruntime-training is out of range.
@@ -58,7 +71,7 @@ def wrap(model: Any, section: config.OrtModuleConfig, stage: int) -> tuple[Any, 
 
     plugin.patch_ortmodule()
     wrapped = ort_compat.make_ortmodule(model, save_onnx=section.save_onnx)
-    runtime = Runtime(model, section, stage)
+    runtime = Runtime(model, section, stage, memory_efficient_gradients)
     ort_compat.attach(wrapped, runtime)
     plugin.register(runtime)
     return runtime, wrapped

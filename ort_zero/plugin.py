@@ -132,12 +132,13 @@ def patch_ortmodule() -> None:
     """Apply the patches of ORTModule; called when the first model is wrapped, since it imports onnxruntime."""
     if "onnxruntime" in _sets:
         return
-    from ort_zero.compat import ortmodule
+    from ort_zero.bridge import ops
+    from ort_zero.compat import ortmodule, torch_ddp
     from ort_zero.graph import symbolics
     from ort_zero.patching import PatchSet
 
     ortmodule.import_ortmodule()
-    wanted = PatchSet("onnxruntime", ortmodule.patches())
+    wanted = PatchSet("onnxruntime", (*ortmodule.patches(), *torch_ddp.patches(ops.reduced_behind)))
     wanted.apply()
     _state["undo_symbolics"] = symbolics.install(ortmodule.symbolics())
     _sets["onnxruntime"] = wanted

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,14 +18,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ort_zero.bridge.plan import Gather, Phase, Plan
 from ort_zero.bridge.rewrite import GATHER, REDUCE
-from ort_zero.compat.torch_autograd import LeafInGraph, current_backward
+from ort_zero.compat.torch_autograd import LeafInGraph, current_backward, leaves_behind
 
 BUCKET = 1 << 20
 """Small gathers that are started ahead share one collective of at most so many elements; a larger one has its own."""
 
 
-class ParameterStore(Protocol):
-    """How the bridge talks to ZeRO. All ranks make the same calls in the same order."""
+class GradientStore(Protocol):
+    """Where the reduce nodes put gradients."""
+
+    def reduce(self, parameter: Any, gradient: torch.Tensor, own_memory: bool) -> None:
+        """Hand the full gradient of this rank to the parameter, which may keep the memory if it is its own.
+
+        Collective.
+        """
+
+
+class ParameterStore(GradientStore, Protocol):
+    """How the bridge talks to ZeRO-3. All ranks make the same calls in the same order."""
 
     def partitioned(self, parameters: Sequence[Any]) -> list[Any]:
         """Return those whose data is not here and not on its way."""
@@ -40,9 +51,6 @@ class ParameterStore(Protocol):
 
     def release(self, parameters: Sequence[Any]) -> None:
         """Partition `parameters` again; tensors that were taken from them stay valid."""
-
-    def reduce(self, parameter: Any, gradient: torch.Tensor) -> None:
-        """Hand the full gradient of this rank to the parameter. Collective."""
 
 
 @dataclass(slots=True)
@@ -71,48 +79,80 @@ class _Flight:
             store.wait(handle)
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run whose backward may come."""
+
+    leaf: LeafInGraph
+    """The trigger of the run."""
+    parameters: list[Any]
+    digest: int
+
+
 class Sums:
     """Adds up what several runs give one parameter in one backward, so that it is reduced once, as in PyTorch.
 
     A loss may hang on several runs of the model (a pair of sentences, two views of one picture). Each run has reduce
-    nodes of its own, but ZeRO wants one gradient for each parameter and backward: a second one replaces the first.
+    nodes of its own, but ZeRO and DDP want one gradient for each parameter and backward: a second one replaces the
+    first, or is refused.
+
+    Args:
+        agree: called at the first gradient of each backward with a digest of what it will reduce, in which order.
     """
 
-    def __init__(self) -> None:
-        self._runs: list[tuple[LeafInGraph, list[Any]]] = []
+    def __init__(self, agree: Callable[[int], None] | None = None) -> None:
+        self._runs: list[_Run] = []
+        self._agree = agree
         self._backward = -1
+        self._wanted = True
         self._missing: dict[int, int] = {}
         self._sums: dict[int, torch.Tensor] = {}
 
-    def expect(self, trigger: torch.Tensor, parameters: list[Any]) -> None:
+    def expect(self, trigger: torch.Tensor, parameters: list[Any], digest: int = 0) -> None:
         """Take notice of a run that starts: a backward that reaches `trigger` will reduce `parameters`."""
-        self._runs = [run for run in self._runs if run[0].alive()]
-        self._runs.append((LeafInGraph(trigger), parameters))
+        self._runs = [run for run in self._runs if run.leaf.alive()]
+        self._runs.append(_Run(LeafInGraph(trigger), parameters, digest))
 
-    def add(self, parameter: Any, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient to reduce, or None if another run of this backward has still to add to it."""
+    def reduced_behind(self, nodes: Iterable[Any]) -> list[Any]:
+        """Return the parameters that a backward through these nodes of autograd's graph would reduce."""
+        leaves = leaves_behind(nodes)
+        return [p for run in self._runs if run.leaf.among(leaves) for p in run.parameters]
+
+    def wanted(self) -> bool:
+        """Return whether the backward that runs asks for gradients of parameters: ``autograd.grad`` may not."""
         if self._backward != current_backward():
             self._begin(current_backward())
+        return self._wanted
+
+    def add(self, parameter: Any, gradient: torch.Tensor, own_memory: bool) -> tuple[torch.Tensor, bool] | None:
+        """Return the gradient to reduce, or None if another run of this backward has still to add to it.
+
+        The second value says whether the parameter may keep its memory.
+        """
         missing = self._missing.get(id(parameter), 1) - 1
         if missing > 0:
             self._missing[id(parameter)] = missing
             if id(parameter) in self._sums:
                 self._sums[id(parameter)] += gradient
             else:
-                self._sums[id(parameter)] = gradient.clone()  # ORT will use the memory for something else
+                # else ORT will use the memory for something else
+                self._sums[id(parameter)] = gradient if own_memory else gradient.clone()
             return None
         self._missing.pop(id(parameter), None)
         before = self._sums.pop(id(parameter), None)
-        return gradient if before is None else before.add_(gradient)
+        return (gradient, own_memory) if before is None else (before.add_(gradient), True)
 
     def _begin(self, backward: int) -> None:
         self._backward = backward
         self._sums.clear()  # a backward that failed leaves some
         self._missing.clear()
-        runs = [parameters for leaf, parameters in self._runs if leaf.in_current_backward()]
+        runs = [run for run in self._runs if run.leaf.in_current_backward()]
+        self._wanted = bool(runs) or not self._runs
         if len(runs) > 1:
-            for parameter in itertools.chain(*runs):
+            for parameter in itertools.chain(*(run.parameters for run in runs)):
                 self._missing[id(parameter)] = self._missing.get(id(parameter), 0) + 1
+        if runs and self._agree is not None:
+            self._agree(zlib.crc32(repr([run.digest for run in runs]).encode()))
 
 
 class Table:
@@ -121,7 +161,7 @@ class Table:
     Args:
         plan: the plan that the graph was rewritten by.
         parameters: the module's parameters by graph input name.
-        store: ZeRO, or a stand-in in unit tests.
+        store: ZeRO-3, or whatever takes gradients if the plan gathers nothing, or a stand-in in unit tests.
         prefetch_elements: how many elements may be gathered ahead of their use, within one phase.
         sums: shared by the tables of one model; a loss may hang on runs of several of its graphs.
     """
@@ -130,8 +170,8 @@ class Table:
         self,
         plan: Plan,
         parameters: dict[str, Any],
-        store: ParameterStore,
-        prefetch_elements: int,
+        store: ParameterStore | GradientStore,
+        prefetch_elements: int = 0,
         sums: Sums | None = None,
     ):
         self.number = next(_numbers)
@@ -145,6 +185,8 @@ class Table:
         """Weights that nodes read which run in PyTorch, and may want again in their backward."""
         self.sums = sums or Sums()
         self._parameters = [[parameters[name] for name in event.weights] for event in plan.events]
+        self._reduced = {name: parameters[name] for _, event in plan.reduces() for name in event.weights}
+        self._digest = zlib.crc32(" ".join(self._reduced).encode())
         self._size = [sum(plan.weights[name].numel for name in event.weights) for event in plan.events]
         self._sequence = {phase: [i for i, _ in plan.gathers(phase)] for phase in Phase}
         self._position = {i: (seq, at) for seq in self._sequence.values() for at, i in enumerate(seq)}
@@ -154,9 +196,8 @@ class Table:
     def new_trigger(self, device: Any) -> torch.Tensor:
         """Return the trigger of a run that starts now; it requires grad, so that autograd calls the run's backward."""
         trigger = torch.zeros(1, device=device).requires_grad_()
-        reduced = [p for i, _ in self.plan.reduces() for p in self._parameters[i]]
-        if reduced and torch.is_grad_enabled():
-            self.sums.expect(trigger, reduced)
+        if self._reduced and torch.is_grad_enabled():
+            self.sums.expect(trigger, list(self._reduced.values()), self._digest)
         return trigger
 
     def gather(self, index: int) -> tuple[torch.Tensor, ...]:
@@ -227,11 +268,17 @@ class Table:
                 )
 
     def reduce(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
-        """Hand the gradients of event `index` to their parameters, those that no other run will add to."""
-        for parameter, gradient in zip(self._parameters[index], gradients, strict=True):
-            whole = self.sums.add(parameter, gradient)
+        """Hand the gradients of event `index` to their parameters, those that no other run will add to.
+
+        Behind the gradients may come values for which the event has only waited.
+        """
+        if not self.sums.wanted():
+            return
+        names = self.plan.events[index].gradients
+        for parameter, name, gradient in zip(self._parameters[index], names, gradients[: len(names)], strict=True):
+            whole = self.sums.add(parameter, gradient, name in self.plan.own_memory)
             if whole is not None:
-                self.store.reduce(parameter, whole)
+                self.store.reduce(parameter, *whole)
         self.counters.reduces += 1
 
     def drain(self) -> None:
@@ -381,6 +428,13 @@ _tables: weakref.WeakValueDictionary[int, Table] = weakref.WeakValueDictionary()
 def live_tables() -> int:
     """Return the number of tables that some graph still holds."""
     return len(_tables)
+
+
+def reduced_behind(nodes: Iterable[Any]) -> list[Any]:
+    """Return the parameters that graphs reduce when a backward runs through these nodes of autograd's graph."""
+    nodes = list(nodes)
+    sums = {id(table.sums): table.sums for table in list(_tables.values()) if not table.plan.takes_weights}
+    return [parameter for of_model in sums.values() for parameter in of_model.reduced_behind(nodes)]
 
 
 class GatherFunction(torch.autograd.Function):

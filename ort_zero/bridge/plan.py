@@ -22,6 +22,14 @@ import onnx
 
 from ort_zero.errors import BridgeError
 
+ANEW = frozenset(
+    ("MatMul", "FusedMatMul", "Gemm", "ReduceSum", "Transpose", "GatherGrad", "Conv", "ConvGrad",
+     "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad")
+)  # fmt: skip
+"""Operators whose kernels write each result into memory of its own, never into that of an input."""
+_ATEN_ANEW = frozenset(("embedding_backward", "aten::embedding_backward"))
+"""The same for operators of ATen nodes."""
+
 NEAR = 8
 """Uses of a weight within so many levels share one gather; a farther use gathers again, so nothing is kept between."""
 
@@ -80,6 +88,8 @@ class Reduce:
     phase: Phase
     weights: tuple[str, ...]
     gradients: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    """Values that must exist before: what is still to be computed from the weights, which a hook may change."""
 
 
 Event = Gather | Reduce
@@ -94,6 +104,8 @@ class Plan:
     weights: Mapping[str, Weight]
     takes_weights: bool = True
     """Whether the weights stop being graph inputs, be they gathered anywhere or not."""
+    own_memory: frozenset[str] = frozenset()
+    """Gradients that share their memory with no other value of the graph: the parameter may keep it."""
 
     def gathers(self, phase: Phase | None = None) -> list[tuple[int, Gather]]:
         """Return (index, gather) in order, of one phase or of both."""
@@ -250,7 +262,8 @@ def plan(
         model: ORT's optimized gradient graph (training) or forward graph.
         weights: by graph input name; those that the graph does not read are ignored.
         training: whether gradients are to be reduced.
-        gather: False plans reduces only (weights stay graph inputs).
+        gather: False plans reduces only (weights stay graph inputs), in the reverse of the order of `weights`: as no
+            reduce waits for another, any order is a valid schedule, and graphs that differ hand over alike.
         merge_elements: neighbouring events share a node while they hold no more elements than this: each node costs
             about 0.1 ms of its own. 0 merges nothing.
 
@@ -271,11 +284,18 @@ def plan(
                 )
         events += _gathers(a)
     if training:
-        events += _reduces(a, {o.name for o in graph.output}, weights)
+        outputs = {o.name for o in graph.output}
+        events += _reduces(a, outputs, weights) if gather else _reduces_in_order(a, outputs, weights)
     events.sort(key=lambda item: item[0])
     if merge_elements:
         events = _merge(events, weights, merge_elements)
-    return Plan(events=tuple(event for _, event in events), weights=weights, takes_weights=gather)
+    gradients = {g for _, event in events if isinstance(event, Reduce) for g in event.gradients}
+    return Plan(
+        events=tuple(event for _, event in events),
+        weights=weights,
+        takes_weights=gather,
+        own_memory=frozenset(_own_memory(a.order, gradients)),
+    )
 
 
 def _merge(events: list[tuple[tuple, Event]], weights: Mapping[str, Weight], limit: int) -> list[tuple[tuple, Event]]:
@@ -309,7 +329,10 @@ def _merge(events: list[tuple[tuple, Event]], weights: Mapping[str, Weight], lim
                 assert isinstance(first, Reduce)
                 merged[open_reduce] = (merged[open_reduce][0], _NOTHING)
                 event = replace(
-                    event, weights=first.weights + event.weights, gradients=first.gradients + event.gradients
+                    event,
+                    weights=first.weights + event.weights,
+                    gradients=first.gradients + event.gradients,
+                    after=tuple(dict.fromkeys(first.after + event.after)),
                 )
                 room_reduce -= size
             else:
@@ -391,6 +414,85 @@ def _reduces(a: Analysis, outputs: set[str], weights: Mapping[str, Weight]) -> l
         )
         events.append(((True, level, 1, names[0], ""), event))
     return events
+
+
+def _reduces_in_order(
+    a: Analysis, outputs: set[str], weights: Mapping[str, Weight]
+) -> list[tuple[tuple, Reduce]]:
+    given = [name for name, weight in weights.items() if weight.trainable and f"{name}_grad" in outputs]
+    readers = _late_readers(a, outputs)
+    return [
+        (
+            (at,),
+            Reduce(
+                phase=Phase.BACKWARD,
+                weights=(name,),
+                gradients=(f"{name}_grad",),
+                after=tuple(out for out in readers.get(name, ()) if out != f"{name}_grad"),
+            ),
+        )
+        for at, name in enumerate(reversed(given))
+    ]
+
+
+def _late_readers(a: Analysis, outputs: set[str]) -> dict[str, list[str]]:
+    """Return by weight what nodes make of it that the module's results do not need, so that they may run late."""
+    results = {name for node in a.order if node.op_type == "YieldOp" for name in all_inputs(node)}
+    early, needed = _ancestors(a, results), _ancestors(a, outputs)
+    readers: dict[str, list[str]] = {}
+    for node in a.order:
+        key = node_key(node)
+        if node.op_type in ("YieldOp", "Shape", "Size") or key in a.made_of or key in early or key not in needed:
+            continue
+        for weight in sorted({w for name in all_inputs(node) for w in a.made_of.get(name, ())}):
+            readers.setdefault(weight, []).append(key)
+    return readers
+
+
+def _ancestors(a: Analysis, names: set[str]) -> set[str]:
+    """Return the keys of the nodes on which the values `names` depend."""
+    wanted, found = set(names), set()
+    for node in reversed(a.order):
+        if any(out in wanted for out in node.output if out):
+            found.add(node_key(node))
+            wanted.update(all_inputs(node))
+    return found
+
+
+def _writes_anew(node: onnx.NodeProto) -> bool:
+    if node.op_type == "ATen":
+        return any(a.name == "operator" and a.s.decode() in _ATEN_ANEW for a in node.attribute)
+    return node.op_type in ANEW
+
+
+def _own_memory(order: Sequence[onnx.NodeProto], gradients: set[str]) -> set[str]:
+    """Return those of `gradients` that nothing else reads, and whose memory is theirs alone.
+
+    ORT computes equal expressions once: values that are equal by what makes them count as one value.
+    """
+    classes: dict[tuple, int] = {}
+    class_of: dict[str, int] = {}
+    size: dict[int, int] = {}
+    made_by: dict[str, onnx.NodeProto] = {}
+    read: set[str] = set()
+    for node in order:
+        names = all_inputs(node)
+        read.update(names)
+        for name in names:
+            class_of.setdefault(name, classes.setdefault((name,), len(classes)))
+        attributes = tuple(sorted(a.SerializeToString() for a in node.attribute))
+        same = (node.op_type, node.domain, attributes, tuple(class_of[name] for name in names))
+        for at, out in enumerate(node.output):
+            if not out:
+                continue
+            made_by[out] = node
+            class_of[out] = classes.setdefault((*same, at), len(classes))
+            size[class_of[out]] = size.get(class_of[out], 0) + 1
+    return {
+        name
+        for name in gradients
+        if name in made_by and _writes_anew(made_by[name]) and name not in read and size[class_of[name]] == 1
+    }
 
 
 def small_share(weights: Mapping[str, Weight]) -> int:

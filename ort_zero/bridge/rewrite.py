@@ -186,6 +186,7 @@ class _Edit:
                 for name, gradient in zip(event.weights, event.gradients, strict=True):
                     w = self.plan.weights[name]
                     read.append((gradient, w.elem_type, len(w.shape)))
+                read += [(name, *self._type_of(name)) for name in event.after]
             nodes.append(_python_op(GATHER if isinstance(event, Gather) else REDUCE, table, index, token, read, made))
             self.infos += [helper.make_tensor_value_info(*m) for m in made]
             token = token_name(index)
@@ -309,7 +310,7 @@ def check(model: onnx.ModelProto, plan: Plan) -> None:
                 raise BridgeError(f"event {index} happens twice")
             chain_of[index] = node.input[0]
             if node.name.startswith("ort_zero_reduce"):
-                for gradient in node.input[1:]:
+                for gradient in node.input[1 : len(node.input) - len(plan.events[index].after)]:
                     reduced[gradient] = reduced.get(gradient, 0) + 1
     for index in range(len(plan.events)):
         expected = token_name(index - 1) if index else TRIGGER

@@ -1,4 +1,4 @@
-"""ZeRO-3's parameters behind the interface of :mod:`ort_zero.bridge.ops`."""
+"""Parameters behind the interface of :mod:`ort_zero.bridge.ops`: whole ones, and those that ZeRO-3 partitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,24 @@ import torch
 from ort_zero.compat import deepspeed as ds_compat
 
 
-class DeepSpeedParameters:
+class PlainParameters:
+    """Takes gradients for parameters that are whole on every rank: ZeRO-0 to 2, DDP, no engine at all."""
+
+    def reduce(self, parameter: Any, gradient: torch.Tensor, own_memory: bool) -> None:
+        """Run the parameter's backward, and with it the hooks of DeepSpeed, of DDP and of the user."""
+        # ORT will use the memory for something else. DeepSpeed copies at once what it sees; others might keep it.
+        lend = not own_memory and ds_compat.has_own_hooks_alone(parameter)
+        if not own_memory and not lend:
+            gradient = gradient.clone()
+        with torch.enable_grad():
+            # Autograd copies a gradient that it is given, but takes over one that a node made. A view has such a node.
+            parameter.view_as(parameter).backward(gradient)
+        if lend and _same_memory(parameter.grad, gradient):
+            parameter.grad.data = parameter.grad.clone()
+        ds_compat.reduce_leaf_gradient(parameter)
+
+
+class DeepSpeedParameters(PlainParameters):
     """Gathers, partitions and reduces through the methods that DeepSpeed puts on each parameter."""
 
     def __init__(self) -> None:
@@ -40,21 +57,14 @@ class DeepSpeedParameters:
             if parameter.ds_status == self._status.AVAILABLE:
                 parameter.partition()
 
-    def reduce(self, parameter: Any, gradient: torch.Tensor) -> None:
-        """Run the parameter's backward, and with it DeepSpeed's own reduction hook and the user's."""
+    def reduce(self, parameter: Any, gradient: torch.Tensor, own_memory: bool) -> None:
+        """Run the parameter's backward; while it runs, the parameter seems to be whole."""
         partitioned = is_partitioned(parameter) and parameter.ds_status == self._status.NOT_AVAILABLE
         saved = parameter.data
         if partitioned:
             parameter.data = gradient.detach()  # carries the full shape only
         try:
-            with torch.enable_grad():
-                # Autograd copies a gradient that it is given, but takes over one that a node made: behind a view node
-                # the copy into DeepSpeed's bucket is the only one. A hook might keep what it sees: it gets a copy.
-                lend = gradient.device.type == "cpu" and not parameter._backward_hooks
-                (parameter.view_as(parameter) if lend else parameter).backward(gradient)
-            if lend and _same_memory(parameter.grad, gradient):
-                parameter.grad.data = parameter.grad.clone()  # ORT will use the memory for something else
-            ds_compat.reduce_leaf_gradient(parameter)
+            super().reduce(parameter, gradient, own_memory)
         finally:
             if partitioned and parameter.ds_status == self._status.NOT_AVAILABLE:
                 parameter.data = saved

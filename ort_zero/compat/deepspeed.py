@@ -76,6 +76,14 @@ def reduce_leaf_gradient(parameter: Any) -> None:
         reduce(parameter)
 
 
+def has_own_hooks_alone(parameter: Any) -> bool:
+    """Return True if no Python hook but DeepSpeed's sees the parameter's gradient."""
+    hooks = parameter._post_accumulate_grad_hooks
+    return not parameter._backward_hooks and all(
+        getattr(hook, "__module__", "").startswith("deepspeed.") for hook in (hooks or {}).values()
+    )
+
+
 def held_part(parameter: Any) -> tuple[Any, int, int, bool]:
     """Return what this rank holds of a parameter: the elements, flat index of the first, elements of the whole.
 

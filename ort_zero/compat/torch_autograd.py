@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch.utils.weak import TensorWeakRef
 
@@ -9,6 +12,23 @@ from torch.utils.weak import TensorWeakRef
 def current_backward() -> int:
     """Return the number of the backward that runs on this thread, -1 if none does."""
     return torch._C._current_graph_task_id()
+
+
+def leaves_behind(nodes: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the leaf tensors to which a backward through `nodes` of autograd's graph would lead."""
+    leaves: list[torch.Tensor] = []
+    seen: set[Any] = set()
+    stack = [node for node in nodes if node is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(leaf)
+        stack += [following for following, _ in node.next_functions if following is not None]
+    return leaves
 
 
 class LeafInGraph:
@@ -20,6 +40,11 @@ class LeafInGraph:
     def alive(self) -> bool:
         """Return True while somebody may still run a backward down to the leaf."""
         return self._leaf() is not None
+
+    def among(self, leaves: list[torch.Tensor]) -> bool:
+        """Return True if it is one of `leaves`."""
+        leaf = self._leaf()
+        return leaf is not None and any(leaf is other for other in leaves)
 
     def in_current_backward(self) -> bool:
         """Return True if the backward that runs at the moment comes, or came, to the leaf."""

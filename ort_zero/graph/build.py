@@ -17,10 +17,10 @@ import torch
 
 from ort_zero import env
 from ort_zero.bridge import ops
-from ort_zero.bridge.plan import Weight, small_share
+from ort_zero.bridge.plan import Plan, Weight, small_share
 from ort_zero.bridge.plan import plan as make_plan
 from ort_zero.bridge.rewrite import TRIGGER, describe, rewrite
-from ort_zero.bridge.zero_parameters import DeepSpeedParameters, full_shape, is_partitioned
+from ort_zero.bridge.zero_parameters import DeepSpeedParameters, PlainParameters, full_shape, is_partitioned
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_checkpoint, torch_onnx
 from ort_zero.config import OrtModuleConfig
@@ -55,6 +55,7 @@ class Builder:
         kept: submodules that stay in PyTorch.
         routes: operators that do.
         sums: of the gradients of all graphs of the model.
+        memory_efficient_gradients: put reduce nodes into the training graph also where no weight is partitioned.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Builder:
         manager: ort_compat.Manager,
         kept: KeptInTorch,
         sums: ops.Sums,
+        memory_efficient_gradients: bool,
     ):
+        self.memory_efficient_gradients = memory_efficient_gradients
         self.module = module
         self.config = config
         self.manager = manager
@@ -195,13 +198,11 @@ class Builder:
         model, info = built.model, built.info
         if manager.device.type == "cpu":
             unfuse_for_cpu(model)
-        partitioned = {name: p for name, p in parameters.items() if is_partitioned(p)}
         table, bridge, digest, gradient = None, None, "no bridge", None
-        if partitioned:
-            weights = _weights(partitioned)
-            plan = make_plan(model, weights, training=manager.training, merge_elements=small_share(weights))
+        plan = self._plan(model, parameters)
+        if plan is not None:
             with self._timed("bridge"):
-                table, model, gradient = self._rewritten(model, plan, partitioned)
+                table, model, gradient = self._rewritten(model, plan, parameters)
             bridge, digest = describe(plan), plan.digest()
         if exported.taps:
             taps.register(ort_compat.register_function)
@@ -237,12 +238,28 @@ class Builder:
         with self._timed("gradient graph"):
             return BuiltModel(*self.manager.build(info.exported_model, info.onnx_graph_input_names, wanted, inputs))
 
-    def _rewritten(self, model: onnx.ModelProto, plan: Any, parameters: dict[str, Any]) -> tuple:
+    def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any]) -> Plan | None:
+        """Return what the bridge does in a graph, None for nothing."""
+        training = self.manager.training
+        partitioned = {name: p for name, p in parameters.items() if is_partitioned(p)}
+        if partitioned:
+            weights = _weights(partitioned)
+            return make_plan(model, weights, training=training, merge_elements=small_share(weights))
+        if not self.memory_efficient_gradients or not training:
+            return None
+        weights = _weights(parameters)
+        merged = min(small_share(weights), ops.BUCKET)
+        plan = make_plan(model, weights, training=True, gather=False, merge_elements=merged)
+        return plan if plan.events else None
+
+    def _rewritten(self, model: onnx.ModelProto, plan: Plan, parameters: dict[str, Any]) -> tuple:
         """Return table, rewritten graph and the gradient of the trigger."""
         ops.register(ort_compat.register_function)
-        table = ops.Table(plan, parameters, DeepSpeedParameters(), self.prefetch_elements, self.sums)
-        in_torch = {name for node in model.graph.node if node.op_type == "PythonOp" for name in node.input}
-        table.lends = frozenset(in_torch & set(plan.weights))
+        store = DeepSpeedParameters() if plan.takes_weights else PlainParameters()
+        table = ops.Table(plan, parameters, store, self.prefetch_elements, self.sums)
+        if plan.takes_weights:
+            in_torch = {name for node in model.graph.node if node.op_type == "PythonOp" for name in node.input}
+            table.lends = frozenset(in_torch & set(plan.weights))
         return table, *rewrite(model, plan, table=table.number, training=self.manager.training)
 
     def _model_info(

@@ -27,7 +27,7 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.torch_onnx import Unexportable
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.config import OrtModuleConfig
-from ort_zero.errors import ExportError, RankError
+from ort_zero.errors import BridgeError, ExportError, RankError
 from ort_zero.graph import in_torch, structure
 from ort_zero.graph.build import Builder
 from ort_zero.graph.failures import explain
@@ -60,15 +60,19 @@ class Runtime:
         module: the user's module.
         config: the section's ``ortmodule`` part.
         stage: ZeRO stage of the engine.
+        memory_efficient_gradients: hand each gradient to its parameter the moment it exists, also below ZeRO-3.
     """
 
-    def __init__(self, module: torch.nn.Module, config: OrtModuleConfig, stage: int):
+    def __init__(
+        self, module: torch.nn.Module, config: OrtModuleConfig, stage: int, memory_efficient_gradients: bool = False
+    ):
         self.module = module
+        self.memory_efficient_gradients = memory_efficient_gradients
         self.config = config
         self.stage = stage
         self.group: Any = None
         self.prefetch_elements = 0
-        self.sums = ops.Sums()
+        self.sums = ops.Sums(self._agree_on_backward)
         self.fallback_reason: str | None = None
         self.kept = KeptInTorch(module, config.exclude)
         self.history = History()
@@ -154,7 +158,9 @@ class Runtime:
         if self._watch is None:
             self._watch = ModelWatch(self.module)
         if manager.training not in self.modes:
-            builder = Builder(self.module, self.config, manager, self.kept, self.sums)
+            builder = Builder(
+                self.module, self.config, manager, self.kept, self.sums, self.memory_efficient_gradients
+            )
             self.modes[manager.training] = GraphTransitionManager(
                 builder, self._watch, self.history, self.config.graph_cache_size
             )
@@ -309,7 +315,8 @@ class Runtime:
         here: set[int] = set()
 
         def source_of(tensor: torch.Tensor) -> Any:
-            if any(graph.table is not None for mode in self.modes.values() for graph in mode.graphs):
+            tables = (graph.table for mode in self.modes.values() for graph in mode.graphs)
+            if any(table is not None and table.plan.takes_weights for table in tables):
                 return ops.lent_at(tensor)
             if not here:
                 whole = (p for p in self.module.parameters() if not is_partitioned(p))
@@ -324,6 +331,18 @@ class Runtime:
         agreement.raise_if_others_failed([r[1] for r in reports], "building the ONNX graph")
         if error is None and self.stage == 3:
             self._refuse_mixed([r[0] for r in reports])
+
+    def _agree_on_backward(self, digest: int) -> None:
+        """Raise unless all ranks reduce the same gradients: ZeRO-2 fills its buckets as they come, and asks nobody."""
+        if self.stage != 2 or agreement.world_size(self.group) == 1:
+            return
+        votes = agreement.votes(REUSE, digest, self.group)
+        odd = [rank for rank, vote in enumerate(votes) if vote.digest != votes[0].digest]
+        if odd:
+            raise BridgeError(
+                f"ranks {odd} have gradients of other parameters than rank 0 in this backward, and ZeRO-2 would mix "
+                "them up: let every rank use the same parameters, or use ZeRO-1"
+            )
 
     def _refuse_mixed(self, digests: list) -> None:
         """Raise on all ranks if their graphs would not perform the same collectives."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from ort_zero.bridge.ops import (
     GatherFunction,
     LiveElements,
     ReduceFunction,
+    Sums,
     Table,
     _tables,
     live_tables,
+    reduced_behind,
     register,
 )
 from ort_zero.bridge.plan import Gather, Phase, Plan, Reduce, Weight
+from ort_zero.bridge.zero_parameters import PlainParameters
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 SIZE = 10
@@ -79,8 +83,8 @@ class Store:
         for p in whole:
             p.state, p.data = "away", torch.empty(0)
 
-    def reduce(self, parameter, gradient):
-        self._record("reduce", f"{parameter}={gradient.item():g}")
+    def reduce(self, parameter, gradient, own_memory):
+        self._record("reduce", f"{parameter}={gradient.item():g}{'!' if own_memory else ''}")
 
 
 def names(parameters) -> str:
@@ -457,7 +461,64 @@ def test_one_backward_of_two_runs_reduces_each_parameter_once():
     table = table_of(reduce("b"), reduce("a"))
     one, two = run_of(table, {0: [1.0], 1: [2.0]}), run_of(table, {0: [10.0], 1: [20.0]})
     (one + two).sum().backward()
-    assert calls(table) == ["reduce b=11", "reduce a=22"]
+    assert calls(table) == ["reduce b=11!", "reduce a=22!"]
+
+
+def test_a_gradient_whose_memory_is_its_own_is_kept_rather_than_copied():
+    plan = Plan(events=(reduce("ab"),), weights={}, takes_weights=False, own_memory=frozenset({"a_grad"}))
+    plan = replace(plan, weights={w: Weight(name=w, shape=(1,), elem_type=1) for w in "ab"})
+    table = Table(plan, {w: torch.nn.Parameter(torch.zeros(1)) for w in "ab"}, PlainParameters())
+    kept = []
+    table._parameters[0][1].register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    a, b = torch.ones(1), torch.ones(1)
+    table.reduce(0, [a, b])
+    given = [p.grad for p in table._parameters[0]]
+    assert [g.item() for g in given] == [1.0, 1.0] and kept[0] is given[1]
+    assert given[0].data_ptr() == a.data_ptr() and given[1].data_ptr() != b.data_ptr()
+
+
+def test_lent_memory_is_left_behind_where_nobody_copied_it():
+    plan = Plan(events=(reduce("a"),), weights={"a": Weight(name="a", shape=(1,), elem_type=1)}, takes_weights=False)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    lent = torch.ones(1)
+    Table(plan, {"a": parameter}, PlainParameters()).reduce(0, [lent])
+    lent.fill_(7.0)
+    assert parameter.grad.item() == 1.0
+
+
+def test_a_backward_for_inputs_alone_reduces_nothing():
+    table = table_of(reduce("a"))
+    x = torch.ones(1, requires_grad=True)
+    run = run_of(table, {0: [1.0]})
+    (gradient,) = torch.autograd.grad((run + x).sum(), x, retain_graph=True)
+    assert gradient.item() == 1.0
+    torch.autograd.grad((run * x).sum(), [x], grad_outputs=torch.tensor(1.0), retain_graph=True)
+    assert calls(table) == [] and table.counters.reduces == 0
+    run.sum().backward()
+    assert calls(table) == ["reduce a=1"]
+
+
+def test_ranks_are_asked_once_in_a_backward_about_all_its_runs():
+    asked = []
+    sums = Sums(asked.append)
+    plan = Plan(events=(reduce("a"), reduce("b")), weights={w: Weight(name=w, shape=(1,), elem_type=1) for w in "ab"})
+    by_name = {w: Parameter(w, 0) for w in "ab"}
+    plans = plan, replace(plan, events=plan.events[:1])
+    tables = [Table(p, by_name, Store(), 0, sums) for p in plans]
+    for kinds in ((0,), (0,), (1,), (0, 1)):
+        runs = [run_of(tables[kind], {i: [1.0] for i in range(len(tables[kind].plan.events))}) for kind in kinds]
+        sum(runs).sum().backward()
+    assert len(asked) == 4 and asked[0] == asked[1] and len(set(asked)) == 3
+
+
+def test_parameters_are_found_behind_results():
+    weights = {w: Weight(name=w, shape=(1,), elem_type=1) for w in "abc"}
+    parameters = {w: torch.nn.Parameter(torch.zeros(1)) for w in "abc"}
+    table = Table(Plan(events=(reduce("ab"),), weights=weights, takes_weights=False), parameters, PlainParameters())
+    other = run_of(table, {0: [1.0, 1.0]})
+    behind = reduced_behind([(run_of(table, {0: [1.0, 1.0]}) * 2).sum().grad_fn])
+    assert len(behind) == 2 and {id(p) for p in behind} == {id(parameters["a"]), id(parameters["b"])}
+    assert other.requires_grad and reduced_behind([(torch.ones(1, requires_grad=True) * 2).grad_fn]) == []
 
 
 def test_a_backward_waits_for_no_run_that_it_does_not_reach():
@@ -477,7 +538,7 @@ def test_runs_of_two_graphs_of_one_model_add_up():
     part = Table(Plan(events=(reduce("b"),), weights=first.plan.weights), first.by_name, first.store, 0, first.sums)
     runs = run_of(first, {0: [1.0, 2.0]}), run_of(second, {0: [3.0, 4.0]}), run_of(part, {0: [50.0]})
     sum(runs).sum().backward()
-    assert sorted(calls(first)) == ["reduce a=4", "reduce b=56"]
+    assert sorted(calls(first)) == ["reduce a=4!", "reduce b=56!"]
 
 
 def test_a_backward_that_failed_leaves_no_sum_behind():
@@ -488,7 +549,7 @@ def test_a_backward_that_failed_leaves_no_sum_behind():
     calls(table)
     fresh, other = run_of(table, {0: [5.0]}), run_of(table, {0: [6.0]})
     (fresh + other).sum().backward()
-    assert calls(table) == ["reduce a=11"]
+    assert calls(table) == ["reduce a=11!"]
 
 
 def test_sums_forget_runs_that_nobody_can_go_back_through():
@@ -496,7 +557,7 @@ def test_sums_forget_runs_that_nobody_can_go_back_through():
     for _ in range(5):
         run_of(table, {0: [1.0]})
     kept = run_of(table, {0: [1.0]})
-    assert sum(leaf.alive() for leaf, _ in table.sums._runs) == 1
+    assert sum(run.leaf.alive() for run in table.sums._runs) == 1
     del kept
     run_of(table, {0: [1.0]})
     assert len(table.sums._runs) == 1

@@ -139,7 +139,48 @@ def test_without_training_nothing_is_reduced():
 def test_reduces_alone_leave_the_weights_where_they_are():
     p = plan(mlp(), MLP_WEIGHTS, training=True, gather=False)
     assert p.gathers() == []
-    assert [r.weights for _, r in p.reduces()] == [("b.bias",), ("b.weight",), ("a.bias",), ("a.weight",)]
+    assert [r.weights for _, r in p.reduces()] == [("b.bias",), ("a.bias",), ("b.weight",), ("a.weight",)]
+
+
+def test_reduces_alone_come_in_one_order_whatever_the_graph():
+    other = mlp()  # here the last layer's weight gets its gradient last
+    for made in other.graph.node:
+        if made.output[0] == "b.weight_grad":
+            made.CopyFrom(node("MatMul", "late r", "b.weight_grad"))
+    other.graph.node.append(node("Add", "out_grad_t x_grad", "late"))
+    plans = [plan(model, MLP_WEIGHTS, training=True, gather=False) for model in (mlp(), other)]
+    assert [e.weights for e in plans[0].events] == [e.weights for e in plans[1].events]
+    assert plans[0].digest() == plans[1].digest()
+    apart = [plan(model, MLP_WEIGHTS, training=True) for model in (mlp(), other)]
+    assert apart[0].digest() != apart[1].digest()
+
+
+def test_small_reduces_alone_share_a_node():
+    p = plan(mlp(), MLP_WEIGHTS, training=True, gather=False, merge_elements=SIZE * SIZE)
+    assert [r.weights for _, r in p.reduces()] == [("b.bias", "a.bias"), ("b.weight",), ("a.weight",)]
+
+
+def _own(*nodes) -> frozenset[str]:
+    """Return which gradients of u and w share their memory with nothing, in a graph whose backward is `nodes`."""
+    model = model_of([node("Relu", "x", "out"), node("YieldOp", "out", "g"), *nodes], "xuw", ["u_grad", "w_grad"])
+    return plan(model, weights_of("u", "w"), training=True, gather=False).own_memory
+
+
+def test_gradients_that_share_their_memory_are_known():
+    apart = node("Transpose", "g", "t"), node("MatMul", "t x", "u_grad")
+    assert _own(*apart, node("ReduceSum", "g", "w_grad")) == {"u_grad", "w_grad"}
+    # a name for another value, and a kernel that writes into its input's memory
+    assert _own(*apart, node("Identity", "g", "w_grad")) == {"u_grad"}
+    assert _own(*apart, node("Add", "g t", "w_grad")) == {"u_grad"}
+    # read by somebody else
+    assert _own(*apart, node("MatMul", "u_grad x", "w_grad")) == {"w_grad"}
+    # one value once ORT has found equal expressions, at any depth
+    assert _own(*apart, node("MatMul", "t x", "w_grad")) == frozenset()
+    assert _own(*apart, node("Transpose", "g", "t2"), node("MatMul", "t2 x", "w_grad")) == frozenset()
+    assert _own(*apart, node("MatMul", "g x", "w_grad")) == {"u_grad", "w_grad"}
+    backward = node("ATen", "g x", "w_grad", operator="embedding_backward")
+    assert _own(*apart, backward) == {"u_grad", "w_grad"}
+    assert _own(*apart, node("ATen", "g x", "w_grad", operator="view")) == {"u_grad"}
 
 
 @pytest.mark.parametrize(("distance", "gathers"), [(1, 1), (NEAR, 1), (NEAR + 1, 2)])

@@ -89,7 +89,6 @@ _ASKED = {
     "statistics.enabled": True,
     "memory.recompute": "all",
     "memory.budget": "1GB",
-    "memory_efficient_gradients": True,
 }
 
 

@@ -1,0 +1,224 @@
+"""Measures what ``"memory_efficient_gradients"`` saves in a backward and costs in time, under ZeRO-2 by default.
+
+Memory: each variant trains in processes of its own. The kernel's mark of the largest resident set is put back before
+each backward and read after it, from the second step on, when ORT's arena has its size; what is printed is the largest
+of all ranks and backwards. The gradients that the option saves are to be at least 60 % of the size of all.
+
+Time: both engines live in one process group and take turns of a few steps, in an order that changes from round to
+round; the first step of a turn is not counted. A step's time is that of the slowest rank; on a busy machine CPU time
+(all threads) tells more. Ratios are taken within a round and their median is printed with the smallest and the largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_time import batch, build
+
+GOAL_SAVED = 0.6
+"""Least share of the gradients' size by which the peak is to fall."""
+GOAL_TIME = 1.02
+"""Largest ratio of the step times with the option on and off."""
+KINDS = ("step", "backward", "cpu")
+
+
+class Variant:
+    """A model that trains with the option on or off.
+
+    Args:
+        on: ``"memory_efficient_gradients"``.
+        options: sizes, and under what the model is trained.
+    """
+
+    def __init__(self, on: bool, options: dict[str, Any]):
+        from ort_zero import config, engine, plugin
+
+        model = build(options["model"], options)
+        self.elements = sum(p.numel() for p in model.parameters())
+        self.steps = 0
+        if options["stage"] == "ddp":
+            self.runtime, wrapped = engine.wrap(
+                model, config.OrtModuleConfig(log_level="ERROR"), 0, memory_efficient_gradients=on
+            )
+            self.module = torch.nn.parallel.DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
+            self.optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+            self.backward, self.update = torch.Tensor.backward, self._update
+            return
+        import deepspeed
+
+        bucket = {} if options["bucket"] is None else {"reduce_bucket_size": options["bucket"]}
+        before = set(plugin._runtimes)
+        self.module, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=model.parameters(),
+            config={
+                "train_micro_batch_size_per_gpu": options["batch"],
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+                "zero_allow_untested_optimizer": True,
+                "zero_optimization": {"stage": int(options["stage"]), **bucket},
+                "ort_zero": {"ortmodule": {"log_level": "ERROR"}, "memory_efficient_gradients": on},
+            },
+        )
+        (self.runtime,) = set(plugin._runtimes) - before
+        self.backward, self.update = self.module.backward, self.module.step
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, inputs: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Train one step; return its seconds, those of its backward and of the CPU, and memory in MB."""
+        start, cpu = time.perf_counter(), time.process_time()
+        loss = self.module(**inputs).loss
+        Path("/proc/self/clear_refs").write_text("5")  # the mark starts anew
+        before, middle = _memory("VmRSS"), time.perf_counter()
+        self.backward(loss)
+        backward = time.perf_counter() - middle
+        peak = _memory("VmHWM")
+        self.update()
+        self.steps += 1
+        self.loss = loss.item()
+        return {
+            "step": time.perf_counter() - start,
+            "backward": backward,
+            "cpu": time.process_time() - cpu,
+            "peak": peak,
+            "rise": peak - before,
+        }
+
+    def check(self, on: bool) -> int:
+        """Return the number of reduce nodes that ran in a step, after asserting that ORT ran every step."""
+        status = self.runtime.status()
+        graph = status["graphs"]["training"]
+        assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0, status
+        assert graph["runs"] == {"forward": self.steps, "backward": self.steps}, status
+        assert (graph["reduces"] > 0) == on, status
+        return graph["reduces"] // self.steps
+
+
+def _memory(field: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def _start() -> int:
+    import ort_zero
+
+    ort_zero.enable()
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    return torch.distributed.get_rank()
+
+
+def measure_memory(on: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Run on each rank: train one variant; return its largest values after the first step."""
+    inputs = batch(options, _start())
+    variant = Variant(on, options)
+    got = [variant.step(inputs) for _ in range(options["steps"])]
+    return {
+        "peak": max(step["peak"] for step in got[1:]),
+        "first_rise": got[0]["rise"],
+        "gradients": variant.elements * 4 / 2**20,
+        "reduces": variant.check(on),
+        "loss": variant.loss,
+    }
+
+
+def measure_time(options: dict[str, Any]) -> dict[str, Any]:
+    """Run on each rank: return the seconds of step and backward of each round, off and on."""
+    inputs = batch(options, _start())
+    variants = {on: Variant(on, options) for on in (False, True)}
+    for variant in variants.values():
+        for _ in range(2):
+            variant.step(inputs)
+    times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    for number in range(options["rounds"]):
+        for on in (False, True) if number % 2 else (True, False):
+            turn = []
+            for _ in range(options["turn"]):
+                torch.distributed.barrier()
+                turn.append(variants[on].step(inputs))
+            counted = turn[1:] or turn
+            times[on].append(tuple(statistics.median(s[key] for s in counted) for key in KINDS))
+    for on, variant in variants.items():
+        variant.check(on)
+    return {"off": times[False], "on": times[True], "losses": [v.loss for v in variants.values()]}
+
+
+def summarize_time(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians in milliseconds and ratios on / off (median, smallest, largest of the rounds)."""
+    result: dict[str, Any] = {"losses": reports[0]["losses"]}
+    for at, what in enumerate(KINDS):
+        wall = {
+            key: [max(ranks)[0] for ranks in zip(*([(r[at],) for r in report[key]] for report in reports), strict=True)]
+            for key in ("off", "on")
+        }
+        ratios = [on / off for on, off in zip(wall["on"], wall["off"], strict=True)]
+        result[what] = {
+            **{f"{key}_ms": statistics.median(values) * 1e3 for key, values in wall.items()},
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+        }
+    return result
+
+
+def main() -> int:
+    """Print the figures; return 1 if one of the goals is missed."""
+    parser = argparse.ArgumentParser(description="Memory and time with memory_efficient_gradients on and off.")
+    parser.add_argument("--model", choices=("bert", "gpt2"), default="gpt2")
+    parser.add_argument("--stage", choices=("0", "1", "2", "ddp"), default="2")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3, help="steps of each memory run; the first is not counted")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of the time run; 0 leaves it out")
+    parser.add_argument("--turn", type=int, default=3, help="steps in a row of one engine; the first is not counted")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--vocab", type=int, default=18000)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--bucket", type=int, help="reduce_bucket_size; DeepSpeed's default if not given")
+    parser.add_argument("--timeout", type=float, default=900)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    from ort_zero.testing.ranks import run_on_ranks
+
+    memory = {}
+    for on in (False, True):
+        reports = run_on_ranks(measure_memory, args.ranks, on, vars(args), timeout=args.timeout)
+        memory["on" if on else "off"] = {**reports[0], "peak": max(report["peak"] for report in reports)}
+    size = memory["off"]["gradients"]
+    saved = (memory["off"]["peak"] - memory["on"]["peak"]) / size
+    result: dict[str, Any] = {"memory": memory, "saved": saved}
+    if args.rounds:
+        result["time"] = summarize_time(run_on_ranks(measure_time, args.ranks, vars(args), timeout=args.timeout))
+    ratio = result["time"]["step"]["ratio"] if args.rounds else 1.0
+    if args.json:
+        print(json.dumps(result))
+        return int(saved < GOAL_SAVED or ratio > GOAL_TIME)
+    print(f"{args.model}, {args.stage}, {args.ranks} ranks, gradients {size:.0f} MB")
+    for key, got in memory.items():
+        print(f"  {key:<4} peak of the backward {got['peak']:8.0f} MB, rise in the first {got['first_rise']:8.0f} MB, "
+              f"{got['reduces']} reduces, loss {got['loss']:.6f}")  # fmt: skip
+    print(f"  saved {100 * saved:.0f} % of the gradients' size; goal: at least {100 * GOAL_SAVED:.0f} %")
+    for what in KINDS if args.rounds else ():
+        got = result["time"][what]
+        print(f"  {what:<9} off {got['off_ms']:8.1f} ms, on {got['on_ms']:8.1f} ms, ratio {got['ratio']:.3f} "
+              f"({got['ratio_min']:.3f} to {got['ratio_max']:.3f})")  # fmt: skip
+    if args.rounds:
+        print(f"  goal: a step at most {GOAL_TIME} times as long")
+    return int(saved < GOAL_SAVED or ratio > GOAL_TIME)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
