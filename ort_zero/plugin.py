@@ -14,7 +14,8 @@ from ort_zero import env
 
 _HOOKED_MODULE = "deepspeed.runtime.engine"
 _sets: dict[str, Any] = {}
-_runtimes: weakref.WeakSet = weakref.WeakSet()
+_runtimes: list[weakref.ref] = []
+"""In the order in which the models were wrapped."""
 _state: dict[str, Any] = {"armed": False, "auto_error": None}
 
 
@@ -146,16 +147,18 @@ def patch_ortmodule() -> None:
 
 def register(runtime: Any) -> None:
     """Make a model's runtime show in :func:`status` for as long as it lives."""
-    _runtimes.add(runtime)
+    _runtimes[:] = [known for known in _runtimes if known() is not None]
+    _runtimes.append(weakref.ref(runtime))
 
 
 def status() -> dict[str, Any]:
     """Return what is patched, which graph runs, and why, as plain values.
 
     Keys: ``enabled``, ``reason`` (why not, or None), ``patches`` (targets), ``models`` (one for each engine whose
-    section asks for ONNX Runtime: backend, graphs, runs, gathers, reduces, fallback reason) and ``fallbacks`` (sum).
+    section asks for ONNX Runtime, the newest one last: backend, graphs, runs, gathers, reduces, transitions, fallback
+    reason) and ``fallbacks`` (sum).
     """
-    models = [runtime.status() for runtime in _runtimes]
+    models = [runtime.status() for known in _runtimes if (runtime := known()) is not None]
     reason = "ORT_ZERO_DISABLE is set" if env.disabled() else _state["auto_error"]
     return {
         "enabled": is_enabled(),

@@ -17,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ort_zero.bridge.plan import Gather, Phase, Plan
+from ort_zero.bridge.python_op import register_once
 from ort_zero.bridge.rewrite import GATHER, REDUCE
 from ort_zero.compat.torch_autograd import LeafInGraph, current_backward, leaves_behind
 
@@ -477,17 +478,6 @@ class ReduceFunction(torch.autograd.Function):
         raise RuntimeError("a reduce node is not differentiable")
 
 
-_registered = False
-
-
-def register(register_function) -> None:
-    """Make the two functions known to ORT; a second call does nothing.
-
-    Args:
-        register_function: ``(name, autograd Function)``, see :func:`ort_zero.compat.ortmodule.register_function`.
-    """
-    global _registered
-    if not _registered:
-        register_function(GATHER, GatherFunction)
-        register_function(REDUCE, ReduceFunction)
-        _registered = True
+def register(register_function: Callable[[str, type], None]) -> None:
+    """Make the two functions known to ORT, once."""
+    register_once(register_function, {GATHER: GatherFunction, REDUCE: ReduceFunction})

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,13 +23,20 @@ import onnx
 
 from ort_zero.errors import BridgeError
 
-ANEW = frozenset(
-    ("MatMul", "FusedMatMul", "Gemm", "ReduceSum", "Transpose", "GatherGrad", "Conv", "ConvGrad",
-     "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad")
-)  # fmt: skip
-"""Operators whose kernels write each result into memory of its own, never into that of an input."""
+PRODUCTS = frozenset(("MatMul", "FusedMatMul", "Gemm"))
+ANEW = PRODUCTS | {
+    "ReduceSum", "GatherGrad", "ConvGrad", "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"
+}  # fmt: skip
+"""Operators whose kernels write each result into memory of its own, never into that of an input.
+
+Checked for ORT's CPU provider: the planner lets values share memory where a kernel's definition says Alias,
+VariadicAlias, MayInplace or MayStridedOutput (core/framework/allocation_planner.cc), and the definitions of these say
+nothing of the kind (core/providers/cpu/{math/matmul,math/gemm,reduction/reduction_ops}.cc,
+contrib_ops/cpu/fusedmatmul.cc, orttraining/training_ops/cpu/{tensor/gather_grad,nn/conv_grad,nn/layer_norm}.cc).
+A contract test runs them in the installed version.
+"""
 _ATEN_ANEW = frozenset(("embedding_backward", "aten::embedding_backward"))
-"""The same for operators of ATen nodes."""
+"""The same for operators of ATen nodes, which return tensors of PyTorch's."""
 
 NEAR = 8
 """Uses of a weight within so many levels share one gather; a farther use gathers again, so nothing is kept between."""
@@ -294,7 +302,7 @@ def plan(
         events=tuple(event for _, event in events),
         weights=weights,
         takes_weights=gather,
-        own_memory=frozenset(_own_memory(a.order, gradients)),
+        own_memory=frozenset(_own_memory(a.order, {o.name for o in graph.output} - gradients, gradients)),
     )
 
 
@@ -459,13 +467,17 @@ def _ancestors(a: Analysis, names: set[str]) -> set[str]:
     return found
 
 
-def _writes_anew(node: onnx.NodeProto) -> bool:
+def _writes_anew(node: onnx.NodeProto, made_by: Mapping[str, onnx.NodeProto], times_read: Mapping[str, int]) -> bool:
     if node.op_type == "ATen":
         return any(a.name == "operator" and a.s.decode() in _ATEN_ANEW for a in node.attribute)
+    if node.op_type == "Transpose":
+        # ORT optimizes the graph once more: of two Transposes nothing may be left, of one and a product a product is
+        product = made_by.get(node.input[0])
+        return product is not None and product.op_type in PRODUCTS and times_read[node.input[0]] == 1
     return node.op_type in ANEW
 
 
-def _own_memory(order: Sequence[onnx.NodeProto], gradients: set[str]) -> set[str]:
+def _own_memory(order: Sequence[onnx.NodeProto], outputs: set[str], gradients: set[str]) -> set[str]:
     """Return those of `gradients` that nothing else reads, and whose memory is theirs alone.
 
     ORT computes equal expressions once: values that are equal by what makes them count as one value.
@@ -474,7 +486,7 @@ def _own_memory(order: Sequence[onnx.NodeProto], gradients: set[str]) -> set[str
     class_of: dict[str, int] = {}
     size: dict[int, int] = {}
     made_by: dict[str, onnx.NodeProto] = {}
-    read: set[str] = set()
+    read: Counter[str] = Counter(outputs)
     for node in order:
         names = all_inputs(node)
         read.update(names)
@@ -491,7 +503,10 @@ def _own_memory(order: Sequence[onnx.NodeProto], gradients: set[str]) -> set[str
     return {
         name
         for name in gradients
-        if name in made_by and _writes_anew(made_by[name]) and name not in read and size[class_of[name]] == 1
+        if name in made_by
+        and name not in read
+        and size[class_of[name]] == 1
+        and _writes_anew(made_by[name], made_by, read)
     }
 
 

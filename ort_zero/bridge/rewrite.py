@@ -22,6 +22,7 @@ from ort_zero.bridge.plan import (
     node_key,
     sorted_nodes,
 )
+from ort_zero.bridge.python_op import python_op
 from ort_zero.errors import BridgeError
 
 TRIGGER = "ort_zero_trigger"
@@ -175,19 +176,20 @@ class _Edit:
         nodes = []
         token = TRIGGER
         for index, event in enumerate(self.plan.events):
-            made = [(token_name(index), TensorProto.FLOAT, [1])]
+            read, made = [(token, *_TOKEN)], [(token_name(index), TensorProto.FLOAT, [1])]
             if isinstance(event, Gather):
-                read = [(event.anchor, *self._type_of(event.anchor))] if event.anchor else []
+                read += [(event.anchor, *self._type_of(event.anchor))] if event.anchor else []
                 for name in event.weights:
                     w = self.plan.weights[name]
                     made.append((gathered_name(name, index), w.elem_type, list(w.shape)))
             else:
-                read = []
                 for name, gradient in zip(event.weights, event.gradients, strict=True):
                     w = self.plan.weights[name]
                     read.append((gradient, w.elem_type, len(w.shape)))
                 read += [(name, *self._type_of(name)) for name in event.after]
-            nodes.append(_python_op(GATHER if isinstance(event, Gather) else REDUCE, table, index, token, read, made))
+            function, name = (GATHER, "gather") if isinstance(event, Gather) else (REDUCE, "reduce")
+            ranked = [(value, kind, len(shape)) for value, kind, shape in made]
+            nodes.append(python_op(function, f"ort_zero_{name}_{index}", (table, index), read, ranked))
             self.infos += [helper.make_tensor_value_info(*m) for m in made]
             token = token_name(index)
         return nodes
@@ -197,30 +199,6 @@ class _Edit:
         if info is None or not info.elem_type:
             return _TOKEN
         return info.elem_type, len(info.shape.dim)
-
-
-def _python_op(function: str, table: int, index: int, token: str, read: list, made: list) -> onnx.NodeProto:
-    name = f"{function.rpartition(':')[2]}_{index}"
-    return helper.make_node(
-        "PythonOp",
-        [token, *(r[0] for r in read)],
-        [f"ort_zero_ctx_{index}", *(m[0] for m in made)],
-        f"ort_zero_{name}",
-        "",
-        "com.microsoft",
-        func_name=function,
-        input_convention="cc" + "d" * (1 + len(read)),
-        input_tensor_types=[_TOKEN[0], *(r[1] for r in read)],
-        input_tensor_ranks=[_TOKEN[1], *(r[2] for r in read)],
-        output_tensor_types=[m[1] for m in made],
-        output_tensor_ranks=[len(m[2]) for m in made],
-        input_int_scalars=[table, index],
-        input_int_scalar_positions=[0, 1],
-        # no context is made or kept: nothing of a gathered weight outlives its readers
-        training_mode=0,
-        safe_run_mode=0,
-        comment="",
-    )
 
 
 def _copy(message):

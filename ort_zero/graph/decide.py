@@ -110,5 +110,19 @@ def _modes(old: bytes, new: bytes) -> str:
 def _listed(what: str, names: Sequence[str]) -> str:
     if len(names) == 1:
         return f'{what} "{names[0]}"'
+    layer = _common_path(names)
+    if layer:
+        return f'{len(names)} {what}s of "{layer}"'
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     return f"{len(names)} {what}s ({', '.join(names[:MOST_NAMES])}{more})"
+
+
+def _common_path(names: Sequence[str]) -> str:
+    """Return the path of the innermost module that holds all parameters `names`, "" for the whole."""
+    paths = [name.split(".")[:-1] for name in names]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)

@@ -92,6 +92,8 @@ class Runtime:
         self._training = True
         """Whether the call that runs wants gradients; the module's own mode is another matter."""
         self._must_vote = self._must_exchange = self._building = False
+        self._new: Graph | None = None
+        """The graph that this call has made."""
         self._forced: str | None = None
         """Why the graph of this call does not hold, although it fits."""
         self._reasons: tuple[str, ...] = ()
@@ -105,6 +107,7 @@ class Runtime:
         With ``"fallback": "warn"`` a graph that one rank cannot build makes all ranks run PyTorch from then on.
         """
         self._must_exchange = self._building = False
+        self._new = None
         self._forced = None
         self._training = manager.training
         if self.fallback_reason is not None:
@@ -189,21 +192,15 @@ class Runtime:
             self._forced = None
         if self._must_vote:
             self._vote(transitions, transition)
-        self._building = transition.action.builds
+        self._building, self._new = transition.action.builds, None
         self._reasons = transition.reasons
         before = set(map(id, transitions.graphs))
-        graph = transitions.enter(transition, observed, call, self._watching)
+        graph = self._new = transitions.enter(transition, observed, call, self._watching)
         if id(graph) not in before:
             self._guard_runs(graph)
         if self._must_exchange:
-            try:
-                self._exchange(graph.digest, None)
-            except BaseException:
-                if transition.action.builds:
-                    transitions.forget(graph)
-                raise
+            self._exchange(graph.digest, None)
             self._agreed_once = True
-        self._building = False
         return graph
 
     def _vote(self, transitions: GraphTransitionManager, transition: Transition) -> None:
@@ -360,7 +357,10 @@ class Runtime:
                 if graph.table is not None:
                     with contextlib.suppress(Exception):
                         graph.table.drain()
+        # the first run of a graph is the last part of making it
         building = self._must_vote or self._must_exchange or self._building
+        if self._building:
+            transitions.forget(self._new)
         tracer = transitions.builder.tracer
         users = tracer is not None and error is tracer.users_error
         clear = explain(error, self.module) if building and not users else error

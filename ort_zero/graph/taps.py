@@ -22,6 +22,7 @@ from onnx import TensorProto, helper
 from torch.nn import Module
 
 from ort_zero.bridge.plan import all_inputs
+from ort_zero.bridge.python_op import python_op, register_once
 from ort_zero.hooks import global_manager
 from ort_zero.hooks.global_manager import Session, places_shown
 from ort_zero.hooks.nested import map_arguments, map_slots
@@ -181,20 +182,9 @@ class Wait(torch.autograd.Function):
         raise NotImplementedError
 
 
-_registered = False
-
-
 def register(register_function: Callable[[str, type], None]) -> None:
-    """Make the readers known to ORT, once.
-
-    Args:
-        register_function: ``(name, autograd Function)``, see :func:`ort_zero.compat.ortmodule.register_function`.
-    """
-    global _registered
-    if not _registered:
-        register_function(READ, Reader)
-        register_function(WAIT, Wait)
-        _registered = True
+    """Make the readers known to ORT, once."""
+    register_once(register_function, {READ: Reader, WAIT: Wait})
 
 
 @contextmanager
@@ -328,29 +318,18 @@ def _kind_of_mark(node: onnx.NodeProto) -> str | None:
     return next((f.__name__ for f in (Tap, Gathered) for n in names if n.endswith(f"taps.{f.__name__}")), None)
 
 
-def _python_op(function: str, name: str, read: list[tuple[str, int, int]], made: tuple, **more: Any) -> onnx.NodeProto:
-    output, kind, rank = made
-    return helper.make_node(
-        "PythonOp", [r[0] for r in read], [f"{name}_ctx", output], name, "", "com.microsoft",
-        func_name=function, input_tensor_types=[r[1] for r in read], input_tensor_ranks=[r[2] for r in read],
-        output_tensor_types=[kind], output_tensor_ranks=[rank], training_mode=0, safe_run_mode=0, comment="", **more,
-    )  # fmt: skip
-
-
 def _reader(mark: tuple[int, int], is_gradient: bool, read: str, types: dict) -> onnx.NodeProto:
     table, number = mark
     name = f"ort_zero_read_{'gradient' if is_gradient else 'value'}_{table}_{number}"
     kind = types.get(read)
     elem_type, rank = (kind.elem_type, len(kind.shape.dim)) if kind is not None else (TensorProto.FLOAT, 0)
-    return _python_op(
-        READ, name, [(read, elem_type, rank)], (f"{name}_token", *_TOKEN), input_convention="cccd",
-        input_int_scalars=[table, number, int(is_gradient)], input_int_scalar_positions=[0, 1, 2],
-    )  # fmt: skip
+    scalars = (table, number, int(is_gradient))
+    return python_op(READ, name, scalars, [(read, elem_type, rank)], [(f"{name}_token", *_TOKEN)])
 
 
 def _wait(name: str, value: str, made: str, kind: tuple[int, int], readers: list[onnx.NodeProto]) -> onnx.NodeProto:
     tokens = [(reader.output[1], *_TOKEN) for reader in readers]
-    return _python_op(WAIT, name, [(value, *kind), *tokens], (made, *kind), input_convention="d" * (1 + len(tokens)))
+    return python_op(WAIT, name, (), [(value, *kind), *tokens], [(made, *kind)])
 
 
 def _behind(name: str, nodes: list, output: Any, readers: list) -> onnx.NodeProto:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import copy
 import weakref
+from typing import ClassVar
 
+import numpy as np
+import onnxruntime
 import pytest
 import torch
 from feature_workers import CalledOften, Stack, Tied
 from models import Batches, build
+from onnx import TensorProto, helper
 from torch import nn
 from torch.nn import functional as F
 
 from ort_zero import config, engine
+from ort_zero.bridge import plan
+from ort_zero.bridge.python_op import python_op
+from ort_zero.compat import ortmodule as ort_compat
 
 
 def wrap(module: nn.Module, on: bool = True):
@@ -309,3 +316,91 @@ def test_off_nothing_is_reduced_inside_of_the_graph():
         module(x()).square().sum().backward()
     assert_equal(wrapped, reference)
     assert runtime.status()["graphs"]["training"]["reduces"] == 0
+
+
+class Look(torch.autograd.Function):
+    """Notes which memory the values are in that a node reads."""
+
+    seen: ClassVar[dict[int, list[range]]] = {}
+
+    @staticmethod
+    def forward(ctx, number, token, *tensors):
+        assert all(t.is_contiguous() for t in tensors)
+        Look.seen[number] = [range(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
+        return torch.zeros(1)
+
+
+SQUARE = (4, 4)
+MAKERS = {
+    # written into the memory of an input, and a view of it: what is to be seen of the others
+    "Relu": ([SQUARE], [], [SQUARE], {}),
+    "Reshape": ([SQUARE], [np.array(SQUARE)], [SQUARE], {}),
+    "MatMul": ([SQUARE, SQUARE], [], [SQUARE], {}),
+    "FusedMatMul": ([SQUARE, SQUARE], [], [SQUARE], {"transA": 1}),
+    "Gemm": ([SQUARE, SQUARE, SQUARE], [], [SQUARE], {}),
+    "Transpose": ([SQUARE], [], [SQUARE], {"perm": [1, 0]}),
+    "ReduceSum": ([(1, 4)], [np.array([0])], [(1, 4)], {"keepdims": 1}),
+    "GatherGrad": ([], [np.array(SQUARE), np.arange(4), SQUARE], [SQUARE], {"axis": 0}),
+    "ConvGrad": ([(2, 2, 1, 1)] * 3, [], [(2, 2, 1, 1), (2, 2, 1, 1), (2,)],
+                 {"kernel_shape": [1, 1], "dilations": [1, 1], "strides": [1, 1], "pads": [0] * 4, "group": 1}),
+    "LayerNormalizationGrad": ([(1, 4), (1, 4), (4,), (1, 1), (1, 1)], [], [(1, 4), (4,), (4,)], {"axis": -1}),
+    "SimplifiedLayerNormalizationGrad": ([(1, 4), (1, 4), (4,), (1, 1)], [], [(1, 4), (4,)], {"axis": -1}),
+    "ATen": ([SQUARE], [np.arange(4), np.array(4), np.array(-1), np.array(False), np.array(False)], [SQUARE],
+             {"operator": "embedding_backward", "overload_name": ""}),
+}  # fmt: skip
+DOMAINS = {**dict.fromkeys(("Relu", "Reshape", "MatMul", "Gemm", "Transpose", "ReduceSum"), ""),
+           "ATen": "org.pytorch.aten"}  # fmt: skip
+
+
+def test_kernels_write_where_the_plan_says_that_they_write():
+    """Nothing that a kernel makes is in the memory of what it reads, although ORT could let it have that memory."""
+    runtime, wrapped, _ = wrap(stack())
+    wrapped(x()).sum().backward()  # ORT has what PythonOp and ATen nodes need
+    ort_compat.register_function("test::look", Look)
+    assert set(MAKERS) == plan.ANEW | {"Relu", "Reshape", "Transpose", "ATen"}
+    shared = {name for name in MAKERS if _shares_memory(name, *MAKERS[name])}
+    assert shared == {"Relu", "Reshape"}
+
+
+def _shares_memory(kind: str, read: list, more: list, made: list, attributes: dict) -> bool:
+    """Return whether an operator's results are where its inputs are, when nobody else needs those.
+
+    Args:
+        kind: the operator.
+        read: shapes of its inputs.
+        more: values of the inputs behind them, which are shapes and the like; a tuple is a shape as in `read`.
+        made: shapes of its results.
+        attributes: of the operator.
+    """
+    infos, nodes, arguments, looked = [], [], [], [("token", TensorProto.FLOAT, 1)]
+    inputs = {"token": np.ones(1, np.float32)}
+    for at, given in enumerate([*read, *more]):
+        name = f"given_{at}"
+        inputs[name] = given if isinstance(given, np.ndarray) else np.ones(given, np.float32)
+        if not isinstance(given, np.ndarray):
+            nodes.append(helper.make_node("Neg", [name], [f"{name}_here"]))  # a graph's input is nobody's to write
+            name = f"{name}_here"
+            infos.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, given))
+            looked.append((name, TensorProto.FLOAT, len(given)))
+        arguments.append(name)
+    results = [(f"made_{at}", TensorProto.FLOAT, len(shape)) for at, shape in enumerate(made)]
+    infos += [helper.make_tensor_value_info(r[0], r[1], s) for r, s in zip(results, made, strict=True)]
+    domain = DOMAINS.get(kind, "com.microsoft")
+    before, end = ("before", TensorProto.FLOAT, 1), ("end", TensorProto.FLOAT, 1)
+    nodes += [
+        helper.make_node(kind, arguments, [r[0] for r in results], domain=domain, **attributes),
+        # ORT runs first what is further down in the list: this one, so that the kernel is the last to read its inputs
+        python_op("test::look", "look_before", (0,), looked, [before]),
+        python_op("test::look", "look_after", (1,), [before, *results], [end]),
+    ]
+    given = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(v.dtype), v.shape)
+             for n, v in inputs.items()]  # fmt: skip
+    opsets = [helper.make_opsetid(n, 1 if n else 17) for n in ("", "com.microsoft", "org.pytorch.aten")]
+    graph = helper.make_graph(nodes, kind, given, [helper.make_tensor_value_info(*end[:2], [1])], value_info=infos)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    options = onnxruntime.SessionOptions()
+    options.enable_mem_pattern = options.enable_mem_reuse = False
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session.run(None, inputs)
+    return any(a.start < b.stop and b.start < a.stop for a in Look.seen[0] for b in Look.seen[1])

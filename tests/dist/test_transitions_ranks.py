@@ -8,7 +8,7 @@ import transition_workers
 from ort_zero.testing.ranks import run_on_ranks
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["bert", "gpt2_sdpa", "t5"])
 def test_lengths_structures_and_modes_are_exported_once_each(name):
     for report in run_on_ranks(transition_workers.everyday, 2, name, [2, 3]):
         for stage, got in report.items():
@@ -38,3 +38,15 @@ def test_ranks_whose_calls_differ_are_told_and_go_on(stage):
             assert ended[0] == "ExportError" and "this branch cannot be traced" in ended[1]
             assert "fail" in ended[1] and "earlier ones are kept" in ended[1]
     assert isinstance(zero[-1], float) and isinstance(one[-1], float), (zero, one)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_next_run_loads_its_graphs_on_every_rank(stage, tmp_path):
+    for (first, said_first, _), (second, said_second, graph) in run_on_ranks(
+        transition_workers.cached, 2, stage, str(tmp_path)
+    ):
+        assert first == second
+        assert all(words.startswith("miss: no training entry") for words in said_first), said_first
+        assert all(words.startswith("hit: the same model") for words in said_second), said_second
+        assert graph["exports"] == 0 and graph["runs"] == {"forward": 3, "backward": 3}
+        assert (graph["gathers"] > 0) == (stage == 3)

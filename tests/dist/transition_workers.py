@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -131,3 +132,30 @@ def uneven(stage: int) -> list[Any]:
     turn(x)
     transitions = [(t["transition"], t["reasons"]) for t in ort_zero.status()["models"][0]["transitions"]]
     return [ended, transitions]
+
+
+def cached(stage: int, folder: str) -> list[Any]:
+    """Train twice with one export cache; return losses, what the cache said, and gathers of both."""
+    import deepspeed
+
+    rank = start()
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    runs = []
+    for _ in range(2):
+        model = named("gpt2_sdpa")
+        config = ds_config(stage, ort=True, **zero)
+        config["ort_zero"]["ortmodule"]["cache_dir"] = folder
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        losses = []
+        for step in range(3):
+            loss = engine(**batch(step, rank, 8)).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        status = ort_zero.status()["models"][-1]
+        runs.append((losses, [t["cache"] for t in status["transitions"]], status["graphs"]["training"]))
+        engine.destroy()
+        del engine, model, loss, _
+        gc.collect()
+    assert not ort_zero.status()["models"]
+    return runs

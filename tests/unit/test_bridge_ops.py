@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ort_zero.bridge import ops
+from ort_zero.bridge import ops, python_op
 from ort_zero.bridge.ops import (
     GatherFunction,
     LiveElements,
@@ -431,7 +431,7 @@ def test_live_elements_leaves_out_what_was_whole_before():
 
 
 def test_functions_are_registered_once(monkeypatch):
-    monkeypatch.setattr(ops, "_registered", False)
+    monkeypatch.setattr(python_op, "_registered", set())
     seen = []
     for _ in range(2):
         register(lambda name, function: seen.append((name, function)))

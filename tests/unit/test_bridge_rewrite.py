@@ -136,7 +136,7 @@ def test_inputs_outputs_and_nodes_of_the_rewritten_mlp():
     assert [n.input[0] for n in ours] == [TRIGGER, *(token_name(i) for i in range(7))]
     first, third = ours[0], ours[3]
     assert list(first.input) == [TRIGGER, "x"]
-    assert list(first.output) == ["ort_zero_ctx_0", token_name(0), "a.weight__gathered_0", "a.bias__gathered_0"]
+    assert list(first.output) == ["ort_zero_gather_0_ctx", token_name(0), "a.weight__gathered_0", "a.bias__gathered_0"]
     assert attribute(first, "func_name") == b"ort_zero::gather"
     assert attribute(first, "input_convention") == b"ccdd"
     assert attribute(first, "input_int_scalars") == [7, 0]
@@ -145,7 +145,7 @@ def test_inputs_outputs_and_nodes_of_the_rewritten_mlp():
     assert attribute(first, "output_tensor_ranks") == [1, 2, 1]
     assert attribute(first, "output_tensor_types") == [1, 1, 1]
     assert list(third.input) == [token_name(2), "b.bias_grad"]
-    assert list(third.output) == ["ort_zero_ctx_3", token_name(3)]
+    assert list(third.output) == ["ort_zero_reduce_3_ctx", token_name(3)]
     assert attribute(third, "func_name") == b"ort_zero::reduce"
     assert attribute(third, "input_tensor_ranks") == [1, 1]
     shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in graph.value_info}
