@@ -66,7 +66,7 @@ class Variant:
                 "ort_zero": {"ortmodule": {"log_level": "ERROR"}, "memory_efficient_gradients": on},
             },
         )
-        (self.runtime,) = set(plugin._runtimes) - before
+        (self.runtime,) = [known() for known in plugin._runtimes if known not in before]
         self.backward, self.update = self.module.backward, self.module.step
 
     def _update(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ort_zero.bridge.plan import Gather, Phase, Plan
 from ort_zero.bridge.python_op import register_once
 from ort_zero.bridge.rewrite import GATHER, REDUCE
-from ort_zero.compat.torch_autograd import LeafInGraph, current_backward, leaves_behind
+from ort_zero.compat import torch_ddp
+from ort_zero.compat.torch_autograd import LeafInGraph, comes_to, current_backward, has_hooks, leaves_behind
+from ort_zero.errors import BridgeError
 
 BUCKET = 1 << 20
 """Small gathers that are started ahead share one collective of at most so many elements; a larger one has its own."""
@@ -86,8 +88,10 @@ class _Run:
 
     leaf: LeafInGraph
     """The trigger of the run."""
-    parameters: list[Any]
+    parameters: Mapping[str, Any]
     digest: int
+    whole: bool
+    in_ddp: bool
 
 
 class Sums:
@@ -109,15 +113,22 @@ class Sums:
         self._missing: dict[int, int] = {}
         self._sums: dict[int, torch.Tensor] = {}
 
-    def expect(self, trigger: torch.Tensor, parameters: list[Any], digest: int = 0) -> None:
-        """Take notice of a run that starts: a backward that reaches `trigger` will reduce `parameters`."""
+    def expect(self, trigger: torch.Tensor, parameters: Mapping[str, Any], digest: int, whole: bool) -> None:
+        """Take notice of a run that starts: a backward that reaches `trigger` will reduce `parameters`.
+
+        Args:
+            trigger: of the run.
+            parameters: by name.
+            digest: of which parameters these are.
+            whole: the parameters are whole, so that the loss may use them outside of the run as well.
+        """
         self._runs = [run for run in self._runs if run.leaf.alive()]
-        self._runs.append(_Run(LeafInGraph(trigger), parameters, digest))
+        self._runs.append(_Run(LeafInGraph(trigger), parameters, digest, whole, torch_ddp.in_forward()))
 
     def reduced_behind(self, nodes: Iterable[Any]) -> list[Any]:
         """Return the parameters that a backward through these nodes of autograd's graph would reduce."""
         leaves = leaves_behind(nodes)
-        return [p for run in self._runs if run.leaf.among(leaves) for p in run.parameters]
+        return [p for run in self._runs if run.leaf.among(leaves) for p in run.parameters.values()]
 
     def wanted(self) -> bool:
         """Return whether the backward that runs asks for gradients of parameters: ``autograd.grad`` may not."""
@@ -150,10 +161,38 @@ class Sums:
         runs = [run for run in self._runs if run.leaf.in_current_backward()]
         self._wanted = bool(runs) or not self._runs
         if len(runs) > 1:
-            for parameter in itertools.chain(*(run.parameters for run in runs)):
+            for parameter in itertools.chain(*(run.parameters.values() for run in runs)):
                 self._missing[id(parameter)] = self._missing.get(id(parameter), 0) + 1
+        twice = _reduced_twice(runs)
         if runs and self._agree is not None:
-            self._agree(zlib.crc32(repr([run.digest for run in runs]).encode()))
+            self._agree(zlib.crc32(repr([[run.digest for run in runs], twice]).encode()))
+        if twice:
+            raise BridgeError(
+                f"{_some(twice)} in the loss outside of the model's forward as well (a penalty on weights?), and with "
+                '"memory_efficient_gradients" the gradients from there and from the forward would be reduced apart: '
+                "compute that part of the loss in the model's forward, let the optimizer do it (weight_decay), or set "
+                '"ort_zero": {"memory_efficient_gradients": false}'
+            )
+
+
+def _reduced_twice(runs: list[_Run]) -> list[str]:
+    """Return the names of the parameters that the backward comes to both ways, if anybody waits for their gradients.
+
+    Where nobody does, the two gradients add up as they come.
+    """
+    return sorted(
+        {
+            name.removeprefix("_original_module.")
+            for run in runs
+            for name, parameter in run.parameters.items()
+            if run.whole and (run.in_ddp or has_hooks(parameter)) and comes_to(parameter)
+        }
+    )
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more} {'is' if len(names) == 1 else 'are'} used"
 
 
 class Table:
@@ -198,7 +237,7 @@ class Table:
         """Return the trigger of a run that starts now; it requires grad, so that autograd calls the run's backward."""
         trigger = torch.zeros(1, device=device).requires_grad_()
         if self._reduced and torch.is_grad_enabled():
-            self.sums.expect(trigger, list(self._reduced.values()), self._digest)
+            self.sums.expect(trigger, self._reduced, self._digest, whole=not self.plan.takes_weights)
         return trigger
 
     def gather(self, index: int) -> tuple[torch.Tensor, ...]:

@@ -300,6 +300,8 @@ class Manager:
             # ORT's default is every core for every rank: ranks on one machine then fight for the cores
             options.intra_op_num_threads = env.threads_per_rank()
             options.inter_op_num_threads = 1
+        if self.device.type == "cpu" and _share_memory():
+            options.add_session_config_entry("session.use_env_allocators", "1")
         data = optimized or model.SerializeToString()
         if optimized is not None:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -350,6 +352,24 @@ class Manager:
         options = self.manager._debug_options.save_onnx_models
         file = _get_onnx_file_name(options.name_prefix, name, self.manager._export_mode)
         _save_model(model, os.path.join(options.path, file))
+
+
+@functools.cache
+def _share_memory() -> bool:
+    """Let all sessions that want so take their memory from one arena; return whether they can.
+
+    An arena keeps what it once held. With one for each session, a model with graphs for training, evaluation and two
+    tasks would hold the activations of all of them; only one graph runs at a time.
+    """
+    from onnxruntime.capi import _pybind_state as C
+
+    place = C.OrtMemoryInfo("Cpu", C.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, C.OrtMemType.DEFAULT)
+    try:
+        C.create_and_register_allocator(place, None)
+    except Exception as error:
+        # the user's program has registered one, which is as good
+        return "already" in str(error)
+    return True
 
 
 class _Inputs(list):

@@ -31,6 +31,20 @@ def leaves_behind(nodes: Iterable[Any]) -> list[torch.Tensor]:
     return leaves
 
 
+def comes_to(leaf: torch.Tensor) -> bool:
+    """Return True if the backward that runs at the moment comes, or came, to the leaf through autograd's graph."""
+    if current_backward() == -1:
+        return False
+    with torch.enable_grad():
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return torch._C._will_engine_execute_node(node)
+
+
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Return True if a Python hook sees the leaf's gradient."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
 class LeafInGraph:
     """A leaf tensor that an autograd graph reads, held as long as the graph holds it."""
 
@@ -49,8 +63,4 @@ class LeafInGraph:
     def in_current_backward(self) -> bool:
         """Return True if the backward that runs at the moment comes, or came, to the leaf."""
         leaf = self._leaf()
-        if leaf is None or current_backward() == -1:
-            return False
-        with torch.enable_grad():
-            node = torch.autograd.graph.get_gradient_edge(leaf).node
-        return torch._C._will_engine_execute_node(node)
+        return leaf is not None and comes_to(leaf)

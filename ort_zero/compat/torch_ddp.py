@@ -1,4 +1,4 @@
-"""How torch's DistributedDataParallel looks for unused parameters, through a name that is not public."""
+"""What torch's DistributedDataParallel knows and asks, through names that are not public."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import torch
 from ort_zero.patching import Patch, defined_in
 
 _DDP = "torch.nn.parallel.distributed"
+
+
+def in_forward() -> bool:
+    """Return True while a DistributedDataParallel module runs its forward."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None
 
 
 def patches(reduced_behind: Callable[[Iterable[Any]], list[Any]]) -> tuple[Patch, ...]:

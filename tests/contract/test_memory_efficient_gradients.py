@@ -20,6 +20,7 @@ from ort_zero import config, engine
 from ort_zero.bridge import plan
 from ort_zero.bridge.python_op import python_op
 from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.errors import BridgeError
 
 
 def wrap(module: nn.Module, on: bool = True):
@@ -308,6 +309,48 @@ def test_scaling_of_the_loss_and_clipping():
             optimizer.zero_grad()
     assert_equal(wrapped, reference, "data")
     assert_ran(runtime, 3, 3)
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_second_backward_through_one_run_is_refused_alike(on):
+    _, wrapped, reference = wrap(stack(), on)
+    loss = wrapped(x()).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(AttributeError, match="has no attribute 'state'"):
+        loss.backward()
+    reference(x()).square().sum().backward()
+    assert_equal(wrapped, reference)
+
+
+def test_a_parameter_that_the_loss_uses_outside_of_the_model_too():
+    runtime, wrapped, reference = wrap(stack())
+    for seed in range(2):
+        for module in (wrapped, reference):
+            penalty = 0.1 * sum(p.pow(2).sum() for p in module.parameters())
+            (module(x(seed)).square().sum() + penalty).backward()
+    assert_equal(wrapped, reference)
+    assert_ran(runtime, 2, 2)
+
+
+def test_such_a_parameter_is_refused_if_a_hook_waits_for_its_gradient():
+    runtime, wrapped, reference = wrap(stack())
+    name, parameter = next((n, p) for n, p in wrapped.named_parameters() if n.endswith("last.weight"))
+    calls = []
+    parameter.register_hook(lambda g: calls.append("tensor"))
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: calls.append("parameter"))
+    words = f"^{name.removeprefix('_original_module.')} is used in the loss outside .*false}}$"
+    with pytest.raises(BridgeError, match=words):
+        (wrapped(x()).square().sum() + parameter.sum()).backward()
+    wrapped.zero_grad()
+    calls.clear()
+    # in another backward it is nobody else's business
+    for module in (wrapped, reference):
+        module(x()).square().sum().backward()
+        sum(p.pow(2).sum() for p in module.parameters()).backward()
+    assert_equal(wrapped, reference)
+    assert calls == 2 * ["tensor", "parameter"]
+    handle.remove()
+    assert_ran(runtime, 2, 1)
 
 
 def test_off_nothing_is_reduced_inside_of_the_graph():

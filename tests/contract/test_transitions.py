@@ -6,6 +6,8 @@ import collections
 import copy
 import dataclasses
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -359,6 +361,40 @@ def test_an_argument_that_is_changed_in_place_is_changed_for_the_caller():
         same(wrapped(x, mine), reference(x, expected))
         same(mine, expected)
     assert done(runtime) == ["export"]
+
+
+MEMORY = """
+import torch
+from torch import nn
+from ort_zero import config, engine
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
+    def forward(self, x, factor):
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * factor
+        return x.mean()
+torch.set_num_threads(1)
+_, wrapped = engine.wrap(Wide(), config.OrtModuleConfig(), stage=0)
+wrapped(torch.ones(2, 64), 1).backward()
+x, levels = torch.randn(80000, 64), [anonymous()]
+for factor in (1, 2, 3, 4):
+    wrapped(x, factor).backward()
+    levels.append(anonymous())
+print(*levels)
+"""
+
+
+def test_graphs_that_take_turns_share_their_memory():
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    before, first, second, _, last = map(float, done.stdout.split()[-5:])
+    assert first - before > 100, "the activations must be worth measuring, in MiB"
+    assert last - second < 0.2 * (first - before), done.stdout
 
 
 class Odd(nn.Module):

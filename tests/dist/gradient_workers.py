@@ -57,7 +57,7 @@ class Run:
         config["ort_zero"]["memory_efficient_gradients"] = self.on
         before = set(plugin._runtimes)
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        (self.runtime,) = set(plugin._runtimes) - before
+        (self.runtime,) = [known() for known in plugin._runtimes if known not in before]
         self.call, self.backward = self.engine, self.engine.backward
 
     def ddp(self, kind: type[nn.Module] = Tied, **options: Any) -> None:
@@ -239,6 +239,56 @@ def evaluated(run: Run, stage: int) -> None:
         run.engine.train()
         run.backward(loss)
         run.update()
+
+
+def penalty(run: Run, stage: int) -> None:
+    """Use weights in the loss outside of the model too, where nobody waits for their gradients."""
+    run.deepspeed(stage)
+    for i in range(STEPS):
+        run.backward(run.loss(i) + _penalty(run.model))
+        run.update()
+
+
+def penalty_refused(run: Run, stage: int) -> None:
+    """Use a weight in the loss outside of the model too, where its gradient is reduced once in a backward."""
+    run.deepspeed(stage)
+    run.train(2)
+    if run.on:
+        run.seen["refused"] = _refused(lambda: run.backward(run.loss(5) + 0.1 * run.model.last.weight.pow(2).sum()))
+
+
+def penalty_in_forward(run: Run, stage: int) -> None:
+    """Add the same penalty in the model's forward."""
+    run.deepspeed(stage, Penalized)
+    run.train()
+
+
+class Penalized(Tied):
+    """A model whose result holds a penalty on its weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the result, moved by the penalty."""
+        return super().forward(x) + _penalty(self)
+
+
+def _penalty(model: nn.Module) -> torch.Tensor:
+    return 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+def _refused(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def ddp_penalty_refused(run: Run) -> None:
+    """Use a weight in the loss outside of the model too."""
+    run.ddp()
+    run.train(2)
+    if run.on:
+        run.seen["refused"] = _refused(lambda: (run.loss(5) + 0.1 * run.model.last.weight.pow(2).sum()).backward())
 
 
 def ddp(run: Run, views: int) -> None:

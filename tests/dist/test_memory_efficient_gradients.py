@@ -21,9 +21,12 @@ STAGES = [
     "error_in_a_hook:1", "error_in_a_hook:2",
     "evaluated:2",
     "other_order_on_one_rank:1", "other_order_on_one_rank:2", "other_parameters_on_one_rank:2",
+    "penalty:0", "penalty_in_forward:1", "penalty_in_forward:2", "penalty_refused:1", "penalty_refused:2",
 ]  # fmt: skip
 DDP = ["ddp:0", "ddp:1", "ddp_static", "ddp_no_sync:0", "ddp_no_sync:1", "ddp_unused", "ddp_two_forwards",
-       "ddp_other_order", "ddp_error_in_a_hook"]  # fmt: skip
+       "ddp_other_order", "ddp_error_in_a_hook", "ddp_penalty_refused"]  # fmt: skip
+
+REFUSED = "BridgeError: last.weight is used in the loss outside of the model's forward as well"
 
 
 @functools.cache
@@ -42,7 +45,7 @@ def _trained_alike(group: str, name: str) -> list[dict]:
         assert all(s["backend"] == "onnxruntime" and s["fallbacks"] == 0 for s in report["status"]), where
         assert on["runs"]["backward"] > 0 and on["reduces"] > 0, f"{where}: nothing was reduced inside of the graph"
         assert off["reduces"] == 0 or off["gathers"] > 0, f"{where}: the option was not off"
-        ours, theirs = ({k: v for k, v in seen.items() if k not in ("refused", "raised")} for seen in reversed(report["seen"]))
+        theirs, ours = ({k: v for k, v in s.items() if k not in ("refused", "raised")} for s in report["seen"])
         assert ours == theirs, where
     return reports
 
@@ -57,6 +60,8 @@ def test_stages_of_zero(name):
             assert set(seen["calls"].values()) == {gradient_workers.STEPS}
         if name.startswith("other_parameters"):
             assert seen["refused"].startswith("BridgeError: ranks [1] have gradients of other parameters than rank 0")
+        if name.startswith("penalty_refused"):
+            assert seen["refused"].startswith(REFUSED)
 
 
 @pytest.mark.parametrize("name", DDP)
@@ -67,3 +72,5 @@ def test_distributed_data_parallel(name):
             assert seen["without gradient 0"] == [] and seen["without gradient 1"]
         if "error" in name:
             assert seen == {"raised": "ArithmeticError: no more gradients"}
+        if name == "ddp_penalty_refused":
+            assert seen["refused"].startswith(REFUSED)
