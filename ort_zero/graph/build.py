@@ -55,6 +55,7 @@ class Builder:
         kept: submodules that stay in PyTorch.
         routes: operators that do.
         sums: of the gradients of all graphs of the model.
+        cache: graphs of earlier runs.
         memory_efficient_gradients: put reduce nodes into the training graph also where no weight is partitioned.
     """
 
@@ -65,6 +66,7 @@ class Builder:
         manager: ort_compat.Manager,
         kept: KeptInTorch,
         sums: ops.Sums,
+        cache: ExportCache | None,
         memory_efficient_gradients: bool,
     ):
         self.memory_efficient_gradients = memory_efficient_gradients
@@ -79,7 +81,7 @@ class Builder:
         """Time that each step of the last graph took."""
         self.tracer: Tracer | None = None
         """Of the export that runs, or was the last."""
-        self.cache = ExportCache(config.cache_dir) if config.cache_dir is not None else None
+        self.cache = cache
         self.lookup: Lookup | None = None
         """Of the graph that is made, or was the last."""
 

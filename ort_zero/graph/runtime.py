@@ -30,6 +30,7 @@ from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import BridgeError, ExportError, RankError
 from ort_zero.graph import in_torch, structure
 from ort_zero.graph.build import Builder
+from ort_zero.graph.export_cache import ExportCache
 from ort_zero.graph.failures import explain
 from ort_zero.graph.made import Graph
 from ort_zero.graph.state import Action, Transition
@@ -61,6 +62,9 @@ class Runtime:
         config: the section's ``ortmodule`` part.
         stage: ZeRO stage of the engine.
         memory_efficient_gradients: hand each gradient to its parameter the moment it exists, also below ZeRO-3.
+
+    Raises:
+        ConfigError: a pattern of ``exclude`` matches nothing, or ``cache_dir`` cannot be written to.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Runtime:
         self.fallback_reason: str | None = None
         self.kept = KeptInTorch(module, config.exclude)
         self.history = History()
+        self._cache = ExportCache(config.cache_dir) if config.cache_dir is not None else None
         self.modes: dict[bool, GraphTransitionManager] = {}
         """Whether for training, to what holds the graphs."""
         self.runs: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
@@ -162,7 +167,13 @@ class Runtime:
             self._watch = ModelWatch(self.module)
         if manager.training not in self.modes:
             builder = Builder(
-                self.module, self.config, manager, self.kept, self.sums, self.memory_efficient_gradients
+                self.module,
+                self.config,
+                manager,
+                self.kept,
+                self.sums,
+                self._cache,
+                self.memory_efficient_gradients,
             )
             self.modes[manager.training] = GraphTransitionManager(
                 builder, self._watch, self.history, self.config.graph_cache_size

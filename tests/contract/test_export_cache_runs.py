@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ort_zero import config, engine
+from ort_zero.errors import ConfigError
 from ort_zero.graph.export_cache import ExportCache
 
 
@@ -232,3 +233,9 @@ def test_edited_code_is_noticed_in_another_process(tmp_path):
     assert miss.startswith("miss: no training entry") and hit.startswith("hit") and again == first
     assert edited.startswith("miss: model code changed") and "helper.py" in edited
     assert other == pytest.approx(first * 9 / 4)
+
+
+def test_a_folder_that_cannot_be_used_is_refused_before_training_starts(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r'"ort_zero.ortmodule.cache_dir" is .*file.*name a folder'):
+        engine.wrap(Gelus(), config.OrtModuleConfig(cache_dir=str(tmp_path / "file")), stage=0)
