@@ -562,6 +562,11 @@ def patches() -> tuple[Patch, ...]:
                 return result
 
             def own_backward(ctx, *grads):
+                if not hasattr(ctx.run_info, "state"):
+                    raise RuntimeError(
+                        "a second backward through one forward call: ONNX Runtime keeps nothing for it, with "
+                        "retain_graph=True or without; add the losses up, or call the model again"
+                    )
                 newest = {name: getattr(self, name) for name in _GRAPH}
                 vars(self).update(ctx.ort_zero_graph)
                 try:

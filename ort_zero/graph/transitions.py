@@ -68,12 +68,8 @@ class History:
 
     def __init__(self) -> None:
         self.done: deque[Done] = deque(maxlen=MOST_HISTORY)
-        self._graphs = 0
-
-    def next_graph(self) -> int:
-        """Return the number of a new graph."""
-        self._graphs += 1
-        return self._graphs
+        self.graphs = 0
+        """Number of the newest graph."""
 
 
 class GraphTransitionManager:
@@ -149,11 +145,12 @@ class GraphTransitionManager:
         else:
             self.builder.seconds = steps = {}
             self.builder.lookup = None
-            number = self.history.next_graph()
+            number = self.history.graphs + 1
             if transition.action is Action.EXPORT:
                 graph = self.builder.make(observed, call, watching, number, anew=transition.forced)
             else:
                 graph = self.builder.process(self._numbered(transition.graph).exported, observed.process, number)
+            self.history.graphs = number
             self.exports += "export" in steps
         before = self.current
         self._put_first(graph)

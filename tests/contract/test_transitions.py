@@ -249,6 +249,17 @@ def test_a_backward_of_a_graph_that_made_room_still_runs():
     assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 2, "backward": 2}
 
 
+def test_a_second_backward_through_one_call_is_refused_in_words():
+    torch.manual_seed(0)
+    runtime, wrapped, reference = wrap(Options())
+    x = torch.randn(3, 4)
+    loss = wrapped(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second backward.*call the model again"):
+        loss.backward()
+    same(wrapped(x), reference(x))
+
+
 def test_a_replaced_layer_is_noticed():
     torch.manual_seed(0)
     module = gpt2()
