@@ -67,9 +67,9 @@ def make_engine(model: torch.nn.Module, stage: int, *, ort: bool, batch_size: in
     }
     if ort:
         config["ort_zero"] = {"ortmodule": {"enabled": True, "log_level": "ERROR"}}
-    before = set(plugin._runtimes)
+    before = plugin.runtimes()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    made = set(plugin._runtimes) - before
+    made = [runtime for runtime in plugin.runtimes() if runtime not in before]
     assert len(made) == int(ort), "the engine was not made as the section says"
     return engine, made.pop() if ort else None
 

@@ -151,6 +151,11 @@ def register(runtime: Any) -> None:
     _runtimes.append(weakref.ref(runtime))
 
 
+def runtimes() -> list[Any]:
+    """Return the runtimes of the models that live and run in ONNX Runtime, the newest one last."""
+    return [runtime for known in _runtimes if (runtime := known()) is not None]
+
+
 def status() -> dict[str, Any]:
     """Return what is patched, which graph runs, and why, as plain values.
 
@@ -158,7 +163,7 @@ def status() -> dict[str, Any]:
     section asks for ONNX Runtime, the newest one last: backend, graphs, runs, gathers, reduces, transitions, fallback
     reason) and ``fallbacks`` (sum).
     """
-    models = [runtime.status() for known in _runtimes if (runtime := known()) is not None]
+    models = [runtime.status() for runtime in runtimes()]
     reason = "ORT_ZERO_DISABLE is set" if env.disabled() else _state["auto_error"]
     return {
         "enabled": is_enabled(),

@@ -30,8 +30,8 @@ BUCKET = 1 << 20
 class GradientStore(Protocol):
     """Where the reduce nodes put gradients."""
 
-    def reduce(self, parameter: Any, gradient: torch.Tensor, own_memory: bool) -> None:
-        """Hand the full gradient of this rank to the parameter, which may keep the memory if it is its own.
+    def reduce(self, gradients: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
+        """Hand each parameter the full gradient of this rank, and the memory with it if that is the gradient's own.
 
         Collective.
         """
@@ -315,10 +315,13 @@ class Table:
         if not self.sums.wanted():
             return
         names = self.plan.events[index].gradients
+        given = []
         for parameter, name, gradient in zip(self._parameters[index], names, gradients[: len(names)], strict=True):
             whole = self.sums.add(parameter, gradient, name in self.plan.own_memory)
             if whole is not None:
-                self.store.reduce(parameter, *whole)
+                given.append((parameter, *whole))
+        if given:
+            self.store.reduce(given)
         self.counters.reduces += 1
 
     def drain(self) -> None:

@@ -33,7 +33,7 @@ Checked for ORT's CPU provider: the planner lets values share memory where a ker
 VariadicAlias, MayInplace or MayStridedOutput (core/framework/allocation_planner.cc), and the definitions of these say
 nothing of the kind (core/providers/cpu/{math/matmul,math/gemm,reduction/reduction_ops}.cc,
 contrib_ops/cpu/fusedmatmul.cc, orttraining/training_ops/cpu/{tensor/gather_grad,nn/conv_grad,nn/layer_norm}.cc).
-A contract test runs them in the installed version.
+The files were read at other commits than that of 1.19.2; a contract test runs the kernels of the installed version.
 """
 _ATEN_ANEW = frozenset(("embedding_backward", "aten::embedding_backward"))
 """The same for operators of ATen nodes, which return tensors of PyTorch's."""

@@ -13,18 +13,28 @@ from ort_zero.compat import deepspeed as ds_compat
 class PlainParameters:
     """Takes gradients for parameters that are whole on every rank: ZeRO-0 to 2, DDP, no engine at all."""
 
-    def reduce(self, parameter: Any, gradient: torch.Tensor, own_memory: bool) -> None:
-        """Run the parameter's backward, and with it the hooks of DeepSpeed, of DDP and of the user."""
-        # ORT will use the memory for something else. DeepSpeed copies at once what it sees; others might keep it.
-        lend = not own_memory and ds_compat.has_own_hooks_alone(parameter)
-        if not own_memory and not lend:
-            gradient = gradient.clone()
+    def reduce(self, gradients: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
+        """Run the backward of each parameter in turn, and with it the hooks of DeepSpeed, of DDP and of the user."""
+        lent, given = [], []
+        for parameter, gradient, own_memory in gradients:
+            # ORT will use the memory for something else. DeepSpeed copies at once what it sees; others might keep it.
+            if own_memory:
+                given.append(gradient)
+            elif ds_compat.has_own_hooks_alone(parameter):
+                given.append(gradient)
+                lent.append((parameter, gradient))
+            else:
+                given.append(gradient.clone())
         with torch.enable_grad():
             # Autograd copies a gradient that it is given, but takes over one that a node made. A view has such a node.
-            parameter.view_as(parameter).backward(gradient)
-        if lend and _same_memory(parameter.grad, gradient):
-            parameter.grad.data = parameter.grad.clone()
-        ds_compat.reduce_leaf_gradient(parameter)
+            # Of several nodes it begins with the newest.
+            views = [parameter.view_as(parameter) for parameter, _, _ in reversed(gradients)]
+            torch.autograd.backward(views, given[::-1])
+        for parameter, gradient in lent:
+            if _same_memory(parameter.grad, gradient):
+                parameter.grad.data = parameter.grad.clone()
+        for parameter, _, _ in gradients:
+            ds_compat.reduce_leaf_gradient(parameter)
 
 
 class DeepSpeedParameters(PlainParameters):
@@ -57,14 +67,19 @@ class DeepSpeedParameters(PlainParameters):
             if parameter.ds_status == self._status.AVAILABLE:
                 parameter.partition()
 
-    def reduce(self, parameter: Any, gradient: torch.Tensor, own_memory: bool) -> None:
-        """Run the parameter's backward; while it runs, the parameter seems to be whole."""
+    def reduce(self, gradients: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
+        """Run the backward of each parameter in turn; while it runs, the parameter seems to be whole."""
+        for given in gradients:
+            self._reduce_one(given)
+
+    def _reduce_one(self, given: tuple[Any, torch.Tensor, bool]) -> None:
+        parameter, gradient, _ = given
         partitioned = is_partitioned(parameter) and parameter.ds_status == self._status.NOT_AVAILABLE
         saved = parameter.data
         if partitioned:
             parameter.data = gradient.detach()  # carries the full shape only
         try:
-            super().reduce(parameter, gradient, own_memory)
+            super().reduce([given])
         finally:
             if partitioned and parameter.ds_status == self._status.NOT_AVAILABLE:
                 parameter.data = saved

@@ -55,9 +55,9 @@ class Run:
             options["stage3_param_persistence_threshold"] = 0
         config = {**ds_config(stage, ort=True, **options), **(top or {})}
         config["ort_zero"]["memory_efficient_gradients"] = self.on
-        before = set(plugin._runtimes)
+        before = plugin.runtimes()
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        (self.runtime,) = [known() for known in plugin._runtimes if known not in before]
+        (self.runtime,) = [made for made in plugin.runtimes() if made not in before]
         self.call, self.backward = self.engine, self.engine.backward
 
     def ddp(self, kind: type[nn.Module] = Tied, **options: Any) -> None:

@@ -83,8 +83,9 @@ class Store:
         for p in whole:
             p.state, p.data = "away", torch.empty(0)
 
-    def reduce(self, parameter, gradient, own_memory):
-        self._record("reduce", f"{parameter}={gradient.item():g}{'!' if own_memory else ''}")
+    def reduce(self, gradients):
+        for parameter, gradient, own_memory in gradients:
+            self._record("reduce", f"{parameter}={gradient.item():g}{'!' if own_memory else ''}")
 
 
 def names(parameters) -> str:
@@ -475,6 +476,18 @@ def test_a_gradient_whose_memory_is_its_own_is_kept_rather_than_copied():
     given = [p.grad for p in table._parameters[0]]
     assert [g.item() for g in given] == [1.0, 1.0] and kept[0] is given[1]
     assert given[0].data_ptr() == a.data_ptr() and given[1].data_ptr() != b.data_ptr()
+
+
+def test_hooks_run_in_the_order_of_the_event_each_after_what_comes_before_it():
+    seen = []
+    weights = {w: Weight(name=w, shape=(1,), elem_type=1) for w in "cab"}
+    parameters = {w: torch.nn.Parameter(torch.zeros(1)) for w in "cab"}
+    for name, parameter in parameters.items():
+        parameter.register_hook(lambda g, n=name: seen.append(n))
+        parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.append((n, p.grad.item())))
+    plan = Plan(events=(reduce("bca"),), weights=weights, takes_weights=False)
+    Table(plan, parameters, PlainParameters()).reduce(0, [torch.tensor([v]) for v in (1.0, 2.0, 3.0)])
+    assert seen == ["b", ("b", 1.0), "c", ("c", 2.0), "a", ("a", 3.0)]
 
 
 def test_lent_memory_is_left_behind_where_nobody_copied_it():

@@ -183,6 +183,16 @@ def test_gradients_that_share_their_memory_are_known():
     assert _own(*apart, node("ATen", "g x", "w_grad", operator="view")) == {"u_grad"}
 
 
+def test_of_a_transposed_gradient_only_that_of_a_product_is_sure_to_have_its_own_memory():
+    product = node("MatMul", "g x", "p")
+    assert _own(product, node("Transpose", "p", "u_grad"), node("Gemm", "g g", "w_grad")) == {"u_grad", "w_grad"}
+    # somebody else reads the product, or it is a result
+    assert _own(product, node("Transpose", "p", "u_grad"), node("Add", "p g", "w_grad")) == frozenset()
+    # ORT may cancel it against another one, and leave what is in the memory of something else
+    twice = node("Transpose", "g", "t"), node("Transpose", "t", "u_grad")
+    assert _own(*twice, node("ReduceSum", "g", "w_grad")) == {"w_grad"}
+
+
 @pytest.mark.parametrize(("distance", "gathers"), [(1, 1), (NEAR, 1), (NEAR + 1, 2)])
 def test_a_far_use_of_a_weight_gathers_again_and_a_near_one_does_not(distance, gathers):
     model = chain_model(distance + 4, {2: "tied.weight", 2 + distance: "tied.weight"})
