@@ -186,8 +186,10 @@ class Runtime:
         """Return the tensors of a call, and the structure of everything else."""
         call = structure.flatten_call(args, kwargs, self._parameters)
         device = manager.device
+        wanted = device.type
         for name, tensor in zip(call.names, call.tensors, strict=True):
-            if tensor.device.type == "meta" or device.type not in ("cpu", tensor.device.type):
+            kind = tensor.device.type
+            if kind == "meta" or (kind != wanted and wanted != "cpu"):
                 raise ExportError(
                     f"argument {name} is on device {tensor.device}, but the module is on {device}: move it there"
                 )

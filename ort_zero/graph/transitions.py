@@ -12,6 +12,7 @@ keeps its session, so that going back to it costs nothing.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ class GraphTransitionManager:
         """Return what of a call, and of the module at this moment, decides about graphs."""
         version = self.watch.look()
         tensors = tuple(
-            [TensorInput(name, str(t.dtype), t.dim()) for name, t in zip(call.names, call.tensors, strict=True)]
+            [_tensor_input(name, t.dtype, t.dim()) for name, t in zip(call.names, call.tensors, strict=True)]
         )
         training = self.builder.manager.training
         wanted = tuple([n for n, t in zip(call.names, call.tensors, strict=True) if t.requires_grad])
@@ -213,6 +214,12 @@ class GraphTransitionManager:
         cache = f"; export cache {done.cache}" if done.cache else ""
         log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s%s",
                  name, verb, done.seconds, why, graph.nodes, graph.python_ops, bridge, cache)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_input(name: str, dtype: torch.dtype, rank: int) -> TensorInput:
+    """Return the record; making a frozen one takes longer than finding it."""
+    return TensorInput(name, str(dtype), rank)
 
 
 def counted(graph: Graph) -> dict[str, int]:

@@ -56,8 +56,12 @@ class ModelWatch:
         self._attributes = [vars(m) for m in owners]
         self._unique = dict(self.module.named_parameters())
         self._tensors = list(self._unique.values())
-        self._dtypes = list(map(_DTYPE, self._tensors))
         self._names = list(self._unique)
+        # of each module's first parameter: nobody casts a bias alone
+        own = {name.rpartition(".")[0]: name for name in reversed(self._names)}
+        self._typed = [self._unique[name] for name in own.values()]
+        self._dtypes = list(map(_DTYPE, self._typed))
+        self._dtype_of = {name: p.dtype for name, p in self._unique.items()}
 
     def look(self) -> ModelVersion:
         """Return the version of the module now, and bring :attr:`frozen` up to date."""
@@ -91,12 +95,12 @@ class ModelWatch:
         return (
             same
             and all(dict.get(table, key) is value for table, key, value in self._single)
-            and list(map(_DTYPE, self._tensors)) == self._dtypes
+            and list(map(_DTYPE, self._typed)) == self._dtypes
         )
 
     def _edited(self) -> None:
         modules, parameters = self._modules, self._parameters
-        dtypes = dict(zip(self._names, self._dtypes, strict=True))
+        dtypes = self._dtype_of
         self._take()
         changes = list(self._module_changes(modules))
         told = tuple(path for path, _ in changes)
