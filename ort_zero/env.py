@@ -4,8 +4,10 @@
 |---|---|
 | ``ORT_ZERO_DISABLE`` | ``1``: the entry point arms nothing and :func:`ort_zero.enable` does nothing |
 | ``ORT_ZERO_CACHE_DIR`` | folder of the built C++ extensions (default ``$XDG_CACHE_HOME/ort_zero``) |
-| ``ORT_ZERO_LOG_LEVEL`` | level of the ``ort_zero`` logger; wins over the section's ``log_level`` |
+| ``ORT_ZERO_LOG_LEVEL`` | wins over the section's ``log_level``; an unknown name is refused (:mod:`ort_zero.log`) |
 | ``ORT_ZERO_DEBUG`` | ``1``: command line errors keep their traceback |
+| ``ORT_ZERO_MEMORY_SESSION`` | internal: what ``ort-zero memory plan`` wants of the script that it runs, a file |
+| ``ORT_ZERO_WARM_RANKS`` | ``1``: see `fresh` of :func:`ort_zero.testing.ranks.run_on_ranks` |
 
 ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set by the launchers.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+MEMORY_SESSION = "ORT_ZERO_MEMORY_SESSION"
 _TRUE = {"1", "true", "yes", "on"}
 
 
@@ -35,6 +38,12 @@ def cache_dir() -> Path:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "ort_zero"
+
+
+def memory_session() -> Path | None:
+    """Return the file in which ``ort-zero memory plan`` says what it wants of this process; None otherwise."""
+    name = os.environ.get(MEMORY_SESSION)
+    return Path(name) if name else None
 
 
 def rank() -> int:

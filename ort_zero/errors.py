@@ -53,3 +53,7 @@ class CorruptCheckpointError(CheckpointError):
 
 class StatisticsError(OrtZeroError):
     """Statistics of a run cannot be written or read, or two runs cannot be compared."""
+
+
+class MemoryPlanError(OrtZeroError):
+    """A recomputation plan does not suit the model, or none fits the budget."""

@@ -1,6 +1,10 @@
-"""The ``ort_zero`` logger: rank 0 speaks up to INFO, every rank may warn.
+"""One level for all that is printed: our logger, ORTModule's logger, ONNX Runtime's own log, the exporter's output.
 
-Only our own logger is configured; the root logger and other libraries' handlers stay as they are.
+:data:`LEVELS` is the only table; whoever sets one of these four asks it. Below INFO every rank speaks, from INFO on
+rank 0; errors of every rank pass always. A warning that matters to all ranks is raised as an error where it arises.
+
+Only our own logger is configured, unless the user has put handlers on it before: then its handlers, level and
+propagation stay as they are. The root logger and other libraries' handlers are never touched.
 """
 
 from __future__ import annotations
@@ -8,23 +12,53 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ort_zero import env
+from ort_zero.errors import ConfigError
 
 _NAME = "ort_zero"
-_LEVELS = {
-    "DEBUG": logging.DEBUG,
-    "VERBOSE": logging.DEBUG,
-    "DEVINFO": logging.DEBUG + 5,
-    "INFO": logging.INFO,
-    "WARNING": logging.WARNING,
-    "ERROR": logging.ERROR,
-}
-logging.addLevelName(_LEVELS["DEVINFO"], "DEVINFO")
+VARIABLE = "ORT_ZERO_LOG_LEVEL"
+DEFAULT = "INFO"
 
 
-class _RankZeroFilter(logging.Filter):
-    """Lets INFO and WARNING of rank 0 pass, and from DEVINFO on (or for errors) every rank."""
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What one level means for everything that prints."""
+
+    name: str
+    number: int
+    """Of our logger."""
+    all_ranks: bool
+    """Whether every rank speaks, or rank 0 alone."""
+    ortmodule: str
+    """Name of the level among ORTModule's own, which sets its Python logger."""
+    backend: int
+    """Severity from which ONNX Runtime's native log prints: 0 verbose, 1 info, 2 warning, 3 error."""
+    exporter: Literal["held", "untouched", "verbose"]
+    """Output of the exporter: held back and replayed if the export fails; let through; let through and asked for."""
+
+
+LEVELS = (
+    Level("DEBUG", logging.DEBUG, True, "VERBOSE", 0, "verbose"),
+    Level("DEVINFO", logging.DEBUG + 5, True, "DEVINFO", 1, "untouched"),
+    Level("INFO", logging.INFO, False, "WARNING", 2, "held"),
+    Level("WARNING", logging.WARNING, False, "WARNING", 2, "held"),
+    Level("ERROR", logging.ERROR, False, "ERROR", 3, "held"),
+)
+_ALIASES = {"VERBOSE": "DEBUG"}
+_BY_NAME = {level.name: level for level in LEVELS}
+_BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
+logging.addLevelName(_BY_NAME["DEVINFO"].number, "DEVINFO")
+
+_asked: weakref.WeakKeyDictionary[Any, Level] = weakref.WeakKeyDictionary()
+"""What each engine asks for."""
+
+
+class _RankFilter(logging.Filter):
+    """Lets rank 0 pass, errors of every rank, and everybody where the level says so."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if env.rank() == 0 or record.levelno >= logging.ERROR:
@@ -32,15 +66,23 @@ class _RankZeroFilter(logging.Filter):
         return logging.getLogger(_NAME).level < logging.INFO
 
 
+class _Formatter(logging.Formatter):
+    """Names the rank as it is when the record is written: some launchers' ranks are known late."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"[ort_zero rank {env.rank()}] {super().format(record)}"
+
+
 class _StderrHandler(logging.StreamHandler):
     """Writes to whatever ``sys.stderr`` is at the moment, so that redirection after import works."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
-    def stream(self):
-        return sys.stderr
+    def stream(self) -> Any:
+        # what we say ourselves is not the exporter's: it is never held back with it
+        return getattr(sys.stderr, "ort_zero_original", sys.stderr)
 
 
 def get_logger() -> logging.Logger:
@@ -48,20 +90,59 @@ def get_logger() -> logging.Logger:
     logger = logging.getLogger(_NAME)
     if not logger.handlers:
         handler = _StderrHandler()
-        handler.setFormatter(logging.Formatter(f"[ort_zero rank {env.rank()}] %(levelname)s %(message)s"))
-        handler.addFilter(_RankZeroFilter())
+        handler.setFormatter(_Formatter("%(levelname)s %(message)s"))
+        handler.addFilter(_RankFilter())
         logger.addHandler(handler)
         logger.propagate = False
-        set_level(os.environ.get("ORT_ZERO_LOG_LEVEL", "INFO").upper())
+        # called from where nothing may raise; a wrong variable is refused when an engine is made
+        logger.setLevel(_BY_NAME.get(_from_environment() or DEFAULT, _BY_NAME[DEFAULT]).number)
     return logger
 
 
 def level_names() -> tuple[str, ...]:
-    """Return the level names that the section and ``ORT_ZERO_LOG_LEVEL`` accept."""
-    return tuple(_LEVELS)
+    """Return the level names that the section and ``ORT_ZERO_LOG_LEVEL`` accept, the most talkative one first."""
+    first, *rest = (level.name for level in LEVELS)
+    return (first, *_ALIASES, *rest)
 
 
-def set_level(name: str) -> None:
-    """Set the level of the ``ort_zero`` logger; ``ORT_ZERO_LOG_LEVEL`` wins over `name`."""
-    name = os.environ.get("ORT_ZERO_LOG_LEVEL", name).upper()
-    logging.getLogger(_NAME).setLevel(_LEVELS.get(name, logging.INFO))
+def chosen(name: str) -> Level:
+    """Return the level `name`, or that of ``ORT_ZERO_LOG_LEVEL``, which wins.
+
+    Raises:
+        ConfigError: the variable, or `name`, is no level.
+    """
+    key, value = VARIABLE, os.environ.get(VARIABLE)
+    if _from_environment() is None:
+        key, value = "ort_zero.ortmodule.log_level", name
+    level = _BY_NAME.get(value.strip().upper())
+    if level is None:
+        raise ConfigError(f"{key}: must be one of {', '.join(level_names())}, got {value!r}")
+    return level
+
+
+def set_level(name: str, asked_by: Any = None) -> Level:
+    """Set the level of the ``ort_zero`` logger to `name`, and return the level that holds for who asks.
+
+    ``ORT_ZERO_LOG_LEVEL`` wins over `name`. The logger is one for the process: of several engines the most talkative
+    one that lives decides about it, while the other sinks are each engine's own.
+
+    Args:
+        name: of the level.
+        asked_by: an engine; None sets the level whatever engines ask for.
+
+    Raises:
+        ConfigError: see :func:`chosen`.
+    """
+    level = chosen(name)
+    number = level.number
+    if asked_by is not None:
+        _asked[asked_by] = level
+        number = min(each.number for each in _asked.values())
+    logger = get_logger()
+    if any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
+        logger.setLevel(number)
+    return level
+
+
+def _from_environment() -> str | None:
+    return os.environ.get(VARIABLE, "").strip().upper() or None

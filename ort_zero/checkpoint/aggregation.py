@@ -17,12 +17,12 @@ import torch
 from ort_zero.checkpoint.dtypes import is_floating, torch_dtype
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.plan import OutputFile, Plan, make_plan, split
-from ort_zero.checkpoint.progress import bar
 from ort_zero.checkpoint.records import File, Source, listed
 from ort_zero.checkpoint.storage import PARTIAL, Folder, LocalFolder, open_folder, partial_name
 from ort_zero.checkpoint.stream import Findings, Part, Streamer, check_records
 from ort_zero.checkpoint.team import Team
 from ort_zero.errors import CheckpointError
+from ort_zero.progress import bar
 
 CONFIG_FILES = (
     "config.json",
@@ -244,7 +244,7 @@ def _write(
     mine = split(job.plan, team.rank, team.size)
     places = _Places(target, job.token)
     try:
-        with team.together("writing"), bar(_source_bytes(mine), "aggregate", shown and not team.rank) as progress:
+        with team.together("writing"), bar(_source_bytes(mine), "aggregate", shown=shown and not team.rank) as progress:
             streamer = Streamer(folder, job.files, places.of, job.token, verify=verify, advance=progress.update)
             streamer.write(mine, _workers(workers, len(mine), team.size), places.finish)
         findings = streamer.findings

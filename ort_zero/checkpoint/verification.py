@@ -15,10 +15,10 @@ import xxhash
 
 from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.manifest import Manifest
-from ort_zero.checkpoint.progress import bar
 from ort_zero.checkpoint.records import File, Source, listed
 from ort_zero.checkpoint.storage import CHUNK, PARTIAL, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.progress import bar
 
 _OURS = re.compile(r"rank_.*|.*\.safetensors")
 _RANK = re.compile(r"rank_(\d+)_")
@@ -280,7 +280,7 @@ def _each(
     """Run `check` on all files in threads, largest files first, and collect what it yields."""
     findings.files += len(files)
     total = sum(file.size for file in files)
-    with bar(total, "verify", progress) as shown, ThreadPoolExecutor(workers) as pool:
+    with bar(total, "verify", shown=progress) as shown, ThreadPoolExecutor(workers) as pool:
 
         def one(file: File) -> tuple[str, list[str]]:
             try:

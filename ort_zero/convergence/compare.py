@@ -18,7 +18,7 @@ from ort_zero.convergence.comparison import KINDS, Comparison, Difference, Serie
 from ort_zero.convergence.distance import KIND_NAMES, SAME, distances
 from ort_zero.convergence.drift import Before, Drift, drift_of, remember
 from ort_zero.convergence.lineage import Lineage, inherit, lineage_of
-from ort_zero.convergence.naming import call_name, listed, shortened, tensor_name
+from ort_zero.convergence.naming import call_name, listed, tensor_name
 from ort_zero.convergence.records import Phase
 from ort_zero.convergence.rows import COLUMNS, SKETCH_COLUMNS, WIDTH, merge
 from ort_zero.convergence.storage import Run, Table, open_run
@@ -34,6 +34,8 @@ from ort_zero.convergence.tolerance import (
 )
 from ort_zero.convergence.verdict import Findings, Row, decide, decide_update, difference_of, same_verdict
 from ort_zero.errors import StatisticsError
+from ort_zero.progress import bar
+from ort_zero.words import shortened
 
 MOST_DIFFERENCES = 1000
 MOST_STEPS = 12
@@ -168,14 +170,11 @@ def _side_by_side(
 ) -> Iterator[tuple[int, list[list[Table | None]]]]:
     """Yield each step with the tables of each rank, those of the runs side by side; None where a reference lacks it."""
     readers = [[_Reader(run, rank) for run in runs] for rank in ranks]
-    shown: Iterator[int] = iter(steps)
-    if progress:
-        from tqdm import tqdm
-
-        shown = iter(tqdm(steps, desc="comparing", unit="step"))
-    for step in shown:
-        tables = [[reader.take(step) for reader in of_rank] for of_rank in readers]
-        yield step, _gathered(tables)
+    with bar(len(steps), "comparing", "step", shown=progress) as shown:
+        for step in steps:
+            tables = [[reader.take(step) for reader in of_rank] for of_rank in readers]
+            yield step, _gathered(tables)
+            shown.update()
 
 
 class _Reader:

@@ -10,19 +10,19 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ort_zero.convergence.records import FILE, FORMAT, MANIFEST
 from ort_zero.errors import StatisticsError
+from ort_zero.files import PARTIAL, write_whole
 
 CLAIM = "run.json"
 """Name of the file in a run's folder that says which run the folder belongs to."""
 LOCK = ".run.lock"
-_PARTIAL = ".partial"
 _RANK_NAME = re.compile(r"rank_(\d{5,})")
-_OUR_NAMES = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(FILE)}|\.{re.escape(MANIFEST)}\..*\{_PARTIAL}")
+_OUR_NAMES = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(FILE)}|\.{re.escape(MANIFEST)}\..*\{PARTIAL}")
 _LOCK_SECONDS = 60
 
 
@@ -122,14 +122,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Let a whole JSON file appear under its name."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}{_PARTIAL}")
-    try:
-        partial.write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
+    write_whole(path, json.dumps(content, indent=1, default=str))
 
 
 def _claim(output: Path, run_id: str, override: bool) -> None:

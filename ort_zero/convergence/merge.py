@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from tqdm import tqdm
 
 from ort_zero.convergence.align import Key, Layout, layout_of
 from ort_zero.convergence.distance import sketch_errors
@@ -24,6 +22,7 @@ from ort_zero.convergence.records import Phase
 from ort_zero.convergence.rows import COLUMNS, COUNTS
 from ort_zero.convergence.storage import Run, Table, open_run
 from ort_zero.errors import StatisticsError
+from ort_zero.progress import bar
 
 SUMMARY = "summary.csv"
 MARKER = "merge.json"
@@ -281,9 +280,7 @@ def _write(runs: tuple[Run, Run], steps: dict[int, list[int]], output: Path, pro
     total = sum(map(len, steps.values()))
     with ExitStack() as stack:
         stream = stack.enter_context(open(output / SUMMARY, "w", newline="", encoding="utf-8"))
-        bar = stack.enter_context(
-            tqdm(total=total, desc="merging", unit="step", leave=False, delay=1, disable=not (progress and _terminal()))
-        )
+        shown = stack.enter_context(bar(total, "merging", "step", shown=progress))
         rows = csv.writer(stream)
         rows.writerow(_summary_head())
         for rank in steps:
@@ -298,12 +295,8 @@ def _write(runs: tuple[Run, Run], steps: dict[int, list[int]], output: Path, pro
                         rows.writerows(_summary_row(step, rank, record, tables) for record in records)
                         for record in records:
                             counts[record.state] += 1
-                bar.update()
+                shown.update()
     return counts
-
-
-def _terminal() -> bool:
-    return sys.stderr.isatty()
 
 
 def _together(runs: tuple[Run, Run], rank: int, steps: list[int]) -> Iterator[tuple[int, tuple[Table, Table]]]:

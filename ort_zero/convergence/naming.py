@@ -39,15 +39,3 @@ def listed(numbers: Sequence[int]) -> str:
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-
-
-def shortened(names: Sequence[str], most: int = 3, count: int | None = None) -> str:
-    """Return the first names and how many more there are: ``"a, b, c and 4 more"``.
-
-    Args:
-        names: the first ones, or all.
-        most: so many are named.
-        count: how many there are in all, by default as many as `names`.
-    """
-    more = (len(names) if count is None else count) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -8,12 +8,12 @@ import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ort_zero.convergence.comparison import Comparison, RunInfo, Series
 from ort_zero.errors import StatisticsError
+from ort_zero.files import write_whole
 
 LARGEST = 2_600_000
 """Bytes that the records may take in the file; plotly.js takes 4.8 million on top."""
@@ -35,13 +35,9 @@ def write_report(comparison: Comparison, path: str | os.PathLike) -> Path:
     """
     target = check_target(path)
     text = _render(comparison)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, target)
+        write_whole(target, text)
     except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
         raise StatisticsError(f"cannot write {target}: {error.strerror or error}") from error
     return target
 

@@ -34,7 +34,6 @@ from ort_zero.convergence.folder import (
     taken_over,
     write_json,
 )
-from ort_zero.convergence.naming import shortened
 from ort_zero.convergence.records import (
     FILE,
     FIRST,
@@ -48,6 +47,7 @@ from ort_zero.convergence.records import (
 from ort_zero.convergence.rows import COLUMNS, COUNTS, FIRST_COLUMNS, SKETCH_COLUMNS, WIDTH, row_of, statistics_of
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
+from ort_zero.words import shortened
 
 with extra.required():
     import numpy as np

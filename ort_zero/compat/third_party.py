@@ -1,0 +1,79 @@
+"""Warnings of our dependencies about their own internals, which nobody who trains a model can act on.
+
+Each is named by category, text and the module it comes from; nothing else is silenced. Filters that hold for the whole
+run are put behind all others, so that whoever asks for a warning (``-W``, ``filterwarnings``) gets it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+
+_AROUND_OUR_WORK = (
+    # a CPU build of onnxruntime says that it has no CUDA version
+    (UserWarning, r"WARNING: failed to get cudart_version", r"onnxruntime\.capi\.onnxruntime_validation"),
+    # what ORT's own ZeRO-3 bridge, which is not used, misses in today's DeepSpeed
+    (UserWarning, r"DeepSpeed import error", r"onnxruntime\.training\.utils\.hooks\."),
+    # ORTModule reads every attribute of a model, deprecated properties among them
+    ((FutureWarning, DeprecationWarning), r"", r"transformers\."),
+    ((FutureWarning, DeprecationWarning), r"", r"onnxruntime\."),
+)
+_WHILE_ENABLED = (
+    # the collectives that DeepSpeed calls; torch attributes the warning to its own wrapper, whoever calls
+    (
+        FutureWarning,
+        r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+        r"torch\.distributed\.c10d_logger",
+    ),
+)
+_installed: list[tuple] = []
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence in the block what imports and attributes of others warn of; for our own work, never for the user's."""
+    with warnings.catch_warnings():
+        for categories, message, module in _AROUND_OUR_WORK:
+            for category in categories if isinstance(categories, tuple) else (categories,):
+                warnings.filterwarnings("ignore", message, category, module)
+        yield
+
+
+@contextlib.contextmanager
+def root_logger_kept() -> Iterator[None]:
+    """Take away from the root logger in the end what an import in the block has put on it.
+
+    With a handler there, a later ``logging.basicConfig`` of the user's program would do nothing.
+    """
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        for handler in list(root.handlers):
+            if handler not in handlers:
+                root.removeHandler(handler)
+        root.setLevel(level)
+
+
+def silence() -> None:
+    """Silence what DeepSpeed's use of torch warns of, until :func:`unsilence`."""
+    for category, message, module in _WHILE_ENABLED:
+        entry = ("ignore", re.compile(message, re.I), category, re.compile(module), 0)
+        if entry not in warnings.filters:
+            warnings.filterwarnings("ignore", message, category, module, append=True)
+            _installed.append(entry)
+
+
+def unsilence() -> None:
+    """Take the filters of :func:`silence` away again."""
+    for entry in _installed:
+        with contextlib.suppress(ValueError):
+            warnings.filters.remove(entry)
+    _installed.clear()
+    # what was decided with them is remembered for each line of code
+    with warnings.catch_warnings():
+        pass

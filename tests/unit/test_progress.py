@@ -1,0 +1,54 @@
+"""The bar is seen on a terminal only, counts right from threads, and goes away."""
+
+from __future__ import annotations
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ort_zero.progress import bar
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def terminal(monkeypatch):
+    # not a fixture: pytest puts its own stream there again between the set-up of a test and the test
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    return stream
+
+
+def test_a_bar_moves_under_changing_names_and_goes_away(monkeypatch):
+    seen = terminal(monkeypatch)
+    shown = bar(None, "planning", "run", delay=0)
+    for done, what in enumerate(("without", "budget 65%")):
+        shown.move(done, 2, what)
+    assert "budget 65%" in seen.getvalue() and "1/2" in seen.getvalue()
+    shown.move(2, 2, "done")
+    assert shown.disable and seen.getvalue().rsplit("\r", 2)[-2].strip() == ""
+    before = seen.getvalue()
+    shown.move(1, 2, "again")
+    assert seen.getvalue() == before
+
+
+def test_bytes_are_scaled_and_counted_from_threads(monkeypatch):
+    seen = terminal(monkeypatch)
+    with bar(8 * 2**20, "aggregate", delay=0) as shown, ThreadPoolExecutor(8) as pool:
+        for _ in range(800):
+            pool.submit(shown.update, 2**20 // 100)
+        pool.shutdown()
+        assert shown.n == 800 * (2**20 // 100)
+    assert "8.00M" in seen.getvalue()
+
+
+@pytest.mark.parametrize("stream, shown", [(Terminal(), False), (io.StringIO(), True)], ids=["unwanted", "file"])
+def test_nothing_is_written_where_nobody_looks(monkeypatch, stream, shown):
+    monkeypatch.setattr("sys.stderr", stream)
+    with bar(2, "verify", shown=shown, delay=0) as hidden:
+        hidden.move(1, 2, "x")
+        hidden.update()
+    assert stream.getvalue() == ""
