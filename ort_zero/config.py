@@ -84,8 +84,12 @@ class StatisticsConfig(_Strict):
 class MemoryConfig(_Strict):
     """``ort_zero.memory``: recomputation of activations."""
 
-    recompute: Literal["off", "all", "auto"] | list[str] = "off"
-    budget: str | None = None
+    recompute: str | list[str] = "off"
+    """off, all, auto, a plan ("FastGelu+:1:12,..." or a list of such items), or the path of a JSON file with one."""
+    budget: str | int | None = None
+    """Most memory that a training graph may take while it runs, for "auto": "6GiB", "65%" of what it takes without."""
+    level: Literal[0, 1, 2] | None = None
+    """0: any sub-graph; 1: within transformer layers; 2: the same, with compromise. By default 1 for "all", else 0."""
 
 
 class Config(_Strict):
@@ -99,12 +103,14 @@ class Config(_Strict):
     memory_efficient_gradients: bool = False
     """Hand each gradient to its parameter the moment the graph has it, as ZeRO-3 always does."""
 
-
-_NOT_YET = {
-    "memory.recompute": lambda c: c.memory.recompute != "off",
-    "memory.budget": lambda c: c.memory.budget is not None,
-}
-"""Keys of the contract whose feature is not in this version: asking for one is refused, never ignored."""
+    @model_validator(mode="after")
+    def _recomputation_is_ort_s(self) -> Config:
+        if self.memory.recompute != "off" and not self.ortmodule.enabled:
+            raise ValueError(
+                f'"memory.recompute" {self.memory.recompute!r} needs "ortmodule": {{"enabled": true}}; in PyTorch use '
+                "torch.utils.checkpoint"
+            )
+        return self
 
 
 def parse(section: Any) -> Config:
@@ -120,9 +126,6 @@ def parse(section: Any) -> Config:
         config = Config.model_validate(dict(section))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain_all(error.errors()))) from None
-    for path, asked in _NOT_YET.items():
-        if config.enabled and asked(config):
-            raise ConfigError(f"{SECTION}.{path} is not available in this version of ort_zero; leave it at its default")
     return config
 
 
@@ -158,7 +161,10 @@ def _explain_all(errors: list[Any]) -> list[str]:
         # a union's branches add their own names to the location
         path = ".".join(p for p in where if "[" not in p and p not in ("str", "none"))
         wrong.setdefault(path, ([], error["input"]))[0].append(error["msg"].removeprefix("Value error, "))
-    lines += [f"{SECTION}.{path}: {'; or '.join(words)}, got {value!r}" for path, (words, value) in wrong.items()]
+    lines += [
+        f"{SECTION}.{path}: {'; or '.join(words)}, got {value!r}" if path else f"{SECTION}: {'; '.join(words)}"
+        for path, (words, value) in wrong.items()
+    ]
     return lines
 
 

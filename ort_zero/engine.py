@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections import Counter
 from typing import Any
 
-from ort_zero import config, log
+from ort_zero import config, log, summary
 from ort_zero.compat import deepspeed as ds_compat
+from ort_zero.compat import third_party
 from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.hooks import mode
 from ort_zero.patching import Patch, defined_in
@@ -26,12 +28,13 @@ def _engine_init(original):
             original(self, *args, **kwargs)
             return _note(self)
         self.ort_zero_section = section
-        log.get_logger()
-        log.set_level(section.ortmodule.log_level)
+        log.set_level(section.ortmodule.log_level, self)
+        third_party.silence()
         if not section.ortmodule.enabled:
             with mode.use("torch"):
                 original(self, *args, **kwargs)
             _note(self)
+            summary.announce(self, None)
             return _subscribe(self, section.statistics)
         stage = int((ds_config.get("zero_optimization") or {}).get("stage", 0))
         _refuse_half_on_cpu(ds_config)
@@ -40,18 +43,26 @@ def _engine_init(original):
             section.ortmodule,
             stage,
             memory_efficient_gradients=section.memory_efficient_gradients,
+            memory=section.memory,
         )
         with mode.use("ort"):
             original(*bound.args, **bound.kwargs)
         _connect(self, runtime)
         _note(self)
+        known = weakref.ref(self)
+        runtime.announce = lambda ready: summary.announce(known(), ready)
         return _subscribe(self, section.statistics)
 
     return __init__
 
 
 def wrap(
-    model: Any, section: config.OrtModuleConfig, stage: int, *, memory_efficient_gradients: bool = False
+    model: Any,
+    section: config.OrtModuleConfig,
+    stage: int,
+    *,
+    memory_efficient_gradients: bool = False,
+    memory: config.MemoryConfig | None = None,
 ) -> tuple[Any, Any]:
     """Return the runtime of `model` and the ORTModule around it.
 
@@ -60,21 +71,53 @@ def wrap(
         section: how it runs.
         stage: ZeRO stage of its engine, 0 without one.
         memory_efficient_gradients: hand each gradient to its parameter the moment it exists; ZeRO-3 always does.
+        memory: what of the activations is computed again.
 
     Raises:
+        ConfigError: a key of `memory` is wrong, or a plan's file is missing on a rank.
         UnsupportedVersionError: torch, Python or onnxruntime-training is out of range.
         BuildError: the C++ extensions cannot be built.
     """
     from ort_zero import plugin
     from ort_zero.compat import ortmodule as ort_compat
     from ort_zero.graph.runtime import Runtime
+    from ort_zero.memory import session
 
+    memory, section, more = session.in_place_of(memory, section)
+    request = _memory_request(memory) if memory is not None else None
     plugin.patch_ortmodule()
-    wrapped = ort_compat.make_ortmodule(model, save_onnx=section.save_onnx)
-    runtime = Runtime(model, section, stage, memory_efficient_gradients)
+    level = log.chosen(section.log_level)
+    wrapped = ort_compat.make_ortmodule(model, save_onnx=section.save_onnx, level=level)
+    runtime = Runtime(model, section, stage, memory_efficient_gradients, request, **more)
     ort_compat.attach(wrapped, runtime)
     plugin.register(runtime)
     return runtime, wrapped
+
+
+def _memory_request(section: config.MemoryConfig) -> Any:
+    """Return what is asked of the memory optimizer, alike on all ranks.
+
+    Raises:
+        ConfigError: on all ranks, if one cannot read the plan or reads another one.
+    """
+    from ort_zero import agreement
+    from ort_zero.memory import request
+
+    try:
+        wanted, error = request.read(section), None
+    except ConfigError as wrong:
+        wanted, error = None, str(wrong)
+    if agreement.world_size() > 1 and section != config.MemoryConfig():
+        reports = agreement.exchange((error, str(wanted)))
+        failed = {rank: words for rank, (words, _) in enumerate(reports) if words is not None}
+        odd = [rank for rank, (_, plan) in enumerate(reports) if plan != reports[0][1]]
+        if failed and (error is None or len(failed) < len(reports)):
+            error = "; ".join(f"rank {rank}: {words}" for rank, words in failed.items())
+        elif odd and error is None:
+            error = f"ort_zero.memory.recompute: ranks {odd} read another plan than rank 0; give all ranks one file"
+    if error is not None:
+        raise ConfigError(error)
+    return wanted
 
 
 def _note(engine: Any) -> None:

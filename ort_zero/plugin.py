@@ -120,6 +120,10 @@ def disable() -> None:
         if name in _sets:
             _sets[name].restore()
             del _sets[name]
+            if name == "deepspeed":
+                from ort_zero.compat import third_party
+
+                third_party.unsilence()
             if name == "onnxruntime":
                 _state.pop("undo_symbolics")()
 

@@ -22,6 +22,7 @@ from ort_zero.bridge.rewrite import GATHER, REDUCE
 from ort_zero.compat import torch_ddp
 from ort_zero.compat.torch_autograd import LeafInGraph, comes_to, current_backward, has_hooks, leaves_behind
 from ort_zero.errors import BridgeError
+from ort_zero.words import shortened
 
 BUCKET = 1 << 20
 """Small gathers that are started ahead share one collective of at most so many elements; a larger one has its own."""
@@ -168,7 +169,8 @@ class Sums:
             self._agree(zlib.crc32(repr([[run.digest for run in runs], twice]).encode()))
         if twice:
             raise BridgeError(
-                f"{_some(twice)} in the loss outside of the model's forward as well (a penalty on weights?), and with "
+                f"{shortened(twice)} {'is' if len(twice) == 1 else 'are'} used in the loss "
+                "outside of the model's forward as well (a penalty on weights?), and with "
                 '"memory_efficient_gradients" the gradients from there and from the forward would be reduced apart: '
                 "compute that part of the loss in the model's forward, let the optimizer do it (weight_decay), or set "
                 '"ort_zero": {"memory_efficient_gradients": false}'
@@ -188,11 +190,6 @@ def _reduced_twice(runs: list[_Run]) -> list[str]:
             if run.whole and (run.in_ddp or has_hooks(parameter)) and comes_to(parameter)
         }
     )
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more} {'is' if len(names) == 1 else 'are'} used"
 
 
 class Table:

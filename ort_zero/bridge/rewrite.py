@@ -23,6 +23,7 @@ from ort_zero.bridge.plan import (
     sorted_nodes,
 )
 from ort_zero.bridge.python_op import python_op
+from ort_zero.compat.ort_kernels import RECOMPUTED
 from ort_zero.errors import BridgeError
 
 TRIGGER = "ort_zero_trigger"
@@ -103,6 +104,7 @@ class _Edit:
         self.infos: list[onnx.ValueInfoProto] = []
         self.initializers: list[onnx.TensorProto] = []
         self._cloned: dict[tuple, str] = {}
+        self._witnesses: set[str] = set()
 
     def without_weights(self) -> list[onnx.NodeProto]:
         """Return the nodes with every use of a weight renamed to the gather that serves it."""
@@ -186,7 +188,16 @@ class _Edit:
                 for name, gradient in zip(event.weights, event.gradients, strict=True):
                     w = self.plan.weights[name]
                     read.append((gradient, w.elem_type, len(w.shape)))
-                read += [(name, *self._type_of(name)) for name in event.after]
+                for name in event.after:
+                    if name.endswith(RECOMPUTED):
+                        # what is there for a moment only is not held for a reduce: its shape will do
+                        witness = f"{name}__exists"
+                        if witness not in self._witnesses:
+                            self._witnesses.add(witness)
+                            nodes.append(helper.make_node("Shape", [name], [witness], witness))
+                        read.append((witness, TensorProto.INT64, 1))
+                    else:
+                        read.append((name, *self._type_of(name)))
             function, name = (GATHER, "gather") if isinstance(event, Gather) else (REDUCE, "reduce")
             ranked = [(value, kind, len(shape)) for value, kind, shape in made]
             nodes.append(python_op(function, f"ort_zero_{name}_{index}", (table, index), read, ranked))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -97,8 +96,7 @@ def _compare(args: argparse.Namespace) -> int:
         from ort_zero.convergence.report import check_target, write_report
 
         check_target(args.html)
-    watched = sys.stderr.isatty() and not args.json
-    found = compare(args.a, args.b, rtol=args.rtol, reference=args.reference, progress=watched)
+    found = compare(args.a, args.b, rtol=args.rtol, reference=args.reference, progress=not args.json)
     if args.html:
         write_report(found, args.html)
     print_json(as_json(found, args.html)) if args.json else print(text_of(found, args.html))

@@ -6,17 +6,20 @@ happen at each place) into the patch table; nothing under site-packages is edite
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import inspect
+import logging
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from ort_zero import env
-from ort_zero.compat import versions
+from ort_zero import env, log
+from ort_zero.compat import third_party, versions
 from ort_zero.compat.shape_inference import infer_shapes
 from ort_zero.compat.torch_onnx import STOP_GRADIENT
 from ort_zero.patching import Patch, defined_in
@@ -24,7 +27,15 @@ from ort_zero.patching import Patch, defined_in
 _PACKAGE = "onnxruntime.training.ortmodule"
 _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
 """What upstream's backward reads of the manager."""
+_WITHOUT_EFFECT = {
+    "ORTMODULE_LOG_LEVEL": log.VARIABLE,
+    "ORTMODULE_MEMORY_OPT_LEVEL": "ort_zero.memory.recompute and .level",
+    "ORTMODULE_MEMORY_OPT_CONFIG": "ort_zero.memory.recompute",
+}
+"""Variables that ORTModule alone would read, and what takes their place."""
 _SKIP_CHECKS = "SKIP_CHECK_BUILD_GRADIENT", "SKIP_CHECK_EXECUTION_AGENT", "SKIP_CHECK_DEVICE"
+_LAID_OUT = frozenset({"Conv", "FusedConv", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"})
+"""Operators whose tensors ORT may lay out in blocks for the processor at hand."""
 _package: Any = None
 
 
@@ -44,12 +55,16 @@ def import_ortmodule() -> Any:
     from ort_zero.compat import extensions
     from ort_zero.compat.torch_onnx import alias_exporter_modules
 
-    extensions.load_modules()
-    alias_exporter_modules()
-    _silence_nvtx()
-    import onnxruntime.training.ortmodule as package
+    # a tool of onnxruntime configures the root logger when it is imported
+    with third_party.quiet(), third_party.root_logger_kept():
+        extensions.load_modules()
+        alias_exporter_modules()
+        _silence_nvtx()
+        import onnxruntime.training.ortmodule as package
 
-    extensions.install_into(package)
+        # the first export would import it, and show what it warns of
+        importlib.import_module("onnxruntime.training.utils.hooks")
+        extensions.install_into(package)
     from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
 
     # registered with ORT when the first ORTModule is made
@@ -148,16 +163,29 @@ class Session:
     """Output of the backward for each of them, -1 for none."""
 
 
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """An order to ORT's memory optimizer."""
+
+    file: str
+    """JSON list of ``"cluster:kind:count"``; kind 1 is recompute, 2 recompute with compromise."""
+    probe: str = "1:0"
+    """``"level:layers"``: which operators may be computed again (1: products and normalizations too), and whether
+    whole transformer layers are (0 or 1)."""
+
+
 class Manager:
     """The part of an ORT execution manager that works for the graph layer: exports, builds, runs."""
 
     def __init__(self, manager: Any):
         self.manager = manager
+        manager._logger = _ThroughOurs(manager._logger, {})
         self.training = type(manager).__name__ == "TrainingManager"
         self.flattened_module = manager._flattened_module
         self.device: Any = manager._graph_transition_manager._device
         """Set by the graph layer: engines move a module after it is wrapped."""
         self.save_onnx = manager._debug_options.save_onnx_models.save
+        self.level: log.Level = getattr(manager, "_ort_zero_level", None) or log.chosen(log.DEFAULT)
 
     @property
     def mode(self) -> str:
@@ -170,7 +198,7 @@ class Manager:
         Args:
             tensors: arguments by name.
         """
-        from onnxruntime.training.ortmodule import _graph_transition_manager, _io
+        from onnxruntime.training.ortmodule import _graph_transition_manager, _io, _logger
 
         m = self.manager
         flat = [inspect.Parameter("tensors", inspect.Parameter.VAR_KEYWORD)]
@@ -193,7 +221,11 @@ class Manager:
             enable_embedding_sparse_optimizer=options.enable_embedding_sparse_optimizer,
             onnx_opset_version=options.onnx_opset_version,
             stage3_param_handle=None,
-            debug_options=m._debug_options,
+            # all that is asked of it here: below WARNING the exporter is verbose
+            debug_options=SimpleNamespace(
+                log_level=_logger.LogLevel.VERBOSE if self.level.exporter == "verbose" else _logger.LogLevel.ERROR,
+                torch_exporter_filter=None,
+            ),
             time_tracker=m.time_tracker,
             runtime_inspector=m._runtime_inspector,
             logger=m._logger,
@@ -235,7 +267,6 @@ class Manager:
         """
         import onnx
         from onnxruntime.capi import _pybind_state as C
-        from onnxruntime.training.ortmodule import _logger
         from onnxruntime.training.ortmodule.graph_optimizer_registry import GraphOptimizerRegistry
 
         m = self.manager
@@ -245,7 +276,7 @@ class Manager:
         config.input_names_require_grad = list(inputs)
         config.build_gradient_graph = self.training
         config.enable_caching = False
-        config.loglevel = _logger.ortmodule_loglevel_to_onnxruntime_c_loglevel(m._debug_options.logging.log_level)
+        config.loglevel = C.Severity(self.level.backend)
         config.use_memory_efficient_gradient = m._runtime_options.use_memory_efficient_gradient
         builder = C.OrtModuleGraphBuilder()
         builder.initialize(model, config)
@@ -272,11 +303,17 @@ class Manager:
             ),
             "compute optimizer": options.enable_compute_optimizer,
             "embedding sparsity": options.enable_embedding_sparse_optimizer,
-            "memory": (options.memory_optimizer_config_file_path, options.recompute_probe_config),
         }
 
     def create_session(
-        self, model: Any, info: GraphInfo, *, optimized: bytes | None = None, write_to: str | None = None
+        self,
+        model: Any,
+        info: GraphInfo,
+        *,
+        optimized: bytes | None = None,
+        write_to: str | None = None,
+        recompute: Recompute | None = None,
+        in_order: bool = False,
     ) -> Any:
         """Return the agent that runs `model`.
 
@@ -284,7 +321,9 @@ class Manager:
             model: ModelProto.
             info: see :meth:`build`.
             optimized: the same model as ORT has optimized it before; it is taken as it is.
-            write_to: file for the optimized model.
+            write_to: file for the model that runs, after all changes.
+            recompute: what ORT's memory optimizer is to compute again in the backward.
+            in_order: run the nodes in the order of the model, whose backward nodes are marked as such.
         """
         import onnxruntime
         from onnxruntime.capi import _pybind_state as C
@@ -294,8 +333,14 @@ class Manager:
 
         m = self.manager
         options, providers, provider_options = m._get_session_config()
+        # upstream takes the number of ORTModule's level, which is another scale
+        options.log_severity_level = self.level.backend
         # it refuses a Gemm that reads the third or a later output of a node, and a gather node has many
-        options.add_session_config_entry("optimization.disable_specified_optimizers", "GemmSumFusion")
+        disabled = ["GemmSumFusion"]
+        if write_to is not None and not any(node.op_type in _LAID_OUT for node in model.graph.node):
+            # without effect on such a graph, but ORT would warn of it
+            disabled.append("NchwcTransformer")
+        options.add_session_config_entry("optimization.disable_specified_optimizers", ";".join(disabled))
         if options.intra_op_num_threads == 0:
             # ORT's default is every core for every rank: ranks on one machine then fight for the cores
             options.intra_op_num_threads = env.threads_per_rank()
@@ -305,7 +350,9 @@ class Manager:
         data = optimized or model.SerializeToString()
         if optimized is not None:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        if write_to is not None and not self.save_onnx:
+        if in_order:
+            options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+        if write_to is not None:
             options.optimized_model_filepath = write_to
         if not self.training:
             return InferenceAgent(data, options, providers, provider_options)
@@ -314,15 +361,24 @@ class Manager:
         forward = len(info.user_output_names) + len(info.frontier_node_arg_map)
         fetched = [output.name for output in model.graph.output]
         feeds = [given.name for given in model.graph.input]
-        runtime = m._runtime_options
         for key, value in (
-            ("optimization.memory_optimizer_config", runtime.memory_optimizer_config_file_path),
-            ("optimization.enable_memory_probe_recompute_config", runtime.recompute_probe_config),
+            ("optimization.memory_optimizer_config", recompute.file if recompute is not None else ""),
+            ("optimization.enable_memory_probe_recompute_config", recompute.probe if recompute is not None else "1:0"),
         ):
             options.add_session_config_entry(key, value)
         return TrainingAgent(
             data, feeds, [place] * forward, fetched, [place] * len(fetched), options, providers, provider_options, index
         )
+
+    def recomputable(self, agent: Any, probe: str) -> dict[str, tuple[str, int]]:
+        """Return what ORT's memory optimizer could compute again, by cluster: symbolic saving in bytes, frequency.
+
+        Args:
+            agent: of a training graph in which nothing is computed again.
+            probe: see :class:`Recompute`.
+        """
+        _, found = agent.get_serialized_ortmodule_memory_stat("", probe, False)
+        return {cluster: (saving, int(frequency)) for cluster, (saving, frequency) in found.items()}
 
     def follow_determinism(self) -> None:
         """Let sessions that are made from now on be as deterministic as torch is told to be."""
@@ -364,12 +420,23 @@ def _share_memory() -> bool:
     from onnxruntime.capi import _pybind_state as C
 
     place = C.OrtMemoryInfo("Cpu", C.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, C.OrtMemType.DEFAULT)
+    # by default a block of up to 128 MB more than asked for is given away whole
+    settings = C.OrtArenaCfg(0, -1, -1, 1)
     try:
-        C.create_and_register_allocator(place, None)
+        C.create_and_register_allocator(place, settings)
     except Exception as error:
         # the user's program has registered one, which is as good
         return "already" in str(error)
     return True
+
+
+class _ThroughOurs(logging.LoggerAdapter):
+    """Decides as ORTModule's logger does, and speaks through ours: it has no handler, and is not ours to give one."""
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        # we make no deep copy on purpose, so advice about it is of no use
+        if self.logger.isEnabledFor(level) and "deep copy" not in str(msg):
+            log.get_logger().log(level, f"ORTModule: {msg}", *args, **kwargs)
 
 
 class _Inputs(list):
@@ -389,33 +456,66 @@ def _guarded(around, phase, original, *args, **kwargs):
     return around(phase, lambda: original(*args, **kwargs))
 
 
-def make_ortmodule(module: Any, *, save_onnx: str | None = None) -> Any:
+@contextlib.contextmanager
+def _own_level() -> Iterator[None]:
+    """Keep ORTModule in the block from reading a level of its own, which would part from the other three."""
+    value = os.environ.pop("ORTMODULE_LOG_LEVEL", None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ["ORTMODULE_LOG_LEVEL"] = value
+
+
+def make_ortmodule(module: Any, *, save_onnx: str | None = None, level: log.Level | None = None) -> Any:
     """Return `module` wrapped in an ORTModule whose policies are ours.
 
     ORT's own checks and its own fallback are off: the graph layer looks at every call, and knows of the other ranks.
+
+    Args:
+        module: the user's.
+        save_onnx: folder for its graphs; rank 0 writes them.
+        level: of what ORTModule and ONNX Runtime print; None is the default one.
     """
+    level = level or log.chosen(log.DEFAULT)
+    for variable, ours in _WITHOUT_EFFECT.items():
+        if os.environ.get(variable):
+            log.get_logger().warning("%s has no effect under ort_zero: set %s", variable, ours)
     package = import_ortmodule()
+    from onnxruntime.training.ortmodule import _logger
     from onnxruntime.training.ortmodule._fallback import _FallbackPolicy
-    from onnxruntime.training.ortmodule.options import _SkipCheck
+    from onnxruntime.training.ortmodule.options import _LoggingOptions, _SkipCheck
 
     save = save_onnx is not None and env.rank() == 0
     if save:
         os.makedirs(save_onnx, exist_ok=True)
-    options = package.DebugOptions(
-        log_level=package.LogLevel.ERROR, save_onnx=save, onnx_prefix="model" if save else "", save_path=save_onnx or ""
-    )
+    wanted = package.LogLevel[level.ortmodule]
+    with _own_level():
+        logging_options = _LoggingOptions(wanted)
+        options = package.DebugOptions(
+            # each method of a model that a wrapper has as well is told of; DeepSpeed's engine calls none of them
+            log_level=package.LogLevel.ERROR if level.exporter == "held" else wanted,
+            save_onnx=save,
+            onnx_prefix="model" if save else "",
+            save_path=save_onnx or "",
+        )
     previous, package.ORTMODULE_FALLBACK_POLICY = package.ORTMODULE_FALLBACK_POLICY, _FallbackPolicy.FALLBACK_DISABLE
     try:
         modes = [(part, part.training) for part in module.modules()]
-        wrapped = package.ORTModule(module, options)
+        # it looks at every attribute of the module, also at those that are deprecated
+        with third_party.quiet():
+            wrapped = package.ORTModule(module, options)
         for part, training in modes:
             part.training = training  # upstream puts all of them into the mode of the whole
     finally:
         package.ORTMODULE_FALLBACK_POLICY = previous
+    options.log_level, options._logging = wanted, logging_options
+    _logger.configure_ortmodule_logger(wanted)
     if hasattr(module, "generate"):
         # upstream's copy, bound to the wrapper, looks for transformers' methods in the wrapper's type
         wrapped.__dict__["generate"] = module.generate
     for manager in managers_of(wrapped):
+        manager._ort_zero_level = level
         manager._runtime_options.skip_check = functools.reduce(
             operator.or_, (getattr(_SkipCheck, name) for name in _SKIP_CHECKS)
         )
@@ -587,6 +687,14 @@ def patches() -> tuple[Patch, ...]:
 
         return register_torch_autograd_function
 
+    def without_descriptors(original):
+        @functools.wraps(original)
+        def _suppress_os_stream_output(*args, **kwargs):
+            # with the descriptors redirected, a crash or a breakpoint would be invisible; see graph.exporter_output
+            return contextlib.nullcontext() if _current() is not None else original(*args, **kwargs)
+
+        return _suppress_os_stream_output
+
     tm, im, io = (f"{_PACKAGE}.{n}" for n in ("_training_manager", "_inference_manager", "_io"))
     table: list[Patch] = []
 
@@ -605,4 +713,10 @@ def patches() -> tuple[Patch, ...]:
     add(f"{io}:_FlattenedModule.forward", flattened, "arguments and outputs of any type")
     add(f"{tm}:TrainingManager._create_autofunction_class", backward_of_its_own_graph, "an export before the backward")
     add(f"{_PACKAGE}._torch_module_ort:TorchModuleORT.is_training", is_training, "modes set on the user's module")
+    add(
+        f"{_PACKAGE}._logger:_suppress_os_stream_output",
+        without_descriptors,
+        "no descriptor is ever redirected",
+        guarded=False,
+    )
     return tuple(table)

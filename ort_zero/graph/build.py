@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.graph import structure, taps
 from ort_zero.graph.export_cache import ExportCache
-from ort_zero.graph.exported import complete_dropout
+from ort_zero.graph.exported import complete_dropout, seed_dropout
+from ort_zero.graph.exporter_output import ExporterOutput
 from ort_zero.graph.made import BuiltModel, Exported, Graph
 from ort_zero.graph.optimized import unfuse_for_cpu
 from ort_zero.graph.persistent import Lookup, session_of
@@ -44,6 +45,7 @@ from ort_zero.graph.submodules import KeptInTorch
 from ort_zero.graph.trace import Tracer
 from ort_zero.hooks.global_manager import Session
 from ort_zero.hooks.manager import paused
+from ort_zero.memory.optimizer import Decision, MemoryOptimizer
 
 
 class Builder:
@@ -52,11 +54,12 @@ class Builder:
     Args:
         module: the user's module.
         config: the section's ``ortmodule`` part.
+        manager: ORT's, of the mode.
         kept: submodules that stay in PyTorch.
-        routes: operators that do.
         sums: of the gradients of all graphs of the model.
         cache: graphs of earlier runs.
         memory_efficient_gradients: put reduce nodes into the training graph also where no weight is partitioned.
+        memory: computes activations again; None for keeping all of them.
     """
 
     def __init__(
@@ -68,7 +71,9 @@ class Builder:
         sums: ops.Sums,
         cache: ExportCache | None,
         memory_efficient_gradients: bool,
+        memory: MemoryOptimizer | None = None,
     ):
+        self.memory = memory if manager.training else None
         self.memory_efficient_gradients = memory_efficient_gradients
         self.module = module
         self.config = config
@@ -81,6 +86,7 @@ class Builder:
         """Time that each step of the last graph took."""
         self.tracer: Tracer | None = None
         """Of the export that runs, or was the last."""
+        self.output = ExporterOutput(hold=manager.level.exporter == "held")
         self.cache = cache
         self.lookup: Lookup | None = None
         """Of the graph that is made, or was the last."""
@@ -101,16 +107,16 @@ class Builder:
         """
         self._refuse_unsupported()
         if self.cache is None:
-            return self.process(self.export(observed, call, watching), observed.process, number)
+            return self.process(self.export(observed, call, watching), observed.process, number, call)
         with self._timed("cache"):
             self.lookup = Lookup(self.cache, self.module, self.manager, observed, call, self.kept)
             found = None if anew else self.lookup.find(self.routes)
         if found is not None:
-            return self.process(found[0], observed.process, number, found[1])
+            return self.process(found[0], observed.process, number, call, found[1])
         exported = self.export(observed, call, watching)
         built = self._built(exported, observed.process)
         described = self.lookup.describe(exported, built, self.routes)
-        graph = self.process(exported, observed.process, number, built)
+        graph = self.process(exported, observed.process, number, call, built)
         with self._timed("keep"):
             self.lookup.keep(described)  # not before: ORT may have no kernel for what it has built
         return graph
@@ -126,6 +132,7 @@ class Builder:
             model, schema, axes = self._traced(call, watching, all_inputs=False)
         tracer, marked = self.tracer, self.tracer.marks
         complete_dropout(model)
+        seed_dropout(model)
         read_alone = taps.read_alone(model) if marked else set()
         with self._timed("shapes"):
             model = self.manager.process(model, infer_python_op)
@@ -145,12 +152,19 @@ class Builder:
     def _traced(self, call: structure.Call, watching: Sequence[Session], *, all_inputs: bool) -> tuple:
         marked = [taps.Taps(session, self.module) for session in watching]
         watched = self.lookup.watching if self.lookup is not None else contextlib.nullcontext
+
+        @contextlib.contextmanager
+        def as_pytorch_runs_it() -> Iterator[None]:
+            with watched(), self.output.lifted():
+                yield
+
         tracer = self.tracer = Tracer(
-            self.manager.training, call, marked, all_inputs=all_inputs, watching=watched
+            self.manager.training, call, marked, all_inputs=all_inputs, watching=as_pytorch_runs_it
         )
         flattened = self.manager.flattened_module
         with (
             self._timed("export"),
+            self.output.held(),
             paused(),
             torch_checkpoint.watch(self._refuse_checkpointing),
             self.kept.as_operators(),
@@ -176,14 +190,20 @@ class Builder:
     def _refuse_checkpointing(self) -> None:
         raise ExportError(
             f"{type(self.module).__name__} uses torch activation checkpointing, which an ONNX graph cannot contain: "
-            "switch it off (model.gradient_checkpointing_disable(), or drop the call of checkpoint()), or run the "
-            'model in PyTorch with "ort_zero": {"ortmodule": {"enabled": false}}'
+            "switch it off (model.gradient_checkpointing_disable(), or drop the call of checkpoint()) and let ONNX "
+            'Runtime compute activations again ("ort_zero": {"memory": {"recompute": "auto", "budget": "..."}}), or '
+            'run the model in PyTorch with "ort_zero": {"ortmodule": {"enabled": false}}'
         )
 
     # -- post-export processing ------------------------------------------------------------------------------------
 
     def process(
-        self, exported: Exported, process: ProcessKey, number: int, built: BuiltModel | None = None
+        self,
+        exported: Exported,
+        process: ProcessKey,
+        number: int,
+        call: structure.Call,
+        built: BuiltModel | None = None,
     ) -> Graph:
         """Return a graph that runs the exported module with the gradients that `process` asks for.
 
@@ -191,6 +211,7 @@ class Builder:
             exported: see :meth:`export`.
             process: see :class:`ProcessKey`.
             number: of the new graph.
+            call: the first that it is to run; tells how large things are.
             built: ORT's gradient graph, if it is there already.
         """
         manager = self.manager
@@ -200,6 +221,10 @@ class Builder:
         model, info = built.model, built.info
         if manager.device.type == "cpu":
             unfuse_for_cpu(model)
+        decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
+        if self.memory is not None:
+            with self._timed("memory plan"):
+                model, decision = self._recomputed(model, info, sizes, parameters)
         table, bridge, digest, gradient = None, None, "no bridge", None
         plan = self._plan(model, parameters)
         if plan is not None:
@@ -209,9 +234,11 @@ class Builder:
         if exported.taps:
             taps.register(ort_compat.register_function)
             taps.place_readers(model)
+        if decision is not None:
+            model = self.memory.arrange(model, sizes, decision)
         run = self._model_info(exported, model, parameters, wanted, inputs, table)
         self._save(model)
-        session = self._session(run, model, info, gradient)
+        session = self._session(run, model, info, gradient, in_order=decision is not None)
         return Graph(
             known=KnownGraph(number, exported.key, process, exported.differentiable),
             exported=exported,
@@ -222,6 +249,17 @@ class Builder:
             bridge=bridge,
             nodes=len(model.graph.node),
             python_ops=sum(node.op_type == "PythonOp" for node in model.graph.node),
+            memory=decision,
+        )
+
+    def _recomputed(
+        self, model: onnx.ModelProto, info: Any, sizes: dict[str, int], parameters: dict[str, Any]
+    ) -> tuple[onnx.ModelProto, Decision]:
+        partitioned = {name for name, p in parameters.items() if is_partitioned(p)}
+        leave = parameters if self.memory_efficient_gradients else partitioned
+        released = [f"{name}_grad" for name in leave]
+        return self.memory.recompute(
+            self.manager, model, info, sizes, partitioned=partitioned, released=released
         )
 
     def _wanted(self, exported: Exported, process: ProcessKey) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -293,7 +331,13 @@ class Builder:
         )
 
     def _session(
-        self, run: PostExportProcessedModelInfo, model: onnx.ModelProto, info: Any, gradient: str | None
+        self,
+        run: PostExportProcessedModelInfo,
+        model: onnx.ModelProto,
+        info: Any,
+        gradient: str | None,
+        *,
+        in_order: bool,
     ) -> ort_compat.Session:
         index = {output.name: i for i, output in enumerate(model.graph.output)}
         gradients = {name: index[f"{name}_grad"] for name in run.onnx_graph_input_names_require_grad
@@ -304,7 +348,7 @@ class Builder:
         gradient_map = [gradients[run.onnx_graph_input_names[i]] for i in differentiable]
         self.manager.follow_determinism()
         with self._timed("session"):
-            agent = session_of(self.cache, self.manager, model, info)
+            agent = session_of(self.cache, self.manager, model, info, in_order=in_order)
         return ort_compat.Session(model, info, agent, differentiable, gradient_map)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
@@ -329,6 +373,14 @@ class _Timed:
 
     def __exit__(self, *about: Any) -> None:
         self.seconds[self.step] = time.perf_counter() - self.started
+
+
+def _sizes(axes: Mapping[str, Mapping[int, str]], call: structure.Call) -> dict[str, int]:
+    """Return the sizes of the named dimensions in a call."""
+    shapes = {name: tensor.shape for name, tensor in zip(call.names, call.tensors, strict=True)}
+    return {
+        dim: int(shapes[name][axis]) for name, named in axes.items() if name in shapes for axis, dim in named.items()
+    }
 
 
 def wanted_of(call: structure.Call) -> frozenset[str]:

@@ -20,9 +20,7 @@ from collections.abc import Sequence
 
 from ort_zero.graph import structure
 from ort_zero.graph.state import Action, ExportKey, Graphs, KnownGraph, Observed, ProcessKey, TensorInput, Transition
-
-MOST_NAMES = 3
-"""A reason names so many parameters; it counts the others."""
+from ort_zero.words import shortened
 
 
 def decide(graphs: Graphs, observed: Observed) -> Transition:
@@ -113,8 +111,7 @@ def _listed(what: str, names: Sequence[str]) -> str:
     layer = _common_path(names)
     if layer:
         return f'{len(names)} {what}s of "{layer}"'
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"{len(names)} {what}s ({', '.join(names[:MOST_NAMES])}{more})"
+    return f"{len(names)} {what}s ({shortened(names)})"
 
 
 def _common_path(names: Sequence[str]) -> str:

@@ -23,11 +23,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from ort_zero.errors import ConfigError
 from ort_zero.graph import fingerprint
-from ort_zero.graph.fingerprint import Criterion
+from ort_zero.graph.fingerprint import Criterion, digest_of
 from ort_zero.log import get_logger
 
 FORMAT = "ort_zero.export"
@@ -150,13 +148,13 @@ class ExportCache:
             "criteria": {name: {"words": c.words, "parts": dict(c.parts)} for name, c in criteria.items()},
             "code": dict(code),
             "meta": dict(meta),
-            "blobs": {name: [len(data), _digest(data)] for name, data in blobs.items()},
+            "blobs": {name: [len(data), digest_of(data)] for name, data in blobs.items()},
         }
         return self._write(path, _packed(header, blobs))
 
     def _path(self, criteria: Mapping[str, Criterion], mode: str) -> Path:
         key = json.dumps([mode, sorted((name, c.digest) for name, c in criteria.items())])
-        return self.folder / f"{_prefix(criteria, mode)}.{_digest(key.encode())}.graph"
+        return self.folder / f"{_prefix(criteria, mode)}.{digest_of(key.encode())}.graph"
 
     def _read(self, path: Path, criteria: Mapping[str, Criterion], mode: str) -> Found:
         with _opened(path) as archive:
@@ -172,7 +170,7 @@ class ExportCache:
                 if about.file_size != size or about.compress_type != zipfile.ZIP_STORED:
                     raise _Unusable(_damaged(path, "size"))
                 blobs[name] = archive.read(about)
-                if _digest(blobs[name]) != digest:
+                if digest_of(blobs[name]) != digest:
                     raise _Unusable(_damaged(path, "content digest"))
         return Found(path, header["meta"], blobs, f"the same {', '.join([*criteria, 'model code'])}")
 
@@ -299,10 +297,6 @@ def _prefix(criteria: Mapping[str, Criterion], mode: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]", "_", f"{about or 'model'}"[:80]) + "-" + re.sub(r"[^A-Za-z0-9_]", "_", mode[:20])
 
 
-def _digest(data: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
-
-
 def _damaged(path: Path, how: str) -> str:
     return f"entry {path.name} is damaged ({how}), ignored"
 
@@ -330,7 +324,7 @@ def _packed(header: dict, blobs: Mapping[str, bytes]) -> list[memoryview]:
     text = json.dumps(header).encode()
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        archive.comment = _digest(text).encode()
+        archive.comment = digest_of(text).encode()
         # names of thousands of modules and their attributes shrink to a tenth
         archive.writestr(zipfile.ZipInfo(_HEADER), text, zipfile.ZIP_DEFLATED, 1)
         for i, data in enumerate(blobs.values()):
@@ -354,7 +348,7 @@ def _header(archive: zipfile.ZipFile, path: Path) -> dict[str, Any]:
     if about.file_size > _LONGEST_HEADER:
         raise _Unusable(_damaged(path, "header"))
     text = archive.read(about)
-    if _digest(text).encode() != archive.comment:
+    if digest_of(text).encode() != archive.comment:
         raise _Unusable(_damaged(path, "digest of the header"))
     header = json.loads(text)
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -377,4 +371,4 @@ def _differences(header: dict, criteria: Mapping[str, Criterion]) -> dict[str, s
 
 
 def _blob_line(digest: str, data: bytes) -> bytes:
-    return _BLOB + f"{digest} {_digest(data)}\n".encode()
+    return _BLOB + f"{digest} {digest_of(data)}\n".encode()

@@ -39,13 +39,12 @@ from ort_zero.bridge.zero_parameters import full_shape
 from ort_zero.compat import versions
 from ort_zero.compat.frames import is_foreign
 from ort_zero.graph.codec import NotLasting
+from ort_zero.words import shortened
 
 _BEGAN = time.time()
 _LONGEST = 48
 """Characters of a part that is kept as it is; longer ones are kept as digests."""
 _DEPTH = 12
-_SHOWN = 3
-"""Differences that are told; the others are counted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,8 +75,7 @@ def difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
             found.append(name)
         else:
             found.append(f"{name} {before} -> {after}")
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
+    return shortened(found)
 
 
 def criterion(values: Mapping[str, Any], words: str = "") -> Criterion:
@@ -86,13 +84,14 @@ def criterion(values: Mapping[str, Any], words: str = "") -> Criterion:
     return Criterion({name: _short(text) for name, text in texts.items()}, words)
 
 
-def _digest(data: Any) -> str:
+def digest_of(data: str | bytes) -> str:
+    """Return 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)
 
 
 def _short(text: str) -> str:
     # a text that looks like a digest must not be taken for one
-    return text if len(text) <= _LONGEST and not text.startswith("#") else f"#{_digest(text)}"
+    return text if len(text) <= _LONGEST and not text.startswith("#") else f"#{digest_of(text)}"
 
 
 def _qualified(kind: Any) -> str:
@@ -175,7 +174,7 @@ def _tensors(module: torch.nn.Module) -> dict[str, str]:
     for name, buffer in module.named_buffers(remove_duplicate=False):
         owner = first.setdefault(id(buffer), name)
         parts[f"buffer {name}"] = f"{_kind_of(buffer)} {list(buffer.shape)}" if owner == name else f"= {owner}"
-    return {"order of tensors": f"#{_digest(' '.join(parts))}", **parts}
+    return {"order of tensors": f"#{digest_of(' '.join(parts))}", **parts}
 
 
 def _kind_of(tensor: torch.Tensor) -> str:
@@ -299,7 +298,7 @@ class _Describer:
                 if cls not in self._classes:
                     texts = [f"{name}={self._member(value)}" for name, value in sorted(vars(cls).items())
                              if name not in _CLASS_NOISE]  # fmt: skip
-                    self._classes[cls] = f"#{_digest(', '.join(texts))}"
+                    self._classes[cls] = f"#{digest_of(', '.join(texts))}"
                 parts[f"class {_qualified(cls)}"] = self._classes[cls]
         return parts
 
@@ -336,7 +335,7 @@ def _content(tensor: torch.Tensor) -> str:
             return about
         dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
         plain = dense.resolve_conj().resolve_neg().cpu().contiguous().flatten()
-        return f"{about} {_digest(plain.view(torch.uint8).numpy() if plain.numel() else b'')}"
+        return f"{about} {digest_of(plain.view(torch.uint8).numpy() if plain.numel() else b'')}"
     except Exception as error:  # whatever a subclass of tensors cannot do
         raise NotLasting(f"a {_qualified(type(tensor))} has values that cannot be read: {error}") from None
 
@@ -347,12 +346,12 @@ def _array(value: Any) -> str:
     array = numpy.ascontiguousarray(value)
     if array.dtype.hasobject:
         return f"array {array.shape} {_without_addresses(repr(array.tolist()))}"
-    return f"array {array.dtype.str} {array.shape} {_digest(array.tobytes())}"
+    return f"array {array.dtype.str} {array.shape} {digest_of(array.tobytes())}"
 
 
 @functools.lru_cache(maxsize=16384)
-def _digest_of(code: _Same) -> str:
-    return _digest(_code_text(code.value))
+def _digest_of_code(code: _Same) -> str:
+    return digest_of(_code_text(code.value))
 
 
 class _Same:
@@ -371,7 +370,7 @@ class _Same:
 
 
 def _code_digest(code: CodeType) -> str:
-    return _digest_of(_Same(code))
+    return _digest_of_code(_Same(code))
 
 
 def _code_text(code: CodeType) -> str:
@@ -584,7 +583,7 @@ def _global_digest(key: str, value: Any) -> str:
     if type(value) in _AS_REPR:
         return _short(repr(value))
     try:
-        return _digest(_Describer(objects=False)(value))
+        return digest_of(_Describer(objects=False)(value))
     except NotLasting:
         return _qualified(type(value))
 
@@ -600,9 +599,7 @@ def changed(code: Mapping[str, str]) -> str:
     Args:
         code: :attr:`executed_files.code`.
     """
-    found = [words for key, digest in code.items() if (words := _change(key, digest))]
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(found[:_SHOWN]) + more
+    return shortened([words for key, digest in code.items() if (words := _change(key, digest))])
 
 
 def _change(key: str, digest: str) -> str:
@@ -631,4 +628,4 @@ def _file_digest(file: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _content_digest(file: str, changed_at: int, size: int) -> str:
-    return _digest(Path(file).read_bytes())
+    return digest_of(Path(file).read_bytes())

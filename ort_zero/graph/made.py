@@ -11,6 +11,7 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.graph import taps
 from ort_zero.graph.state import ExportedModelInfo, ExportKey, KnownGraph, PostExportProcessedModelInfo
 from ort_zero.graph.trace import Effects
+from ort_zero.memory.optimizer import Decision
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +50,8 @@ class Graph:
     bridge: str | None
     nodes: int
     python_ops: int
+    memory: Decision | None = None
+    """What is computed again in the backward, None if nothing was asked for."""
 
     @property
     def effects(self) -> Effects:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 
 import onnx
 import torch
-import xxhash
 
+from ort_zero import env
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.graph import aten, codec, fingerprint
 from ort_zero.graph.export_cache import ExportCache, Found
+from ort_zero.graph.exported import with_run_seed
 from ort_zero.graph.fingerprint import Criterion
 from ort_zero.graph.made import BuiltModel, Exported
 from ort_zero.graph.routes import Routes
@@ -218,23 +220,48 @@ def _operators(model: onnx.ModelProto) -> dict[str, Any]:
 
 
 def session_of(
-    cache: ExportCache | None, manager: ort_compat.Manager, model: onnx.ModelProto, info: ort_compat.GraphInfo
+    cache: ExportCache | None,
+    manager: ort_compat.Manager,
+    model: onnx.ModelProto,
+    info: ort_compat.GraphInfo,
+    *,
+    in_order: bool = False,
 ) -> Any:
-    """Return the agent that runs `model`; with a cache, ORT optimizes each model once."""
+    """Return the agent that runs `model`; with a cache, ORT optimizes each model once.
+
+    Args:
+        cache: folder of graphs of earlier runs.
+        manager: of the graph's mode.
+        model: before its random numbers are those of this run.
+        info: what ORT knows of it.
+        in_order: ORT has optimized the model, and its nodes run in their order.
+    """
+    if in_order:
+        ready = with_run_seed(model, _run_seed()).SerializeToString()
+        return manager.create_session(model, info, optimized=ready, in_order=True)
     if cache is None or manager.device.type != "cpu":
-        return manager.create_session(model, info)
+        return manager.create_session(with_run_seed(model, _run_seed()), info)
     data = model.SerializeToString()
     about = (fingerprint.packages().digest, sorted(manager.export_options().items()), manager.mode)
-    digest = xxhash.xxh3_128_hexdigest(data + repr(about).encode())
+    digest = fingerprint.digest_of(data + repr(about).encode())
     optimized = cache.find_blob(digest)
-    if optimized is not None:
-        try:
-            return manager.create_session(model, info, optimized=optimized)
-        except Exception as error:
-            get_logger().info("export cache: an optimized model cannot be used (%s), ignored", error)
-    with tempfile.TemporaryDirectory(prefix="ort_zero-") as folder:
-        target = Path(folder) / "optimized.onnx"
-        agent = manager.create_session(model, info, write_to=str(target))
-        if target.exists():
-            cache.keep_blob(digest, target.read_bytes())
-    return agent
+    if optimized is None:
+        with tempfile.TemporaryDirectory(prefix="ort_zero-") as folder:
+            target = Path(folder) / "optimized.onnx"
+            agent = manager.create_session(model, info, write_to=str(target))
+            if not target.exists():
+                return agent
+            optimized = target.read_bytes()
+            cache.keep_blob(digest, optimized)
+    try:
+        ready = with_run_seed(onnx.load_model_from_string(optimized), _run_seed()).SerializeToString()
+        return manager.create_session(model, info, optimized=ready)
+    except Exception as error:
+        get_logger().info("export cache: an optimized model cannot be used (%s), ignored", error)
+        return manager.create_session(with_run_seed(model, _run_seed()), info)
+
+
+def _run_seed() -> int:
+    # ranks draw independent masks, as they do not share their batches; a node's seed grows by one with each run, so
+    # that seeds close to each other would draw the same masks some steps later
+    return zlib.crc32(f"{torch.initial_seed()}, rank {env.rank()}".encode())

@@ -16,11 +16,12 @@ import contextlib
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ort_zero import agreement
+from ort_zero import agreement, env
 from ort_zero.bridge import ops
 from ort_zero.bridge.zero_parameters import is_partitioned
 from ort_zero.compat import ortmodule as ort_compat
@@ -39,6 +40,11 @@ from ort_zero.graph.transitions import GraphTransitionManager, History, counted
 from ort_zero.graph.watch import ModelWatch
 from ort_zero.hooks.global_manager import Session, sessions_of
 from ort_zero.log import get_logger
+from ort_zero.memory.check import PeakCheck
+from ort_zero.memory.optimizer import MemoryOptimizer
+from ort_zero.memory.request import OFF, Request
+from ort_zero.memory.session import EndedError, Watch
+from ort_zero.memory.session import Session as MemorySession
 
 GUARD_FAILURES = 3
 """So often a graph is made again because a value changed that Python code reads; then its module stays in PyTorch."""
@@ -62,13 +68,21 @@ class Runtime:
         config: the section's ``ortmodule`` part.
         stage: ZeRO stage of the engine.
         memory_efficient_gradients: hand each gradient to its parameter the moment it exists, also below ZeRO-3.
+        memory: what of the activations is to be computed again.
+        session: of ``ort-zero memory plan``, which looks at some steps.
 
     Raises:
         ConfigError: a pattern of ``exclude`` matches nothing, or ``cache_dir`` cannot be written to.
     """
 
     def __init__(
-        self, module: torch.nn.Module, config: OrtModuleConfig, stage: int, memory_efficient_gradients: bool = False
+        self,
+        module: torch.nn.Module,
+        config: OrtModuleConfig,
+        stage: int,
+        memory_efficient_gradients: bool = False,
+        memory: Request | None = None,
+        session: MemorySession | None = None,
     ):
         self.module = module
         self.memory_efficient_gradients = memory_efficient_gradients
@@ -81,6 +95,11 @@ class Runtime:
         self.kept = KeptInTorch(module, config.exclude)
         self.history = History()
         self._cache = ExportCache(config.cache_dir) if config.cache_dir is not None else None
+        self.memory: MemoryOptimizer | None = None
+        if memory is not None and memory.mode != OFF:
+            plans = Path(config.cache_dir) if config.cache_dir is not None else env.cache_dir() / "plans"
+            self.memory = MemoryOptimizer(memory, plans, self._on_first_rank, walk=session is not None)
+        self._looked_at: Watch | None = session.watch(type(module).__name__) if session is not None else None
         self.modes: dict[bool, GraphTransitionManager] = {}
         """Whether for training, to what holds the graphs."""
         self.runs: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
@@ -103,6 +122,8 @@ class Runtime:
         """Why the graph of this call does not hold, although it fits."""
         self._reasons: tuple[str, ...] = ()
         """Of the transition of this call."""
+        self.announce: Callable[[Runtime], None] | None = None
+        """Called once with this runtime, when the first training graph has run or PyTorch takes over."""
 
     def call(
         self, manager: ort_compat.Manager, args: tuple, kwargs: dict, run_in_torch: Callable[[], Any]
@@ -111,6 +132,8 @@ class Runtime:
 
         With ``"fallback": "warn"`` a graph that one rank cannot build makes all ranks run PyTorch from then on.
         """
+        if self._looked_at is not None:
+            self._looked_at.call()
         self._must_exchange = self._building = False
         self._new = None
         self._forced = None
@@ -131,7 +154,11 @@ class Runtime:
                 try:
                     with in_torch.sources(self._sources()):
                         graph = self._graph_for(transitions, call)
+                        if self._looked_at is not None:
+                            self._looked_at.built(self._training, graph.memory)
                         result = self._run(manager, graph, call)
+                        if self.announce is not None and manager.training:
+                            self._announce()
                         return self._end_step(graph, result, args, kwargs)
                 except ValueReadError as read:
                     self._keep_in_torch(read)
@@ -143,8 +170,12 @@ class Runtime:
                     if not self._building or not transitions.builder.routes.learn(str(error)):
                         raise
                     self._forced = str(error).splitlines()[0]
+        except EndedError:
+            raise
         except BaseException as error:
             clear: BaseException = self._failed(transitions, error)
+            if self._looked_at is not None:
+                self._looked_at.failed(clear)
             if self.config.fallback != "warn" or not isinstance(clear, (ExportError, RankError)):
                 if clear is error:
                     raise
@@ -153,6 +184,7 @@ class Runtime:
         for session in self._sessions:
             session.step -= 1  # PyTorch begins it anew
         get_logger().warning("running in PyTorch: %s", self.fallback_reason)
+        self._announce()
         return run_in_torch()
 
     def run_module(self, module: torch.nn.Module, tensors: tuple) -> tuple[list[torch.Tensor], Any]:
@@ -174,6 +206,7 @@ class Runtime:
                 self.sums,
                 self._cache,
                 self.memory_efficient_gradients,
+                self.memory,
             )
             self.modes[manager.training] = GraphTransitionManager(
                 builder, self._watch, self.history, self.config.graph_cache_size
@@ -207,9 +240,9 @@ class Runtime:
             self._vote(transitions, transition)
         self._building, self._new = transition.action.builds, None
         self._reasons = transition.reasons
-        before = set(map(id, transitions.graphs))
-        graph = self._new = transitions.enter(transition, observed, call, self._watching)
-        if id(graph) not in before:
+        graph = transitions.enter(transition, observed, call, self._watching)
+        if self._building:
+            self._new = graph
             self._guard_runs(graph)
         if self._must_exchange:
             self._exchange(graph.digest, None)
@@ -265,13 +298,27 @@ class Runtime:
     def _guard_runs(self, graph: Graph) -> None:
         """Count the runs of a new graph, and raise what a node of it raised rather than ORT's words about it."""
         table, runs = graph.table, self.runs[self._training]
+        check = None
+        if graph.memory is not None and not sum(self.runs[True].values()):
+            # later graphs find the arena grown already
+            check = PeakCheck(graph.memory, type(self.module).__name__, self._watch.device)
+
+        looked_at = self._looked_at if self._training else None
 
         def around(phase: str, run: Callable[[], Any]) -> Any:
+            if check is not None:
+                check.before(phase)
+            if looked_at is not None:
+                looked_at.before(phase, self._watch.device)
             try:
                 result = run()
             except BaseException as error:
                 raise _own_error(table, error) from None
             runs[phase] += 1
+            if check is not None:
+                check.after(phase)
+            if looked_at is not None:
+                looked_at.after(phase)
             return result
 
         ort_compat.guard_agent(graph.session.agent, around)
@@ -292,6 +339,15 @@ class Runtime:
         return result
 
     # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Let whoever waits for it tell what runs; a failure of that is no reason to end a training."""
+        announce, self.announce = self.announce, None
+        try:
+            if announce is not None:
+                announce(self)
+        except Exception:
+            get_logger().debug("no summary", exc_info=True)
 
     def _guard_failed(self, read: ValueReadError) -> None:
         """Make the graph again for the value that Python takes now; what changes often stays in PyTorch."""
@@ -342,6 +398,18 @@ class Runtime:
         if error is None and self.stage == 3:
             self._refuse_mixed([r[0] for r in reports])
 
+    def _on_first_rank(self, make: Callable[[], Any]) -> Any:
+        """Return what `make` returns on the first rank. All ranks, while they make their first training graph."""
+        if not self._several or self._agreed_once or not self._must_exchange:
+            return make()
+        first = torch.distributed.get_rank(self.group) == 0
+        reports = agreement.exchange(("plan", make() if first else None), self.group)
+        if any(kind is None for kind, _ in reports):
+            self._must_exchange = False  # whoever failed has told, and is gone
+            errors = [words if kind is None else None for kind, words in reports]
+            agreement.raise_if_others_failed(errors, "building the ONNX graph")
+        return reports[0][1]
+
     def _agree_on_backward(self, digest: int) -> None:
         """Raise unless all ranks reduce the same gradients: ZeRO-2 fills its buckets as they come, and asks nobody."""
         if self.stage != 2 or agreement.world_size(self.group) == 1:
@@ -372,6 +440,7 @@ class Runtime:
                         graph.table.drain()
         # the first run of a graph is the last part of making it
         building = self._must_vote or self._must_exchange or self._building
+        transitions.builder.output.replay()
         if self._building:
             transitions.forget(self._new)
         tracer = transitions.builder.tracer
@@ -386,6 +455,10 @@ class Runtime:
         elif self._must_exchange:
             self._exchange(None, str(clear))
         return clear
+
+    def memory_summary(self) -> list[tuple[str, str]]:
+        """Return what the newest training graph computes again, and what that brings, line by line."""
+        return self.memory.decisions[-1].in_words() if self.memory is not None and self.memory.decisions else []
 
     def status(self) -> dict[str, Any]:
         """Return what runs and why, as plain values."""
@@ -403,6 +476,7 @@ class Runtime:
                 "kept": len(mode.graphs),
                 "nodes": now.nodes if now else 0,
                 "python_ops": now.python_ops if now else 0,
+                "inputs": len(now.info.onnx_graph_input_names) if now else 0,
                 "seconds": round(built[-1].seconds, 3) if built else 0.0,
                 "bridge": now.bridge if now else None,
                 "runs": dict(self.runs[training]),
@@ -420,6 +494,7 @@ class Runtime:
             },
             "graphs": graphs,
             "transitions": [done.as_dict() for done in self.history.done],
+            "memory": [decision.as_dict() for decision in self.memory.decisions] if self.memory is not None else [],
         }
 
 

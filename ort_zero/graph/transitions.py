@@ -89,7 +89,7 @@ class GraphTransitionManager:
         self.history = history
         self.size = size
         self.graphs: list[Graph] = []
-        self.memory_plan = ""
+        self.memory_plan = str(builder.memory.request) if builder.memory is not None else ""
         self.calls = 0
         self.exports = 0
         self.retired: Counter[str] = Counter()
@@ -150,7 +150,9 @@ class GraphTransitionManager:
             if transition.action is Action.EXPORT:
                 graph = self.builder.make(observed, call, watching, number, anew=transition.forced)
             else:
-                graph = self.builder.process(self._numbered(transition.graph).exported, observed.process, number)
+                exported = self._numbered(transition.graph).exported
+                graph = self.builder.process(exported, observed.process, number, call)
+            self.builder.output.drop()
             self.history.graphs = number
             self.exports += "export" in steps
         before = self.current
@@ -179,19 +181,18 @@ class GraphTransitionManager:
         return next(graph for graph in self.graphs if graph.known.number == number)
 
     def _put_first(self, graph: Graph) -> None:
-        # what was made for another tree, or for readers that are gone, will not match again
-        stale = [
-            other for other in self.graphs
-            if other.known.export.model.number != graph.known.export.model.number
-            or any(tap.session() is None or not tap.session().subscribers for tap in other.exported.taps)
-        ]  # fmt: skip
-        kept = [graph, *(other for other in self.graphs if other is not graph and other not in stale)]
-        # one call has one graph: a forced export replaces the one that did not hold
-        kept[1:] = [other for other in kept[1:] if not _serve_alike(other, graph)]
-        kept, gone = kept[: self.size], [other for other in self.graphs if other not in kept[: self.size]]
-        self.graphs = kept
-        for other in gone:
-            self._retire(other)
+        def lasts(other: Graph) -> bool:
+            # what was made for another tree, or for readers that are gone, will not match again
+            same_tree = other.known.export.model.number == graph.known.export.model.number
+            read = all(tap.session() is not None and tap.session().subscribers for tap in other.exported.taps)
+            # one call has one graph: a forced export replaces the one that did not hold
+            return same_tree and read and not _serve_alike(other, graph)
+
+        before = self.graphs
+        self.graphs = [graph, *(other for other in before if other is not graph and lasts(other))][: self.size]
+        for other in before:
+            if other not in self.graphs:
+                self._retire(other)
 
     def _retire(self, graph: Graph) -> None:
         self.retired.update(counted(graph))

@@ -54,14 +54,14 @@ class ModelWatch:
             if isinstance(value, torch.Tensor) and value.numel() == 1
         ]  # fmt: skip
         self._attributes = [vars(m) for m in owners]
-        self._unique = dict(self.module.named_parameters())
-        self._tensors = list(self._unique.values())
-        self._names = list(self._unique)
+        unique = dict(self.module.named_parameters())
+        self._tensors = list(unique.values())
+        self._names = list(unique)
         # of each module's first parameter: nobody casts a bias alone
         own = {name.rpartition(".")[0]: name for name in reversed(self._names)}
-        self._typed = [self._unique[name] for name in own.values()]
+        self._typed = [unique[name] for name in own.values()]
         self._dtypes = list(map(_DTYPE, self._typed))
-        self._dtype_of = {name: p.dtype for name, p in self._unique.items()}
+        self._dtype_of = {name: p.dtype for name, p in unique.items()}
 
     def look(self) -> ModelVersion:
         """Return the version of the module now, and bring :attr:`frozen` up to date."""

@@ -1,0 +1,24 @@
+"""What ONNX Runtime 1.19 calls things in a training graph, and what its CPU kernels do with memory.
+
+Read in ``recompute_graph_utils.h``, ``graph_viewer.cc`` and the kernels' definitions; the sizes of scratch memory were
+measured. Contract tests compare predicted with measured peaks.
+"""
+
+from __future__ import annotations
+
+RECOMPUTED = "_recompute"
+"""How ORT's memory optimizer ends the name of a copy, and of each value that it makes."""
+BACKWARD = "__backwardpass"
+"""Attribute by which ORT's priorities tell a node of the backward."""
+BARRIER = "YieldOp"
+"""Between forward and backward; what it reads goes to the caller, what it makes comes from there."""
+
+ALIASES = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
+"""Operators whose kernels say Alias(0, 0): the result is the input's memory."""
+SCRATCH = {"Where": 2}
+"""Memory that a kernel takes from the arena while it runs, in sizes of its first result: the CPU's Where selects twice,
+then merges."""
+HEAP = {"SoftmaxCrossEntropyLossInternal": 1, "SoftmaxCrossEntropyLoss": 1, "LayerNormalizationGrad": 4}
+"""The same from the heap, in sizes of its first operand: shifted logits, products of matrices that are not merged."""
+FROM_TORCH = frozenset((BARRIER, "ATen", "PythonOp", "PythonOpGrad"))
+"""Operators whose results are tensors of PyTorch's, outside of ORT's arena."""

@@ -1,0 +1,195 @@
+"""What a user asks of the memory optimizer: the section's ``memory`` part, read and checked before training starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ort_zero.config import MemoryConfig
+from ort_zero.errors import ConfigError
+
+OFF, ALL, AUTO, PLAN = "off", "all", "auto", "plan"
+TOLERANCE = 0.1
+"""Of a predicted peak: a larger difference is worth a warning."""
+SLACK = 16 << 20
+"""Bytes by which a prediction may be wrong whatever its size: what a process takes besides varies by so much."""
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", 1)
+    for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
+}
+_BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
+_ITEM = re.compile(r"\s*([A-Za-z0-9_]+\+(?:[A-Za-z0-9_]+\+)*)\s*:\s*([12])\s*:\s*(-1|\d+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Part of a plan: compute so many places of a cluster again."""
+
+    name: str
+    kind: int = 1
+    """1: recompute, 2: with compromise."""
+    count: int = -1
+    """-1: all."""
+
+    @property
+    def key(self) -> str:
+        """``"FastGelu+:1"``."""
+        return f"{self.name}:{self.kind}"
+
+    def __str__(self) -> str:
+        return f"{self.key}:{self.count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory that a training graph may take while it runs, on each rank."""
+
+    size: float
+    """Bytes, or a share of what it takes where nothing is computed again."""
+    relative: bool = False
+
+    def bytes(self, unconstrained: int) -> int:
+        """Return bytes."""
+        return int(self.size * unconstrained) if self.relative else int(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for."""
+
+    mode: str
+    items: tuple[Item, ...] = ()
+    budget: Budget | None = None
+    level: int = 0
+    """0: any recomputable sub-graph; 1: within transformer layers; 2: the same, with compromise."""
+    source: str = ""
+    """File of the plan."""
+
+    @property
+    def probe(self) -> str:
+        """What ORT calls it, see :class:`ort_zero.compat.ortmodule.Recompute`."""
+        return "1:1" if self.level else "1:0"
+
+    def __str__(self) -> str:
+        budget = ""
+        if self.budget is not None:
+            size = self.budget.size
+            budget = f", budget {size:.0%}" if self.budget.relative else f", budget {show_bytes(int(size))}"
+        return f"{', '.join(map(str, self.items)) or self.mode}{budget}"
+
+
+def read(config: MemoryConfig, *, folder: Path | None = None) -> Request:
+    """Return the request of a section.
+
+    Args:
+        config: the section's ``memory`` part.
+        folder: that a plan file's path is relative to; the working directory by default.
+
+    Raises:
+        ConfigError: names the key, its value and what is valid.
+    """
+    wanted, key = config.recompute, "ort_zero.memory.recompute"
+    budget = parse_budget(config.budget) if config.budget is not None else None
+    if budget is not None and wanted != AUTO:
+        raise ConfigError(f'ort_zero.memory.budget needs "recompute": "auto", not {wanted!r}')
+    level = config.level if config.level is not None else 1 if wanted == ALL else 0
+    if isinstance(wanted, str) and wanted in (OFF, ALL, AUTO):
+        return Request(wanted, budget=budget, level=level)
+    texts = [wanted] if isinstance(wanted, str) else list(wanted)
+    if len(texts) == 1 and texts[0].endswith(".json"):
+        path = Path(texts[0]) if folder is None else folder / texts[0]
+        return Request(PLAN, read_plan(path), level=level, source=str(path))
+    return Request(PLAN, parse_plan(texts, key), level=level)
+
+
+def parse_budget(text: str | int, key: str = "ort_zero.memory.budget") -> Budget:
+    """Return a budget such as ``"6GiB"``, ``"800 MB"`` or ``"65%"``.
+
+    Raises:
+        ConfigError: it is none, or more than the machine has.
+    """
+    match = _BUDGET.fullmatch(str(text))
+    unit = match[2].lower() if match else ""
+    if match is None or (unit != "%" and unit not in _UNITS) or float(match[1]) <= 0:
+        raise ConfigError(f'{key}: {text!r} is no amount of memory; write for example "6GiB", "800MB" or "65%"')
+    if unit == "%":
+        share = float(match[1]) / 100
+        if share > 1:
+            raise ConfigError(f"{key}: {text!r} is more than the graph needs where nothing is computed again")
+        return Budget(share, relative=True)
+    size = float(match[1]) * _UNITS[unit]
+    have = machine_memory()
+    if have and size > have:
+        raise ConfigError(f"{key}: {text!r} is more than this machine has ({show_bytes(have)})")
+    return Budget(size)
+
+
+def parse_plan(texts: Sequence[str], key: str) -> tuple[Item, ...]:
+    """Return the items of ``["FastGelu+:1:12", ...]``, in which a text may hold several, separated by commas.
+
+    Raises:
+        ConfigError: names the first item that is none.
+    """
+    items: dict[str, Item] = {}
+    for part in (part for text in texts for part in str(text).split(",") if part.strip()):
+        match = _ITEM.fullmatch(part)
+        if match is None:
+            raise ConfigError(
+                f'{key}: {part.strip()!r} is no plan; write "off", "all", "auto", the path of a .json file, or items '
+                'such as "FastGelu+:1:12" (operators each followed by +, then 1 or 2 for with compromise, then how '
+                "many, -1 for all)"
+            )
+        items[match[1]] = Item(match[1], int(match[2]), int(match[3]))
+    if not items:
+        raise ConfigError(f'{key}: the plan is empty; write "off" to compute nothing again')
+    return tuple(items.values())
+
+
+def read_plan(path: Path) -> tuple[Item, ...]:
+    """Return the items of a file in the form that ORT reads: a JSON list of texts.
+
+    Raises:
+        ConfigError: the file is missing or malformed.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the plan file {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"the plan file {path} is not JSON: {error}") from None
+    if not isinstance(content, list) or not all(isinstance(text, str) for text in content):
+        raise ConfigError(f'the plan file {path} does not hold a list of texts such as ["FastGelu+:1:-1"]')
+    return parse_plan(content, f"plan file {path}")
+
+
+def machine_memory() -> int:
+    """Return bytes of memory of this machine, or of the control group if that allows less; 0 if unknown."""
+    try:
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not on every system
+        return 0
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            size = min(size, int(Path(file).read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return size
+
+
+def is_wrong(predicted: int, measured: int) -> bool:
+    """Return whether a measured peak differs from its prediction by more than can be expected."""
+    return abs(measured - predicted) > max(TOLERANCE * predicted, SLACK)
+
+
+def show_bytes(size: float) -> str:
+    """Return bytes in words: ``"1.2 GiB"``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
