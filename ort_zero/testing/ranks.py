@@ -25,6 +25,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ort_zero.testing import _warm
+
+_warmed: _warm.Server | None = None
+
 _TAIL = 4000
 _STACK_TAIL = 20_000  # faulthandler prints the innermost frame first: a short tail would cut off the one that matters
 
@@ -42,6 +46,7 @@ def run_on_ranks(
     *args: Any,
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
     """Run `target` on `world_size` new processes and return their results in the order of ranks.
 
@@ -56,6 +61,9 @@ def run_on_ranks(
         args: arguments; they and the results must be picklable.
         timeout: seconds for everything, start of the processes included.
         env: more environment variables.
+        fresh: start new interpreters in any case. With ``ORT_ZERO_WARM_RANKS=1`` ranks are else forked from a process
+            that has imported torch, DeepSpeed and the like, unless `env` holds what modules may read when they are
+            imported.
 
     Raises:
         RuntimeError: a rank failed (with the traceback of the one that failed first), or time ran out (with what each
@@ -64,7 +72,7 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory(prefix="ort_zero_ranks_") as name:
         folder = Path(name)
         (folder / "spec.pkl").write_bytes(pickle.dumps(_spec(target, args)))
-        processes = _start(folder, world_size, env or {})
+        processes = _start(folder, world_size, env or {}, fresh)
         try:
             _wait(folder, processes, timeout)
         finally:
@@ -96,7 +104,9 @@ def _spec(target: Callable[..., Any] | str, args: tuple) -> dict[str, Any]:
     return spec
 
 
-def _start(folder: Path, world_size: int, extra: Mapping[str, str]) -> list[subprocess.Popen]:
+def _start(
+    folder: Path, world_size: int, extra: Mapping[str, str], fresh: bool
+) -> list[subprocess.Popen | _warm.Forked]:
     package_home = str(Path(__file__).resolve().parents[2])
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_home, env.get("PYTHONPATH"))))
@@ -108,15 +118,21 @@ def _start(folder: Path, world_size: int, extra: Mapping[str, str]) -> list[subp
         OMP_NUM_THREADS="1",
     )
     env.update(extra)
-    processes: list[subprocess.Popen] = []
+    server = None if fresh else _server(env, extra)
+    processes: list[subprocess.Popen | _warm.Forked] = []
     try:
         for rank in range(world_size):
-            with open(folder / f"rank_{rank}.output", "wb") as output:
+            of_rank = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            output = folder / f"rank_{rank}.output"
+            if server is not None:
+                processes.append(server.start(folder, of_rank, output))
+                continue
+            with open(output, "wb") as file:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "ort_zero.testing._worker", str(folder)],
-                    env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env=of_rank,
                     stdin=subprocess.DEVNULL,
-                    stdout=output,
+                    stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # so that its own children can be ended with it
                 )
@@ -127,7 +143,23 @@ def _start(folder: Path, world_size: int, extra: Mapping[str, str]) -> list[subp
     return processes
 
 
-def _wait(folder: Path, processes: list[subprocess.Popen], timeout: float) -> None:
+def _server(env: Mapping[str, str], extra: Mapping[str, str]) -> _warm.Server | None:
+    """Return the process that forks ranks with this environment, if there is one or there is to be one."""
+    global _warmed
+    if env.get("ORT_ZERO_WARM_RANKS") != "1" or not hasattr(os, "waitid"):
+        return None
+    if _warmed is not None and _warmed.serves(env):
+        return _warmed
+    if extra.keys() - _warm.READ_LATE:
+        return None
+    # libraries set variables when they are imported, and from then on this process's environment is another
+    if _warmed is not None:
+        _warmed.close()
+    _warmed = _warm.Server(env)
+    return _warmed
+
+
+def _wait(folder: Path, processes: list[subprocess.Popen | _warm.Forked], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while True:
         codes = [process.poll() for process in processes]
@@ -141,7 +173,7 @@ def _wait(folder: Path, processes: list[subprocess.Popen], timeout: float) -> No
         time.sleep(0.05)
 
 
-def _raise_failure(folder: Path, processes: list[subprocess.Popen]) -> None:
+def _raise_failure(folder: Path, processes: list[subprocess.Popen | _warm.Forked]) -> None:
     errors = []
     for rank in range(len(processes)):
         path = folder / f"rank_{rank}.error"
@@ -158,7 +190,7 @@ def _raise_failure(folder: Path, processes: list[subprocess.Popen]) -> None:
     raise RuntimeError(f"rank {rank} of {len(processes)} failed:\n{text}\n{_output(folder, rank)}")
 
 
-def _raise_timeout(folder: Path, processes: list[subprocess.Popen], timeout: float) -> None:
+def _raise_timeout(folder: Path, processes: list[subprocess.Popen | _warm.Forked], timeout: float) -> None:
     running = [rank for rank, process in enumerate(processes) if process.poll() is None]
     if hasattr(signal, "SIGUSR1"):
         for rank in running:
@@ -176,7 +208,7 @@ def _output(folder: Path, rank: int, tail: int = _TAIL) -> str:
     return f"--- output of rank {rank} ---\n{text or '(none)'}"
 
 
-def _kill(processes: list[subprocess.Popen]) -> None:
+def _kill(processes: list[subprocess.Popen | _warm.Forked]) -> None:
     for process in processes:
         try:
             os.killpg(process.pid, signal.SIGKILL)  # the group, even if its leader ended: it may have left children

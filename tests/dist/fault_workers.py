@@ -394,6 +394,8 @@ def leave_early(folder: str) -> None:
 
 def interrupted_wait(folder: str) -> tuple[bool, bool]:
     """Interrupt the wait for a save; return whether it counts as running, and whether a second wait really waits."""
+    # a shell starts what runs in the background with interrupts ignored, and children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     engine = engine_of(stage=2)
     train(engine, range(3))
     slow_down(6.0)  # far longer than a busy machine may hold the timer back

@@ -276,7 +276,7 @@ SAVES = {
     "no_rights": (2, r"(cannot write|Permission denied).*/same/?.*"),
     "background": (1, r"cannot write .*same/rank_00001_.*File too large"),
     "background_seen_by_next_save": (1, r"cannot write .*same/rank_00001_.*File too large"),
-    "disk_full": (1, r"cannot write .*nearly_full/same/rank_00001_extra.*No space left on device"),
+    "disk_full": (1, r"cannot write .*nearly_full/same/rank_0000\d_.*No space left on device"),
 }
 
 
@@ -288,12 +288,11 @@ def test_saves_that_fail(tmp_path, nearly_full):
         for rank, outcomes in enumerate(ranks):
             row = outcomes[name]
             expected = "CheckpointError" if failing in (None, rank) else "RankError"
-            if failing is None and name != "tags_differ":
-                assert row["type"] in ("CheckpointError", "RankError"), (name, rank, row)
-            else:
-                assert row["type"] == expected, (name, rank, row)
+            # what rank 1 fills is full for whoever writes at that moment
+            either = rank != failing if name == "disk_full" else failing is None and name != "tags_differ"
+            assert row["type"] in (("CheckpointError", "RankError") if either else (expected,)), (name, rank, row)
             assert re.search(says, row["text"]), (name, rank, row["text"])
-            assert expected != "RankError" or f"rank {failing}" in row["text"], (name, rank, row["text"])
+            assert either or expected != "RankError" or f"rank {failing}" in row["text"], (name, rank, row["text"])
             assert row["seconds"] < 10, (name, rank, row["seconds"])
             for what in ("changed", "partial", "old", "next"):
                 assert not row[what], (name, rank, what, row[what])

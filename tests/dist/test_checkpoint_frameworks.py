@@ -30,6 +30,7 @@ def test_accelerate_saves_and_loads_state(tmp_path, stage):
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
+@pytest.mark.slow  # tests/dist/test_trainer_example.py does so with a script
 def test_trainer_resumes(tmp_path):
     whole = run_on_ranks(workers.trainer_run, 2, str(tmp_path / "a"), 3, 4, False, timeout=200)[0]
     run_on_ranks(workers.trainer_run, 2, str(tmp_path / "b"), 3, 2, False, timeout=200)

@@ -88,6 +88,31 @@ def test_trainer_takes_the_section_and_trains_the_same(tmp_path):
     assert ours["evaluated"] == pytest.approx(theirs["evaluated"], abs=2e-4)
 
 
+def test_the_command_of_make_train_prints_a_screenful(tmp_path):
+    recipe = (ROOT / "Makefile").read_text().replace("\\\n", " ")
+    command = next(line for line in recipe.splitlines() if "--out out/train" in line).strip().lstrip("@")
+    for name, value in {
+        "$(QUIET)": "DS_ACCELERATOR=cpu",
+        'PATH="$(CURDIR)/$(BIN):$$PATH"': f'PATH="{BIN}:$PATH"',
+        "$(BIN)": str(BIN),
+        "$(FREE_PORT)": str(free_port()),
+        "$(STEPS)": "20",
+        "out/train": str(tmp_path / "train"),
+    }.items():
+        command = command.replace(name, value)
+    assert "$(" not in command, command
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment.pop("ORT_ZERO_LOG_LEVEL", None)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, timeout=240,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stdout
+    # what `make train` does after it, aggregation and a sample, prints 8 lines
+    assert len(lines) <= 52, done.stdout
+    assert sum(line.startswith("step ") for line in lines) == 20
+    assert not [line for line in lines if "Warning" in line or "deprecated" in line or "[WARNING]" in line]
+
+
 def test_every_form_of_config_reaches_the_engine(tmp_path):
     from config_forms import all_forms
 

@@ -8,7 +8,7 @@ import transition_workers
 from ort_zero.testing.ranks import run_on_ranks
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2_sdpa", "t5"])
+@pytest.mark.parametrize("name", [pytest.param("bert", marks=pytest.mark.slow), "gpt2_sdpa", "t5"])
 def test_lengths_structures_and_modes_are_exported_once_each(name):
     for report in run_on_ranks(transition_workers.everyday, 2, name, [2, 3]):
         for stage, got in report.items():

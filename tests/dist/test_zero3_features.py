@@ -264,7 +264,7 @@ def test_saving_in_mid_training_and_going_back(name):
         assert losses[9:] == pytest.approx(losses[3:6], abs=1e-6), "another engine, loaded"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_world_sizes(ranks, tmp_path):
     for rank, report in enumerate(run_on_ranks(feature_workers.compare, ranks, str(tmp_path), ["stack", "tied"])):
         for name in ("stack", "tied"):

@@ -120,6 +120,11 @@ def test_an_error_is_one_line_unless_debug(monkeypatch, capsys, error):
         ["stats", "compare", "a"],
         ["stats", "compare", "a", "b", "--rtol", "-1"],
         ["stats", "merge", "--pt", "a", "--ort_dir", "b", "--output_dir", "c"],
+        ["memory"],
+        ["memory", "plan", "--config", "a"],
+        ["memory", "plan", "--config", "a", "--script", "b", "--level", "3"],
+        ["memory", "plan", "--config", "a", "--script", "b", "--steps", "0"],
+        ["memory", "plan", "--config", "a", "--script", "b", "--lr", "0.1"],
     ],
 )
 def test_wrong_usage_is_status_2_and_one_line(argv, capsys):
@@ -147,6 +152,10 @@ def test_options_are_frozen():
         "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--no-verify", "--overwrite",
         "--strict", "--tag", "--trust-pickle", "--what", "--workers",
     ]  # fmt: skip
+    plan = [
+        "--budget", "--config", "--launcher", "--level", "--no-measure", "--out", "--overwrite", "--plot", "--script",
+        "--steps",
+    ]  # fmt: skip
     assert found == {
         "doctor": common,
         "build": sorted([*common, "--force"]),
@@ -155,6 +164,8 @@ def test_options_are_frozen():
         "stats": ["--help", "-h"],
         "stats compare": sorted([*common, "--html", "--reference", "--rtol"]),
         "stats merge": sorted([*common, "--ort_dir", "--output_dir", "--overwrite", "--pt_dir"]),
+        "memory": ["--help", "-h"],
+        "memory plan": sorted([*common, *plan]),
     }
 
 

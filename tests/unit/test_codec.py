@@ -187,15 +187,17 @@ def test_structures_of_results_come_back_equal():
 
 
 def test_transformers_results_and_caches_come_back_equal():
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    cache = pytest.importorskip("transformers.cache_utils").DynamicCache()
+    from transformers import DynamicCache
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    cache = DynamicCache()
     cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
-    result = outputs.CausalLMOutputWithPast(loss=torch.ones(()), logits=torch.ones(2), past_key_values=cache)
+    result = CausalLMOutputWithPast(loss=torch.ones(()), logits=torch.ones(2), past_key_values=cache)
     for drop in (True, False):
         tensors, schema = flatten(result, drop_caches=drop)
         back = through_json(schema)
         assert back == schema
-        assert type(unflatten(tensors, back)) is outputs.CausalLMOutputWithPast
+        assert type(unflatten(tensors, back)) is CausalLMOutputWithPast
 
 
 def test_operators_come_back_equal_and_run():

@@ -77,27 +77,11 @@ def test_misspelt_section_is_refused_with_the_right_name(name):
     assert f'"{name}"' in str(error.value) and 'did you mean "ort_zero"' in str(error.value)
 
 
-def _nested(path: str, value: object) -> dict:
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    return value  # type: ignore[return-value]
-
-
-_ASKED = {
-    "ortmodule.exclude": ["head"],
-    "ortmodule.cache_dir": "/tmp/x",
-    "statistics.enabled": True,
-    "memory.recompute": "all",
-    "memory.budget": "1GB",
-}
-
-
-@pytest.mark.parametrize("path", sorted(config._NOT_YET))
-def test_feature_that_is_not_available_is_refused_not_ignored(path):
-    with pytest.raises(ConfigError, match=f"ort_zero.{path} is not available"):
-        config.parse(_nested(path, _ASKED[path]))
-    disabled = {"enabled": False, **_nested(path, _ASKED[path])}
-    assert config.section_of({"ort_zero": disabled}) is None
+@pytest.mark.parametrize("value", ["auto", "FastGelu+:1:2", ["Add+:1:-1"], "plan.json"])
+def test_recomputation_is_ort_s(value):
+    assert config.parse({"memory": {"recompute": value}}).memory.recompute == value
+    with pytest.raises(ConfigError, match=r'ort_zero: "memory.recompute" .* needs "ortmodule": \{"enabled": true\}'):
+        config.parse({"memory": {"recompute": value}, "ortmodule": {"enabled": False}})
 
 
 def test_checkpoints_are_sharded_unless_told_otherwise():

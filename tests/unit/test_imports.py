@@ -14,10 +14,10 @@ PACKAGE = Path(__file__).resolve().parents[2] / "ort_zero"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FOREIGN = {"torch", "deepspeed", "onnxruntime"}
 LAYERS = (
-    {"config", "errors", "env", "log"},
+    {"config", "errors", "env", "log", "words", "files", "progress"},
     {"patching", "compat", "agreement"},
     {"graph", "bridge", "hooks", "checkpoint", "convergence", "memory"},
-    {"plugin", "engine", "refusal", "doctor", "__init__"},
+    {"plugin", "engine", "refusal", "doctor", "summary", "__init__"},
     {"cli", "testing", "__main__"},
 )
 

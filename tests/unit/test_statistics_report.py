@@ -218,7 +218,7 @@ def compared(monkeypatch):
 def test_the_command_says_the_verdict_first(compared, capsys):
     asked = compared(comparison())
     assert cli.main(["stats", "compare", "x", "y", "--rtol", "1e-3", "--reference", "z"]) == 1
-    assert asked == {"a": "x", "b": "y", "rtol": 1e-3, "reference": "z", "progress": False}
+    assert asked == {"a": "x", "b": "y", "rtol": 1e-3, "reference": "z", "progress": True}
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert lines[0].startswith("differs: From step 4 on rank 1 differs: transformer.h.3.mlp adds")

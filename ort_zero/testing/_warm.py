@@ -1,0 +1,183 @@
+"""A process that has imported what ranks import, and forks a rank on demand: seconds less for each.
+
+A rank that begins here is a process like any other: a session, a working directory, an environment and outputs of its
+own, and an interpreter that ends as usual. Only what depends on when modules are imported differs; see `fresh` of
+:func:`ort_zero.testing.ranks.run_on_ranks`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socketpair
+from typing import Any
+
+IMPORTED = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "deepspeed",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "onnx",
+    "ort_zero.engine",
+    "ort_zero.graph.runtime",
+)
+OF_RANKS = frozenset(
+    ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
+)
+"""Variables that no module reads when it is imported."""
+READ_LATE = frozenset(("ORT_ZERO_CACHE_DIR",))
+"""The same, of those that tests set; the C++ extensions, which are looked for there, are loaded already."""
+
+
+class Forked:
+    """A rank, with what is used of :class:`subprocess.Popen`."""
+
+    def __init__(self, server: Server, pid: int):
+        self._server = server
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative if a signal ended it; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._server.ask("poll", self.pid)
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for its end; it leaves the table of processes only now, so that its number stays its own."""
+        if self._server.alive:
+            code = self._server.ask("wait", self.pid)
+            self.returncode = code if code is not None else self.returncode
+        return self.returncode if self.returncode is not None else -signal.SIGKILL
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Server:
+    """The process that forks; ends with this one."""
+
+    def __init__(self, env: Mapping[str, str]):
+        self.env = _read_early(env)
+        mine, its = socketpair()
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(its.fileno())],
+                env=self.env,
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self._connection = Connection(mine.detach())
+        self.alive = True
+        atexit.register(self.close)
+
+    def serves(self, env: Mapping[str, str]) -> bool:
+        """Return whether a process with this environment would have imported the same."""
+        return self.alive and self.env == _read_early(env)
+
+    def start(self, folder: Path, env: Mapping[str, str], output: Path) -> Forked:
+        """Begin a rank; see :func:`ort_zero.testing.ranks.run_on_ranks`."""
+        return Forked(self, self.ask("start", str(folder), dict(env), os.getcwd(), str(output)))
+
+    def ask(self, what: str, *about: Any) -> Any:
+        """Return what the process says.
+
+        Raises:
+            RuntimeError: it is gone.
+        """
+        try:
+            self._connection.send((what, *about))
+            return self._connection.recv()
+        except (EOFError, OSError) as error:
+            self.alive = False
+            raise RuntimeError(f"the process that starts ranks has ended: {error!r}") from error
+
+    def close(self) -> None:
+        """End it."""
+        self.alive = False
+        self._connection.close()
+        self._process.wait()
+
+
+def _read_early(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in env.items() if name not in OF_RANKS | READ_LATE}
+
+
+def _serve(connection: Connection) -> str | None:
+    """Answer until the other side closes; in a new rank, return its folder."""
+    while True:
+        try:
+            what, *about = connection.recv()
+        except EOFError:
+            return None
+        if what == "start":
+            folder, env, cwd, output = about
+            ready, becoming = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                os.close(ready)
+                _become(env, cwd, output)
+                os.close(becoming)
+                return folder
+            os.close(becoming)
+            os.read(ready, 1)  # who ends it, ends its session, which must exist by then
+            os.close(ready)
+            connection.send(pid)
+        else:
+            connection.send(_code(about[0], wait=what == "wait"))
+
+
+def _become(env: Mapping[str, str], cwd: str, output: str) -> None:
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+
+
+def _code(pid: int, wait: bool) -> int | None:
+    """Return the exit code of a child, None while it runs; it is gone for good only after a `wait`."""
+    options = os.WEXITED if wait else os.WEXITED | os.WNOWAIT | os.WNOHANG
+    try:
+        status = os.waitid(os.P_PID, pid, options)
+    except ChildProcessError:
+        return None
+    if status is None:
+        return None
+    return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
+
+
+def main(number: int) -> int:
+    """Import, then fork for whoever is at the other end of the socket `number`; a rank comes back as itself."""
+    from ort_zero.compat import gloo_exit, ortmodule
+    from ort_zero.errors import OrtZeroError
+    from ort_zero.testing import _worker
+
+    gloo_exit.settle_at_exit()  # as in a rank, before the modules register theirs
+    for name in IMPORTED:
+        importlib.import_module(name)
+    with contextlib.suppress(OrtZeroError):  # whoever needs it, will say so
+        ortmodule.import_ortmodule()
+    folder = _serve(Connection(number))
+    return 0 if folder is None else _worker.main(Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

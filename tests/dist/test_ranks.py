@@ -1,0 +1,110 @@
+"""Functions on several ranks: results, failures and ends, of new interpreters and of forked ones."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ort_zero.testing.ranks import run_on_ranks
+
+
+def begun(farewell):
+    """Return how this rank began, and leave a file behind at its end."""
+    loaded = "deepspeed" in sys.modules
+    atexit.register(Path(farewell).write_text, "good-bye")
+    return {
+        "loaded": loaded,
+        "folder": os.getcwd(),
+        "cache": os.environ["ORT_ZERO_CACHE_DIR"],
+        "leads": os.getsid(0) == os.getpid(),
+    }
+
+
+def fail_on_one(rank_that_fails):
+    """Fail on one rank while the others wait for it."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if int(os.environ["RANK"]) == rank_that_fails:
+        raise ValueError("the data of this rank is bad")
+    dist.barrier()
+
+
+def wait_for_nobody():
+    """Sleep on one rank for longer than anybody waits."""
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+
+
+def die():
+    """End rank 0 the way the kernel does when memory runs out."""
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rank_and(value):
+    """Return what a launcher would have set."""
+    return [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")], value
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_results_come_in_the_order_of_ranks(fresh):
+    assert run_on_ranks(rank_and, 2, {"a": 1}, timeout=30, fresh=fresh) == [
+        (["0", "0", "2", "2"], {"a": 1}),
+        (["1", "1", "2", "2"], {"a": 1}),
+    ]
+    assert run_on_ranks("math:sqrt", 1, 9.0, timeout=30, fresh=fresh) == [3.0]
+    assert run_on_ranks(f"{__file__}:rank_and", 1, 2, timeout=30, fresh=fresh)[0][1] == 2
+
+
+def test_a_script_runs_as_main(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nassert __name__ == '__main__'\nassert sys.argv[1:] == ['3']\n")
+    assert run_on_ranks(str(script), 2, 3, timeout=30) == [None, None]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_the_failing_rank_is_named_with_its_traceback(fresh):
+    with pytest.raises(RuntimeError, match="rank 1 of 2 failed(.|\n)*fail_on_one(.|\n)*data of this rank is bad"):
+        run_on_ranks(fail_on_one, 2, 1, timeout=60, fresh=fresh)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_killed_rank_is_named(fresh):
+    with pytest.raises(RuntimeError, match="rank 0 of 2 was ended by SIGKILL"):
+        run_on_ranks(die, 2, timeout=30, fresh=fresh)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_timeout_tells_where_each_rank_was(fresh):
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] of 2 did not finish within 6 s(.|\n)*wait_for_nobody"):
+        run_on_ranks(wait_for_nobody, 2, timeout=6, fresh=fresh)
+
+
+def test_a_function_that_no_other_process_can_find_is_refused():
+    with pytest.raises(ValueError, match="not at the top level"):
+        run_on_ranks(lambda: None, 1)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_rank_is_a_process_of_its_own(tmp_path, monkeypatch, fresh):
+    monkeypatch.chdir(tmp_path)
+    env = {"ORT_ZERO_CACHE_DIR": str(tmp_path / "cache")}
+    (found,) = run_on_ranks(begun, 1, str(tmp_path / "end"), timeout=60, env=env, fresh=fresh)
+    assert found["loaded"] is not fresh, "a rank has been forked, or not, against what was asked for"
+    assert found["folder"] == str(tmp_path) and found["cache"] == str(tmp_path / "cache") and found["leads"]
+    assert (tmp_path / "end").read_text() == "good-bye"
+
+
+def test_an_environment_of_its_own_begins_afresh(tmp_path, monkeypatch):
+    env = {"ORT_ZERO_CACHE_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    assert not run_on_ranks(begun, 1, str(tmp_path / "end"), timeout=60, env=env)[0]["loaded"]
+    monkeypatch.setenv("SET_BY_A_LIBRARY", "1")
+    del env["DS_ACCELERATOR"]
+    assert run_on_ranks(begun, 1, str(tmp_path / "end"), timeout=60, env=env)[0]["loaded"]
