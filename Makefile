@@ -10,6 +10,8 @@ STEPS ?= 20
 # the ranks of a test share few cores; without this each takes all of them
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# DeepSpeed warns in each process that it finds no accelerator, unless it is told that there is none
+QUIET := $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/dri /dev/accel),,DS_ACCELERATOR=cpu)
 PYTEST := $(BIN)/python -m pytest
 FREE_PORT = $$($(BIN)/python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 
@@ -31,22 +33,22 @@ $(READY): setup.cfg constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing torch and the other packages into $(VENV) (some hundred MB, minutes)"
 	@# torch on its own, at one version: anything newer drags in gigabytes of CUDA
-	$(BIN)/python -m pip install -q '$(TORCH)'
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ort,examples,test]'
-	$(BIN)/ort-zero build
+	@$(BIN)/python -m pip install -q '$(TORCH)'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[ort,examples,test]'
+	@$(BIN)/ort-zero build
 	@touch $@
 
 .PHONY: train
 train: $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=20), aggregate, sample
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py \
-	  --deepspeed_config configs/zero3.json --steps $(STEPS) --out out/train --expect-ort
-	$(BIN)/ort-zero aggregate out/train out/train_model --overwrite
-	$(BIN)/python examples/sample_lm.py out/train_model
+	@$(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --quiet --num_gpus 2 --master_port $(FREE_PORT) \
+	  examples/train_lm.py --deepspeed_config configs/zero3.json --steps $(STEPS) --out out/train --expect-ort
+	@$(BIN)/ort-zero aggregate out/train out/train_model --overwrite
+	@$(BIN)/python examples/sample_lm.py out/train_model
 
 .PHONY: compare
 compare: $(READY) ## Train 5 steps in ONNX Runtime and in PyTorch, and say where the two begin to differ
-	for backend in torch ort; do \
-	  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py \
+	@for backend in torch ort; do \
+	  $(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --quiet --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py \
 	    --deepspeed_config configs/zero3_statistics_$$backend.json --steps 5 || exit 1; \
 	done
 	$(BIN)/ort-zero stats compare out/statistics/torch out/statistics/ort --html out/statistics/report.html

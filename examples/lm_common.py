@@ -67,7 +67,9 @@ def make_model(*, layers: int, hidden: int, seq: int, seed: int) -> GPT2LMHeadMo
         eos_token_id=0,
         use_cache=False,
     )
-    return GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else transformers warns that it cannot tell it from the name of the class
+    return model
 
 
 def rank_and_world() -> tuple[int, int]:
