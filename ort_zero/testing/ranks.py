@@ -72,11 +72,14 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory(prefix="ort_zero_ranks_") as name:
         folder = Path(name)
         (folder / "spec.pkl").write_bytes(pickle.dumps(_spec(target, args)))
+        locked = _build_locks()
         processes = _start(folder, world_size, env or {}, fresh)
         try:
             _wait(folder, processes, timeout)
         finally:
-            _kill(processes)
+            if _kill(processes):
+                for lock in _build_locks() - locked:
+                    lock.unlink(missing_ok=True)
         return [pickle.loads((folder / f"rank_{rank}.result").read_bytes()) for rank in range(world_size)]
 
 
@@ -208,11 +211,21 @@ def _output(folder: Path, rank: int, tail: int = _TAIL) -> str:
     return f"--- output of rank {rank} ---\n{text or '(none)'}"
 
 
-def _kill(processes: list[subprocess.Popen | _warm.Forked]) -> None:
+def _kill(processes: list[subprocess.Popen | _warm.Forked]) -> bool:
+    """End what still runs, children included; return whether a signal has ended a rank, this one or another."""
     for process in processes:
         try:
             os.killpg(process.pid, signal.SIGKILL)  # the group, even if its leader ended: it may have left children
         except (ProcessLookupError, PermissionError):
             pass
-    for process in processes:
-        process.wait()
+    return any([process.wait() < 0 for process in processes])
+
+
+def _build_locks() -> set[Path]:
+    """Return torch's locks of C++ extensions; every rank takes one at its start, for DeepSpeed's.
+
+    One that a killed process leaves behind lets all processes after it wait forever.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
+    return {*Path(root).glob("*/lock"), *Path(root).glob("*/*/lock")}

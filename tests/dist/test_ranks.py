@@ -48,6 +48,15 @@ def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def build_for_ever():
+    """Hold what torch holds while it builds a C++ extension."""
+    lock = Path(os.environ["TORCH_EXTENSIONS_DIR"], "py", "an_op", "lock")
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    if os.environ["RANK"] == "0":
+        time.sleep(600)
+
+
 def rank_and(value):
     """Return what a launcher would have set."""
     return [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")], value
@@ -85,6 +94,16 @@ def test_a_killed_rank_is_named(fresh):
 def test_a_timeout_tells_where_each_rank_was(fresh):
     with pytest.raises(RuntimeError, match=r"ranks \[1\] of 2 did not finish within 6 s(.|\n)*wait_for_nobody"):
         run_on_ranks(wait_for_nobody, 2, timeout=6, fresh=fresh)
+
+
+def test_a_killed_rank_leaves_no_lock_of_a_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "py" / "other").mkdir(parents=True)
+    (tmp_path / "py" / "other" / "lock").touch()  # somebody else's
+    with pytest.raises(RuntimeError, match="did not finish"):
+        run_on_ranks(build_for_ever, 1, timeout=3, fresh=True)
+    assert (tmp_path / "py" / "an_op").is_dir()
+    assert [lock.parent.name for lock in tmp_path.rglob("lock")] == ["other"]
 
 
 def test_a_function_that_no_other_process_can_find_is_refused():
