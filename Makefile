@@ -13,6 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # DeepSpeed warns in each process that it finds no accelerator, unless it is told that there is none
 QUIET := $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/dri /dev/accel),,DS_ACCELERATOR=cpu)
 PYTEST := $(BIN)/python -m pytest
+PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 FREE_PORT = $$($(BIN)/python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 
 .PHONY: help
@@ -68,11 +69,12 @@ browser:
 
 .PHONY: test
 test: $(READY) browser ## Run every test but the slow ones: unit, contract, 2-4 ranks
-	$(PYTEST) -m "not slow" tests/unit tests/contract tests/dist
+	@# each module of ranks takes all cores, so those run one by one
+	$(PYTEST) -m "not slow" $(PARALLEL) tests/unit tests/contract; one=$$?; $(PYTEST) -m "not slow" tests/dist && exit $$one
 
 .PHONY: test-unit
 test-unit: $(READY) browser ## Run the unit and contract tests
-	$(PYTEST) -m "not slow" tests/unit tests/contract
+	$(PYTEST) -m "not slow" $(PARALLEL) tests/unit tests/contract
 
 .PHONY: test-dist
 test-dist: $(READY) ## Run the tests on 2-4 ranks

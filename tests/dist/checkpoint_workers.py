@@ -1,4 +1,4 @@
-"""What ranks do in the checkpoint tests: train a small model with everything that has gone wrong somewhere, save, load."""
+"""What ranks do in the checkpoint tests: train a small model with all that has gone wrong somewhere, save, load."""
 
 from __future__ import annotations
 

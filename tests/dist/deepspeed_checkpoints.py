@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from launched import once
 
 from ort_zero.checkpoint import dtypes
 from ort_zero.checkpoint.records import Source, Tensor
@@ -55,20 +56,17 @@ ALL = (
 )
 FEW = (*PLAIN, Variant("stage3_bf16", 3, "bf16", zero=_SMALL))
 
-_written: dict[int, tuple[Path, dict[str, dict[str, dict[str, torch.Tensor]]]]] = {}
 
-
+@once
 def written(tmp_path_factory: Any, world: int) -> tuple[Path, dict[str, dict[str, dict[str, torch.Tensor]]]]:
     """Return the folder with one checkpoint folder per variant, and what :func:`write` returned on rank 0.
 
     One launch per world size and test session, with :data:`ALL` variants for 2 ranks and 3 and :data:`FEW` for others.
     The files are shared: copy a folder before you change it.
     """
-    if world not in _written:
-        root = tmp_path_factory.mktemp(f"deepspeed_{world}")
-        variants = ALL if world in (2, 3) else FEW
-        _written[world] = (root, run_on_ranks(write, world, str(root), list(variants), timeout=300)[0])
-    return _written[world]
+    root = tmp_path_factory.mktemp(f"deepspeed_{world}")
+    variants = ALL if world in (2, 3) else FEW
+    return root, run_on_ranks(write, world, str(root), list(variants), timeout=300)[0]
 
 
 def read(source: Source, tensor: Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ LIMIT = 60
 
 
 def values_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Return copies of what this rank trains with: parameters, masters, moments, buffers; no padding, which is noise."""
+    """Return copies of what this rank trains with: parameters, masters, moments, buffers; not padding: it is noise."""
     state = EngineState(engine)
     found = {f"parameter {name}": valid(parameter).clone() for name, parameter in state.parameters.items()}
     for i, flat in enumerate(state.flats()):
@@ -447,7 +447,8 @@ def _saver(folder: str, stage: int, background: bool) -> None:
     durations = []
     while True:
         number += 1
-        state.base_optimizer().step()  # without gradients: it changes nothing, but waits for the copy as every step does
+        # without gradients: it changes nothing, but waits for the copy as every step does
+        state.base_optimizer().step()
         for flat in flats:
             flat.master.fill_(number)
         started = time.monotonic()

@@ -124,7 +124,7 @@ def peak(kind: str, case: str) -> dict[str, Any]:
     start_at_first_run(runtime, meter)
     ids = torch.randint(0, 1024, (12, 128), generator=torch.Generator().manual_seed(1))
     losses, measured = [], 0
-    for step in range(2):
+    for _ in range(2):
         loss = wrapped(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids.clone()).loss
         loss.backward()
         measured = measured or meter.read()

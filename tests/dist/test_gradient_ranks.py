@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import gradient_workers
 import pytest
+from launched import once
 
 from ort_zero.testing.ranks import run_on_ranks
 
@@ -29,7 +28,7 @@ DDP = ["ddp:0", "ddp:1", "ddp_static", "ddp_no_sync:0", "ddp_no_sync:1", "ddp_un
 REFUSED = "BridgeError: last.weight is used in the loss outside of the model's forward as well"
 
 
-@functools.cache
+@once
 def _launch(group: str) -> list[dict]:
     return run_on_ranks(gradient_workers.compare, 2, STAGES if group == "stages" else DDP, timeout=280)
 

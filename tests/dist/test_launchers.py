@@ -75,8 +75,8 @@ def test_trainer_takes_the_section_and_trains_the_same(tmp_path):
         out = tmp_path / kind
         out.mkdir()
         (out / "ds.json").write_text(json.dumps(config))
-        _run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
-              str(free_port()), str(ROOT / "tests/dist/trainer_script.py"), str(out / "ds.json"), str(out)])  # fmt: skip
+        _run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()),
+              str(ROOT / "tests/dist/trainer_script.py"), str(out / "ds.json"), str(out)])  # fmt: skip
         reports[kind] = json.loads((out / "report.json").read_text())
     theirs, ours = reports["torch"], reports["ort"]
     assert theirs["status"]["models"] == []

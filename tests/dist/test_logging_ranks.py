@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from launched import once
 
 from ort_zero.testing.ranks import free_port
 
@@ -61,7 +61,7 @@ def _run(model: str, stage: int, level: str, folder: str, **more: str) -> list[t
     return found
 
 
-@functools.cache
+@once
 def trained(level: str, stage: int = 1) -> list[tuple[int, list[str], list[str]]]:
     with tempfile.TemporaryDirectory() as folder:
         found = _run("Net", stage, level, folder)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import memory_workers
 import pytest
+from launched import once
 
 from ort_zero.testing.ranks import run_on_ranks
 
@@ -13,7 +12,7 @@ BUDGETS = ["80%", "65%", "55%"]
 CASES = {"gpt2": BUDGETS, "bert": ["all", "55%"]}
 
 
-@functools.cache
+@once
 def _measured(kind: str, case: str, folder: str) -> dict:
     env = {"ORT_ZERO_CACHE_DIR": folder}
     (found,) = run_on_ranks(memory_workers.peak, 1, kind, case, timeout=200, fresh=True, env=env)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import memory_workers
 import pytest
+from launched import once
 
 from ort_zero.testing.ranks import run_on_ranks
 
@@ -23,7 +22,7 @@ CASES = [
 ]
 
 
-@functools.cache
+@once
 def _launch() -> list[dict]:
     return run_on_ranks(memory_workers.compare, 2, CASES, timeout=280)
 
@@ -71,7 +70,7 @@ REFUSED = [
 ]
 
 
-@functools.cache
+@once
 def _refusals() -> list[list[dict]]:
     cases = [(memory, write) for memory, write, _ in REFUSED]
     return run_on_ranks(memory_workers.refused, 2, cases, timeout=120)

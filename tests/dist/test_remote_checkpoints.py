@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: saved, loaded, verified and aggregated through fsspec against a server that speaks S3."""
+"""Checkpoints in an object store: saved, loaded, verified, merged through fsspec against a server that speaks S3."""
 
 from __future__ import annotations
 

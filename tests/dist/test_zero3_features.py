@@ -12,11 +12,11 @@ and LIBRARY_PATH (which the compiler reads) lead to a copy of it.
 
 from __future__ import annotations
 
-import functools
 import tempfile
 
 import feature_workers
 import pytest
+from launched import once
 
 from ort_zero.testing.ranks import run_on_ranks
 
@@ -39,7 +39,7 @@ GROUPS = [
 ]  # fmt: skip
 
 
-@functools.cache
+@once
 def _launch(group: int) -> list[dict]:
     with tempfile.TemporaryDirectory(prefix="ort_zero_features_") as folder:
         return run_on_ranks(feature_workers.compare, 2, folder, GROUPS[group], timeout=280)

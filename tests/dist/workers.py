@@ -42,7 +42,8 @@ def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     import deepspeed
 
     params = dict(model.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(params.values()), enabled=hasattr(next(iter(params.values())), "ds_id")):
+    partitioned = hasattr(next(iter(params.values())), "ds_id")
+    with deepspeed.zero.GatheredParameters(list(params.values()), enabled=partitioned):
         return {name: p.detach().clone() for name, p in params.items()}
 
 
