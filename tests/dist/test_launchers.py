@@ -46,14 +46,14 @@ def test_deepspeed_launcher_trains_and_saves_a_checkpoint(tmp_path):
     assert {p.name[:10] for p in (tmp_path / "out" / "step_3").glob("rank_*")} == {"rank_00000", "rank_00001"}
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_torchrun_trains_plain_deepspeed(stage):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port",
                str(free_port()), "examples/train_lm.py", "--deepspeed_config", f"configs/zero{stage}.json"]  # fmt: skip
     _proof(_run([*command, *SMALL]), stage)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_accelerate_launch_with_the_shipped_yaml(stage):
     command = [str(BIN / "accelerate"), "launch", "--config_file", f"configs/accelerate_zero{stage}.yaml",
                "--main_process_port", str(free_port()), "examples/train_accelerate.py"]  # fmt: skip

@@ -84,6 +84,7 @@ def test_a_second_run_resumes_where_the_first_ended(tmp_path, in_pytorch):
     assert _logged(tmp_path, "eval_loss")[-1] == pytest.approx(_logged(in_pytorch, "eval_loss")[-1], abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_accelerate_launch_resumes_from_the_checkpoint_that_is_named(tmp_path, in_pytorch):
     _ran(_launch("accelerate", tmp_path, "--steps", "4", "--save-every", "2", "--expect-ort"), 4)
     _ran(_launch("accelerate", tmp_path, "--steps", "4", "--resume", f"{tmp_path}/checkpoint-2", "--expect-ort"), 2)
