@@ -57,16 +57,23 @@ ALL = (
 FEW = (*PLAIN, Variant("stage3_bf16", 3, "bf16", zero=_SMALL))
 
 
-@once
+_roots: dict[int, Path] = {}
+
+
 def written(tmp_path_factory: Any, world: int) -> tuple[Path, dict[str, dict[str, dict[str, torch.Tensor]]]]:
     """Return the folder with one checkpoint folder per variant, and what :func:`write` returned on rank 0.
 
     One launch per world size and test session, with :data:`ALL` variants for 2 ranks and 3 and :data:`FEW` for others.
     The files are shared: copy a folder before you change it.
     """
-    root = tmp_path_factory.mktemp(f"deepspeed_{world}")
-    variants = ALL if world in (2, 3) else FEW
-    return root, run_on_ranks(write, world, str(root), list(variants), timeout=300)[0]
+    if world not in _roots:
+        _roots[world] = tmp_path_factory.mktemp(f"deepspeed_{world}")
+    return _roots[world], _launch(world, str(_roots[world]))
+
+
+@once
+def _launch(world: int, root: str) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
+    return run_on_ranks(write, world, root, list(ALL if world in (2, 3) else FEW), timeout=300)[0]
 
 
 def read(source: Source, tensor: Tensor) -> torch.Tensor:
