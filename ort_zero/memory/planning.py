@@ -26,7 +26,7 @@ from ort_zero import env
 from ort_zero.config import MemoryConfig
 from ort_zero.errors import ConfigError, MemoryPlanError, RankError
 from ort_zero.files import write_whole
-from ort_zero.memory.request import is_wrong, parse_budget
+from ort_zero.memory.request import is_wrong, parse_budget, read_json
 from ort_zero.memory.session import DONE, FAILED, Order, Outcome, read_outcomes
 from ort_zero.memory.table import against
 
@@ -186,12 +186,7 @@ def read_section(path: Path) -> MemoryConfig:
     Raises:
         ConfigError: names the file, and what is wrong.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the config {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"the config {path} is not JSON: {error}") from None
+    content = read_json(path, "the config")
     try:
         section = section_config.section_of(content)
     except ConfigError as error:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ort_zero.config import MemoryConfig
 from ort_zero.errors import ConfigError
@@ -156,15 +157,28 @@ def read_plan(path: Path) -> tuple[Item, ...]:
     Raises:
         ConfigError: the file is missing or malformed.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the plan file {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"the plan file {path} is not JSON: {error}") from None
+    content = read_json(path, "the plan file")
     if not isinstance(content, list) or not all(isinstance(text, str) for text in content):
         raise ConfigError(f'the plan file {path} does not hold a list of texts such as ["FastGelu+:1:-1"]')
     return parse_plan(content, f"plan file {path}")
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Return what a JSON file of the user's holds.
+
+    Args:
+        path: of the file.
+        what: it is, for the error: "the plan file".
+
+    Raises:
+        ConfigError: the file is missing or malformed.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{what} {path} is not JSON: {error}") from None
 
 
 def machine_memory() -> int:
