@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ort_zero.convergence.records import FIRST, SKETCH, Phase
-from ort_zero.convergence.rows import COLUMNS, WIDTH
-from ort_zero.convergence.storage import StatisticsWriter, StepRows
+from ort_zero.statistics.records import FIRST, SKETCH, Phase
+from ort_zero.statistics.rows import COLUMNS, WIDTH
+from ort_zero.statistics.storage import StatisticsWriter, StepRows
 
 TIME_GOAL = 5.0
 """Seconds."""
@@ -29,7 +29,7 @@ ELEMENTS = 65536
 _CODE = """
 import json, resource, sys, time
 begin = time.perf_counter()
-from ort_zero.convergence.compare import compare
+from ort_zero.statistics.compare.compare_runs import compare
 imported = time.perf_counter()
 result = compare(sys.argv[1], sys.argv[2])
 print(json.dumps(dict(

@@ -79,7 +79,7 @@ def torch_peak(name: str, window: int, options: dict[str, Any], **zero: Any) -> 
 
 def ort_peak(name: str, window: int, options: dict[str, Any]) -> dict[str, int]:
     """Return the peak of ONNX Runtime's ZeRO-3, and what was alive between forward and backward."""
-    from ort_zero.bridge.ops import LiveElements
+    from ort_zero.runtime.zero3.gather_reduce import LiveElements
 
     engine, runtime = make_engine(build(name, options), 3, ort=True, batch_size=options["batch"], **_zero(window))
     inputs = batch(options, torch.distributed.get_rank())

@@ -18,8 +18,9 @@ from collections.abc import Callable
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from ort_zero import config, engine, plugin
+from ort_zero import config
 from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.plugin import engine_patch, registry
 
 FIXED_US, PARAMETER_US = 60.0, 0.3
 """The goal: so many microseconds, and so many for each parameter."""
@@ -42,7 +43,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 def our_check(layers: int) -> Callable[[], object]:
     """Return our check of a BERT that has a graph."""
-    runtime, wrapped = engine.wrap(bert(layers).train(), config.OrtModuleConfig(), stage=0)
+    runtime, wrapped = engine_patch.wrap(bert(layers).train(), config.OrtModuleConfig(), stage=0)
     arguments = batch()
     wrapped(**arguments)
     manager = runtime.modes[True].builder.manager
@@ -60,7 +61,7 @@ def upstream_check(layers: int) -> Callable[[], object]:
     from onnxruntime.training.ortmodule import _utils
     from onnxruntime.training.ortmodule.options import _SkipCheck
 
-    plugin.patch_ortmodule()
+    registry.patch_ortmodule()
     wrapped = ort_compat.make_ortmodule(bert(layers).train())
     arguments = batch()
     manager, _ = ort_compat.managers_of(wrapped)

@@ -42,13 +42,14 @@ class Variant:
     """
 
     def __init__(self, on: bool, options: dict[str, Any]):
-        from ort_zero import config, engine, plugin
+        from ort_zero import config
+        from ort_zero.plugin import engine_patch, registry
 
         model = build(options["model"], options)
         self.elements = sum(p.numel() for p in model.parameters())
         self.steps = 0
         if options["stage"] == "ddp":
-            self.runtime, wrapped = engine.wrap(
+            self.runtime, wrapped = engine_patch.wrap(
                 model, config.OrtModuleConfig(log_level="ERROR"), 0, memory_efficient_gradients=on
             )
             self.module = torch.nn.parallel.DistributedDataParallel(wrapped, gradient_as_bucket_view=True)
@@ -58,7 +59,7 @@ class Variant:
         import deepspeed
 
         bucket = {} if options["bucket"] is None else {"reduce_bucket_size": options["bucket"]}
-        before = plugin.runtimes()
+        before = registry.runtimes()
         self.module, *_ = deepspeed.initialize(
             model=model,
             model_parameters=model.parameters(),
@@ -70,7 +71,7 @@ class Variant:
                 "ort_zero": {"ortmodule": {"log_level": "ERROR"}, "memory_efficient_gradients": on},
             },
         )
-        (self.runtime,) = [made for made in plugin.runtimes() if made not in before]
+        (self.runtime,) = [made for made in registry.runtimes() if made not in before]
         self.backward, self.update = self.module.backward, self.module.step
 
     def _update(self) -> None:

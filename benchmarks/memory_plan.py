@@ -46,8 +46,9 @@ def work(options: argparse.Namespace) -> None:
     """Train in this process as told; speak JSON lines: once when ready, then for each "steps N" that is asked for."""
     import torch
 
-    from ort_zero import config, engine
-    from ort_zero.memory.measure import PeakMeter
+    from ort_zero import config
+    from ort_zero.plugin import engine_patch
+    from ort_zero.recompute.resident_memory import PeakMeter
     from ort_zero.testing.peaks import start_at_first_run
 
     variant = options.variant
@@ -60,7 +61,7 @@ def work(options: argparse.Namespace) -> None:
             variant, {"recompute": "auto", "budget": variant}
         )
         level = config.OrtModuleConfig(log_level="ERROR")
-        runtime, wrapped = engine.wrap(model, level, 0, memory=config.MemoryConfig(**memory))
+        runtime, wrapped = engine_patch.wrap(model, level, 0, memory=config.MemoryConfig(**memory))
         if variant == "upstream-1":
             _as_upstream(runtime)
     torch.manual_seed(1)
@@ -104,12 +105,12 @@ def _as_upstream(runtime: Any) -> None:
     import onnxruntime
 
     from ort_zero.compat import ortmodule as ort_compat
-    from ort_zero.graph import build
-    from ort_zero.memory import rewrite
-    from ort_zero.memory.candidates import clusters_of
+    from ort_zero.recompute import graph_edits
+    from ort_zero.recompute.candidates import clusters_of
+    from ort_zero.runtime import graph_builder
 
     def session_of(cache, manager, model, info, *, in_order=False):
-        agent, optimized = rewrite.optimized(manager, model, info)
+        agent, optimized = graph_edits.optimized(manager, model, info)
         names = [f"{key}:-1" for key in clusters_of(manager.recomputable(agent, "1:1")) if key.endswith(":1")]
         file = tempfile.NamedTemporaryFile("w", suffix=".json", delete=False)
         json.dump(names, file)
@@ -124,7 +125,7 @@ def _as_upstream(runtime: Any) -> None:
         manager.manager._get_session_config = ordered
         return manager.create_session(model, info, recompute=ort_compat.Recompute(file.name, "1:1"))
 
-    build.session_of = session_of
+    graph_builder.session_of = session_of
 
 
 def _say(value: dict) -> None:

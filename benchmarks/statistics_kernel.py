@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ort_zero.convergence.measure import measure_into, sampled
-from ort_zero.convergence.rows import WIDTH
+from ort_zero.statistics.collect.tensor_statistics import measure_into, sampled
+from ort_zero.statistics.rows import WIDTH
 
 REPEATS = 7
 SECONDS = 0.05

@@ -57,7 +57,7 @@ def make_engine(model: torch.nn.Module, stage: int, *, ort: bool, batch_size: in
     """Return a DeepSpeed engine and its ort_zero runtime (None without the section)."""
     import deepspeed
 
-    from ort_zero import plugin
+    from ort_zero.plugin import registry
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch_size,
@@ -67,9 +67,9 @@ def make_engine(model: torch.nn.Module, stage: int, *, ort: bool, batch_size: in
     }
     if ort:
         config["ort_zero"] = {"ortmodule": {"enabled": True, "log_level": "ERROR"}}
-    before = plugin.runtimes()
+    before = registry.runtimes()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    made = [runtime for runtime in plugin.runtimes() if runtime not in before]
+    made = [runtime for runtime in registry.runtimes() if runtime not in before]
     assert len(made) == int(ort), "the engine was not made as the section says"
     return engine, made.pop() if ort else None
 

@@ -1,6 +1,6 @@
 """Trains the same language model through Accelerate; the YAML names the DeepSpeed JSON.
 
-    accelerate launch --config_file configs/accelerate_zero3.yaml examples/train_accelerate.py
+accelerate launch --config_file configs/accelerate_zero3.yaml examples/train_accelerate.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trains a small language model with DeepSpeed; whether ONNX Runtime executes it is the JSON's affair.
 
-    deepspeed --num_gpus 2 examples/train_lm.py --deepspeed_config configs/zero3.json
-    torchrun --nproc_per_node 2 examples/train_lm.py --deepspeed_config configs/zero3.json
+deepspeed --num_gpus 2 examples/train_lm.py --deepspeed_config configs/zero3.json
+torchrun --nproc_per_node 2 examples/train_lm.py --deepspeed_config configs/zero3.json
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Put an ``"ort_zero"`` section into the DeepSpeed JSON and start the script as be
 Importing this package imports none of torch, deepspeed, onnxruntime, onnx.
 """
 
-from ort_zero.plugin import disable, enable, status
+from ort_zero.plugin.lifecycle import disable, enable, status
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "disable", "enable", "status"]

@@ -20,9 +20,9 @@ from ort_zero.checkpoint.plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.records import File, Source, listed
 from ort_zero.checkpoint.storage import PARTIAL, Folder, LocalFolder, open_folder, partial_name
 from ort_zero.checkpoint.stream import Findings, Part, Streamer, check_records
-from ort_zero.checkpoint.team import Team
+from ort_zero.distributed.process_group import Team
 from ort_zero.errors import CheckpointError
-from ort_zero.progress import bar
+from ort_zero.utils.progress import bar
 
 CONFIG_FILES = (
     "config.json",
@@ -48,7 +48,7 @@ _OURS = re.compile(
 )
 _LEFT_OVER = re.compile(rf"\.(?P<name>.+?)(\.data)?\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 MEETING = ".rendezvous_"
-"""Start of the names of files in which ranks meet (see :func:`~ort_zero.checkpoint.team.from_launcher`)."""
+"""Start of the names of files in which ranks meet (see :func:`~ort_zero.distributed.process_group.from_launcher`)."""
 _PARENTS = 2
 
 

@@ -18,8 +18,8 @@ from ort_zero import log
 from ort_zero.checkpoint import dtypes, manifest, saving, values
 from ort_zero.checkpoint.records import Piece, Source, Tensor, listed
 from ort_zero.checkpoint.storage import CHUNK, Folder
-from ort_zero.checkpoint.team import Team
 from ort_zero.compat.deepspeed_state import EngineState, Flat
+from ort_zero.distributed.process_group import Team
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _NAMED = 5

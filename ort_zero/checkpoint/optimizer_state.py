@@ -87,9 +87,7 @@ class _Stored:
 
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """Return the shape of each (state, parameter)."""
-        return {
-            tuple(key.split("/", 1)): tuple(file.get_slice(key).get_shape()) for key, file in self._open.items()
-        }
+        return {tuple(key.split("/", 1)): tuple(file.get_slice(key).get_shape()) for key, file in self._open.items()}
 
     def get(self, state: str, name: str) -> torch.Tensor:
         """Return one tensor."""

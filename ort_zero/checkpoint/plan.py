@@ -1,8 +1,8 @@
 """Decides which bytes of a sharded checkpoint go to which place of which output file. Pure: reads and writes nothing.
 
-    plan = make_plan(source, what="weights", dtype="bf16", max_shard_size="5GB")
-    for file in split(plan, rank, world_size):
-        ...  # ort_zero.checkpoint.stream writes it
+plan = make_plan(source, what="weights", dtype="bf16", max_shard_size="5GB")
+for file in split(plan, rank, world_size):
+    ...  # ort_zero.checkpoint.stream writes it
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from ort_zero.checkpoint.records import File, Tensor
 from ort_zero.checkpoint.shards import Entry, Written, write_shard
 from ort_zero.checkpoint.staging import Staging
 from ort_zero.checkpoint.storage import PARTIAL, Folder, open_folder
-from ort_zero.checkpoint.team import PeerTeam, Team, interrupts_held
 from ort_zero.compat.deepspeed_state import EngineState
-from ort_zero.compat.side_channel import SideChannel
+from ort_zero.distributed.process_group import PeerTeam, Team, interrupts_held
+from ort_zero.distributed.side_channel import SideChannel
 from ort_zero.errors import CheckpointError
 
 _RUN_ID = uuid.uuid4().hex

@@ -18,7 +18,7 @@ from ort_zero.checkpoint.manifest import Manifest
 from ort_zero.checkpoint.records import File, Source, listed
 from ort_zero.checkpoint.storage import CHUNK, PARTIAL, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
-from ort_zero.progress import bar
+from ort_zero.utils.progress import bar
 
 _OURS = re.compile(r"rank_.*|.*\.safetensors")
 _RANK = re.compile(r"rank_(\d+)_")
@@ -229,9 +229,7 @@ def _damaged_tensors(folder: Folder, file: File, source: Source) -> str:
 # ---- DeepSpeed's format ---------------------------------------------------------------------------------------------
 
 
-def _verify_deepspeed(
-    folder: Folder, findings: _Findings, workers: int, trust_pickle: bool, progress: bool
-) -> None:
+def _verify_deepspeed(folder: Folder, findings: _Findings, workers: int, trust_pickle: bool, progress: bool) -> None:
     from ort_zero.checkpoint import deepspeed_files
 
     names = deepspeed_files.state_files(folder)

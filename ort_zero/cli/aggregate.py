@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.dtypes import CHOICES
 from ort_zero.cli import print_json
-from ort_zero.compat import gloo_exit
+from ort_zero.distributed import gloo_exit
 from ort_zero.errors import CorruptCheckpointError, RankError
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Aggregate, print the report on rank 0, and return 0."""
-    from ort_zero.checkpoint import team as teams
     from ort_zero.checkpoint.aggregation import aggregate
+    from ort_zero.distributed import process_group as teams
 
     gloo_exit.settle_at_exit()
     team = teams.from_launcher(_meeting_place(args.dst))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ort_zero.cli import print_json
 
 if TYPE_CHECKING:
-    from ort_zero.memory.planning import Report, Run, Task
+    from ort_zero.recompute.plan_command import Report, Run, Task
 
 _POINTS = 4
 _EPILOG = """The script has to use the same DeepSpeed JSON: give it as the script expects it, behind --. It is started
@@ -67,14 +67,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from ort_zero import progress
-    from ort_zero.memory import planning
+    from ort_zero.recompute import plan_command
+    from ort_zero.utils import progress
 
     task = _task(args)
     bar = progress.bar(None, "planning", "run", shown=not args.json, delay=0)
     try:
-        report = planning.plan(task, bar.move)
-    except planning.ScriptError as error:
+        report = plan_command.plan(task, bar.move)
+    except plan_command.ScriptError as error:
         bar.close()
         for line in error.tail:
             print(f"  | {line}", file=sys.stderr)
@@ -91,21 +91,21 @@ def _plan(args: argparse.Namespace) -> int:
 def _task(args: argparse.Namespace) -> Task:
     """Return what is to be done, after everything that can be checked without running the script."""
     from ort_zero.errors import ConfigError
-    from ort_zero.memory import planning
+    from ort_zero.recompute import plan_command
 
     if args.out:
-        planning.check_target(Path(args.out), "--out", args.overwrite)
+        plan_command.check_target(Path(args.out), "--out", args.overwrite)
         if len(args.budget) > 1:
             raise ConfigError("--out holds one plan: give one --budget, or leave --out away")
     if args.plot:
-        from ort_zero.memory import plot
+        from ort_zero.recompute import plot
 
         if not args.plot.lower().endswith(".svg"):
             raise ConfigError(f"--plot {args.plot}: the picture is SVG, name the file .svg")
-        planning.check_target(Path(args.plot), "--plot", args.overwrite)
+        plan_command.check_target(Path(args.plot), "--plot", args.overwrite)
         plot.require()
-    return planning.prepare(
-        planning.Task(
+    return plan_command.prepare(
+        plan_command.Task(
             config=Path(args.config),
             script=Path(args.script),
             arguments=tuple(args.arguments),
@@ -113,25 +113,25 @@ def _task(args: argparse.Namespace) -> Task:
             level=args.level,
             steps=0 if args.no_measure else args.steps,
             points=_POINTS if args.plot else 0,
-            launcher=planning.words_of(args.launcher) if args.launcher is not None else (),
+            launcher=plan_command.words_of(args.launcher) if args.launcher is not None else (),
         )
     )
 
 
 def _write(args: argparse.Namespace, report: Report) -> dict[str, Any]:
     """Write the files that were asked for; return their names."""
-    from ort_zero.memory import planning
+    from ort_zero.recompute import plan_command
 
     written: dict[str, Any] = {"out": None, "plot": None}
     found = report.plans[0].decision["plan"]
     if args.out and found:  # an empty list is no plan to anybody who reads it
-        planning.write_plan(Path(args.out), found)
+        plan_command.write_plan(Path(args.out), found)
         written["out"] = args.out
     if args.plot:
-        from ort_zero.memory import plot
+        from ort_zero.recompute import plot
 
         title = f"{Path(report.script).name}: peak memory against the time of a step"
-        planning.replace_by(Path(args.plot), plot.svg(report.as_dict()["runs"], title))
+        plan_command.replace_by(Path(args.plot), plot.svg(report.as_dict()["runs"], title))
         written["plot"] = args.plot
     return written
 
@@ -144,11 +144,11 @@ def text_of(report: Report, width: int | None = None, written: dict[str, Any] | 
         width: of the lines.
         written: names of files by option.
     """
-    from ort_zero.memory import table
+    from ort_zero.recompute import plan_table
 
     lines: list[str] = []
     for one in report.plans:
-        lines += [f"{one.name}{_ranks(one)}", "", table.text(one.decision, width), *_kept(one), ""]
+        lines += [f"{one.name}{_ranks(one)}", "", plan_table.text(one.decision, width), *_kept(one), ""]
     if report.without is not None:
         lines += [*_compared(report, width), ""]
     lines += [f"{one.name}: {one.error}" for one in report.failed]
@@ -177,7 +177,7 @@ def _kept(one: Run) -> list[str]:
 
 
 def _compared(report: Report, width: int | None) -> list[str]:
-    from ort_zero.memory import table
+    from ort_zero.recompute import plan_table
 
     without = report.without
     head = ("run", "predicted", "measured", "off by", "of without", "step", "of without")
@@ -189,15 +189,15 @@ def _compared(report: Report, width: int | None) -> list[str]:
         rows.append(
             (
                 one.name,
-                table.mib(one.predicted_bytes),
-                table.mib(one.measured_bytes),
-                "-" if one.off is None else table.percent(one.off),
+                plan_table.mib(one.predicted_bytes),
+                plan_table.mib(one.measured_bytes),
+                "-" if one.off is None else plan_table.percent(one.off),
                 _ratio(one.measured_bytes, without.measured_bytes),
                 "-" if seconds is None else f"{1000 * seconds:.1f} ms",
                 _ratio(seconds, without.seconds_per_step),
             )
         )
-    return table.aligned(head, rows, width)
+    return plan_table.aligned(head, rows, width)
 
 
 def _ratio(one: float | None, other: float | None) -> str:

@@ -10,12 +10,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from ort_zero.cli import print_json
-from ort_zero.convergence import extra
-from ort_zero.convergence.naming import module_name, span
+from ort_zero.statistics import extra
+from ort_zero.statistics.naming import module_name, span
 
 if TYPE_CHECKING:
-    from ort_zero.convergence.comparison import Comparison, Difference, RunInfo
-    from ort_zero.convergence.merge import MergeReport
+    from ort_zero.statistics.compare.comparison import Comparison, Difference, RunInfo
+    from ort_zero.statistics.merge import MergeReport
 
 _SHOWN = 10
 _HEAD = ("step", "rank", "phase", "module", "tensor", "kind", "error", "tolerance", "inherited", "l2 of a", "l2 of b")
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from ort_zero.convergence.merge import merge_activation_summary
+    from ort_zero.statistics.merge import merge_activation_summary
 
     report = merge_activation_summary(
         args.pt_dir, args.ort_dir, args.output_dir, overwrite=args.overwrite, progress=not args.json
@@ -90,10 +90,10 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from ort_zero.convergence.compare import compare
+    from ort_zero.statistics.compare.compare_runs import compare
 
     if args.html:
-        from ort_zero.convergence.report import check_target, write_report
+        from ort_zero.statistics.compare.report import check_target, write_report
 
         check_target(args.html)
     found = compare(args.a, args.b, rtol=args.rtol, reference=args.reference, progress=not args.json)

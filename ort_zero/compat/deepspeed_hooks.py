@@ -68,9 +68,7 @@ _REGISTER = _Expectation(
     classes={
         "PreBackwardFunctionForModule": (
             frozenset({"module", "_run_before_backward_function"}),
-            frozenset(
-                "module pre_backward_function __dict__ hasattr applied_pre_backward_ref_cnt detach".split()
-            ),
+            frozenset("module pre_backward_function __dict__ hasattr applied_pre_backward_ref_cnt detach".split()),
         ),
         "PostBackwardFunctionModule": (
             frozenset({"module", "_run_after_backward_function"}),

@@ -272,9 +272,7 @@ class EngineState:
                 if length:
                     spans.append(Span(name=self.names[id(parameter)], start=start, length=length, offset=offset))
                 offset += partition
-            yield Flat(
-                group=optimizer.sub_group_to_group_id[index], master=master.data, key=master, spans=tuple(spans)
-            )
+            yield Flat(group=optimizer.sub_group_to_group_id[index], master=master.data, key=master, spans=tuple(spans))
 
     def _flats_of_stage_0(self) -> Iterator[Flat]:
         rank = dist.get_rank()

@@ -138,9 +138,7 @@ def build(force: bool = False, progress: Callable[[str], None] | None = None) ->
     talk = _Progress(progress)
     with _lock(directory, talk):
         due = tuple(
-            name
-            for name, path in paths.items()
-            if not path.is_file() or (force and _stamp(path) == before[path])
+            name for name, path in paths.items() if not path.is_file() or (force and _stamp(path) == before[path])
         )
         if due:
             _raise_other_failure(directory, before[directory / _FAILURE])

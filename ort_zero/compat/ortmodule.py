@@ -22,7 +22,7 @@ from ort_zero import env, log
 from ort_zero.compat import third_party, versions
 from ort_zero.compat.shape_inference import infer_shapes
 from ort_zero.compat.torch_onnx import STOP_GRADIENT
-from ort_zero.patching import Patch, defined_in
+from ort_zero.utils.patching import Patch, defined_in
 
 _PACKAGE = "onnxruntime.training.ortmodule"
 _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
@@ -614,9 +614,7 @@ def patches() -> tuple[Patch, ...]:
             try:
                 if seams is None:
                     return original(self, *inputs, **kwargs)
-                return seams.call(
-                    self._ort_zero_view, inputs, kwargs, lambda: self._original_module(*inputs, **kwargs)
-                )
+                return seams.call(self._ort_zero_view, inputs, kwargs, lambda: self._original_module(*inputs, **kwargs))
             finally:
                 _calls.pop()
 

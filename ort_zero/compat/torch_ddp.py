@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ort_zero.patching import Patch, defined_in
+from ort_zero.utils.patching import Patch, defined_in
 
 _DDP = "torch.nn.parallel.distributed"
 

@@ -514,9 +514,7 @@ def routing(router: Router) -> Iterator[None]:
         except TypeError as error:
             raise (failed or error) from error
         outputs = traced.outputs
-        made = context.op(
-            "com.microsoft::PythonOp", *(v.converted for v in needed), outputs=len(outputs), **attributes
-        )
+        made = context.op("com.microsoft::PythonOp", *(v.converted for v in needed), outputs=len(outputs), **attributes)
         values = list(made) if isinstance(made, (list, tuple)) else [made]
         for value, out, sizes in zip(values, outputs, router.result_sizes(traced), strict=True):
             value.setType(out.jit_type(sizes))
@@ -566,8 +564,7 @@ def _chunks(node, inputs, context):
     axis = node.i("dim") % traced.inputs[0].rank
     ends = list(itertools.accumulate(out.traced_sizes[axis] for out in traced.outputs))
     return [
-        Symbolic.slice(context, inputs[0], axis, start, end)
-        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+        Symbolic.slice(context, inputs[0], axis, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
 
 

@@ -31,9 +31,7 @@ PYTHON = SpecifierSet(">=3.10,<3.12")
 """onnxruntime-training 1.19.2 has no wheel for a later Python."""
 
 REQUIREMENTS = (
-    Requirement(
-        distribution="torch", specifier=">=2.13,<2.14", cure="pip install 'torch==2.13.0'", needed_for="ort"
-    ),
+    Requirement(distribution="torch", specifier=">=2.13,<2.14", cure="pip install 'torch==2.13.0'", needed_for="ort"),
     Requirement(
         distribution="deepspeed", specifier=">=0.19,<0.20", cure="pip install 'deepspeed==0.19.8'", needed_for="zero"
     ),

@@ -10,10 +10,10 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "GlobalSubscriberManager": "ort_zero.hooks.global_manager",
-    "SubscriberBase": "ort_zero.hooks.subscriber",
-    "StatisticsSubscriber": "ort_zero.convergence.subscriber",
-    "inspect_activation": "ort_zero.hooks.global_manager",
+    "GlobalSubscriberManager": "ort_zero.statistics.collect.subscriber_manager",
+    "SubscriberBase": "ort_zero.zero3_hooks.subscriber_base",
+    "StatisticsSubscriber": "ort_zero.statistics.collect.subscriber",
+    "inspect_activation": "ort_zero.statistics.collect.subscriber_manager",
 }
 __all__ = list(_HOMES)
 

@@ -28,8 +28,8 @@ IMPORTED = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "onnx",
-    "ort_zero.engine",
-    "ort_zero.graph.runtime",
+    "ort_zero.plugin.engine_patch",
+    "ort_zero.runtime.runtime",
 )
 OF_RANKS = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
@@ -166,7 +166,8 @@ def _code(pid: int, wait: bool) -> int | None:
 
 def main(number: int) -> int:
     """Import, then fork for whoever is at the other end of the socket `number`; a rank comes back as itself."""
-    from ort_zero.compat import gloo_exit, ortmodule
+    from ort_zero.compat import ortmodule
+    from ort_zero.distributed import gloo_exit
     from ort_zero.errors import OrtZeroError
     from ort_zero.testing import _worker
 

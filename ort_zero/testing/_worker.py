@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ort_zero.compat import gloo_exit
+from ort_zero.distributed import gloo_exit
 
 
 def load(module_name: str | None, path: str | None, qualname: str) -> Callable[..., Any]:

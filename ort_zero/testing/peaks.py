@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ort_zero.graph.runtime import Runtime
-    from ort_zero.memory.measure import PeakMeter
+    from ort_zero.recompute.resident_memory import PeakMeter
+    from ort_zero.runtime.runtime import Runtime
 
 
 def start_at_first_run(runtime: Runtime, meter: PeakMeter) -> None:

@@ -1,13 +1,13 @@
 """Runs a function on several ranks, each a real process, and brings back what each returned.
 
-    from ort_zero.testing.ranks import run_on_ranks
+from ort_zero.testing.ranks import run_on_ranks
 
-    def train(steps):
-        deepspeed.init_distributed("gloo")
-        ...
-        return losses
+def train(steps):
+    deepspeed.init_distributed("gloo")
+    ...
+    return losses
 
-    first, second = run_on_ranks(train, 2, 10)
+first, second = run_on_ranks(train, 2, 10)
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ import pytest
 torch = pytest.importorskip("torch")
 parameter_offload = pytest.importorskip("deepspeed.runtime.zero.parameter_offload")
 
-from ort_zero import plugin  # noqa: E402
 from ort_zero.compat import deepspeed_hooks  # noqa: E402
 from ort_zero.errors import PatchError  # noqa: E402
-from ort_zero.hooks import mode  # noqa: E402
-from ort_zero.hooks.manager import paused  # noqa: E402
-from ort_zero.hooks.patches import PATCHES, mode_of  # noqa: E402
-from ort_zero.hooks.zero_offload import AfterBackward, BeforeBackward, Side  # noqa: E402
-from ort_zero.patching import MARKER, PatchSet, resolve  # noqa: E402
+from ort_zero.plugin import lifecycle  # noqa: E402
+from ort_zero.utils.patching import MARKER, PatchSet, resolve  # noqa: E402
+from ort_zero.zero3_hooks import backend_context  # noqa: E402
+from ort_zero.zero3_hooks.hook_manager import paused  # noqa: E402
+from ort_zero.zero3_hooks.patches import PATCHES, mode_of  # noqa: E402
+from ort_zero.zero3_hooks.subscriber import AfterBackward, BeforeBackward, Side  # noqa: E402
 
 Offload = parameter_offload.DeepSpeedZeRoOffload
 
@@ -24,11 +24,11 @@ Offload = parameter_offload.DeepSpeedZeRoOffload
 @pytest.fixture(scope="module", autouse=True)
 def stock_deepspeed():
     """Take off what the entry point applied when DeepSpeed was imported, for the time of this module."""
-    enabled = plugin.is_enabled()
-    plugin.disable()
+    enabled = lifecycle.is_enabled()
+    lifecycle.disable()
     yield
     if enabled:
-        plugin.enable()
+        lifecycle.enable()
 
 
 class Coordinator:
@@ -167,7 +167,7 @@ def build(patches, use, leaf=False):
     if patches is not None:
         patches.apply()
     try:
-        with mode.use(use):
+        with backend_context.use(use):
             offload.setup_zero_stage3_hooks()
     finally:
         if patches is not None:
@@ -192,9 +192,7 @@ def test_same_calls_in_same_order_as_deepspeed(use, leaf):
     parameter_offload.FWD_MODULE_STACK.append(ours.module)
     our_calls, our_grads = run(ours, inputs)
     assert our_calls == their_calls
-    assert {name for name, _ in our_calls} == {
-        "gather", "release", "gather for backward", "release after backward"
-    }
+    assert {name for name, _ in our_calls} == {"gather", "release", "gather for backward", "release after backward"}
     assert all(map(torch.equal, our_grads, their_grads))
     for name in ("applied_pre_backward_ref_cnt", "ds_grads_remaining"):
         assert [getattr(m, name, None) for m in ours.module.modules()] == [
@@ -205,7 +203,7 @@ def test_same_calls_in_same_order_as_deepspeed(use, leaf):
 
 
 def test_one_autograd_class_for_each_side(patched):
-    with mode.use("torch"):
+    with backend_context.use("torch"):
         offload = Calls(net())
         offload.setup_zero_stage3_hooks()
     for module in offload.module.modules():
@@ -214,7 +212,7 @@ def test_one_autograd_class_for_each_side(patched):
 
 
 def test_removal_leaves_nothing_and_registration_comes_back_the_same_way(patched):
-    with mode.use("torch"):
+    with backend_context.use("torch"):
         offload = Calls(net())
         offload.setup_zero_stage3_hooks()
     full = hooks_on(offload.module)
@@ -234,7 +232,7 @@ def test_removal_leaves_nothing_and_registration_comes_back_the_same_way(patched
 
 def test_a_second_offload_on_the_same_modules_gets_its_own_backward(patched):
     model = net()
-    with mode.use("torch"):
+    with backend_context.use("torch"):
         first = Calls(model)
         first.setup_zero_stage3_hooks()
         first.destroy()
@@ -246,7 +244,7 @@ def test_a_second_offload_on_the_same_modules_gets_its_own_backward(patched):
 
 
 def test_hooks_stay_still_while_a_module_is_traced(patched):
-    with mode.use("ort"):
+    with backend_context.use("ort"):
         offload = Calls(net())
         offload.setup_zero_stage3_hooks()
     assert hooks_on(offload.module) == 1 + 4 * 5
@@ -260,7 +258,7 @@ def test_hooks_stay_still_while_a_module_is_traced(patched):
 
 
 def test_a_hooked_module_can_be_deep_copied_without_its_offload(patched):
-    with mode.use("torch"):
+    with backend_context.use("torch"):
         offload = Calls(net())
         offload.unpicklable = (i for i in ())  # as process groups and streams are
         offload.setup_zero_stage3_hooks()

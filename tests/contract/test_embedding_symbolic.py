@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ort_zero import config, engine
+from ort_zero import config
+from ort_zero.plugin import engine_patch
 
 VOCAB, WIDTH = 11, 6
 
@@ -44,7 +45,7 @@ def test_forward_and_weight_gradient_equal_torchs(options, shape):
     torch.manual_seed(0)
     module = Embedded(**options)
     reference = copy.deepcopy(module)
-    runtime, wrapped = engine.wrap(module, config.OrtModuleConfig(), 0)
+    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(), 0)
     ids = torch.randint(0, VOCAB, shape)
     ids.view(-1)[:4] = torch.tensor([2, 2, 5, 5])  # the padding index, and a repeated one
     ours, theirs = wrapped(ids), reference(ids)
@@ -64,10 +65,10 @@ def test_forward_and_weight_gradient_equal_torchs(options, shape):
 
 def symbolic_output(weight_sizes, index_sizes, dtype=torch.float32):
     """Return the value that the symbolic makes for a traced weight and indices of these sizes; None: unknown rank."""
-    from ort_zero import plugin
-    from ort_zero.graph import symbolics
+    from ort_zero.plugin import registry
+    from ort_zero.runtime.operators import symbolics
 
-    plugin.patch_ortmodule()
+    registry.patch_ortmodule()
     from torch.onnx._internal.torchscript_exporter import jit_utils
 
     example = torch.empty(VOCAB, WIDTH, dtype=dtype), torch.zeros(3, dtype=torch.int64)

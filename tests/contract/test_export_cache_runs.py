@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from ort_zero import config, engine
+from ort_zero import config
 from ort_zero.errors import ConfigError
-from ort_zero.graph.export_cache import ExportCache
+from ort_zero.plugin import engine_patch
+from ort_zero.runtime.export_cache.store import ExportCache
 
 
 class Gelus(nn.Module):
@@ -78,7 +79,7 @@ def run(module: nn.Module, folder, *args, steps: int = 2):
     """Return results and gradients of a fresh copy, and the last transition of each mode."""
     module = copy.deepcopy(module)
     args = copy.deepcopy(args)
-    runtime, wrapped = engine.wrap(module, config.OrtModuleConfig(cache_dir=str(folder)), stage=0)
+    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(cache_dir=str(folder)), stage=0)
     results = []
     for _ in range(steps):
         result = wrapped(*args)
@@ -238,4 +239,4 @@ def test_edited_code_is_noticed_in_another_process(tmp_path):
 def test_a_folder_that_cannot_be_used_is_refused_before_training_starts(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r'"ort_zero.ortmodule.cache_dir" is .*file.*name a folder'):
-        engine.wrap(Gelus(), config.OrtModuleConfig(cache_dir=str(tmp_path / "file")), stage=0)
+        engine_patch.wrap(Gelus(), config.OrtModuleConfig(cache_dir=str(tmp_path / "file")), stage=0)

@@ -16,18 +16,19 @@ from onnx import TensorProto, helper
 from torch import nn
 from torch.nn import functional as F
 
-from ort_zero import config, engine
-from ort_zero.bridge import plan
-from ort_zero.bridge.python_op import python_op
+from ort_zero import config
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.errors import BridgeError
+from ort_zero.onnx_edit.python_op import python_op
+from ort_zero.plugin import engine_patch
+from ort_zero.runtime.zero3 import collective_plan
 
 
 def wrap(module: nn.Module, on: bool = True):
     """Return (runtime, ORTModule, reference in torch)."""
     reference = copy.deepcopy(module)
     section = config.OrtModuleConfig()
-    runtime, wrapped = engine.wrap(module, section, 0, memory_efficient_gradients=on)
+    runtime, wrapped = engine_patch.wrap(module, section, 0, memory_efficient_gradients=on)
     return runtime, wrapped, reference
 
 
@@ -400,7 +401,7 @@ def test_kernels_write_where_the_plan_says_that_they_write():
     runtime, wrapped, _ = wrap(stack())
     wrapped(x()).sum().backward()  # ORT has what PythonOp and ATen nodes need
     ort_compat.register_function("test::look", Look)
-    assert set(MAKERS) == plan.ANEW | {"Relu", "Reshape", "Transpose", "ATen"}
+    assert set(MAKERS) == collective_plan.ANEW | {"Relu", "Reshape", "Transpose", "ATen"}
     shared = {name for name in MAKERS if _shares_memory(name, *MAKERS[name])}
     assert shared == {"Relu", "Reshape"}
 

@@ -10,14 +10,15 @@ import torch
 from tiny_models import bert, gpt2
 from torch import nn
 
-from ort_zero import config, engine
+from ort_zero import config
 from ort_zero.compat.ort_kernels import RECOMPUTED
 from ort_zero.compat.ortmodule import Recompute, import_ortmodule
 from ort_zero.errors import ExportError, MemoryPlanError
-from ort_zero.hooks.global_manager import GlobalSubscriberManager
-from ort_zero.hooks.subscriber import SubscriberBase
-from ort_zero.memory import candidates, rewrite, simulate
-from ort_zero.memory.flow import Flow
+from ort_zero.plugin import engine_patch
+from ort_zero.recompute import candidates, graph_edits, peak_memory
+from ort_zero.recompute.graph_model import Flow
+from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
+from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
 
 WORDS, LENGTH, BATCH = 128, 32, 8
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -33,7 +34,7 @@ def plans(tmp_path, monkeypatch):
 
 def wrap(module: nn.Module, memory: dict | None = None, **section):
     memory = config.MemoryConfig(**memory) if memory is not None else None
-    return engine.wrap(module.train(), config.OrtModuleConfig(**section), 0, memory=memory)
+    return engine_patch.wrap(module.train(), config.OrtModuleConfig(**section), 0, memory=memory)
 
 
 def model(kind: str = "gpt2") -> nn.Module:
@@ -65,7 +66,7 @@ def built(kind: str = "gpt2"):
     wrapped(**batch())
     manager = runtime.modes[True].builder.manager
     session = runtime.modes[True].graphs[0].session
-    agent, optimized = rewrite.optimized(manager, session.model, session.info)
+    agent, optimized = graph_edits.optimized(manager, session.model, session.info)
     return manager, optimized, session.info, candidates.clusters_of(manager.recomputable(agent, "1:0"))
 
 
@@ -83,24 +84,24 @@ def test_ort_alone_ignores_counts(tmp_path):
     assert clusters["FastGelu+Reshape+:1"].frequency == 2
     file = tmp_path / "plan.json"
     file.write_text('["FastGelu+Reshape+:1:1"]')
-    _, changed = rewrite.optimized(manager, optimized, info, Recompute(str(file)))
+    _, changed = graph_edits.optimized(manager, optimized, info, Recompute(str(file)))
     assert sum(n.op_type == "FastGelu" and n.name.endswith(RECOMPUTED) for n in changed.graph.node) == 2
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_what_is_left_of_everything_is_what_ort_makes_of_each_cluster(kind):
     manager, optimized, info, clusters = built(kind)
-    full = rewrite.with_copies(manager, optimized, info, list(clusters), "1:0")
+    full = graph_edits.with_copies(manager, optimized, info, list(clusters), "1:0")
     flow = Flow.of(full, sizes())
     entries = candidates.entries_of(flow, {c.name: c.kind for c in clusters.values()})
     assert {e.cluster for e in entries} == set(clusters)
     for key, cluster in clusters.items():
         mine = [entry for entry in entries if entry.cluster == key]
         assert len(mine) >= cluster.frequency - 1, key  # ORT's table leaves out what shares its memory
-        alone = rewrite.with_copies(manager, optimized, info, [key], "1:0")
-        assert copies(rewrite.only_copies(full, candidates.copies_of(mine))) == copies(alone), key
-    assert not copies(rewrite.only_copies(full, []))
-    assert simulate.peak(candidates.applied(flow, [])) == simulate.peak(Flow.of(optimized, sizes()))
+        alone = graph_edits.with_copies(manager, optimized, info, [key], "1:0")
+        assert copies(graph_edits.only_copies(full, candidates.copies_of(mine))) == copies(alone), key
+    assert not copies(graph_edits.only_copies(full, []))
+    assert peak_memory.peak(candidates.applied(flow, [])) == peak_memory.peak(Flow.of(optimized, sizes()))
 
 
 @pytest.mark.parametrize("memory", [{"recompute": "all"}, {"recompute": "auto", "budget": "99%"},

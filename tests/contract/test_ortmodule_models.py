@@ -11,13 +11,14 @@ import torch
 from models import BATCH, SEQ, VOCAB, build
 from torch import nn
 
-from ort_zero import config, engine
+from ort_zero import config
+from ort_zero.plugin import engine_patch
 
 
 def wrap(module: nn.Module):
     """Return (runtime, ORTModule, reference in torch)."""
     reference = copy.deepcopy(module)
-    runtime, wrapped = engine.wrap(module, config.OrtModuleConfig(), 0)
+    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(), 0)
     return runtime, wrapped, reference
 
 

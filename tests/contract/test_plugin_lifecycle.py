@@ -186,8 +186,8 @@ def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
         import torch, deepspeed, ort_zero
         status = ort_zero.status()
         assert not status["enabled"] and "0.14.5" in status["reason"]
-        from ort_zero import plugin
-        assert plugin._sets.keys() == {"refusal"}
+        from ort_zero.plugin import registry
+        assert registry.patch_sets.keys() == {"refusal"}
 
         def engine(config):
             net = torch.nn.Linear(2, 2)
@@ -214,8 +214,8 @@ def test_entry_point_never_breaks_import_torch():
         ort_zero.env.disabled = broken
         import torch
         assert torch.ones(2).sum() == 2
-        from ort_zero import plugin
-        assert "broken on purpose" in plugin._state["auto_error"]
+        from ort_zero.plugin import lifecycle
+        assert "broken on purpose" in lifecycle._state["auto_error"]
     """)
 
 

@@ -23,8 +23,9 @@ from transformers import (
 )
 from transformers.modeling_outputs import ModelOutput
 
-from ort_zero import config, engine
+from ort_zero import config
 from ort_zero.errors import ExportError
+from ort_zero.plugin import engine_patch
 
 VOCAB = 64
 
@@ -32,7 +33,7 @@ VOCAB = 64
 def wrap(module: nn.Module, **section):
     """Return runtime, wrapped module and a copy that PyTorch runs."""
     reference = copy.deepcopy(module)
-    runtime, wrapped = engine.wrap(module, config.OrtModuleConfig(**section), stage=0)
+    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(**section), stage=0)
     return runtime, wrapped, reference
 
 

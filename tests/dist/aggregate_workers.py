@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ort_zero.checkpoint import stream
 from ort_zero.checkpoint.aggregation import aggregate
-from ort_zero.checkpoint.team import from_launcher
+from ort_zero.distributed.process_group import from_launcher
 
 
 def together(src: str, dst: str, fails: int | None = None, **options: Any) -> dict[str, Any]:

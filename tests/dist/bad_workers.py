@@ -230,7 +230,7 @@ def exports_again(times: int) -> dict[str, Any]:
     """Make ORT export again and again; nothing of the old graphs may stay."""
     import gc
 
-    from ort_zero.bridge import ops
+    from ort_zero.runtime.zero3 import gather_reduce
 
     start()
     engine = _engine(Plain(), ds_config(3, ort=True, stage3_param_persistence_threshold=0))
@@ -239,12 +239,17 @@ def exports_again(times: int) -> dict[str, Any]:
         engine.backward(engine(x, x if i % 2 else None).sum())
         engine.step()
     gc.collect()
-    alive = ops.live_tables()
+    alive = gather_reduce.live_tables()
     status = ort_zero.status()["models"][0]
     engine.destroy()
     del engine
     gc.collect()
-    return {"alive": alive, "after": ops.live_tables(), "status": status, "models": len(ort_zero.status()["models"])}
+    return {
+        "alive": alive,
+        "after": gather_reduce.live_tables(),
+        "status": status,
+        "models": len(ort_zero.status()["models"]),
+    }
 
 
 def _batch(i: int) -> torch.Tensor:
@@ -338,7 +343,7 @@ def _out_of_memory(number: int):
     """Let the gather of this number fail on all ranks, before anything is sent."""
 
     def bad(engine, model):
-        from ort_zero.bridge.zero_parameters import DeepSpeedParameters
+        from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters
 
         start_, count = DeepSpeedParameters.start, [0]
 

@@ -19,8 +19,16 @@ import ort_zero
 
 
 def collect(
-    folder: str, name: str, *, ort: bool, stage: int, steps: int, fault: str | None = None, seed_rank: int = 1,
-    statistics: dict | None = None, **zero: Any,
+    folder: str,
+    name: str,
+    *,
+    ort: bool,
+    stage: int,
+    steps: int,
+    fault: str | None = None,
+    seed_rank: int = 1,
+    statistics: dict | None = None,
+    **zero: Any,
 ) -> list[float]:
     """Train under the section of the config alone, statistics into `folder`; return the losses."""
     import deepspeed

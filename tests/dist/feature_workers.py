@@ -822,7 +822,7 @@ def initialized_again(run: Run) -> None:
 
 def destroyed(run: Run) -> None:
     """Destroy an engine; see who is still there."""
-    from ort_zero.bridge import ops
+    from ort_zero.runtime.zero3 import gather_reduce
 
     engine = run.start(make(Actor))
     run.train(2)
@@ -836,7 +836,7 @@ def destroyed(run: Run) -> None:
     run.engine = run.model = None
     gc.collect()
     run.seen["alive"] = [name for name, ref in gone.items() if ref() is not None]
-    run.seen["tables"] = ops.live_tables()
+    run.seen["tables"] = gather_reduce.live_tables()
     run.runs.clear()
     run.start(make(Critic))
     run.train()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from workers import ds_config, full_parameters, start
 
-from ort_zero import plugin
+from ort_zero.plugin import registry
 
 STEPS = 4
 
@@ -55,17 +55,20 @@ class Run:
             options["stage3_param_persistence_threshold"] = 0
         config = {**ds_config(stage, ort=True, **options), **(top or {})}
         config["ort_zero"]["memory_efficient_gradients"] = self.on
-        before = plugin.runtimes()
+        before = registry.runtimes()
         self.engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        (self.runtime,) = [made for made in plugin.runtimes() if made not in before]
+        (self.runtime,) = [made for made in registry.runtimes() if made not in before]
         self.call, self.backward = self.engine, self.engine.backward
 
     def ddp(self, kind: type[nn.Module] = Tied, **options: Any) -> None:
         """Train with torch's DistributedDataParallel around an ORTModule, in several buckets."""
-        from ort_zero import config, engine
+        from ort_zero import config
+        from ort_zero.plugin import engine_patch
 
         model = self.build(kind)
-        self.runtime, wrapped = engine.wrap(model, config.OrtModuleConfig(), 0, memory_efficient_gradients=self.on)
+        self.runtime, wrapped = engine_patch.wrap(
+            model, config.OrtModuleConfig(), 0, memory_efficient_gradients=self.on
+        )
         self.call = DistributedDataParallel(wrapped, bucket_cap_mb=0.002, **options)
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         self.backward: Callable = torch.Tensor.backward

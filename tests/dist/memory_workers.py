@@ -12,7 +12,7 @@ import torch
 from tiny_models import bert, gpt2
 from workers import ds_config, full_parameters, start
 
-from ort_zero import plugin
+from ort_zero.plugin import registry
 
 WORDS, HIDDEN, LENGTH, BATCH = 256, 128, 64, 24
 STEPS = 2
@@ -58,7 +58,7 @@ def train(kind: str, stage: int, memory: dict | None, *, efficient: bool = False
     found = {
         "losses": losses,
         "parameters": full_parameters(model),
-        "status": plugin.runtimes()[-1].status(),
+        "status": registry.runtimes()[-1].status(),
     }
     engine.destroy()
     del engine, rest, model
@@ -102,7 +102,7 @@ def _refused(memory: dict, write: dict[int, str] | None) -> dict[str, Any]:
         try:
             train("gpt2", 2, memory)
         except Exception as error:
-            models = plugin.runtimes()
+            models = registry.runtimes()
             ran = sum(sum(r.runs[True].values()) for r in models)
             return {"error": f"{type(error).__name__}: {error}", "ran": ran}
         finally:
@@ -112,14 +112,17 @@ def _refused(memory: dict, write: dict[int, str] | None) -> dict[str, Any]:
 
 def peak(kind: str, case: str) -> dict[str, Any]:
     """Return the growth of this process in the first step of a model of some 200 MiB, and the plan of `case`."""
-    from ort_zero import config, engine
-    from ort_zero.memory.measure import PeakMeter
+    from ort_zero import config
+    from ort_zero.plugin import engine_patch
+    from ort_zero.recompute.resident_memory import PeakMeter
     from ort_zero.testing.peaks import start_at_first_run
 
     torch.manual_seed(0)
     model = {"gpt2": gpt2, "bert": bert}[kind](words=1024, hidden=256, layers=4, positions=128, **DROPOUT[kind])
     section = {"off": {}, "all": {"recompute": "all"}}.get(case, {"recompute": "auto", "budget": case})
-    runtime, wrapped = engine.wrap(model.train(), config.OrtModuleConfig(), 0, memory=config.MemoryConfig(**section))
+    runtime, wrapped = engine_patch.wrap(
+        model.train(), config.OrtModuleConfig(), 0, memory=config.MemoryConfig(**section)
+    )
     meter = PeakMeter(torch.device("cpu"))
     start_at_first_run(runtime, meter)
     ids = torch.randint(0, 1024, (12, 128), generator=torch.Generator().manual_seed(1))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-KILLER = '''
+KILLER = """
 import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
@@ -46,7 +46,7 @@ for _ in range(int(sys.argv[3])):
         assert set(table.values()) <= names and len(table) == 12
 aggregate(src, str(dst), max_shard_size=8 << 20, overwrite=True, progress=False)
 print(json.dumps({"cut": cut, "left": left, "same": {p.name for p in dst.iterdir()} == whole}))
-'''
+"""
 
 
 def test_killed_at_any_moment(tmp_path):

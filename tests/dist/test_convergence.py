@@ -11,8 +11,8 @@ import convergence_workers
 import pytest
 from convergence_models import FAULTS, PARTS
 
-from ort_zero.convergence.compare import compare
-from ort_zero.convergence.storage import open_run
+from ort_zero.statistics.compare.compare_runs import compare
+from ort_zero.statistics.storage import open_run
 from ort_zero.testing.ranks import run_on_ranks
 
 MODELS = ("gpt2", "bert", "cnn")

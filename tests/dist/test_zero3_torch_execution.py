@@ -79,10 +79,10 @@ def _train(scenario, ours):
     import torch
     from deepspeed.runtime.zero import unwrap_model_for_generation
 
-    from ort_zero.hooks import mode
-    from ort_zero.hooks.patches import PATCHES, mode_of
-    from ort_zero.hooks.zero_offload import BeforeBackward
-    from ort_zero.patching import PatchSet
+    from ort_zero.utils.patching import PatchSet
+    from ort_zero.zero3_hooks import backend_context
+    from ort_zero.zero3_hooks.patches import PATCHES, mode_of
+    from ort_zero.zero3_hooks.subscriber import BeforeBackward
 
     mlp, Reused = _models()
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def _train(scenario, ours):
     if ours:
         patches.apply()
     try:
-        with mode.use("torch" if ours else None):
+        with backend_context.use("torch" if ours else None):
             engine, *_ = deepspeed.initialize(model=model, config=_config(scenario))
         offload = engine.optimizer.parameter_offload
         assert mode_of(offload) == ("torch" if ours else None)

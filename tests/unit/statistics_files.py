@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ort_zero.convergence.folder import rank_name
-from ort_zero.convergence.records import FILE, FIRST, SKETCH, Phase, Record, Statistics
-from ort_zero.convergence.storage import StatisticsWriter, StepRows
+from ort_zero.statistics.records import FILE, FIRST, SKETCH, Phase, Record, Statistics
+from ort_zero.statistics.run_folder import rank_name
+from ort_zero.statistics.storage import StatisticsWriter, StepRows
 
 MANIFEST_OF = {
     "backend": "torch",

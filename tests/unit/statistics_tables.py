@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ort_zero.convergence.comparison import RunInfo
-from ort_zero.convergence.records import FIRST, SKETCH, Phase
-from ort_zero.convergence.storage import Table
+from ort_zero.statistics.compare.comparison import RunInfo
+from ort_zero.statistics.records import FIRST, SKETCH, Phase
+from ort_zero.statistics.storage import Table
 
 NUMBERS = ("elements", "min", "max", "mean", "std", "abs_mean", "l2", "negative", "positive", "zero", "nan", "inf")
 INTEGERS = ("elements", "negative", "positive", "zero", "nan", "inf")
@@ -120,9 +120,7 @@ class Collector:
         forward = {row["order"]: row for row in self.rows if row["phase"] == Phase.FORWARD}
         for order in sorted(self.gradients, reverse=True):
             value = self.gradients[order]
-            self.rows.append(
-                {**forward[order], "phase": Phase.BACKWARD, **self._about(value), "source": -1}
-            )
+            self.rows.append({**forward[order], "phase": Phase.BACKWARD, **self._about(value), "source": -1})
         for order, (name, value) in enumerate(self.model.named_parameters()):
             if value.grad is not None:
                 self._parameter(Phase.PARAMETER_GRADIENT, order, name, value.grad)

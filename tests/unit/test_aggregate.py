@@ -19,8 +19,8 @@ from ort_zero.checkpoint import stream
 from ort_zero.checkpoint.aggregation import aggregate
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Piece, Tensor
 from ort_zero.checkpoint.storage import LocalFolder, open_folder
-from ort_zero.checkpoint.team import Team
 from ort_zero.cli.main import main
+from ort_zero.distributed.process_group import Team
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 WEIGHTS = {name: value for (kind, name), value in some_tensors().items() if kind in SAVED_ELSEWHERE}

@@ -66,9 +66,7 @@ def test_doctor_without_compiler_matters_only_while_not_built(healthy, monkeypat
     assert report.first_fix == "apt-get install g++" and report.problems[1].fix == "ort-zero build"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("ORT_ZERO_DISABLE", "1"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")]
-)
+@pytest.mark.parametrize(("name", "value"), [("ORT_ZERO_DISABLE", "1"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")])
 def test_doctor_sees_what_switches_the_plugin_off(healthy, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert doctor.examine().first_fix == f"unset {name}"

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from ort_zero.graph import structure
-from ort_zero.graph.decide import decide
-from ort_zero.graph.state import (
+from ort_zero.runtime.export import pytree
+from ort_zero.runtime.guards.decide import decide
+from ort_zero.runtime.guards.keys import (
     Action,
     ExportKey,
     Graphs,
@@ -31,16 +31,14 @@ PLAIN, FIRST = ProcessKey(), ModelVersion()
 
 
 def observed(*args, process=PLAIN, model=FIRST, readers=(), **kwargs) -> Observed:
-    call = structure.flatten_call(args, kwargs, structure.parameters_of(forward))
+    call = pytree.flatten_call(args, kwargs, pytree.parameters_of(forward))
     tensors = tuple(TensorInput(n, str(t.dtype), t.dim()) for n, t in zip(call.names, call.tensors, strict=True))
     return Observed(ExportKey(call.structure, tensors, model, readers), process)
 
 
 def graphs(*known: Observed, differentiable=frozenset()) -> Graphs:
     """Return graphs that were made for these calls, last used first."""
-    return Graphs(
-        tuple(KnownGraph(i + 1, o.export, o.process, frozenset(differentiable)) for i, o in enumerate(known))
-    )
+    return Graphs(tuple(KnownGraph(i + 1, o.export, o.process, frozenset(differentiable)) for i, o in enumerate(known)))
 
 
 IDS, MASK = torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8)

@@ -6,11 +6,11 @@ import pytest
 
 from ort_zero.compat import deepspeed_hooks, versions
 from ort_zero.errors import PatchError
-from ort_zero.hooks import mode
-from ort_zero.hooks.nested import map_tensors
-from ort_zero.hooks.subscriber import SubscriberBase
+from ort_zero.utils.tree_map import map_tensors
+from ort_zero.zero3_hooks import backend_context
+from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
 
-KNOWN = '''
+KNOWN = """
 def _register_deepspeed_module(self, module, count=[0]):
     def _pre_forward_module_hook(module, *args):
         self.pre_sub_module_forward_function(module)
@@ -51,7 +51,7 @@ def _register_deepspeed_module(self, module, count=[0]):
         def backward(ctx, *args):
             ctx.post_backward_function(ctx.module)
             return args
-'''
+"""
 
 
 def define(*changes: tuple[str, str]):
@@ -87,8 +87,10 @@ def test_the_known_shape_passes():
 def test_classes_of_the_form_without_setup_context_pass():
     header = "        @staticmethod\n        def setup_context(ctx, inputs, output):\n            ctx.module = module\n"
     without = define(
-        *((f"{header}            ctx.{side}_backward_function = _run_{when}_backward_function\n", "")
-          for side, when in (("pre", "before"), ("post", "after")))
+        *(
+            (f"{header}            ctx.{side}_backward_function = _run_{when}_backward_function\n", "")
+            for side, when in (("pre", "before"), ("post", "after"))
+        )
     )
     deepspeed_hooks.probe(without)
 
@@ -149,15 +151,15 @@ def test_something_that_is_no_function_is_refused():
 
 
 def test_mode_holds_within_its_block_only():
-    assert mode.current() is None
-    with mode.use("torch"):
-        assert mode.current() == "torch"
-        with mode.use("ort"):
-            assert mode.current() == "ort"
-        assert mode.current() == "torch"
-    assert mode.current() is None
+    assert backend_context.current() is None
+    with backend_context.use("torch"):
+        assert backend_context.current() == "torch"
+        with backend_context.use("ort"):
+            assert backend_context.current() == "ort"
+        assert backend_context.current() == "torch"
+    assert backend_context.current() is None
     with pytest.raises(ValueError, match="'jax'"):
-        with mode.use("jax"):
+        with backend_context.use("jax"):
             pass
 
 

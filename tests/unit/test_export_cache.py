@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from ort_zero.errors import ConfigError
-from ort_zero.graph import export_cache
-from ort_zero.graph.export_cache import ExportCache, Found, Missed
-from ort_zero.graph.fingerprint import Criterion, criterion, digest_of
 from ort_zero.log import get_logger
+from ort_zero.runtime.export_cache import store
+from ort_zero.runtime.export_cache.fingerprint import Criterion, criterion, digest_of
+from ort_zero.runtime.export_cache.store import ExportCache, Found, Missed
 
 META = {"names": ["a", "b"], "nested": [1, 2.5, None, {"x": True}]}
 BLOBS = {"model": os.urandom(5000), "empty": b"", "odd/../name": b"ORT" * 100}
@@ -110,12 +110,12 @@ def test_the_nearest_entry_is_compared_with(cache):
 
 
 def test_only_the_newest_entries_are_read_for_a_miss(cache, monkeypatch):
-    monkeypatch.setattr(export_cache, "_LOOKED_AT", 2)
+    monkeypatch.setattr(store, "_LOOKED_AT", 2)
     for i in range(4):
         os.utime(keep(cache, packages=criterion({"torch": str(i)})), (i, i))
     read = []
-    original = export_cache._header
-    monkeypatch.setattr(export_cache, "_header", lambda *about: read.append(about) or original(*about))
+    original = store._header
+    monkeypatch.setattr(store, "_header", lambda *about: read.append(about) or original(*about))
     assert "torch 3 ->" in cache.find(criteria(), "training").why
     assert len(read) == 2
 
@@ -168,7 +168,7 @@ def rewritten(change):
             header = json.loads(archive.read("entry.json"))
             blobs = {name: archive.read(f"blob/{i}") for i, name in enumerate(header["blobs"])}
         change(header, blobs)
-        path.write_bytes(b"".join(export_cache._packed(header, blobs)))
+        path.write_bytes(b"".join(store._packed(header, blobs)))
 
     return damage
 
@@ -290,7 +290,7 @@ def test_a_folder_that_cannot_be_written_to_is_the_same_error(tmp_path, monkeypa
     def read_only(*args, **kwargs):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(export_cache.tempfile, "TemporaryFile", read_only)
+    monkeypatch.setattr(store.tempfile, "TemporaryFile", read_only)
     with pytest.raises(ConfigError, match="Read-only file system.*leave the key out"):
         ExportCache(tmp_path)
 
@@ -299,7 +299,7 @@ def test_a_full_disk_warns_once_and_leaves_nothing(cache, monkeypatch, lines):
     def full(*about):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export_cache.os, "replace", full)
+    monkeypatch.setattr(store.os, "replace", full)
     assert cache.keep(criteria(), "training", META, BLOBS, {}) is None
     assert cache.keep_blob("a" * 32, b"x") is None
     assert files_in(cache) == [] and [line for line in lines if "No space left" in line] == lines and len(lines) == 1

@@ -18,9 +18,17 @@ import pytest
 import torch
 from torch import nn
 
-from ort_zero.graph import fingerprint
-from ort_zero.graph.codec import NotLasting
-from ort_zero.graph.fingerprint import Criterion, changed, criterion, difference, executed_files, model, packages
+from ort_zero.runtime.export_cache import fingerprint
+from ort_zero.runtime.export_cache.fingerprint import (
+    Criterion,
+    changed,
+    criterion,
+    difference,
+    executed_files,
+    model,
+    packages,
+)
+from ort_zero.runtime.export_cache.serialization import NotLasting
 
 
 class Colour(enum.Enum):
@@ -213,7 +221,7 @@ def test_it_is_the_same_in_another_process_whatever_the_hash_seed():
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); junk = [object() for _ in range(int(sys.argv[2]))]\n"
         "import test_fingerprint as t\n"
-        "from ort_zero.graph.fingerprint import model, packages\n"
+        "from ort_zero.runtime.export_cache.fingerprint import model, packages\n"
         "c = model(t.Net()); print(c.digest, packages().digest)\n"
         "assert not [p for p in [*c.parts, *c.parts.values()] if '0x' in p]"
     )
@@ -508,9 +516,10 @@ def test_a_trace_that_goes_on_makes_it_incomplete(modules):
 
 def test_code_of_a_main_script_is_watched_across_processes(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent("""
+    script.write_text(
+        textwrap.dedent("""
         import json, sys, torch
-        from ort_zero.graph.fingerprint import changed, executed_files
+        from ort_zero.runtime.export_cache.fingerprint import changed, executed_files
         SCALE = 2
         class Net(torch.nn.Module):
             def forward(self, x):
@@ -525,7 +534,8 @@ def test_code_of_a_main_script_is_watched_across_processes(tmp_path):
             assert executed.complete, executed.why
             json.dump(executed.code, open(sys.argv[1], "w"))
         main()
-    """))
+    """)
+    )
     command = [sys.executable, str(script), str(tmp_path / "code.json")]
     subprocess.run(command, check=True)
     look = functools.partial(subprocess.run, [*command, "look"], check=True, capture_output=True, text=True)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ort_zero import config, log, summary
+from ort_zero import config, log
 from ort_zero.compat import ortmodule, third_party
 from ort_zero.errors import ConfigError
-from ort_zero.graph.exporter_output import ExporterOutput
+from ort_zero.plugin import summary
+from ort_zero.runtime.export.captured_output import ExporterOutput
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from ort_zero.errors import PatchError
-from ort_zero.patching import MARKER, Patch, PatchSet, defined_in, resolve
+from ort_zero.utils.patching import MARKER, Patch, PatchSet, defined_in, resolve
 
 NAME = "ort_zero_test_victim"
 SOURCE = """
@@ -47,8 +47,10 @@ def patches(*names: str, **kwargs) -> PatchSet:
 
 
 def state(victim) -> dict[str, dict]:
-    return {name: dict(vars(owner)) for name, owner in
-            (("module", victim), ("Victim", victim.Victim), ("Base", victim.Base))}
+    return {
+        name: dict(vars(owner))
+        for name, owner in (("module", victim), ("Victim", victim.Victim), ("Base", victim.Base))
+    }
 
 
 def same(a: dict[str, dict], b: dict[str, dict]) -> bool:

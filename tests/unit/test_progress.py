@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ort_zero.progress import bar
+from ort_zero.utils.progress import bar
 
 
 class Terminal(io.StringIO):

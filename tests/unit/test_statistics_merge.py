@@ -18,11 +18,11 @@ import pytest
 from statistics_files import begin, records, write
 
 from ort_zero.cli import main as cli
-from ort_zero.convergence import merge
-from ort_zero.convergence.merge import merge_activation_summary
-from ort_zero.convergence.records import SKETCH, Phase, Record, Statistics
-from ort_zero.convergence.storage import StepRows
 from ort_zero.errors import StatisticsError
+from ort_zero.statistics import merge
+from ort_zero.statistics.merge import merge_activation_summary
+from ort_zero.statistics.records import SKETCH, Phase, Record, Statistics
+from ort_zero.statistics.storage import StepRows
 
 
 def numbers(values: np.ndarray) -> Statistics:
@@ -279,8 +279,7 @@ def test_the_command_writes_and_says_what(runs, tmp_path, capsys):
 @pytest.mark.parametrize("package", ["pyarrow", "numpy"])
 def test_a_missing_package_is_one_line(runs, tmp_path, package):
     code = (
-        f"import sys; sys.modules[{package!r}] = None\n"
-        "from ort_zero.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        f"import sys; sys.modules[{package!r}] = None\nfrom ort_zero.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     argv = [sys.executable, "-c", code, "stats", "merge", *arguments(runs, tmp_path / "out")]
     done = subprocess.run(argv, capture_output=True, text=True)

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from ort_zero.cli import main as cli
-from ort_zero.convergence import report
-from ort_zero.convergence.comparison import Comparison, Difference, RunInfo, Series, Verdict
-from ort_zero.convergence.records import Phase
-from ort_zero.convergence.report import check_target, write_report
 from ort_zero.errors import StatisticsError
+from ort_zero.statistics.compare import report
+from ort_zero.statistics.compare.comparison import Comparison, Difference, RunInfo, Series, Verdict
+from ort_zero.statistics.compare.report import check_target, write_report
+from ort_zero.statistics.records import Phase
 
 MODULES, STEPS, RANKS = 60, 12, 2
 BAD_MODULE, BAD_STEP, BAD_RANK = 23, 4, 1
@@ -201,7 +201,7 @@ def test_only_a_report_is_written_over(tmp_path):
 def compared(monkeypatch):
     """Makes the command find a comparison without reading any run."""
     asked = {}
-    module = type(sys)("ort_zero.convergence.compare")
+    module = type(sys)("ort_zero.statistics.compare.compare_runs")
 
     def give(found):
         def compare(a, b, **options):
@@ -209,7 +209,7 @@ def compared(monkeypatch):
             return found
 
         module.compare = compare
-        monkeypatch.setitem(sys.modules, "ort_zero.convergence.compare", module)
+        monkeypatch.setitem(sys.modules, "ort_zero.statistics.compare.compare_runs", module)
         return asked
 
     return give
@@ -258,8 +258,8 @@ def test_the_command_writes_the_report(compared, tmp_path, capsys):
 
 
 def test_a_bad_target_is_found_before_the_work(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "ort_zero.convergence.compare", type(sys)("empty"))
-    sys.modules["ort_zero.convergence.compare"].compare = lambda *a, **k: pytest.fail("must not be asked")
+    monkeypatch.setitem(sys.modules, "ort_zero.statistics.compare.compare_runs", type(sys)("empty"))
+    sys.modules["ort_zero.statistics.compare.compare_runs"].compare = lambda *a, **k: pytest.fail("must not be asked")
     (tmp_path / "mine.html").write_text("x")
     assert cli.main(["stats", "compare", "x", "y", "--html", str(tmp_path / "mine.html")]) == 2
     captured = capsys.readouterr()
@@ -271,7 +271,7 @@ def test_a_missing_package_is_one_line(tmp_path, package):
     code = (
         f"import sys; sys.modules[{package!r}] = None\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import test_statistics_report as t\nfrom ort_zero.cli.main import main\n"
-        "module = sys.modules['ort_zero.convergence.compare'] = type(sys)('compare')\n"
+        "module = sys.modules['ort_zero.statistics.compare.compare_runs'] = type(sys)('compare')\n"
         "module.compare = lambda *a, **k: t.comparison(steps=1, modules=30)\nsys.exit(main(sys.argv[1:]))"
     )
     argv = [sys.executable, "-c", code, "stats", "compare", "x", "y", "--html", str(tmp_path / "r.html")]

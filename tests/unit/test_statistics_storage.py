@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from statistics_files import begin, records, write
 
-from ort_zero.convergence import storage
-from ort_zero.convergence.folder import CLAIM, LOCK, rank_name
-from ort_zero.convergence.records import FILE, FIRST, FORMAT_VERSION, MANIFEST, SKETCH, Record
-from ort_zero.convergence.storage import StepRows, open_run
 from ort_zero.errors import StatisticsError
+from ort_zero.statistics import storage
+from ort_zero.statistics.records import FILE, FIRST, FORMAT_VERSION, MANIFEST, SKETCH, Record
+from ort_zero.statistics.run_folder import CLAIM, LOCK, rank_name
+from ort_zero.statistics.storage import StepRows, open_run
 
 
 def same(a: Record, b: Record) -> bool:
@@ -35,9 +35,7 @@ def content(run, rank: int = 0) -> dict[int, list[Record]]:
 
 
 def is_what_was_written(found: dict[int, list[Record]]) -> bool:
-    return all(
-        len(rows) == len(records(step)) and all(map(same, rows, records(step))) for step, rows in found.items()
-    )
+    return all(len(rows) == len(records(step)) and all(map(same, rows, records(step))) for step, rows in found.items())
 
 
 @pytest.fixture
@@ -118,7 +116,7 @@ def test_reading_takes_no_more_memory_than_a_few_steps(tmp_path):
             writer.append(step, rows)
     assert writer.size > 40e6
     code = (
-        "import sys\nfrom ort_zero.convergence.storage import open_run\n"
+        "import sys\nfrom ort_zero.statistics.storage import open_run\n"
         "def anonymous():\n"
         "    return int(next(l for l in open('/proc/self/status') if l.startswith('RssAnon')).split()[1]) / 1024\n"
         "before, most, run = anonymous(), 0, open_run(sys.argv[1])\n"
@@ -559,7 +557,7 @@ def test_ranks_with_other_models_are_a_note(tmp_path):
 
 
 def test_a_missing_package_is_one_line_with_the_way_out():
-    code = "import sys; sys.modules['pyarrow'] = None; import ort_zero.convergence.storage"
+    code = "import sys; sys.modules['pyarrow'] = None; import ort_zero.statistics.storage"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert last.endswith("StatisticsError: pyarrow is not installed: pip install 'ort-zero[statistics]'")

@@ -1,0 +1,99 @@
+"""The parameters of a model as gather and reduce nodes see them: whole ones, and those that ZeRO-3 partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ort_zero.compat import deepspeed as ds_compat
+
+
+class PlainParameters:
+    """Takes gradients for parameters that are whole on every rank: ZeRO-0 to 2, DDP, no engine at all."""
+
+    def reduce(self, gradients: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
+        """Run the backward of each parameter in turn, and with it the hooks of DeepSpeed, of DDP and of the user."""
+        lent, given = [], []
+        for parameter, gradient, own_memory in gradients:
+            # ORT will use the memory for something else. DeepSpeed copies at once what it sees; others might keep it.
+            if own_memory:
+                given.append(gradient)
+            elif ds_compat.has_own_hooks_alone(parameter):
+                given.append(gradient)
+                lent.append((parameter, gradient))
+            else:
+                given.append(gradient.clone())
+        with torch.enable_grad():
+            # Autograd copies a gradient that it is given, but takes over one that a node made. A view has such a node.
+            # Of several nodes it begins with the newest.
+            views = [parameter.view_as(parameter) for parameter, _, _ in reversed(gradients)]
+            torch.autograd.backward(views, given[::-1])
+        for parameter, gradient in lent:
+            if _same_memory(parameter.grad, gradient):
+                parameter.grad.data = parameter.grad.clone()
+        for parameter, _, _ in gradients:
+            ds_compat.reduce_leaf_gradient(parameter)
+
+
+class DeepSpeedParameters(PlainParameters):
+    """Gathers, partitions and reduces through the methods that DeepSpeed puts on each parameter."""
+
+    def __init__(self) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        self._status = ZeroParamStatus
+
+    def partitioned(self, parameters: Sequence[Any]) -> list[Any]:
+        """Return those whose data is not here and not on its way."""
+        return [p for p in parameters if is_partitioned(p) and p.ds_status == self._status.NOT_AVAILABLE]
+
+    def in_flight(self, parameter: Any) -> bool:
+        """Return True if the parameter's data is on its way."""
+        return is_partitioned(parameter) and parameter.ds_status == self._status.INFLIGHT
+
+    def start(self, parameters: Sequence[Any]) -> Any:
+        """Begin to gather; all ranks of the partition group must call."""
+        return parameters[0].all_gather_coalesced(list(parameters))
+
+    def wait(self, handle: Any) -> None:
+        """Return when the data is there."""
+        handle.wait()
+
+    def release(self, parameters: Sequence[Any]) -> None:
+        """Partition those that are whole; what was taken from them stays valid."""
+        for parameter in parameters:
+            if parameter.ds_status == self._status.AVAILABLE:
+                parameter.partition()
+
+    def reduce(self, gradients: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
+        """Run the backward of each parameter in turn; while it runs, the parameter seems to be whole."""
+        for given in gradients:
+            self._reduce_one(given)
+
+    def _reduce_one(self, given: tuple[Any, torch.Tensor, bool]) -> None:
+        parameter, gradient, _ = given
+        partitioned = is_partitioned(parameter) and parameter.ds_status == self._status.NOT_AVAILABLE
+        saved = parameter.data
+        if partitioned:
+            parameter.data = gradient.detach()  # carries the full shape only
+        try:
+            super().reduce([given])
+        finally:
+            if partitioned and parameter.ds_status == self._status.NOT_AVAILABLE:
+                parameter.data = saved
+
+
+def _same_memory(a: torch.Tensor | None, b: torch.Tensor) -> bool:
+    return a is not None and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Return True if ZeRO-3 manages the parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of the whole parameter."""
+    return tuple(parameter.ds_shape) if is_partitioned(parameter) else tuple(parameter.shape)

@@ -1,0 +1,217 @@
+"""The ranks that do one job together, so that a failure of one is raised on all and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ort_zero.distributed import collectives
+from ort_zero.errors import CheckpointError, OrtZeroError
+
+
+class _Hold:
+    """The handler of SIGINT while it is held back."""
+
+    current: _Hold | None = None
+
+    def __init__(self, previous: Any):
+        self.previous = previous
+        self.pending = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.pending = True
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Hold SIGINT back until the end: an interrupted rank must not leave where others wait for it.
+
+    Blocks of :meth:`Team.together` let it through. Does nothing where Python delivers no signals.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or _Hold.current is not None or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    hold = _Hold.current = _Hold(signal.getsignal(signal.SIGINT))
+    try:
+        signal.signal(signal.SIGINT, hold)
+        yield
+    finally:
+        _Hold.current = None
+        signal.signal(signal.SIGINT, hold.previous)
+        if hold.pending:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _interrupts_let_through() -> Iterator[None]:
+    hold = _Hold.current
+    if hold is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, hold.previous)
+    try:
+        if hold.pending:
+            hold.pending = False
+            signal.raise_signal(signal.SIGINT)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, hold)
+
+
+class Team:
+    """One rank alone; the base of :class:`GroupTeam`."""
+
+    rank = 0
+    size = 1
+    broken = False
+    """True once another rank was found to be gone."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, on every rank. All ranks must call."""
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value. All ranks must call."""
+        return self.gather(value)[0]
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Run a block on every rank; if it raises on one, it raises on all. All ranks must enter.
+
+        The block itself must not communicate unless it cannot fail before: a rank that left it early waits at its end.
+
+        Raises:
+            CheckpointError: for an OSError of the block, which is its cause.
+            RankError: on the ranks where the block did not fail itself.
+        """
+        with interrupts_held():
+            error: BaseException | None = None
+            try:
+                with _interrupts_let_through():
+                    yield
+            except BaseException as caught:
+                error = caught
+            try:
+                reports = self.gather(None if error is None else _brief(error))
+            except CheckpointError:
+                if error is None:
+                    raise
+                reports = []
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{what} failed: {error}") from error
+            if error is not None:
+                raise error
+        collectives.raise_if_others_failed(reports, what, self.rank)
+
+    def close(self) -> None:
+        """Release what the team holds."""
+
+
+class PeerTeam(Team):
+    """Several ranks, any of which may be gone; the base of those that know how to reach them."""
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Return the value of every rank; raise RuntimeError if one does not answer."""
+        raise NotImplementedError
+
+    def gather(self, value: Any) -> list[Any]:
+        """See :meth:`Team.gather`.
+
+        Raises:
+            CheckpointError: a rank is gone.
+        """
+        try:
+            return self._exchange(value)
+        except RuntimeError as error:
+            self.broken = True
+            raise CheckpointError(f"another rank is gone, or did not answer in time: {_brief(error)}") from error
+
+
+class GroupTeam(PeerTeam):
+    """The ranks of a process group whose backend can move Python objects on the CPU (gloo)."""
+
+    def __init__(self, group: Any = None, owns_default: bool = False):
+        import torch.distributed as dist
+
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._owns_default = owns_default
+
+    def _exchange(self, value: Any) -> list[Any]:
+        return collectives.exchange(value, self.group)
+
+    def close(self) -> None:
+        """Destroy the default process group if it was made for this team."""
+        import torch.distributed as dist
+
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _brief(error: BaseException) -> str:
+    first = (str(error).strip() or type(error).__name__).partition("\n")[0]
+    return first if isinstance(error, (OrtZeroError, OSError)) else f"{type(error).__name__}: {first}"
+
+
+_LAUNCHERS = (
+    # rank, world size; the second and third are set by mpirun (Open MPI) and by mpiexec (MPICH, Intel MPI)
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+_JOB_IDS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+
+
+def launched() -> tuple[int, int]:
+    """Return (rank, world size) as torchrun, deepspeed or mpirun say; (0, 1) without a launcher."""
+    for rank, size in _LAUNCHERS:
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
+
+
+def from_launcher(shared_folder: str) -> Team:
+    """Return the team that a launcher started, or one rank alone.
+
+    Args:
+        shared_folder: a local folder that all ranks see; the ranks of mpirun, which brings no ``MASTER_ADDR``, meet in
+            a file there.
+
+    Raises:
+        CheckpointError: the ranks cannot find each other.
+    """
+    rank, size = launched()
+    if size == 1:
+        return Team()
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return GroupTeam()
+    meeting = None
+    if "MASTER_ADDR" not in os.environ:
+        job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
+        if job is None or "://" in shared_folder:
+            raise CheckpointError(
+                f"started as rank {rank} of {size} without MASTER_ADDR; "
+                "pass MASTER_ADDR and MASTER_PORT to all ranks (mpirun -x MASTER_ADDR -x MASTER_PORT), or use torchrun"
+            )
+        os.makedirs(shared_folder, exist_ok=True)
+        name = "".join(c if c.isalnum() else "_" for c in job)
+        meeting = f"{os.path.abspath(shared_folder)}/.rendezvous_{name}"
+    method = meeting and f"file://{meeting}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+    if meeting:
+        # torch's FileStore counts two things, one after the other: of ranks that end together none takes itself for
+        # the last one, and the file stays. Nobody needs it once all are connected.
+        dist.barrier()
+        if rank == 0:
+            with suppress(FileNotFoundError):
+                os.remove(meeting)
+        dist.barrier()
+    return GroupTeam(owns_default=True)

@@ -1,0 +1,27 @@
+"""One name for a run, the same on all its ranks, without a collective: a rank may be alone in asking."""
+
+from __future__ import annotations
+
+import functools
+import os
+import uuid
+
+import torch.distributed as dist
+
+_KEY = "ort_zero_run_id"
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+
+
+@functools.lru_cache(maxsize=1)
+def run_id() -> str:
+    """Return the name of this run; ranks of one process group get the same."""
+    mine = uuid.uuid4().hex[:16]
+    if dist.is_available() and dist.is_initialized():
+        # the first one that asks sets it
+        from ort_zero.compat.torch_distributed import default_store
+
+        return default_store().compare_set(_KEY, "", mine).decode()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        told = "/".join([*(os.environ.get(name, "") for name in _LAUNCHERS), str(os.getppid())])
+        return uuid.uuid5(uuid.NAMESPACE_URL, told).hex[:16]
+    return mine

@@ -1,0 +1,1 @@
+"""Helpers to read and change ONNX graphs."""

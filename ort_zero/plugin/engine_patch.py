@@ -1,0 +1,262 @@
+"""Connects a DeepSpeed engine to the section of its config: wraps the model before the engine sees it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections import Counter
+from typing import Any
+
+from ort_zero import config, log
+from ort_zero.compat import deepspeed as ds_compat
+from ort_zero.compat import third_party
+from ort_zero.errors import CheckpointError, ConfigError
+from ort_zero.plugin import summary
+from ort_zero.utils.patching import Patch, defined_in
+from ort_zero.zero3_hooks import backend_context
+
+_collecting: Counter[str | None] = Counter()
+"""How many engines collect statistics, by the folder of the config."""
+
+
+def _engine_init(original):
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        bound, ds_config = ds_compat.config_of(original, self, args, kwargs)
+        section = config.section_of(ds_config)
+        if section is None:
+            original(self, *args, **kwargs)
+            return _note(self)
+        self.ort_zero_section = section
+        log.set_level(section.ortmodule.log_level, self)
+        third_party.silence()
+        if not section.ortmodule.enabled:
+            with backend_context.use("torch"):
+                original(self, *args, **kwargs)
+            _note(self)
+            summary.announce(self, None)
+            return _subscribe(self, section.statistics)
+        stage = int((ds_config.get("zero_optimization") or {}).get("stage", 0))
+        _refuse_half_on_cpu(ds_config)
+        runtime, bound.arguments["model"] = wrap(
+            bound.arguments["model"],
+            section.ortmodule,
+            stage,
+            memory_efficient_gradients=section.memory_efficient_gradients,
+            memory=section.memory,
+        )
+        with backend_context.use("ort"):
+            original(*bound.args, **bound.kwargs)
+        _connect(self, runtime)
+        _note(self)
+        known = weakref.ref(self)
+        runtime.announce = lambda ready: summary.announce(known(), ready)
+        return _subscribe(self, section.statistics)
+
+    return __init__
+
+
+def wrap(
+    model: Any,
+    section: config.OrtModuleConfig,
+    stage: int,
+    *,
+    memory_efficient_gradients: bool = False,
+    memory: config.MemoryConfig | None = None,
+) -> tuple[Any, Any]:
+    """Return the runtime of `model` and the ORTModule around it.
+
+    Args:
+        model: the user's module.
+        section: how it runs.
+        stage: ZeRO stage of its engine, 0 without one.
+        memory_efficient_gradients: hand each gradient to its parameter the moment it exists; ZeRO-3 always does.
+        memory: what of the activations is computed again.
+
+    Raises:
+        ConfigError: a key of `memory` is wrong, or a plan's file is missing on a rank.
+        UnsupportedVersionError: torch, Python or onnxruntime-training is out of range.
+        BuildError: the C++ extensions cannot be built.
+    """
+    from ort_zero.compat import ortmodule as ort_compat
+    from ort_zero.plugin import registry
+    from ort_zero.recompute import planning_session
+    from ort_zero.runtime.runtime import Runtime
+
+    memory, section, more = planning_session.in_place_of(memory, section)
+    request = _memory_request(memory) if memory is not None else None
+    registry.patch_ortmodule()
+    level = log.chosen(section.log_level)
+    wrapped = ort_compat.make_ortmodule(model, save_onnx=section.save_onnx, level=level)
+    runtime = Runtime(model, section, stage, memory_efficient_gradients, request, **more)
+    ort_compat.attach(wrapped, runtime)
+    registry.register(runtime)
+    return runtime, wrapped
+
+
+def _memory_request(section: config.MemoryConfig) -> Any:
+    """Return what is asked of the memory optimizer, alike on all ranks.
+
+    Raises:
+        ConfigError: on all ranks, if one cannot read the plan or reads another one.
+    """
+    from ort_zero.distributed import collectives
+    from ort_zero.recompute import options
+
+    try:
+        wanted, error = options.read(section), None
+    except ConfigError as wrong:
+        wanted, error = None, str(wrong)
+    if collectives.world_size() > 1 and section != config.MemoryConfig():
+        reports = collectives.exchange((error, str(wanted)))
+        failed = {rank: words for rank, (words, _) in enumerate(reports) if words is not None}
+        odd = [rank for rank, (_, plan) in enumerate(reports) if plan != reports[0][1]]
+        if failed and (error is None or len(failed) < len(reports)):
+            error = "; ".join(f"rank {rank}: {words}" for rank, words in failed.items())
+        elif odd and error is None:
+            error = f"ort_zero.memory.recompute: ranks {odd} read another plan than rank 0; give all ranks one file"
+    if error is not None:
+        raise ConfigError(error)
+    return wanted
+
+
+def _note(engine: Any) -> None:
+    """Let subscribers know the stage, also without a section; nothing here may keep an engine from being made."""
+    from ort_zero.statistics.collect.subscriber_manager import note_stage
+
+    note_stage(engine.module, int(engine.zero_optimization_stage()))
+
+
+def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:
+    """Collect statistics as the section says. All ranks."""
+    if not section.enabled:
+        return
+    from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
+    from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
+
+    wanted = section.model_dump(exclude={"enabled"})
+    # an actor and a critic under one config: each has a folder, by the order in which they are made
+    before, _collecting[section.output_dir] = _collecting[section.output_dir], _collecting[section.output_dir] + 1
+    if before:
+        wanted["output_dir"] = f"{section.output_dir}_{before + 1}"
+        log.get_logger().info("statistics of engine %d go to %s", before + 1, wanted["output_dir"])
+    engine.__dict__["ort_zero_statistics"] = GlobalSubscriberManager.subscribe(engine, [StatisticsSubscriber(**wanted)])
+
+
+def _connect(engine: Any, runtime: Any) -> None:
+    """Tell the runtime what is known only after the engine is made."""
+    offload = ds_compat.parameter_offload_of(engine)
+    runtime.stage = int(engine.zero_optimization_stage())
+    if offload is not None:
+        runtime.group = offload.dp_process_group
+        runtime.prefetch_elements = ds_compat.prefetch_window(offload)
+        ds_compat.connect_leaf_gradients(engine)
+
+
+def _refuse_half_on_cpu(ds_config: dict) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != "cpu":
+        return
+    for key in ("bf16", "bfloat16", "fp16"):
+        if (ds_config.get(key) or {}).get("enabled") is True:
+            raise ConfigError(
+                f'"{key}" is enabled in the DeepSpeed config, and ONNX Runtime\'s CPU provider has no kernels for it; '
+                f'remove "{key}" to train in fp32, use a GPU, or set "ort_zero": {{"ortmodule": {{"enabled": false}}}}'
+            )
+
+
+def _save_checkpoint(original):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(self, *args, **kwargs):
+        section = getattr(self, "ort_zero_section", None)
+        if section is None or not section.checkpoint.sharded:
+            return original(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        from ort_zero.checkpoint import saving
+
+        saving.save(
+            self,
+            asked["save_dir"],
+            asked["tag"],
+            section.checkpoint.async_save,
+            client_state=asked["client_state"],
+            save_latest=asked["save_latest"],
+            exclude_frozen_parameters=asked["exclude_frozen_parameters"],
+        )
+        return True
+
+    return save_checkpoint
+
+
+def _load_checkpoint(original):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(self, *args, **kwargs):
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        if getattr(self, "ort_zero_section", None) is None or not asked["load_dir"]:
+            return original(self, *args, **kwargs)
+        from ort_zero.checkpoint import loading
+
+        if not loading.holds_checkpoint(asked["load_dir"], asked["tag"]):
+            return original(self, *args, **kwargs)
+        if asked["custom_load_fn"] is not None:
+            raise CheckpointError("custom_load_fn is not possible with a sharded checkpoint of ort_zero; leave it out")
+        return loading.load(
+            self,
+            asked["load_dir"],
+            asked["tag"],
+            strict=asked["load_module_strict"],
+            load_optimizer_states=asked["load_optimizer_states"],
+            load_lr_scheduler_states=asked["load_lr_scheduler_states"],
+            load_module_only=asked["load_module_only"],
+        )
+
+    return load_checkpoint
+
+
+def _destroy(original):
+    @functools.wraps(original)
+    def destroy(self):
+        session = self.__dict__.pop("ort_zero_statistics", None)
+        if session is not None:
+            session.remove()
+        return original(self)
+
+    return destroy
+
+
+PATCHES = (
+    Patch(
+        target=ds_compat.ENGINE_INIT,
+        build=_engine_init,
+        why='reads the "ort_zero" section and wraps the model',
+        guard=defined_in(ds_compat.ENGINE),
+    ),
+    Patch(
+        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.save_checkpoint",
+        build=_save_checkpoint,
+        why="writes sharded checkpoints",
+        guard=defined_in(ds_compat.ENGINE),
+    ),
+    Patch(
+        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.destroy",
+        build=_destroy,
+        why="ends the collection of statistics",
+        guard=defined_in(ds_compat.ENGINE),
+    ),
+    Patch(
+        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.load_checkpoint",
+        build=_load_checkpoint,
+        why="reads sharded checkpoints",
+        guard=defined_in(ds_compat.ENGINE),
+    ),
+)

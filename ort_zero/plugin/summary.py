@@ -1,0 +1,211 @@
+"""The table that a user sees once the first training graph runs: what is on, how to switch it, what it cost.
+
+:func:`table` is pure; :func:`announce` prints it, once for each engine, on rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import Any
+
+from ort_zero import config, env, log
+
+_NARROWEST, _WIDEST = 40, 120
+_LEAST = 8
+"""No column gets narrower than this, however narrow the terminal is."""
+_ASCII, _BOXES = ("-", "|", "+"), ("─", "│", "┼")
+Row = tuple[str, ...]
+"""Feature, state, what to write to switch it; two cells: the second one takes all the room."""
+
+
+def table(
+    status: Mapping[str, Any] | None,
+    section: config.Config,
+    versions: Mapping[str, str],
+    plans: Sequence[tuple[str, str]] = (),
+    *,
+    width: int = 80,
+    boxes: bool = False,
+) -> str:
+    """Return what an engine does, as lines of equal form.
+
+    Args:
+        status: of the engine's model, from ``Runtime.status()``; None where the section leaves the model in PyTorch.
+        section: of the engine's config.
+        versions: by distribution.
+        plans: recomputation: cluster with its counts, and what it brings.
+        width: of the terminal.
+        boxes: draw lines with box characters rather than ASCII.
+    """
+    rows: list[Row] = [
+        ("feature", "state", 'to switch it, in "ort_zero"'),
+        *_features(status, section, plans),
+        *_costs(status),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+    ]
+    return "\n".join(_drawn(rows, max(width, _NARROWEST), _BOXES if boxes else _ASCII))
+
+
+def announce(engine: Any, runtime: Any | None) -> None:
+    """Print the table of an engine, on rank 0, unless the level is above INFO."""
+    logger = log.get_logger()
+    if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):
+        return
+    status = runtime.status() if runtime is not None else None
+    plans = getattr(runtime, "memory_summary", tuple)()
+    if status is None:
+        title = f"{type(engine.module).__name__} runs in PyTorch, as the section says"
+    elif status["fallback_reason"]:
+        title = f"{status['module']} runs in PyTorch: it cannot run in ONNX Runtime"
+    else:
+        title = f"{status['module']} runs in ONNX Runtime"
+    text = table(status, engine.ort_zero_section, _versions(), plans, width=_width(), boxes=_draws_boxes())
+    logger.info("%s\n%s", title, text)
+
+
+def _features(status: Mapping[str, Any] | None, section: config.Config, plans: Sequence[tuple[str, str]]) -> list[Row]:
+    ort, save = section.ortmodule, section.checkpoint
+    runs = status is not None and not status["fallback_reason"]
+    stage = status["zero_stage"] if status is not None else 0
+    early = runs and (stage == 3 or section.memory_efficient_gradients)
+    recomputes = runs and (bool(plans) or section.memory.recompute != "off")
+    rows: list[Row] = [
+        ("ONNX Runtime", _state(runs), _switch("ortmodule.enabled", not ort.enabled)),
+        ("ZeRO-3 in the graph", _state(runs and stage == 3), "DeepSpeed's ZeRO stage"),
+        (
+            "memory-efficient gradients",
+            _state(early),
+            "always with ZeRO-3"
+            if early and stage == 3
+            else _switch("memory_efficient_gradients", not section.memory_efficient_gradients),
+        ),
+        (
+            "recomputation",
+            _state(recomputes),
+            'memory.recompute: "off"' if recomputes else 'memory.recompute: "auto"',
+        ),
+        *((f"  {cluster}", effect) for cluster, effect in plans),
+        (
+            "export cache",
+            _state(ort.cache_dir),
+            "ortmodule.cache_dir: null" if ort.cache_dir else 'ortmodule.cache_dir: "FOLDER"',
+        ),
+        ("sharded checkpoints", _state(save.sharded), _switch("checkpoint.sharded", not save.sharded)),
+        ("asynchronous saving", _state(save.async_save), _switch("checkpoint.async_save", not save.async_save)),
+        (
+            "statistics",
+            _state(section.statistics.enabled),
+            _switch("statistics.enabled", not section.statistics.enabled),
+        ),
+        ("kept in PyTorch", _kept(status), 'ortmodule.exclude: ["PATTERN"]'),
+        ("an export that fails", _on_failure(ort.fallback), _other_fallback(ort.fallback)),
+    ]
+    if status is not None and status["fallback_reason"]:
+        rows.append(("reason", status["fallback_reason"]))
+    return rows
+
+
+def _costs(status: Mapping[str, Any] | None) -> list[Row]:
+    rows: list[Row] = []
+    for mode, graph in (status or {"graphs": {}})["graphs"].items():
+        done = [d for d in status["transitions"] if d["mode"] == mode and d["steps"]]
+        if not done:
+            continue
+        size = [f"{graph['nodes']} nodes", f"{graph['python_ops']} PythonOps", f"{graph['inputs']} inputs"]
+        rows.append((f"{mode} graph", ", ".join(filter(None, [*size, graph["bridge"]]))))
+        steps = [f"{step} {seconds:.1f}" for step, seconds in done[-1]["steps"].items()]
+        rows.append(("  made in seconds", f"{', '.join(steps)}; {done[-1]['seconds']:.1f} in all"))
+    return rows
+
+
+def _kept(status: Mapping[str, Any] | None) -> str:
+    if status is None or status["fallback_reason"]:
+        return "everything"
+    names = list(status["in_torch"])
+    return "nothing" if not names else f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def _state(on: Any) -> str:
+    return "on" if on else "off"
+
+
+def _switch(key: str, to: bool) -> str:
+    return f"{key}: {'true' if to else 'false'}"
+
+
+def _on_failure(fallback: str) -> str:
+    return "raises" if fallback == "raise" else "runs in PyTorch"
+
+
+def _other_fallback(fallback: str) -> str:
+    return f'ortmodule.fallback: "{"warn" if fallback == "raise" else "raise"}"'
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def _drawn(rows: Sequence[Row], width: int, characters: tuple[str, str, str]) -> list[str]:
+    """Return the lines of a table no wider than `width`; the first row is its head."""
+    dash, bar, cross = characters
+    first, second, third = _widths(rows, width - 2 * len(" | "))
+    wide = width - first - len(" | ")
+    lines = []
+    for i, row in enumerate(rows):
+        widths = (first, second, third) if len(row) == 3 else (first, wide)
+        indent = " " * (len(row[0]) - len(row[0].lstrip()))
+        cells = [
+            textwrap.wrap(cell, w, subsequent_indent=indent if not n else "", initial_indent=indent if not n else "")
+            or [""]
+            for n, (cell, w) in enumerate(zip((row[0].strip(), *row[1:]), widths, strict=True))
+        ]
+        for k in range(max(map(len, cells))):
+            parts = [(cell[k] if k < len(cell) else "").ljust(w) for cell, w in zip(cells, widths, strict=True)]
+            lines.append(f" {bar} ".join(parts).rstrip())
+        if i == 0:
+            lines.append(f"{dash}{cross}{dash}".join(dash * w for w in widths))
+    return lines
+
+
+def _widths(rows: Sequence[Row], room: int) -> list[int]:
+    """Return the widths of three columns that together fit in `room`: the widest one gives way first."""
+    widths = [max(len(row[n]) for row in rows if len(row) > n and (n == 0 or len(row) == 3)) for n in range(3)]
+    while sum(widths) > room and max(widths) > _LEAST:
+        widths[widths.index(max(widths))] -= 1
+    return widths
+
+
+def _draws_boxes() -> bool:
+    encoding = (getattr(sys.stderr, "encoding", None) or "").lower().replace("-", "")
+    return _is_terminal() and encoding == "utf8"
+
+
+def _width() -> int:
+    """Return the width of what stderr is shown on."""
+    if os.environ.get("COLUMNS", "").isdigit():
+        return max(_NARROWEST, min(_WIDEST, int(os.environ["COLUMNS"])))
+    if _is_terminal():
+        try:
+            return max(_NARROWEST, min(_WIDEST, os.get_terminal_size(sys.stderr.fileno()).columns))
+        except (OSError, ValueError, AttributeError):
+            return 80
+    return _WIDEST
+
+
+def _is_terminal() -> bool:
+    isatty = getattr(sys.stderr, "isatty", None)
+    return bool(isatty and isatty())
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("ort_zero", "torch", "deepspeed", "onnxruntime-training"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue  # a copy that was not installed
+    return {**found, "Python": ".".join(map(str, sys.version_info[:3]))}

@@ -1,0 +1,219 @@
+"""A training graph as numbers: which node makes and reads which value, and how many bytes a value takes.
+
+All of the planning works on this form, which is a hundred times faster to edit and to walk than the ONNX model.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import onnx
+
+from ort_zero.compat.ort_kernels import ALIASES, BARRIER, FROM_TORCH, HEAP, RECOMPUTED, SCRATCH
+from ort_zero.runtime.zero3.collective_plan import all_inputs
+
+_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 14: 8, 15: 16, 16: 2}
+"""Of an element, by ONNX's number of the type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One node; values are numbers, places in :attr:`Flow.sizes`."""
+
+    name: str
+    operator: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    copy: bool = False
+    """Whether it computes again what another node has computed."""
+    scratch: tuple[int, ...] = ()
+    """Blocks of bytes that the kernel takes from the arena while it runs."""
+    heap: int = 0
+    """Bytes that it takes elsewhere."""
+
+
+@dataclass(slots=True)
+class Flow:
+    """A training graph."""
+
+    nodes: list[Node]
+    values: list[str]
+    """Names."""
+    sizes: list[int]
+    """Bytes; 0 for what exists before the run (graph inputs, initializers) and for what is not known."""
+    given: frozenset[int]
+    """Values that exist before the run."""
+    results: frozenset[int]
+    """Values that stay after it."""
+    barrier: int
+    """Place of the barrier among the nodes, -1 without one."""
+    outside: frozenset[int] = frozenset()
+    """Values that are not in ORT's arena."""
+    alias: dict[int, int] = field(default_factory=dict)
+    """Whose memory a value is, where it has none of its own."""
+    unknown: tuple[str, ...] = ()
+    """Values whose size cannot be told."""
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of each value whose shape is known, graph inputs and aliases included."""
+
+    @classmethod
+    def of(cls, model: onnx.ModelProto, sizes: Mapping[str, int]) -> Flow:
+        """Return the flow of a model.
+
+        Args:
+            model: gradient graph of ORT's, with shapes.
+            sizes: of the named dimensions.
+        """
+        graph = model.graph
+        known = _Sizes(graph, sizes)
+        number: dict[str, int] = {}
+        names: list[str] = []
+
+        def at(name: str) -> int:
+            if name not in number:
+                number[name] = len(names)
+                names.append(name)
+            return number[name]
+
+        given = frozenset(at(v.name) for v in chain(graph.input, graph.initializer))
+        nodes, alias, barrier = [], {}, -1
+        outside: set[int] = set()
+        for i, node in enumerate(graph.node):
+            reads = tuple(dict.fromkeys(at(name) for name in all_inputs(node)))
+            makes = tuple(at(name) for name in node.output if name)
+            if node.op_type == BARRIER:
+                barrier = i
+            if node.op_type in ALIASES and at(node.input[0]) not in given:
+                alias[makes[0]] = alias.get(at(node.input[0]), at(node.input[0]))
+            scratch = (known.of(node.output[0]),) * SCRATCH.get(node.op_type, 0)
+            heap = HEAP[node.op_type] * known.of(node.input[0]) if node.op_type in HEAP else 0
+            if node.op_type in FROM_TORCH:
+                outside.update(makes)
+            nodes.append(Node(node.name, node.op_type, reads, makes, node.name.endswith(RECOMPUTED), scratch, heap))
+        sizes_of = [0 if i in given or i in alias else known.of(name) for i, name in enumerate(names)]
+        if barrier >= 0 and any(known.shape(name) == () for name in graph.node[barrier].input):
+            # with a loss among the results nothing flows into the others: their gradients are zeros that take no pages
+            for name in graph.node[barrier].output:
+                sizes_of[at(name)] = 0
+        results = frozenset(at(v.name) for v in graph.output)
+        shapes = {i: shape for i, name in enumerate(names) if (shape := known.shape(name)) is not None}
+        return cls(
+            nodes, names, sizes_of, given, results, barrier, frozenset(outside), alias, tuple(known.unknown), shapes
+        )
+
+    def owner(self, value: int) -> int:
+        """Return the value whose memory `value` is."""
+        return self.alias.get(value, value)
+
+    def makers(self) -> dict[int, int]:
+        """Return for each value the place of the node that makes it."""
+        return {value: i for i, node in enumerate(self.nodes) for value in node.makes}
+
+    def with_copies(self, kept: Collection[str]) -> Flow:
+        """Return the flow in which only the copies named in `kept` are left; what read others reads the originals."""
+        number = {name: i for i, name in enumerate(self.values)}
+        back = {
+            value: number[self.values[value].removesuffix(RECOMPUTED)]
+            for node in self.nodes
+            if node.copy and node.name not in kept
+            for value in node.makes
+        }
+        nodes = [
+            dataclasses.replace(node, reads=tuple(dict.fromkeys(back.get(value, value) for value in node.reads)))
+            if any(value in back for value in node.reads)
+            else node
+            for node in self.nodes
+            if not node.copy or node.name in kept
+        ]
+        # where an alias of a copy's is left, the original has taken the copy's place
+        alias = {value: back.get(owner, owner) for value, owner in self.alias.items() if value not in back}
+        alias = {value: alias.get(owner, owner) for value, owner in alias.items()}
+        return dataclasses.replace(self, nodes=nodes, barrier=_barrier(nodes), alias=alias)
+
+    def in_order(self, order: Sequence[int]) -> Flow:
+        """Return the flow with its nodes in another order."""
+        nodes = [self.nodes[i] for i in order]
+        return dataclasses.replace(self, nodes=nodes, barrier=_barrier(nodes))
+
+
+def _barrier(nodes: Sequence[Node]) -> int:
+    return next((i for i, node in enumerate(nodes) if node.operator == BARRIER), -1)
+
+
+class _Sizes:
+    """Bytes of the values of a graph."""
+
+    def __init__(self, graph: onnx.GraphProto, dims: Mapping[str, int]):
+        self._types = {v.name: v.type.tensor_type for v in chain(graph.value_info, graph.output, graph.input)}
+        self._dims = dict(dims)
+        self._expressions: dict[str, int | None] = {}
+        self.unknown: list[str] = []
+
+    def of(self, name: str) -> int:
+        shape = self.shape(name)
+        if shape is None:
+            self.unknown.append(name)
+            return 0
+        return _BYTES.get(self._type(name).elem_type, 4) * math.prod(shape)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        kind = self._type(name)
+        if kind is None or not kind.HasField("shape"):
+            return None
+        dims = tuple(self._dim(dim) for dim in kind.shape.dim)
+        return None if None in dims else dims
+
+    def _type(self, name: str) -> Any:
+        # ORT writes no shape for the copies that it makes
+        return self._types.get(name) or self._types.get(name.removesuffix(RECOMPUTED))
+
+    def _dim(self, dim: onnx.TensorShapeProto.Dimension) -> int | None:
+        if not dim.dim_param:
+            return dim.dim_value if dim.HasField("dim_value") else None
+        if dim.dim_param not in self._expressions:
+            self._expressions[dim.dim_param] = evaluate(dim.dim_param, self._dims)
+        return self._expressions[dim.dim_param]
+
+
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+}
+_FUNCTIONS = {"floor": math.floor, "ceil": math.ceil, "ceiling": math.ceil, "max": max, "min": min,
+              "Max": max, "Min": min, "int": int}  # fmt: skip
+
+
+def evaluate(text: str, values: Mapping[str, float]) -> int | None:
+    """Return the value of a symbolic dimension such as ``"floor(input_dim1/2) + 1"``; None if it cannot be told."""
+    if text in values:
+        return int(values[text])
+    try:
+        return int(_value(ast.parse(text, mode="eval").body, values))
+    except (ValueError, TypeError, KeyError, SyntaxError, ZeroDivisionError, OverflowError):
+        return None
+
+
+def _value(node: ast.expr, values: Mapping[str, float]) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return node.value
+    if isinstance(node, ast.Name):
+        return values[node.id]
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_value(node.left, values), _value(node.right, values))
+    if isinstance(node, ast.UnaryOp):
+        return _OPERATORS[type(node.op)](_value(node.operand, values))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return _FUNCTIONS[node.func.id](*(_value(argument, values) for argument in node.args))
+    raise ValueError(f"not an expression of dimensions: {ast.unparse(node)}")

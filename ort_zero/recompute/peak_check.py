@@ -1,0 +1,48 @@
+"""Holds the first step of a graph against what was predicted for it, and says so."""
+
+from __future__ import annotations
+
+import torch
+
+from ort_zero.log import get_logger
+from ort_zero.recompute.optimizer import Decision
+from ort_zero.recompute.options import is_wrong, show_bytes
+from ort_zero.recompute.resident_memory import PeakMeter
+
+
+class PeakCheck:
+    """Watches the runs of one graph.
+
+    Args:
+        decision: of the graph; the measured peak is noted there.
+        model: name, for the log.
+        device: of the model.
+    """
+
+    def __init__(self, decision: Decision, model: str, device: torch.device):
+        self._decision = decision
+        self._model = model
+        self._meter = PeakMeter(device)
+        self._over = False
+
+    def before(self, phase: str) -> None:
+        """Begin with the first forward."""
+        if phase == "forward" and not self._over and not self._meter.started:
+            self._over = not self._meter.start()
+
+    def after(self, phase: str) -> None:
+        """End with the first backward."""
+        if phase != "backward" or self._over or not self._meter.started:
+            return
+        self._over = True
+        decision = self._decision
+        decision.measured = measured = self._meter.read()
+        predicted = decision.predicted.resident if decision.predicted is not None else decision.chosen.resident
+        off = measured / predicted - 1 if predicted else 0.0
+        above = decision.budget is not None and measured > decision.budget
+        tell = get_logger().warning if above or is_wrong(predicted, measured) else get_logger().info
+        budget = ""
+        if decision.budget is not None:
+            budget = f", {'above' if above else 'within'} the budget of {show_bytes(decision.budget)}"
+        tell("%s: a step takes %s, predicted %s (%+.0f %%)%s",
+             self._model, show_bytes(measured), show_bytes(predicted), 100 * off, budget)  # fmt: skip

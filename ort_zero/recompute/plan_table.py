@@ -1,0 +1,139 @@
+"""A decision as text: the table of what can be computed again, with what that needs; and runs beside each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_HEAD = ("cluster", "kind", "frequency", "saving", "symbolic saving", "requested", "actual", "applied")
+_LEFT = frozenset(("cluster", "kind", "symbolic saving", "applied", "run"))
+_WRAPPED = {"cluster": 16, "symbolic saving": 14, "kind": 10}
+"""Columns that may become narrower, and how narrow."""
+_KINDS = {1: "recompute", 2: "with compromise"}
+_GAP = 2
+
+
+def text(decision: Mapping[str, Any], width: int | None = None) -> str:
+    """Return a decision as lines: what it needs, the table, the plan in the form of the section.
+
+    Args:
+        decision: see :meth:`ort_zero.recompute.optimizer.Decision.as_dict`.
+        width: of the lines; long names are wrapped to fit. None wraps nothing.
+    """
+    lines = [*_needs(decision), ""]
+    rows = decision["table"]
+    if rows:
+        lines += aligned(_HEAD, [_cells(row) for row in rows], width)
+        lines += [f"note: of {row['cluster']} {row['note']}" for row in rows if row["note"]]
+    else:
+        lines.append("ONNX Runtime finds nothing that could be computed again.")
+    lines += ["", *plan_lines(decision["plan"], width)]
+    return "\n".join(lines)
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Return a table as lines with a rule below its head.
+
+    Args:
+        head: names of the columns; those of text are aligned left.
+        rows: cells.
+        width: of the lines, as far as the columns that may be wrapped can be made narrower.
+    """
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    over = 0 if width is None else sum(widths) + _GAP * (len(widths) - 1) - width
+    while over > 0:
+        # the widest gives way first, so that both stay readable
+        able = [i for i, name in enumerate(head) if widths[i] > _WRAPPED.get(name, widths[i])]
+        if not able:
+            break
+        widths[max(able, key=lambda i: widths[i])] -= 1
+        over -= 1
+    lines = []
+    for row in (head, None, *rows):
+        if row is None:
+            lines.append((" " * _GAP).join("-" * w for w in widths))
+            continue
+        parts = [_wrap(cell, w) for cell, w in zip(row, widths, strict=True)]
+        for n in range(max(map(len, parts))):
+            cells = [part[n] if n < len(part) else "" for part in parts]
+            laid = [c.ljust(w) if name in _LEFT else c.rjust(w) for c, w, name in zip(cells, widths, head, strict=True)]
+            lines.append((" " * _GAP).join(laid).rstrip())
+    return lines
+
+
+def plan_lines(plan: Sequence[str], width: int | None = None) -> list[str]:
+    """Return a plan as it can be pasted into the section."""
+    if not plan:
+        return ["plan: nothing is computed again"]
+    one = f'"memory": {{"recompute": {json.dumps(list(plan))}}}'
+    if width is None or len(one) + len("plan: ") <= width:
+        return [f"plan: {one}"]
+    items = [f"  {json.dumps(item)}{',' if n < len(plan) - 1 else ''}" for n, item in enumerate(plan)]
+    return ['plan: "memory": {"recompute": [', *items, "]}"]
+
+
+def mib(size: int | None) -> str:
+    """Return bytes as MiB, a dash where they are not known."""
+    return "-" if size is None else f"{size / 2**20:.1f} MiB"
+
+
+def percent(share: float) -> str:
+    """Return a share of 1 with its sign: ``"+3 %"``, ``"0 %"``."""
+    rounded = round(100 * share)
+    return f"{rounded:+d} %" if rounded else "0 %"
+
+
+def against(share: float) -> str:
+    """Return how a measured peak stands to the predicted one, in words."""
+    if abs(share) < 0.005:
+        return "as predicted"
+    return f"{abs(share):.0%} {'above' if share > 0 else 'below'} the predicted one"
+
+
+def _needs(decision: Mapping[str, Any]) -> list[str]:
+    predicted, measured, budget = (decision[f"{key}_bytes"] for key in ("predicted", "measured", "budget"))
+    at = f", the most at {decision['predicted_at']}" if decision["predicted_at"] else ""
+    facts = [("without recomputation", decision["unconstrained_bytes"], " predicted")]
+    facts.append(("with this plan", predicted, f" predicted{at}"))
+    if measured is not None:
+        off = f", {against(measured / predicted - 1)}" if predicted else ""
+        facts.append(("", measured, f" measured{off}"))
+    if budget is not None:
+        above = (predicted if measured is None else measured) > budget
+        facts.append(("budget", budget, ", which is exceeded" if above else ""))
+    if decision["least_bytes"] is not None:
+        facts.append(("least possible", decision["least_bytes"], " predicted"))
+    names = max(len(name) for name, _, _ in facts)
+    sizes = [mib(size) for _, size, _ in facts]
+    figures = max(map(len, sizes))
+    return [f"{n.ljust(names)}  {s.rjust(figures)}{more}" for (n, _, more), s in zip(facts, sizes, strict=True)]
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    applied = "yes" if row["actual"] >= row["frequency"] > 0 else "part" if row["actual"] else "no"
+    return (
+        row["cluster"],
+        _KINDS.get(row["kind"], str(row["kind"])),
+        str(row["frequency"]),
+        mib(row["saving"]),
+        row["symbolic"],
+        "all" if row["requested"] < 0 else str(row["requested"]),
+        str(row["actual"]),
+        applied,
+    )
+
+
+def _wrap(cell: str, width: int) -> list[str]:
+    """Return the lines of a cell, broken behind an operator or a space where possible."""
+    if len(cell) <= width:
+        return [cell]
+    lines = [""]
+    for piece in re.findall(r"[^+*\s]*(?:[+*\s]|$)", cell):
+        if len((lines[-1] + piece).rstrip()) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += piece
+        while len(lines[-1].rstrip()) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return [line.rstrip() for line in lines if line.strip()]

@@ -1,0 +1,1 @@
+"""Traces the user's module and exports it to ONNX."""

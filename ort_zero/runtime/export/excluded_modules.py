@@ -1,0 +1,178 @@
+"""Keeps submodules in PyTorch: each becomes one operator of the graph.
+
+For code that no trace can hold: Python that branches or loops on the values of tensors. The submodule's parameters are
+inputs of the operator, and so of the graph: their gradients, and the gathers of ZeRO-3, are the graph's as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fnmatch
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from ort_zero.errors import ConfigError, ExportError
+from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.fake_weights import plain_access
+from ort_zero.zero3_hooks.hook_manager import paused
+
+OPERATOR = "ort_zero::submodule"
+
+_numbers = itertools.count()
+_calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+
+
+class _Call:
+    """One way in which a submodule is called: everything but the tensors."""
+
+    def __init__(self, path: str, reason: str, module: torch.nn.Module, names: list[str], arguments: tuple):
+        self.number = next(_numbers)
+        self.path = path
+        self.reason = reason
+        self.module = module
+        self.names = names
+        self.arguments = arguments
+        self.own_forward: Any = _MISSING
+        """The module's attribute ``forward``, if it has one besides that of its class."""
+        self.results: Any = None
+        _calls[self.number] = self
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the submodule; the last of the tensors are its parameters."""
+        count = len(tensors) - len(self.names)
+        args, kwargs, _ = pytree.unflatten_call(tensors[:count], self.arguments)
+        weights = dict(zip(self.names, tensors[count:], strict=True))
+        with paused(), plain_access(self.module), _forward_of(self.module, self.own_forward):
+            value = functional_call(self.module, weights, args, kwargs)
+        found, results = pytree.flatten(value, drop_caches=False)
+        if self.results is not None and results != self.results:
+            raise ExportError(
+                f"{self.path}, which runs in PyTorch inside the graph, returned something else than when the graph was "
+                f"made ({pytree.words(self.results)} then, {pytree.words(results)} now); return tensors only"
+            )
+        self.results = results
+        return found
+
+
+def _run(inputs: list[torch.Tensor], call: int) -> list[torch.Tensor]:
+    return _calls[call].run(inputs)
+
+
+_library = torch.library.Library("ort_zero", "DEF")
+_library.define("submodule(Tensor[] inputs, int call) -> Tensor[]")
+_library.impl("submodule", _run, "CompositeImplicitAutograd")
+
+
+def call_numbered(number: int) -> _Call:
+    """Return what the operator's ``call`` argument stands for."""
+    return _calls[number]
+
+
+class KeptInTorch:
+    """The submodules of one model that stay in PyTorch.
+
+    Args:
+        root: the model.
+        patterns: of module paths as in ``fnmatch``: ``"*.router"``, ``"model.layers.0.mlp"``.
+
+    Raises:
+        ConfigError: a pattern matches no module, or the model itself.
+    """
+
+    def __init__(self, root: torch.nn.Module, patterns: Sequence[str] = ()):
+        self._root = root
+        self._paths = {module: path for path, module in root.named_modules() if path}
+        self.reasons: dict[str, str] = {}
+        """Path of each submodule that stays in PyTorch, and why."""
+        self._known: list[_Call] = []
+        paths = list(self._paths.values())
+        for pattern in patterns:
+            matching = fnmatch.filter(paths, pattern)
+            if not matching:
+                near = difflib.get_close_matches(pattern, paths, 1, 0.3)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(
+                    f'"ort_zero.ortmodule.exclude": {pattern!r} matches no submodule of {type(root).__name__}{hint}'
+                )
+            self.reasons.update(dict.fromkeys(matching, f"excluded by {pattern!r}"))
+
+    def add(self, module: torch.nn.Module | None, reason: str) -> bool:
+        """Keep `module`, and all others of its class, in PyTorch; return False for the model itself."""
+        if module not in self._paths or self._paths[module] in self.reasons:
+            return False
+        for other, path in self._paths.items():
+            if type(other) is type(module):
+                self.reasons.setdefault(path, reason)
+        return True
+
+    def share(self) -> float:
+        """Return the part of the model's parameters that stays in PyTorch, 0 to 1."""
+        inside = {id(p): _size(p) for path in self.reasons for p in self._root.get_submodule(path).parameters()}
+        return sum(inside.values()) / max(1, sum(_size(p) for p in self._root.parameters()))
+
+    def module_at(self, path: str) -> torch.nn.Module | None:
+        """Return the submodule at `path`; None for the model itself, or if there is none."""
+        return next((module for module, known in self._paths.items() if known == path), None)
+
+    def path_of(self, module: torch.nn.Module | None) -> str:
+        """Return the path of a submodule, or the name of the model's class."""
+        return self._paths.get(module) or type(self._root).__name__
+
+    @contextlib.contextmanager
+    def as_operators(self) -> Iterator[None]:
+        """Let each of them be one operator for the tracer."""
+        with contextlib.ExitStack() as stubs:
+            for path, reason in self.reasons.items():
+                module = self._root.get_submodule(path)
+                if not any(path.startswith(f"{other}.") for other in self.reasons):
+                    stubs.enter_context(_forward_of(module, self._stub(path, reason, module)))
+            yield
+
+    def _stub(self, path: str, reason: str, module: torch.nn.Module) -> Any:
+        parameters = pytree.parameters_of(module.forward)
+        own_forward = module.__dict__.get("forward", _MISSING)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = pytree.flatten_call(args, kwargs, parameters)
+            weights = dict(module.named_parameters())
+            call = self._call(path, reason, module, list(weights), given.structure)
+            call.own_forward = own_forward
+            found = torch.ops.ort_zero.submodule([*given.tensors, *weights.values()], call.number)
+            return pytree.unflatten(found, call.results, given.objects)
+
+        return forward
+
+    def _call(self, path: str, reason: str, module: torch.nn.Module, names: list[str], arguments: tuple) -> _Call:
+        for known in self._known:
+            if known.module is module and known.names == names and known.arguments == arguments:
+                known.results = None
+                return known
+        self._known.append(_Call(path, reason, module, names, arguments))
+        return self._known[-1]
+
+
+_MISSING = object()
+
+
+@contextlib.contextmanager
+def _forward_of(module: torch.nn.Module, forward: Any) -> Iterator[None]:
+    """Let `module` have an attribute ``forward`` of its own, or none if it is `_MISSING`."""
+    before = module.__dict__.pop("forward", _MISSING)
+    if forward is not _MISSING:
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
+        if before is not _MISSING:
+            module.__dict__["forward"] = before
+
+
+def _size(parameter: Any) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())

@@ -1,0 +1,67 @@
+"""Runs a ZeRO-3 module with stand-ins of full shape in place of its partitioned weights, for tracing only.
+
+A stand-in is one element expanded to the full shape: it costs no memory and no collective. Values in the trace are
+therefore meaningless; shapes and types are right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from ort_zero.compat import deepspeed as ds_compat
+from ort_zero.compat import tracing
+from ort_zero.compat.deepspeed_parameters import full_shape, is_partitioned
+
+
+@contextlib.contextmanager
+def plain_access(module: torch.nn.Module) -> Iterator[None]:
+    """Let a look at a partitioned parameter of `module` be no reason for DeepSpeed to gather it."""
+    marked: list[tuple[torch.nn.Module, bool]] = []
+    try:
+        for child in module.modules():
+            old = ds_compat.set_in_forward(child, False)
+            if old:
+                marked.append((child, old))
+        yield
+    finally:
+        for child, old in marked:
+            ds_compat.set_in_forward(child, old)
+
+
+@contextlib.contextmanager
+def full_shape_weights(module: torch.nn.Module) -> Iterator[None]:
+    """Hold stand-ins in every partitioned parameter of `module`, and DeepSpeed's own forward machinery still."""
+    saved: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    linear = torch.nn.functional.linear
+    try:
+        plain = ds_compat.plain_linear()
+        if plain is not None:
+            torch.nn.functional.linear = plain
+        for i, parameter in enumerate(module.parameters()):
+            if is_partitioned(parameter) and tuple(parameter.shape) != full_shape(parameter):
+                saved.append((parameter, parameter.data))
+                # each has its own storage and value: torch's exporter merges equal initializers
+                one = torch.full((1,), 1e-4 * (i + 1), dtype=parameter.dtype, device=parameter.device)
+                parameter.data = one.expand(full_shape(parameter))
+        with plain_access(module), tracing.dense_operands() if saved else contextlib.nullcontext():
+            yield
+    finally:
+        for parameter, data in saved:
+            parameter.data = data
+        torch.nn.functional.linear = linear
+
+
+@contextlib.contextmanager
+def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
+    """Put every buffer of `module` back to its value at the start: tracing runs the module more than once."""
+    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in saved:
+                if buffer.shape == value.shape:
+                    buffer.copy_(value)

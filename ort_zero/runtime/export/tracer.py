@@ -1,0 +1,146 @@
+"""Runs the user's module for the exporter, and notes what running it does besides returning a result."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ort_zero.compat import tracing
+from ort_zero.compat.tracing import ValueReadError
+from ort_zero.errors import ExportError
+from ort_zero.runtime.export import pytree
+from ort_zero.statistics.collect import graph_readers
+
+
+@dataclass(slots=True)
+class Effects:
+    """What running a module does besides returning its result, and a graph does not."""
+
+    results: int = 0
+    """Tensors of the result; those of the effects are further outputs of the graph."""
+    changed: list[int] = field(default_factory=list)
+    """Arguments that the module changes in place; their new values come first."""
+    guards: list[tuple[list, ValueReadError]] = field(default_factory=list)
+    """Values that Python code took from tensors, and where; what they are now comes after."""
+    counting: list[torch.nn.Module] = field(default_factory=list)
+    """Modules that count their batches."""
+
+
+class Tracer:
+    """One export of a module, as seen from inside of its forward.
+
+    The trace is made with gradients wherever there could be any, whatever is frozen at the moment: the exported model
+    then serves when a layer is set free, or an argument wants a gradient.
+
+    Args:
+        training: whether the graph is for training. Training leaves caches of keys and values out.
+        call: the call that is exported.
+        marks: of the subscribers that want to see values.
+        all_inputs: whether arguments are traced with gradients that want none in this call.
+        watching: makes a context in which the module runs as PyTorch would run it.
+    """
+
+    def __init__(
+        self,
+        training: bool,
+        call: pytree.Call,
+        marks: list[graph_readers.Taps],
+        *,
+        all_inputs: bool = True,
+        watching: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+    ):
+        self._watching = watching
+        self.training = training
+        self.call = call
+        self.marks = marks
+        self.all_inputs = all_inputs
+        self.refused: Exception | None = None
+        """What the module raised while it was traced."""
+        self.effects = Effects()
+        self.users_error: BaseException | None = None
+        """What the module raised when it ran as PyTorch would run it."""
+        # the exporter takes copies of these, after the module has run on others once
+        self.arguments = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.tensors]
+
+    @property
+    def differentiable(self) -> frozenset[str]:
+        """Names of the arguments that may want a gradient of what is exported."""
+        return frozenset(
+            name for name, argument in zip(self.call.names, self.arguments, strict=True) if argument.requires_grad
+        )
+
+    @contextlib.contextmanager
+    def everything_trainable(self, module: torch.nn.Module) -> Iterator[None]:
+        """Let all weights of `module` want gradients in the block."""
+        frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
+        if not self.training:
+            frozen = []
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+    def run_module(self, module: torch.nn.Module, tensors: tuple) -> tuple[list[torch.Tensor], Any]:
+        """Run the module on its arguments, put together; return the tensors of the result, and its structure."""
+        args, kwargs, known = pytree.unflatten_call(tensors, self.call.structure)
+        if not torch.jit.is_tracing():
+            return self._tried(module, tensors, args, kwargs, known)
+        if self.training:
+            # the trace then tells what has a gradient; nothing needs to be kept for one
+            with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, _never_unpacked):
+                return self._traced(module, tensors, args, kwargs, known)
+        return self._traced(module, tensors, args, kwargs, known)
+
+    def _tried(self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict) -> tuple[list, Any]:
+        """Run the module as PyTorch would; an error here is the user's own."""
+        versions = [tensor._version for tensor in given]
+        try:
+            # modules that compute gradients in their forward fail without gradients only
+            with torch.enable_grad(), self._watching():
+                value = module(*args, **kwargs)
+        except Exception as error:
+            self.users_error = error
+            raise
+        if self.training and self.all_inputs:
+            for argument, tensor, version in zip(self.arguments, given, versions, strict=True):
+                # PyTorch lets nobody change in place what is a leaf with gradient
+                if tensor._version == version and argument.is_floating_point():
+                    argument.requires_grad_()
+        return pytree.flatten(value, drop_caches=self.training, known=known)
+
+    def _traced(
+        self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict
+    ) -> tuple[list, Any]:
+        """Run the module for the tracer; what a graph does not do by itself becomes more outputs of it."""
+        versions = [tensor._version for tensor in given]
+        with tracing.watched() as seen:
+            try:
+                value = module(*args, **kwargs)
+            except Exception as error:
+                self.refused = error
+                raise
+        tensors, schema = pytree.flatten(value, drop_caches=self.training, known=known)
+        tensors = [seen.anchored(tensor, given) for tensor in tensors]
+        changed = [i for i, tensor in enumerate(given) if tensor._version != versions[i]]
+        self.effects = Effects(
+            results=len(tensors),
+            changed=changed,
+            guards=[(guard.value, guard.read) for guard in seen.guards],
+            counting=[m for m in seen.normalised if m.num_batches_tracked is not None],
+        )
+        more = [given[i].detach() for i in changed] + [guard.tensor.detach().flatten() for guard in seen.guards]
+        more += graph_readers.gathered(self.marks)
+        return tensors + more, schema
+
+
+def _never_unpacked(nothing: None) -> torch.Tensor:
+    raise ExportError("the module computes gradients inside its forward, which an ONNX graph cannot contain")

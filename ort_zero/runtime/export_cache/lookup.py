@@ -1,0 +1,266 @@
+"""Graphs of earlier runs: what a graph was made from and what it consists of, as entries of an export cache."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from ort_zero import env
+from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.compat.tracing import ValueReadError
+from ort_zero.log import get_logger
+from ort_zero.runtime.built_graph import BuiltModel, Exported
+from ort_zero.runtime.export.excluded_modules import KeptInTorch
+from ort_zero.runtime.export.post_export_passes import with_run_seed
+from ort_zero.runtime.export.pytree import Call
+from ort_zero.runtime.export.tracer import Effects
+from ort_zero.runtime.export_cache import fingerprint, serialization
+from ort_zero.runtime.export_cache.fingerprint import Criterion
+from ort_zero.runtime.export_cache.store import ExportCache, Found
+from ort_zero.runtime.guards.keys import ExportedModelInfo, Observed
+from ort_zero.runtime.operators import aten_op
+from ort_zero.runtime.operators.fallback_policy import Routes
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A graph as plain values and bytes."""
+
+    meta: dict[str, Any]
+    blobs: dict[str, bytes]
+
+
+class Lookup:
+    """One graph that is looked for in the cache, and kept there if it has to be made.
+
+    Args:
+        cache: the folder.
+        module: the user's module, before anything is done for its export.
+        manager: of the graph's mode.
+        observed: the call.
+        call: the same, taken apart.
+        kept: submodules that stay in PyTorch; a graph that has some has no meaning in another process.
+    """
+
+    def __init__(
+        self,
+        cache: ExportCache,
+        module: torch.nn.Module,
+        manager: ort_compat.Manager,
+        observed: Observed,
+        call: Call,
+        kept: KeptInTorch,
+    ):
+        self.cache = cache
+        self.module = module
+        self.manager = manager
+        self.observed = observed
+        self.words = ""
+        """``"hit: ..."`` or ``"miss: ..."``."""
+        self._criteria: dict[str, Criterion] | None = None
+        self._executed: fingerprint.executed_files | None = None
+        try:
+            if kept.reasons:
+                raise serialization.NotLasting(f"{next(iter(kept.reasons))} stays in PyTorch")
+            if observed.export.readers:
+                raise serialization.NotLasting("subscribers read its values")
+            self._criteria = {
+                "model": fingerprint.model(module),
+                "packages": fingerprint.packages(),
+                "options": fingerprint.criterion(self._options()),
+                "inputs": fingerprint.criterion(_inputs(observed, call)),
+            }
+        except serialization.NotLasting as why:
+            self.words = f"not kept: {why}"
+
+    def _options(self) -> dict[str, Any]:
+        process = self.observed.process
+        return {
+            **self.manager.export_options(),
+            "memory plan": process.memory_plan,
+            "deterministic": process.deterministic,
+            "device": process.device,
+            "default dtype": str(torch.get_default_dtype()),
+            "autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off",
+        }
+
+    def find(self, routes: Routes) -> tuple[Exported, BuiltModel] | None:
+        """Return the exported module and its gradient graph, as another process made them; None for a miss."""
+        if self._criteria is None:
+            return None
+        found = self.cache.find(self._criteria, self.manager.mode)
+        if not isinstance(found, Found):
+            self.words = f"miss: {found.why}"
+            return None
+        try:
+            result = self._restored(found, routes)
+        except Exception as error:
+            # nothing that a file says is trusted: what does not fit is made anew
+            self.words = f"miss: {found.path.name} cannot be used ({type(error).__name__}: {error}), ignored"
+            return None
+        self.words = f"hit: {found.words}"
+        return result
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note in the block which code the module runs."""
+        if self._criteria is None:
+            yield
+            return
+        self._executed = fingerprint.executed_files()
+        with self._executed:
+            yield
+
+    def describe(self, exported: Exported, built: BuiltModel, routes: Routes) -> Described | None:
+        """Return what there is to keep, before the graph is edited; None if it would mean nothing to another run."""
+        if self._criteria is None:
+            return None
+        try:
+            if self._executed is None or not self._executed.complete:
+                raise serialization.NotLasting(self._executed.why if self._executed else "nothing was run")
+            meta = self._described(exported, built, routes)
+        except serialization.NotLasting as why:
+            self.words = "; ".join(filter(None, (self.words, f"not kept: {why}")))
+            return None
+        return Described(meta, {"exported": exported.info.exported_model, "built": built.model.SerializeToString()})
+
+    def keep(self, described: Described | None) -> None:
+        """Keep what had to be made, for later runs."""
+        if described is not None:
+            code = self._executed.code
+            self.cache.keep(self._criteria, self.manager.mode, described.meta, described.blobs, code)
+
+    # -- to and from plain values ----------------------------------------------------------------------------------
+
+    def _described(self, exported: Exported, built: BuiltModel, routes: Routes) -> dict[str, Any]:
+        info, effects = exported.info, exported.effects
+        paths = {id(child): path for path, child in self.module.named_modules()}
+        return {
+            "result": serialization.encode(info.module_forward_output_schema, "result"),
+            "names": list(info.onnx_graph_input_names),
+            "arguments": list(info.onnx_graph_input_names_user_defined),
+            "axes": {name: list(axes.items()) for name, axes in info.dynamic_axes_map.items()},
+            "differentiable": sorted(exported.differentiable),
+            "results": effects.results,
+            "changed": effects.changed,
+            "guards": [(value, paths.get(id(read.module)), str(read)) for value, read in effects.guards],
+            "counting": [paths[id(child)] for child in effects.counting],
+            "operators": _operators(built.model),
+            "taken": routes.taken,
+            "info": asdict(built.info),
+        }
+
+    def _restored(self, found: Found, routes: Routes) -> tuple[Exported, BuiltModel]:
+        meta = found.meta
+        modules = dict(self.module.named_modules())
+        info = ExportedModelInfo(
+            module_forward_input_schema=self.observed.export.structure,
+            module_forward_output_schema=serialization.decode(meta["result"]),
+            onnx_graph_input_names=tuple(meta["names"]),
+            onnx_graph_input_names_user_defined=tuple(meta["arguments"]),
+            dynamic_axes_map={name: {int(axis): dim for axis, dim in axes} for name, axes in meta["axes"].items()},
+            exported_model=found.blobs["exported"],
+        )
+        effects = Effects(
+            results=int(meta["results"]),
+            changed=[int(i) for i in meta["changed"]],
+            guards=[(value, ValueReadError.again(modules.get(path), words)) for value, path, words in meta["guards"]],
+            counting=[modules[path] for path in meta["counting"]],
+        )
+        built = BuiltModel(onnx.load_model_from_string(found.blobs["built"]), ort_compat.GraphInfo(**meta["info"]))
+        for name, written in meta["operators"].items():
+            operator = serialization.decode(written)
+            if aten_op.function_for(operator)[0] != name:
+                raise ValueError(f"{name} is another operator")
+            ort_compat.register_function(*aten_op.function_for(operator))
+        missing = _functions(built.model) - set(meta["operators"])
+        if missing:
+            raise ValueError(f"{sorted(missing)[0]} is not described")
+        routes.taken.update(meta["taken"])
+        return Exported(self.observed.export, info, effects, frozenset(meta["differentiable"])), built
+
+
+def _inputs(observed: Observed, call: Call) -> dict[str, Any]:
+    named = {tensor.name: f"{tensor.dtype}, rank {tensor.rank}" for tensor in observed.export.tensors}
+    wanted = {name: "requires grad" for name in observed.process.inputs}
+    return {**named, **{f"{name} (gradient)": words for name, words in wanted.items()},
+            "structure": serialization.encode(call.structure)}  # fmt: skip
+
+
+def _functions(model: onnx.ModelProto) -> set[str]:
+    """Return the names of the autograd Functions that a graph runs."""
+    return {
+        a.s.decode() for node in model.graph.node if node.op_type in ("PythonOp", "PythonOpGrad")
+        for a in node.attribute if a.name in ("func_name", "name")
+    }  # fmt: skip
+
+
+def _operators(model: onnx.ModelProto) -> dict[str, Any]:
+    """Return what the PythonOps of a graph run, by name.
+
+    Raises:
+        NotLasting: one of them is a user's autograd Function, known to this process only.
+    """
+    found = {}
+    for name in sorted(_functions(model)):
+        operator = aten_op.operator_named(name)
+        if operator is None:
+            raise serialization.NotLasting(f"the graph runs {name}")
+        found[name] = serialization.encode(operator, "operator")
+    return found
+
+
+def session_of(
+    cache: ExportCache | None,
+    manager: ort_compat.Manager,
+    model: onnx.ModelProto,
+    info: ort_compat.GraphInfo,
+    *,
+    in_order: bool = False,
+) -> Any:
+    """Return the agent that runs `model`; with a cache, ORT optimizes each model once.
+
+    Args:
+        cache: folder of graphs of earlier runs.
+        manager: of the graph's mode.
+        model: before its random numbers are those of this run.
+        info: what ORT knows of it.
+        in_order: ORT has optimized the model, and its nodes run in their order.
+    """
+    if in_order:
+        ready = with_run_seed(model, _run_seed()).SerializeToString()
+        return manager.create_session(model, info, optimized=ready, in_order=True)
+    if cache is None or manager.device.type != "cpu":
+        return manager.create_session(with_run_seed(model, _run_seed()), info)
+    data = model.SerializeToString()
+    about = (fingerprint.packages().digest, sorted(manager.export_options().items()), manager.mode)
+    digest = fingerprint.digest_of(data + repr(about).encode())
+    optimized = cache.find_blob(digest)
+    if optimized is None:
+        with tempfile.TemporaryDirectory(prefix="ort_zero-") as folder:
+            target = Path(folder) / "optimized.onnx"
+            agent = manager.create_session(model, info, write_to=str(target))
+            if not target.exists():
+                return agent
+            optimized = target.read_bytes()
+            cache.keep_blob(digest, optimized)
+    try:
+        ready = with_run_seed(onnx.load_model_from_string(optimized), _run_seed()).SerializeToString()
+        return manager.create_session(model, info, optimized=ready)
+    except Exception as error:
+        get_logger().info("export cache: an optimized model cannot be used (%s), ignored", error)
+        return manager.create_session(with_run_seed(model, _run_seed()), info)
+
+
+def _run_seed() -> int:
+    # ranks draw independent masks, as they do not share their batches; a node's seed grows by one with each run, so
+    # that seeds close to each other would draw the same masks some steps later
+    return zlib.crc32(f"{torch.initial_seed()}, rank {env.rank()}".encode())

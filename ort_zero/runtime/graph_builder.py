@@ -1,0 +1,408 @@
+"""Makes a graph that runs: export, shapes, gradient graph, bridge, session.
+
+Nothing here talks to other ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+
+from ort_zero import env
+from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.compat import torch_checkpoint, torch_onnx
+from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters, PlainParameters, full_shape, is_partitioned
+from ort_zero.config import OrtModuleConfig
+from ort_zero.errors import ExportError
+from ort_zero.recompute.optimizer import Decision, MemoryOptimizer
+from ort_zero.runtime.built_graph import BuiltModel, Exported, Graph
+from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.captured_output import ExporterOutput
+from ort_zero.runtime.export.excluded_modules import KeptInTorch
+from ort_zero.runtime.export.fake_weights import full_shape_weights, unchanged_buffers
+from ort_zero.runtime.export.post_export_passes import complete_dropout, seed_dropout
+from ort_zero.runtime.export.post_optimize_passes import unfuse_for_cpu
+from ort_zero.runtime.export.tracer import Tracer
+from ort_zero.runtime.export_cache.lookup import Lookup, session_of
+from ort_zero.runtime.export_cache.store import ExportCache
+from ort_zero.runtime.guards.keys import (
+    ExportedModelInfo,
+    KnownGraph,
+    Observed,
+    PostExportProcessedModelInfo,
+    ProcessKey,
+)
+from ort_zero.runtime.operators.fallback_policy import Routes, infer_python_op
+from ort_zero.runtime.zero3 import gather_reduce
+from ort_zero.runtime.zero3.collective_plan import Plan, Weight, small_share
+from ort_zero.runtime.zero3.collective_plan import plan as make_plan
+from ort_zero.runtime.zero3.insert_collectives import TRIGGER, describe, rewrite
+from ort_zero.statistics.collect import graph_readers
+from ort_zero.statistics.collect.subscriber_manager import Session
+from ort_zero.zero3_hooks.hook_manager import paused
+
+
+class Builder:
+    """Makes the graphs of one mode of a model.
+
+    Args:
+        module: the user's module.
+        config: the section's ``ortmodule`` part.
+        manager: ORT's, of the mode.
+        kept: submodules that stay in PyTorch.
+        sums: of the gradients of all graphs of the model.
+        cache: graphs of earlier runs.
+        memory_efficient_gradients: put reduce nodes into the training graph also where no weight is partitioned.
+        memory: computes activations again; None for keeping all of them.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        config: OrtModuleConfig,
+        manager: ort_compat.Manager,
+        kept: KeptInTorch,
+        sums: gather_reduce.Sums,
+        cache: ExportCache | None,
+        memory_efficient_gradients: bool,
+        memory: MemoryOptimizer | None = None,
+    ):
+        self.memory = memory if manager.training else None
+        self.memory_efficient_gradients = memory_efficient_gradients
+        self.module = module
+        self.config = config
+        self.manager = manager
+        self.kept = kept
+        self.sums = sums
+        self.routes = Routes(manager.training, ort_compat.register_function)
+        self.prefetch_elements = 0
+        self.seconds: dict[str, float] = {}
+        """Time that each step of the last graph took."""
+        self.tracer: Tracer | None = None
+        """Of the export that runs, or was the last."""
+        self.output = ExporterOutput(hold=manager.level.exporter == "held")
+        self.cache = cache
+        self.lookup: Lookup | None = None
+        """Of the graph that is made, or was the last."""
+
+    # -- export ----------------------------------------------------------------------------------------------------
+
+    def make(
+        self, observed: Observed, call: pytree.Call, watching: Sequence[Session], number: int, *, anew: bool = False
+    ) -> Graph:
+        """Return a new graph for a call: from the export cache, or exported.
+
+        Args:
+            observed: the call.
+            call: the same, taken apart.
+            watching: who reads values in the graph.
+            number: of the new graph.
+            anew: do not look into the export cache: what it has may be what did not hold.
+        """
+        self._refuse_unsupported()
+        if self.cache is None:
+            return self.process(self.export(observed, call, watching), observed.process, number, call)
+        with self._timed("cache"):
+            self.lookup = Lookup(self.cache, self.module, self.manager, observed, call, self.kept)
+            found = None if anew else self.lookup.find(self.routes)
+        if found is not None:
+            return self.process(found[0], observed.process, number, call, found[1])
+        exported = self.export(observed, call, watching)
+        built = self._built(exported, observed.process)
+        described = self.lookup.describe(exported, built, self.routes)
+        graph = self.process(exported, observed.process, number, call, built)
+        with self._timed("keep"):
+            self.lookup.keep(described)  # not before: ORT may have no kernel for what it has built
+        return graph
+
+    def export(self, observed: Observed, call: pytree.Call, watching: Sequence[Session]) -> Exported:
+        """Return the exported module, with its shapes."""
+        try:
+            model, schema, axes = self._traced(call, watching, all_inputs=True)
+        except Exception:
+            # PyTorch has no gradient of a loss for its target, and refuses one that wants it
+            if self.tracer.refused is None or self.tracer.differentiable == wanted_of(call):
+                raise
+            model, schema, axes = self._traced(call, watching, all_inputs=False)
+        tracer, marked = self.tracer, self.tracer.marks
+        complete_dropout(model)
+        seed_dropout(model)
+        read_alone = graph_readers.read_alone(model) if marked else set()
+        with self._timed("shapes"):
+            model = self.manager.process(model, infer_python_op)
+        names = tuple(given.name for given in model.graph.input)
+        info = ExportedModelInfo(
+            module_forward_input_schema=observed.export.structure,
+            module_forward_output_schema=schema,
+            onnx_graph_input_names=names,
+            onnx_graph_input_names_user_defined=tuple(name for name in call.names if name in set(names)),
+            dynamic_axes_map=axes,
+            exported_model=model.SerializeToString(),
+        )
+        return Exported(observed.export, info, tracer.effects, tracer.differentiable, marked, frozenset(read_alone))
+
+    def _traced(self, call: pytree.Call, watching: Sequence[Session], *, all_inputs: bool) -> tuple:
+        marked = [graph_readers.Taps(session, self.module) for session in watching]
+        watched = self.lookup.watching if self.lookup is not None else contextlib.nullcontext
+
+        @contextlib.contextmanager
+        def as_pytorch_runs_it() -> Iterator[None]:
+            with watched(), self.output.lifted():
+                yield
+
+        tracer = self.tracer = Tracer(
+            self.manager.training, call, marked, all_inputs=all_inputs, watching=as_pytorch_runs_it
+        )
+        flattened = self.manager.flattened_module
+        with (
+            self._timed("export"),
+            self.output.held(),
+            paused(),
+            torch_checkpoint.watch(self._refuse_checkpointing),
+            self.kept.as_operators(),
+            torch_onnx.routing(self.routes),
+            unchanged_buffers(flattened),
+            full_shape_weights(flattened),
+            graph_readers.traced(marked),
+            tracer.everything_trainable(flattened),
+        ):
+            return self.manager.export(dict(zip(call.names, tracer.arguments, strict=True)))
+
+    def _refuse_unsupported(self) -> None:
+        """Raise for a module that is known to fail, before minutes are spent on its export."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.device.type == "cpu" and parameter.dtype in (torch.float16, torch.bfloat16):
+                kind = str(parameter.dtype).removeprefix("torch.")
+                raise ExportError(
+                    f"parameter {name} is {kind}, and ONNX Runtime's CPU provider has no {kind} kernels for training; "
+                    f'train in fp32 (drop "{"bf16" if kind == "bfloat16" else "fp16"}" from the DeepSpeed config), '
+                    'use a GPU, or set "ort_zero": {"ortmodule": {"enabled": false}}'
+                )
+
+    def _refuse_checkpointing(self) -> None:
+        raise ExportError(
+            f"{type(self.module).__name__} uses torch activation checkpointing, which an ONNX graph cannot contain: "
+            "switch it off (model.gradient_checkpointing_disable(), or drop the call of checkpoint()) and let ONNX "
+            'Runtime compute activations again ("ort_zero": {"memory": {"recompute": "auto", "budget": "..."}}), or '
+            'run the model in PyTorch with "ort_zero": {"ortmodule": {"enabled": false}}'
+        )
+
+    # -- post-export processing ------------------------------------------------------------------------------------
+
+    def process(
+        self,
+        exported: Exported,
+        process: ProcessKey,
+        number: int,
+        call: pytree.Call,
+        built: BuiltModel | None = None,
+    ) -> Graph:
+        """Return a graph that runs the exported module with the gradients that `process` asks for.
+
+        Args:
+            exported: see :meth:`export`.
+            process: see :class:`ProcessKey`.
+            number: of the new graph.
+            call: the first that it is to run; tells how large things are.
+            built: ORT's gradient graph, if it is there already.
+        """
+        manager = self.manager
+        built = built or self._built(exported, process)
+        parameters = dict(manager.flattened_module.named_parameters())
+        wanted, inputs = self._wanted(exported, process)
+        model, info = built.model, built.info
+        if manager.device.type == "cpu":
+            unfuse_for_cpu(model)
+        decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
+        if self.memory is not None:
+            with self._timed("memory plan"):
+                model, decision = self._recomputed(model, info, sizes, parameters)
+        table, bridge, digest, gradient = None, None, "no bridge", None
+        plan = self._plan(model, parameters)
+        if plan is not None:
+            with self._timed("bridge"):
+                table, model, gradient = self._rewritten(model, plan, parameters)
+            bridge, digest = describe(plan), plan.digest()
+        if exported.taps:
+            graph_readers.register(ort_compat.register_function)
+            graph_readers.place_readers(model)
+        if decision is not None:
+            model = self.memory.arrange(model, sizes, decision)
+        run = self._model_info(exported, model, parameters, wanted, inputs, table)
+        self._save(model)
+        session = self._session(run, model, info, gradient, in_order=decision is not None)
+        return Graph(
+            known=KnownGraph(number, exported.key, process, exported.differentiable),
+            exported=exported,
+            info=run,
+            session=session,
+            table=table,
+            digest=f"{digest}, {len(exported.effects.guards)} guards",
+            bridge=bridge,
+            nodes=len(model.graph.node),
+            python_ops=sum(node.op_type == "PythonOp" for node in model.graph.node),
+            memory=decision,
+        )
+
+    def _recomputed(
+        self, model: onnx.ModelProto, info: Any, sizes: dict[str, int], parameters: dict[str, Any]
+    ) -> tuple[onnx.ModelProto, Decision]:
+        partitioned = {name for name, p in parameters.items() if is_partitioned(p)}
+        leave = parameters if self.memory_efficient_gradients else partitioned
+        released = [f"{name}_grad" for name in leave]
+        return self.memory.recompute(self.manager, model, info, sizes, partitioned=partitioned, released=released)
+
+    def _wanted(self, exported: Exported, process: ProcessKey) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the graph inputs whose gradient is wanted, and the arguments among them."""
+        if not self.manager.training:
+            return (), ()
+        names = [name for name in exported.info.onnx_graph_input_names if name not in exported.read_alone]
+        inputs = tuple(name for name in process.inputs if name in names)
+        parameters = self.manager.flattened_module.named_parameters()
+        trained = {name for name, p in parameters if p.requires_grad} | set(inputs)
+        return tuple(name for name in names if name in trained), inputs
+
+    def _built(self, exported: Exported, process: ProcessKey) -> BuiltModel:
+        wanted, inputs = self._wanted(exported, process)
+        info = exported.info
+        with self._timed("gradient graph"):
+            return BuiltModel(*self.manager.build(info.exported_model, info.onnx_graph_input_names, wanted, inputs))
+
+    def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any]) -> Plan | None:
+        """Return what the bridge does in a graph, None for nothing."""
+        training = self.manager.training
+        partitioned = {name: p for name, p in parameters.items() if is_partitioned(p)}
+        if partitioned:
+            weights = _weights(partitioned)
+            return make_plan(model, weights, training=training, merge_elements=small_share(weights))
+        if not self.memory_efficient_gradients or not training:
+            return None
+        weights = _weights(parameters)
+        merged = min(small_share(weights), gather_reduce.BUCKET)
+        plan = make_plan(model, weights, training=True, gather=False, merge_elements=merged)
+        return plan if plan.events else None
+
+    def _rewritten(self, model: onnx.ModelProto, plan: Plan, parameters: dict[str, Any]) -> tuple:
+        """Return table, rewritten graph and the gradient of the trigger."""
+        gather_reduce.register(ort_compat.register_function)
+        store = DeepSpeedParameters() if plan.takes_weights else PlainParameters()
+        table = gather_reduce.Table(plan, parameters, store, self.prefetch_elements, self.sums)
+        if plan.takes_weights:
+            in_torch = {name for node in model.graph.node if node.op_type == "PythonOp" for name in node.input}
+            table.lends = frozenset(in_torch & set(plan.weights))
+        return table, *rewrite(model, plan, table=table.number, training=self.manager.training)
+
+    def _model_info(
+        self,
+        exported: Exported,
+        model: onnx.ModelProto,
+        parameters: dict[str, Any],
+        wanted: Sequence[str],
+        inputs: Sequence[str],
+        table: gather_reduce.Table | None,
+    ) -> PostExportProcessedModelInfo:
+        flattened = self.manager.flattened_module
+        buffers = dict(flattened.named_buffers())
+        accessors: dict[str, Callable] = {name: _argument(name) for name in exported.info.onnx_graph_input_names}
+        accessors.update({name: _buffer(flattened, name) for name in buffers})
+        if table is not None:
+            accessors[TRIGGER] = lambda _: table.new_trigger(self.manager.device)
+        names = tuple(given.name for given in model.graph.input)
+        return PostExportProcessedModelInfo(
+            onnx_graph_input_names=names,
+            onnx_graph_input_names_require_grad=tuple(wanted),
+            onnx_graph_input_names_user_defined=exported.info.onnx_graph_input_names_user_defined,
+            onnx_graph_input_names_require_grad_user_defined=tuple(inputs),
+            dynamic_axes_map=exported.info.dynamic_axes_map,
+            buffer_for_ort_runs={name: parameters.get(name) for name in names},
+            data_accessor={name: accessors[name] for name in names if name not in parameters},
+            module_forward_output_schema=exported.info.module_forward_output_schema,
+            build_result=pytree.unflatten,
+        )
+
+    def _session(
+        self,
+        run: PostExportProcessedModelInfo,
+        model: onnx.ModelProto,
+        info: Any,
+        gradient: str | None,
+        *,
+        in_order: bool,
+    ) -> ort_compat.Session:
+        index = {output.name: i for i, output in enumerate(model.graph.output)}
+        gradients = {name: index[f"{name}_grad"] for name in run.onnx_graph_input_names_require_grad
+                     if f"{name}_grad" in index}  # fmt: skip
+        if gradient is not None:
+            gradients[TRIGGER] = index[gradient]
+        differentiable = [i for i, name in enumerate(run.onnx_graph_input_names) if name in gradients]
+        gradient_map = [gradients[run.onnx_graph_input_names[i]] for i in differentiable]
+        self.manager.follow_determinism()
+        with self._timed("session"):
+            agent = session_of(self.cache, self.manager, model, info, in_order=in_order)
+        return ort_compat.Session(model, info, agent, differentiable, gradient_map)
+
+    # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _save(self, model: onnx.ModelProto) -> None:
+        if self.config.save_onnx is None or env.rank() != 0:
+            return
+        folder = Path(self.config.save_onnx)
+        os.makedirs(folder, exist_ok=True)
+        onnx.save(model, folder / f"rewritten_{self.manager.mode}.onnx")
+
+    def _timed(self, step: str) -> _Timed:
+        return _Timed(self.seconds, step)
+
+
+class _Timed:
+    def __init__(self, seconds: dict[str, float], step: str):
+        self.seconds, self.step = seconds, step
+
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
+
+    def __exit__(self, *about: Any) -> None:
+        self.seconds[self.step] = time.perf_counter() - self.started
+
+
+def _sizes(axes: Mapping[str, Mapping[int, str]], call: pytree.Call) -> dict[str, int]:
+    """Return the sizes of the named dimensions in a call."""
+    shapes = {name: tensor.shape for name, tensor in zip(call.names, call.tensors, strict=True)}
+    return {
+        dim: int(shapes[name][axis]) for name, named in axes.items() if name in shapes for axis, dim in named.items()
+    }
+
+
+def wanted_of(call: pytree.Call) -> frozenset[str]:
+    """Return the names of the arguments that want a gradient in a call."""
+    return frozenset(name for name, tensor in zip(call.names, call.tensors, strict=True) if tensor.requires_grad)
+
+
+def _argument(name: str) -> Callable[[Any], Any]:
+    return lambda tensors: tensors[name]
+
+
+def _buffer(module: torch.nn.Module, name: str) -> Callable[[Any], Any]:
+    path, _, key = name.rpartition(".")
+    owner = module.get_submodule(path)
+    # users may put another tensor in its place
+    return lambda _: owner._buffers[key]
+
+
+def _weights(parameters: dict[str, Any]) -> dict[str, Weight]:
+    return {
+        name: Weight(
+            name=name,
+            shape=full_shape(p),
+            elem_type=ort_compat.onnx_type(p.dtype),
+            trainable=p.requires_grad,
+        )
+        for name, p in parameters.items()
+    }

@@ -1,0 +1,134 @@
+"""Whether the graph of the last call still fits, and why not: a pure function.
+
+==================================================================  ============================
+what changed                                                        action
+==================================================================  ============================
+nothing; a size on a dynamic axis; the batch size; the step         reuse
+structure, dtype or rank of an argument; a constant (None, bool,    export, or switch to the
+int, float, str); the module tree or the mode of a submodule;       graph of an earlier call
+subscribers that read values
+``requires_grad`` of a parameter or argument; the memory plan;      re-process, or switch to the
+determinism; the device                                             graph of an earlier call
+==================================================================  ============================
+
+``train()`` and ``eval()`` do not meet here: each mode has graphs of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ort_zero.runtime.export import pytree
+from ort_zero.runtime.guards.keys import (
+    Action,
+    ExportKey,
+    Graphs,
+    KnownGraph,
+    Observed,
+    ProcessKey,
+    TensorInput,
+    Transition,
+)
+from ort_zero.utils.text import shortened
+
+
+def decide(graphs: Graphs, observed: Observed) -> Transition:
+    """Return what has to be done before `observed` can run, with every reason in words."""
+    current = graphs.current
+    if current is None:
+        return Transition(Action.EXPORT, ("first call",))
+    if current.export.matches(observed.export) and current.process == observed.process:
+        return Transition(Action.REUSE, graph=current.number)
+    exported = [graph for graph in graphs.known if graph.exported_for(observed)]
+    ready = next((graph for graph in exported if graph.process == observed.process), None)
+    if ready is not None:
+        return Transition(Action.SWITCH, reasons(current, observed), ready.number)
+    if exported:
+        return Transition(Action.REPROCESS, process_reasons(exported[0].process, observed.process), exported[0].number)
+    return Transition(Action.EXPORT, reasons(current, observed))
+
+
+def reasons(known: KnownGraph, observed: Observed) -> tuple[str, ...]:
+    """Return everything in which a graph and a call differ."""
+    return (
+        *export_reasons(known.export, observed.export),
+        *process_reasons(known.process, observed.process),
+    )
+
+
+def export_reasons(old: ExportKey, new: ExportKey) -> tuple[str, ...]:
+    """Return why a model that was exported for `old` does not serve `new`."""
+    found: list[str] = []
+    if new.model.number != old.model.number:
+        found += new.model.changes or ("the module was edited",)
+    elif new.model.modes != old.model.modes:
+        found.append(_modes(old.model.modes, new.model.modes))
+    found += pytree.differences(old.structure, new.structure)
+    found += _tensors(old.tensors, new.tensors)
+    if new.readers != old.readers:
+        found.append("subscribers read values" if new.readers else "no subscriber reads values any more")
+    if not found and not old.matches(new):
+        found.append("arguments are given in another order")
+    return tuple(found)
+
+
+def process_reasons(old: ProcessKey, new: ProcessKey) -> tuple[str, ...]:
+    """Return why a gradient graph or session that was made for `old` does not serve `new`."""
+    found: list[str] = []
+    for word, more, less in (("frozen", new, old), ("no longer frozen", old, new)):
+        names = [name for name in more.frozen if name not in set(less.frozen)]
+        if names:
+            found.append(f"{_listed('parameter', names)} {word}")
+    before, after = set(old.inputs), set(new.inputs)
+    found += [f'input "{name}": requires_grad False -> True' for name in new.inputs if name not in before]
+    found += [f'input "{name}": requires_grad True -> False' for name in old.inputs if name not in after]
+    for what, was, now in (
+        ("memory plan", old.memory_plan or "none", new.memory_plan or "none"),
+        ("deterministic algorithms", old.deterministic, new.deterministic),
+        ("device", old.device, new.device),
+    ):
+        if was != now:
+            found.append(f"{what}: {was} -> {now}")
+    return tuple(found)
+
+
+def _tensors(old: Sequence[TensorInput], new: Sequence[TensorInput]) -> list[str]:
+    """Return in words the inputs whose dtype or rank differ; those that come or go differ in structure."""
+    before = {tensor.name: tensor for tensor in old}
+    found = []
+    for tensor in new:
+        known = before.get(tensor.name)
+        if known is None:
+            continue
+        if known.dtype != tensor.dtype:
+            found.append(f'input "{tensor.name}": {known.dtype} -> {tensor.dtype}')
+        if known.rank != tensor.rank:
+            found.append(f'input "{tensor.name}": rank {known.rank} -> {tensor.rank}')
+    return found
+
+
+def _modes(old: bytes, new: bytes) -> str:
+    trains = sum(now and not was for was, now in zip(old, new, strict=False))
+    evaluates = sum(was and not now for was, now in zip(old, new, strict=False))
+    parts = [f"{n} submodules {what}" for n, what in ((trains, "to train()"), (evaluates, "to eval()")) if n]
+    return ", ".join(parts) or "another mode of submodules"
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return f'{what} "{names[0]}"'
+    layer = _common_path(names)
+    if layer:
+        return f'{len(names)} {what}s of "{layer}"'
+    return f"{len(names)} {what}s ({shortened(names)})"
+
+
+def _common_path(names: Sequence[str]) -> str:
+    """Return the path of the innermost module that holds all parameters `names`, "" for the whole."""
+    paths = [name.split(".")[:-1] for name in names]
+    common = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)

@@ -1,0 +1,223 @@
+"""What is known of a graph and of a call, as values: the records between the states of the state machine.
+
+::
+
+    check for re-export -> export -> check for re-processing -> post-export processing -> execute
+
+The names of the two model records are those of ORTModule 1.19 (``_graph_transition_manager.py``).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class State(str, enum.Enum):
+    """Where a call is on its way to a result."""
+
+    CHECK_EXPORT = "check for re-export"
+    EXPORT = "export"
+    CHECK_PROCESSING = "check for re-processing"
+    PROCESSING = "post-export processing"
+    EXECUTE = "execute"
+
+
+class Action(str, enum.Enum):
+    """What a call does about the graph before it runs."""
+
+    REUSE = "reuse"
+    """The graph of the last call."""
+    SWITCH = "switch"
+    """Another graph that is ready."""
+    REPROCESS = "re-process"
+    """A new gradient graph and session from a module that has been exported."""
+    EXPORT = "export"
+
+    @property
+    def builds(self) -> bool:
+        """True if a new session is made."""
+        return self in (Action.REPROCESS, Action.EXPORT)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInput:
+    """A tensor among the arguments of a call. Its sizes are no part of it: every axis is dynamic."""
+
+    name: str
+    dtype: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """The module tree at the time of a call."""
+
+    number: int = 0
+    """Grows each time when a layer or parameter was replaced, added, removed or cast."""
+    changes: tuple[str, ...] = ()
+    """What the last change was, in words."""
+    modes: bytes = b""
+    """``training`` of each submodule, in the order of ``modules()``."""
+
+    def same_code(self, other: ModelVersion) -> bool:
+        """Return True if a trace of the one is a trace of the other."""
+        return self.number == other.number and self.modes == other.modes
+
+
+@dataclass(frozen=True, slots=True)
+class ExportKey:
+    """What an exported model depends on."""
+
+    structure: tuple
+    """Of the arguments, see :func:`ort_zero.runtime.export.pytree.flatten_call`; holds the constants among them."""
+    tensors: tuple[TensorInput, ...]
+    model: ModelVersion = ModelVersion()
+    readers: tuple = ()
+    """Those who want to see values inside of the graph."""
+
+    def matches(self, other: ExportKey) -> bool:
+        """Return True if a model that was exported for the one serves the other."""
+        return (
+            self.tensors == other.tensors
+            and self.model.same_code(other.model)
+            and self.readers == other.readers
+            and self.structure == other.structure
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessKey:
+    """What the gradient graph and the session depend on besides the exported model."""
+
+    frozen: tuple[str, ...] = ()
+    """Parameters that do not require grad."""
+    inputs: tuple[str, ...] = ()
+    """Arguments that do."""
+    memory_plan: str = ""
+    deterministic: bool = False
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One call, as far as it decides about graphs."""
+
+    export: ExportKey
+    process: ProcessKey = ProcessKey()
+
+
+@dataclass(frozen=True, slots=True)
+class KnownGraph:
+    """A graph that is ready to run."""
+
+    number: int
+    """Counts the graphs of one model, from 1."""
+    export: ExportKey
+    process: ProcessKey
+    differentiable: frozenset[str] = frozenset()
+    """Arguments that the exported model has a gradient for; PyTorch has none for some."""
+
+    def exported_for(self, observed: Observed) -> bool:
+        """Return True if the exported model serves a call, possibly with another gradient graph."""
+        return self.differentiable.issuperset(observed.process.inputs) and self.export.matches(observed.export)
+
+
+@dataclass(frozen=True, slots=True)
+class Graphs:
+    """All graphs of one mode, last used first: what :func:`ort_zero.runtime.guards.decide.decide` starts from."""
+
+    known: tuple[KnownGraph, ...] = ()
+
+    @property
+    def current(self) -> KnownGraph | None:
+        """The graph of the last call."""
+        return self.known[0] if self.known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A decision."""
+
+    action: Action
+    reasons: tuple[str, ...] = ()
+    graph: int | None = None
+    """Number of the known graph to run, or (re-process) whose exported model is used."""
+    forced: bool = False
+    """The graph that was decided for did not hold when it ran, or could not be built."""
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """The states that the call goes through."""
+        path = [State.CHECK_EXPORT]
+        if self.action is Action.EXPORT:
+            path.append(State.EXPORT)
+        path.append(State.CHECK_PROCESSING)
+        if self.action.builds:
+            path.append(State.PROCESSING)
+        return (*path, State.EXECUTE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedModelInfo:
+    """What the export of a module gave."""
+
+    module_forward_input_schema: tuple
+    """Structure of the arguments."""
+    module_forward_output_schema: Any
+    """Structure of the result."""
+    onnx_graph_input_names: tuple[str, ...]
+    """Arguments, parameters and buffers that the graph reads, in the order of its inputs."""
+    onnx_graph_input_names_user_defined: tuple[str, ...]
+    """The arguments among them."""
+    dynamic_axes_map: Mapping[str, Mapping[int, str]]
+    """Name of each dynamic axis of each argument."""
+    exported_model: bytes
+    """Serialized ModelProto, shapes inferred: what gradient graphs are made of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PostExportProcessedModelInfo:
+    """How a call of the module becomes a run of the graph, and its result the module's."""
+
+    onnx_graph_input_names: tuple[str, ...]
+    """Inputs of the graph that runs, in its order."""
+    onnx_graph_input_names_require_grad: tuple[str, ...]
+    """Those whose gradient the gradient graph computes, parameters included."""
+    onnx_graph_input_names_user_defined: tuple[str, ...]
+    onnx_graph_input_names_require_grad_user_defined: tuple[str, ...]
+    dynamic_axes_map: Mapping[str, Mapping[int, str]]
+    buffer_for_ort_runs: Mapping[str, Any]
+    """Parameter by input name; None for what :attr:`data_accessor` gives."""
+    data_accessor: Mapping[str, Callable[[Mapping[str, Any]], Any]]
+    """Takes an argument out of the tensors of a call, or a buffer out of its module, by input name."""
+    module_forward_output_schema: Any
+    build_result: Callable[[Sequence[Any], Any, Sequence[Any]], Any]
+    """Puts tensors and schema together, with the caller's own objects."""
+    _positions: tuple[tuple[int, Callable], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        given = ((i, self.data_accessor.get(name)) for i, name in enumerate(self.buffer_for_ort_runs))
+        object.__setattr__(self, "_positions", tuple(pair for pair in given if pair[1] is not None))
+
+    def construct_inputs(self, tensors: Mapping[str, Any]) -> list[Any]:
+        """Return the inputs of a run in the order of the graph's.
+
+        Args:
+            tensors: arguments of the call by name.
+        """
+        inputs = list(self.buffer_for_ort_runs.values())
+        for position, accessor in self._positions:
+            inputs[position] = accessor(tensors)
+        return inputs
+
+    def restore_outputs(self, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
+        """Return what the module would have returned, of the very types.
+
+        Args:
+            tensors: results of the graph.
+            objects: the caller's own objects by number; a result that is one of them is that object.
+        """
+        return self.build_result(tensors, self.module_forward_output_schema, objects)

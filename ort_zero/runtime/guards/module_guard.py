@@ -1,0 +1,142 @@
+"""Notices at each call, in well under a microsecond a parameter, whether the module is still the one of the last call.
+
+Copies of the tables of every module are compared with the tables: one pass in C. What the code of a module reads
+besides (attributes, globals) is not watched.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from itertools import compress
+
+import torch
+
+from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.runtime.guards.keys import ModelVersion
+
+MOST_CHANGES = 5
+"""So many changes are told one by one."""
+_TRAINING = operator.itemgetter("training")
+_DTYPE = operator.attrgetter("dtype")
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_CONTAINERS = (
+    torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict
+)  # fmt: skip
+"""Modules that may be filled later."""
+
+
+class ModelWatch:
+    """The tree of one module, as it was last seen.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+        self._version = ModelVersion()
+        self._trainable = b""
+        self.frozen: tuple[str, ...] = ()
+        """Names of the parameters that do not require grad."""
+        self._take()
+
+    def _take(self) -> None:
+        """Remember the tree."""
+        self._modules = dict(self.module.named_modules(remove_duplicate=False))
+        self._parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        owners = list(self.module.modules())
+        tables = [table for m in owners for table in (m._modules, m._parameters) if table or isinstance(m, _CONTAINERS)]
+        # by dict's own methods: DeepSpeed's table of parameters gathers what is looked up in it
+        self._tables, self._copies = tables, [dict(dict.items(table)) for table in tables]
+        self._single = [
+            (table, key, value) for table in tables for key, value in dict.items(table)
+            if isinstance(value, torch.Tensor) and value.numel() == 1
+        ]  # fmt: skip
+        self._attributes = [vars(m) for m in owners]
+        unique = dict(self.module.named_parameters())
+        self._tensors = list(unique.values())
+        self._names = list(unique)
+        # of each module's first parameter: nobody casts a bias alone
+        own = {name.rpartition(".")[0]: name for name in reversed(self._names)}
+        self._typed = [unique[name] for name in own.values()]
+        self._dtypes = list(map(_DTYPE, self._typed))
+        self._dtype_of = {name: p.dtype for name, p in unique.items()}
+
+    def look(self) -> ModelVersion:
+        """Return the version of the module now, and bring :attr:`frozen` up to date."""
+        if not self._unchanged():
+            self._edited()
+        trainable = bytes(map(_REQUIRES_GRAD, self._tensors))
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self.frozen = tuple(compress(self._names, map(operator.not_, trainable)))
+        modes = bytes(map(_TRAINING, self._attributes))
+        if modes != self._version.modes:
+            self._version = ModelVersion(self._version.number, self._version.changes, modes)
+        return self._version
+
+    @property
+    def trainable(self) -> bytes:
+        """``requires_grad`` of each parameter at the last look."""
+        return self._trainable
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module is now; engines move it after it is wrapped."""
+        return self._tensors[0].device if self._tensors else torch.device("cpu")
+
+    def _unchanged(self) -> bool:
+        try:
+            # in C, and by identity first; what is not identical, tensors compare by value
+            same = self._tables == self._copies
+        except (RuntimeError, TypeError):
+            return False
+        return (
+            same
+            and all(dict.get(table, key) is value for table, key, value in self._single)
+            and list(map(_DTYPE, self._typed)) == self._dtypes
+        )
+
+    def _edited(self) -> None:
+        modules, parameters = self._modules, self._parameters
+        dtypes = self._dtype_of
+        self._take()
+        changes = list(self._module_changes(modules))
+        told = tuple(path for path, _ in changes)
+        words = [text for _, text in changes]
+        words += self._parameter_changes(parameters, dtypes, told)
+        if len(words) > MOST_CHANGES:
+            words = [*words[:MOST_CHANGES], f"and {len(words) - MOST_CHANGES} more changes of the module"]
+        self._version = ModelVersion(self._version.number + 1, tuple(words), self._version.modes)
+
+    def _module_changes(self, old: dict[str, torch.nn.Module]) -> Iterable[tuple[str, str]]:
+        """Yield (path, words) of the topmost modules that changed."""
+        done: list[str] = []
+        for path in {**old, **self._modules}:
+            before, after = old.get(path), self._modules.get(path)
+            if before is after or any(path.startswith(f"{other}.") for other in done):
+                continue
+            done.append(path)
+            if before is None:
+                yield path, f'layer "{path}" appeared ({type(after).__name__})'
+            elif after is None:
+                yield path, f'layer "{path}" disappeared'
+            else:
+                yield path, f'layer "{path}" was replaced ({type(before).__name__} -> {type(after).__name__})'
+
+    def _parameter_changes(self, old: dict, dtypes: dict, told: tuple[str, ...]) -> Iterable[str]:
+        for name in {**old, **self._parameters}:
+            if any(name.startswith(f"{path}.") for path in told):
+                continue
+            before, after = old.get(name), self._parameters.get(name)
+            if before is None:
+                yield f'parameter "{name}" appeared'
+            elif after is None:
+                yield f'parameter "{name}" disappeared'
+            elif before is not after:
+                shapes = list(full_shape(before)), list(full_shape(after))
+                sizes = f" (shape {shapes[0]} -> {shapes[1]})" if shapes[0] != shapes[1] else ""
+                yield f'parameter "{name}" was replaced{sizes}'
+            elif dtypes.get(name, after.dtype) is not after.dtype:
+                yield f'parameter "{name}": {dtypes[name]} -> {after.dtype}'

@@ -1,0 +1,239 @@
+"""The state machine of one mode of a model: which graph runs for a call, and the graphs that are kept.
+
+::
+
+    check for re-export ──► export ──► check for re-processing ──► post-export processing ──► execute
+            │                                 ▲        │                                         ▲
+            └─────────────────────────────────┘        └─────────────────────────────────────────┘
+
+:func:`ort_zero.runtime.guards.decide.decide` decides; :class:`GraphTransitionManager` carries out. A graph that is
+put aside keeps its session, so that going back to it costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ort_zero.log import get_logger
+from ort_zero.runtime.built_graph import Graph
+from ort_zero.runtime.export import pytree
+from ort_zero.runtime.graph_builder import Builder
+from ort_zero.runtime.guards.decide import decide
+from ort_zero.runtime.guards.keys import Action, ExportKey, Graphs, Observed, ProcessKey, TensorInput, Transition
+from ort_zero.runtime.guards.module_guard import ModelWatch
+from ort_zero.statistics.collect.subscriber_manager import Session
+
+MOST_HISTORY = 1000
+"""So many transitions of a model are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A transition that was carried out."""
+
+    call: int
+    """Number of the call in its mode, from 1."""
+    mode: str
+    graph: int
+    transition: Transition
+    seconds: float
+    """From the decision until the graph was ready."""
+    steps: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the work."""
+    cache: str | None = None
+    """What the export cache said; None without one."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "call": self.call,
+            "mode": self.mode,
+            "graph": self.graph,
+            "transition": self.transition.action.value,
+            "reasons": list(self.transition.reasons),
+            "seconds": round(self.seconds, 3),
+            "steps": {step: round(seconds, 3) for step, seconds in self.steps.items()},
+            "cache": self.cache,
+        }
+
+
+class History:
+    """What the graphs of one model went through; numbers the graphs."""
+
+    def __init__(self) -> None:
+        self.done: deque[Done] = deque(maxlen=MOST_HISTORY)
+        self.graphs = 0
+        """Number of the newest graph."""
+
+
+class GraphTransitionManager:
+    """Holds the graphs of one mode, last used first.
+
+    Args:
+        builder: makes graphs.
+        watch: of the user's module, shared by the modes.
+        history: shared by the modes.
+        size: so many graphs are kept.
+    """
+
+    def __init__(self, builder: Builder, watch: ModelWatch, history: History, size: int):
+        self.builder = builder
+        self.watch = watch
+        self.history = history
+        self.size = size
+        self.graphs: list[Graph] = []
+        self.memory_plan = str(builder.memory.request) if builder.memory is not None else ""
+        self.calls = 0
+        self.exports = 0
+        self.retired: Counter[str] = Counter()
+        """What the tables of graphs that are gone have counted."""
+        self._told: set[tuple[int, int]] = set()
+
+    @property
+    def mode(self) -> str:
+        """``"training"`` or ``"inference"``."""
+        return self.builder.manager.mode
+
+    @property
+    def current(self) -> Graph | None:
+        """The graph of the last call."""
+        return self.graphs[0] if self.graphs else None
+
+    # -- check -----------------------------------------------------------------------------------------------------
+
+    def observe(self, call: pytree.Call, watching: Sequence[Session]) -> Observed:
+        """Return what of a call, and of the module at this moment, decides about graphs."""
+        version = self.watch.look()
+        tensors = tuple(
+            [_tensor_input(name, t.dtype, t.dim()) for name, t in zip(call.names, call.tensors, strict=True)]
+        )
+        training = self.builder.manager.training
+        wanted = tuple([n for n, t in zip(call.names, call.tensors, strict=True) if t.requires_grad])
+        return Observed(
+            ExportKey(call.structure, tensors, version, tuple(watching)),
+            ProcessKey(
+                frozen=self.watch.frozen if training else (),
+                inputs=wanted if training else (),
+                memory_plan=self.memory_plan,
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                device=str(self.builder.manager.device),
+            ),
+        )
+
+    def check(self, observed: Observed) -> Transition:
+        """Return what has to be done before `observed` can run."""
+        return decide(Graphs(tuple([graph.known for graph in self.graphs])), observed)
+
+    # -- carry out -------------------------------------------------------------------------------------------------
+
+    def enter(
+        self, transition: Transition, observed: Observed, call: pytree.Call, watching: Sequence[Session]
+    ) -> Graph:
+        """Carry out a transition: return the graph to run. An error leaves all graphs as they were."""
+        if transition.action is Action.REUSE:
+            return self.graphs[0]
+        started = time.perf_counter()
+        steps: dict[str, float] = {}
+        if transition.action is Action.SWITCH:
+            graph = self._numbered(transition.graph)
+        else:
+            self.builder.seconds = steps = {}
+            self.builder.lookup = None
+            number = self.history.graphs + 1
+            if transition.action is Action.EXPORT:
+                graph = self.builder.make(observed, call, watching, number, anew=transition.forced)
+            else:
+                exported = self._numbered(transition.graph).exported
+                graph = self.builder.process(exported, observed.process, number, call)
+            self.builder.output.drop()
+            self.history.graphs = number
+            self.exports += "export" in steps
+        before = self.current
+        self._put_first(graph)
+        lookup = self.builder.lookup if transition.action is Action.EXPORT else None
+        done = Done(
+            self.calls,
+            self.mode,
+            graph.known.number,
+            transition,
+            time.perf_counter() - started,
+            dict(steps),
+            lookup.words if lookup is not None else None,
+        )
+        self.history.done.append(done)
+        self._tell(done, graph, before)
+        return graph
+
+    def forget(self, graph: Graph | None) -> None:
+        """Drop a graph."""
+        if graph in self.graphs:
+            self.graphs.remove(graph)
+            self._retire(graph)
+
+    def _numbered(self, number: int | None) -> Graph:
+        return next(graph for graph in self.graphs if graph.known.number == number)
+
+    def _put_first(self, graph: Graph) -> None:
+        def lasts(other: Graph) -> bool:
+            # what was made for another tree, or for readers that are gone, will not match again
+            same_tree = other.known.export.model.number == graph.known.export.model.number
+            read = all(tap.session() is not None and tap.session().subscribers for tap in other.exported.taps)
+            # one call has one graph: a forced export replaces the one that did not hold
+            return same_tree and read and not _serve_alike(other, graph)
+
+        before = self.graphs
+        self.graphs = [graph, *(other for other in before if other is not graph and lasts(other))][: self.size]
+        for other in before:
+            if other not in self.graphs:
+                self._retire(other)
+
+    def _retire(self, graph: Graph) -> None:
+        self.retired.update(counted(graph))
+
+    def _tell(self, done: Done, graph: Graph, before: Graph | None) -> None:
+        log = get_logger()
+        name = f"{type(self.builder.module).__name__} {self.mode} graph {graph.known.number}"
+        why = "; ".join(done.transition.reasons) or "no reason"
+        if done.transition.action is Action.SWITCH:
+            pair = (before.known.number if before else 0, graph.known.number)
+            # who alternates at every step is told of each turn once
+            level = log.debug if pair in self._told else log.info
+            self._told.add(pair)
+            level("%s: used again (%s)", name, why)
+            return
+        verb = "re-processed"
+        if done.transition.action is Action.EXPORT:
+            verb = "exported" if "export" in done.steps else "loaded"
+        bridge = f", {graph.bridge}" if graph.bridge else ""
+        cache = f"; export cache {done.cache}" if done.cache else ""
+        log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s%s",
+                 name, verb, done.seconds, why, graph.nodes, graph.python_ops, bridge, cache)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_input(name: str, dtype: torch.dtype, rank: int) -> TensorInput:
+    """Return the record; making a frozen one takes longer than finding it."""
+    return TensorInput(name, str(dtype), rank)
+
+
+def counted(graph: Graph) -> dict[str, int]:
+    """Return what the bridge of a graph has done."""
+    if graph.table is None:
+        return {"gathers": 0, "gathered_elements": 0, "reduces": 0}
+    counters = graph.table.counters
+    return {
+        "gathers": counters.gathers,
+        "gathered_elements": counters.gathered_elements,
+        "reduces": counters.reduces,
+    }
+
+
+def _serve_alike(one: Graph, other: Graph) -> bool:
+    return one.known.export.matches(other.known.export) and one.known.process == other.known.process

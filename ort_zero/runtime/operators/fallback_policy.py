@@ -1,0 +1,126 @@
+"""Which operators of a module run in PyTorch inside its ONNX graph, and why."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ort_zero.compat.torch_onnx import TracedNode, TracedValue, torch_dtype
+from ort_zero.runtime.export import excluded_modules
+from ort_zero.runtime.operators import aten_op, shape_inference
+from ort_zero.runtime.operators.symbolics import IN_TORCH, WITHOUT_GRADIENT, WRONG_GRADIENT
+
+_NO_KERNEL = re.compile(r"Could not find an implementation for (?P<operator>\w+)\(")
+_NO_GRADIENT = re.compile(r"gradient builder has not been registered: (?P<operator>\w+)")
+_WHOSE_GRADIENT_IS = {"Cos": ("Sin",), "Sin": ("Cos",), "Sign": ("Abs",), "Exp": ("Erf", "Gelu"), "Pow": ("Sqrt",)}
+"""Operators in gradients to those whose gradients they are."""
+
+
+class Routes:
+    """The router of one module: a general rule, a table, and what failures have taught.
+
+    Args:
+        training: True while the graph is for training, so that gradients matter.
+        register: makes an autograd Function callable by name, see
+            :func:`ort_zero.compat.ortmodule.register_function`.
+    """
+
+    def __init__(self, training: bool, register: Callable[[str, type], None]):
+        self.training = training
+        self.taken: dict[str, str] = {}
+        """Operators that run in PyTorch, each with the reason."""
+        self._register = register
+        self._sizes: list[list[int | None]] = []
+        self._learned: dict[str, str] = {}
+        """ONNX operators to avoid, each with the reason."""
+
+    def learn(self, message: str) -> bool:
+        """Avoid the ONNX operator that ORT's error `message` names; return False if it names none, or none new."""
+        for pattern, why in (
+            (_NO_KERNEL, "ONNX Runtime has no kernel for {} with these types"),
+            (_NO_GRADIENT, "ONNX Runtime has no gradient for {}"),
+        ):
+            match = pattern.search(message)
+            if match is None:
+                continue
+            operator = re.sub(r"Grad(_\d+)?$", "", match["operator"])
+            known = len(self._learned)
+            for avoided in (operator, *_WHOSE_GRADIENT_IS.get(operator, ())):
+                self._learned.setdefault(avoided, why.format(match["operator"]))
+            if len(self._learned) > known:
+                return True
+        return False
+
+    def before(self, node: TracedNode) -> str | None:
+        """Return why `node` cannot be exported, or None to try."""
+        if node.name == excluded_modules.OPERATOR:
+            return excluded_modules.call_numbered(node.argument("call").constant_number).reason
+        if aten_op.uses_complex(node):
+            return "ONNX Runtime has no complex numbers"
+        entry = IN_TORCH.get(node.name.removesuffix("_"))
+        return entry(node) if callable(entry) else entry
+
+    def after(self, node: TracedNode, made: list[str]) -> str | None:
+        """Return why the ONNX operators `made` will not do for `node`, or None to keep them."""
+        for operator in made:
+            if operator in self._learned:
+                return self._learned[operator]
+        if self.training and any(value.requires_grad for value in node.outputs):
+            for operator in made:
+                if operator in WITHOUT_GRADIENT:
+                    return f"ONNX Runtime has no gradient for {operator}"
+                if operator in WRONG_GRADIENT:
+                    return WRONG_GRADIENT[operator]
+        return None
+
+    def run_in_torch(self, node: TracedNode, why: str) -> tuple[list[TracedValue], dict[str, Any]]:
+        """Return inputs and attributes of the PythonOp that runs `node`."""
+        operator, inputs = aten_op.operator_of(node)
+        name, function = aten_op.function_for(operator)
+        self._register(name, function)
+        if node.name != excluded_modules.OPERATOR:
+            self.taken.setdefault(node.name, why)
+        outputs = node.outputs
+        self._sizes = aten_op.result_shapes(operator, inputs, outputs)
+        ones = [[j for j, size in enumerate(sizes) if size == 1] for sizes in self._sizes]
+        return inputs, {
+            "func_name_s": name,
+            "input_convention_s": "d" * len(inputs),
+            "input_tensor_types_i": [value.elem_type for value in inputs],
+            "input_tensor_ranks_i": [value.rank for value in inputs],
+            "output_tensor_types_i": [value.elem_type for value in outputs],
+            "output_tensor_ranks_i": [value.rank for value in outputs],
+            "training_mode_i": int(self.training),
+            # without ORT's own bookkeeping of what a function saves: in_torch keeps nothing that belongs to ORT
+            "safe_run_mode_i": 0,
+            # what the trace knows and shape inference may not find out again
+            "comment_s": json.dumps([ones, [value.traced_sizes for value in outputs]]),
+        }
+
+    def result_sizes(self, node: TracedNode) -> list[list[int | None]]:
+        """Return the sizes of the results of the operator that was asked for last; None for those that vary."""
+        return self._sizes
+
+
+def infer_python_op(node: Any, input_shapes: list, input_types: list[int]) -> list[list[Any]] | None:
+    """Return the shapes of the results of a PythonOp node, None for unknown sizes; None if nothing is known."""
+    attributes = {a.name: a for a in node.attribute}
+    operator = aten_op.operator_named(attributes["func_name"].s.decode())
+    if operator is None:
+        return None
+    ranks = list(attributes["output_tensor_ranks"].ints)
+    known = [
+        # upstream hands over its own formulas too
+        [dim if isinstance(dim, int) or dim is None else str(dim) for dim in shape or [None] * rank]
+        for shape, rank in zip(input_shapes, attributes["input_tensor_ranks"].ints, strict=True)
+    ]
+    found = shape_inference.output_shapes(operator, known, [torch_dtype(kind) for kind in input_types])
+    if found is None or [len(shape) for shape in found] != ranks:
+        found = [[None] * rank for rank in ranks]
+    for shape, ones, traced in zip(found, *json.loads(attributes["comment"].s), strict=True):
+        aten_op.leave_out_others(shape, traced)
+        for axis in ones:
+            shape[axis] = 1
+    return found

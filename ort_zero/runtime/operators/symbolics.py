@@ -1,0 +1,463 @@
+"""ONNX symbolics that the exporter or ORT lacks on this stack, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ort_zero.compat.torch_onnx import Symbolic, TracedNode, TracedValue, Unexportable
+
+
+def embedding(g: Any, weight: Any, indices: Any, padding_idx: Any, scale_grad_by_freq: Any, sparse: Any) -> Any:
+    """Export ``aten::embedding`` as an ATen node, whatever the weight's size at export.
+
+    A weight that ZeRO-3 partitioned has size (0): then only the rank of the output is known, not its last dimension.
+    """
+    out = g.op(
+        "org.pytorch.aten::ATen", weight, indices, padding_idx, scale_grad_by_freq, sparse, operator_s="embedding"
+    )
+    sizes = Symbolic.sizes(weight)
+    width = sizes[1] if sizes is not None and len(sizes) == 2 else None
+    index_sizes = Symbolic.sizes(indices)
+    kind = weight.type()
+    if index_sizes is not None and hasattr(kind, "with_sizes"):
+        out.setType(kind.with_sizes([*index_sizes, width]))
+    elif hasattr(kind, "with_sizes"):
+        # nothing about the shape is known: keep the element type alone, never the weight's own shape
+        out.setType(kind.with_sizes(None))
+    return out
+
+
+def diff(g: Any, self: Any, n: Any, dim: Any, prepend: Any, append: Any) -> Any:
+    """Export ``aten::diff`` of any order as slices and subtractions."""
+    order = Symbolic.integer(n, "n")
+    axis = Symbolic.integer(dim, "dim")
+    parts = [part for part in (prepend, self, append) if not Symbolic.is_none(part)]
+    value = g.op("Concat", *parts, axis_i=axis) if len(parts) > 1 else self
+    is_bool = self.type().scalarType() == "Bool"
+    for _ in range(order):
+        later = Symbolic.slice(g, value, axis, 1, 2**63 - 1)
+        earlier = Symbolic.slice(g, value, axis, 0, -1)
+        value = g.op("Xor", later, earlier) if is_bool else g.op("Sub", later, earlier)
+    return value
+
+
+def cumsum(g: Any, self: Any, dim: Any, dtype: Any) -> Any:
+    """Export ``aten::cumsum``; booleans and small integers are summed as int64, as torch does.
+
+    ONNX's CumSum takes no bool. Decoders sum "is this position not the successor of the one before" without a mask.
+    """
+    kind = self.type().scalarType()
+    if not Symbolic.is_none(dtype):
+        target = Symbolic.onnx_type(Symbolic.integer(dtype, "dtype"))
+    elif kind in ("Bool", "Byte", "Char", "Short", "Int"):
+        target = 7  # TensorProto.INT64
+    else:
+        return g.op("CumSum", self, dim)
+    return g.op("CumSum", g.op("Cast", self, to_i=target), dim)
+
+
+def scaled_dot_product_attention(g: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
+    """Export attention whose query heads share key and value heads (``enable_gqa``); the rest is torch's own.
+
+    Decoders with grouped heads ask for it whenever they get no attention mask.
+    """
+    from torch.onnx import symbolic_opset14
+
+    *rest, shared = rest  # mask, dropout, causal, scale; enable_gqa
+    if Symbolic.integer(shared, "enable_gqa"):
+        heads = Symbolic.sizes(query)[-3]
+        key, value = (_repeat_heads(g, part, heads) for part in (key, value))
+    return symbolic_opset14.scaled_dot_product_attention(g, query, key, value, *rest)
+
+
+def _repeat_heads(g: Any, value: Any, heads: int) -> Any:
+    """Return `value` with each head repeated, one after the other, until there are `heads`."""
+    import torch
+
+    sizes = list(Symbolic.sizes(value))
+    order = torch.arange(sizes[-3]).repeat_interleave(heads // sizes[-3])
+    out = g.op("Gather", value, g.op("Constant", value_t=order), axis_i=len(sizes) - 3)
+    sizes[-3] = heads
+    out.setType(value.type().with_sizes(sizes))
+    return out
+
+
+def layer_norm(g: Any, input: Any, normalized_shape: Any, weight: Any, bias: Any, eps: Any, cudnn: Any) -> Any:
+    """Export ``aten::layer_norm`` with a weight and a bias, whether the module has them or not.
+
+    ORT demands the weight, and gives the gradients of missing ones the same empty name.
+    """
+    import torch
+
+    shape = Symbolic.integers(normalized_shape, "normalized_shape")
+    dtype = Symbolic.dtype(input)
+    if Symbolic.is_none(weight):
+        weight = g.op("Constant", value_t=torch.ones(shape, dtype=dtype))
+    if Symbolic.is_none(bias):
+        bias = g.op("Constant", value_t=torch.zeros(shape, dtype=dtype))
+    epsilon = Symbolic.number(eps, "eps")
+    # the gradient reads mean and deviation, which are the other two outputs
+    out, *_ = g.op("LayerNormalization", input, weight, bias, epsilon_f=epsilon, axis_i=-len(shape), outputs=3)
+    out.setType(input.type())
+    return out
+
+
+def permute(g: Any, self: Any, dims: Any) -> Any:
+    """Export ``aten::permute``, dimensions counted from the end too: ONNX's Transpose knows no negative ones."""
+    order = Symbolic.integers(dims, "dims")
+    return g.op("Transpose", self, perm_i=[dim % len(order) for dim in order])
+
+
+def flatten(g: Any, self: Any, start_dim: Any, end_dim: Any) -> Any:
+    """Export ``aten::flatten``, dimensions counted from the end too; torch's own takes a negative start for axis 0."""
+    node = Symbolic.traced(g, self, start_dim, end_dim)
+    rank = max(node.inputs[0].rank, 1)
+    start, end = (Symbolic.integer(dim, "dim") % rank for dim in (start_dim, end_dim))
+    if start == end:
+        return g.op("Identity", self) if node.inputs[0].rank else g.op("Reshape", self, _constant(g, [1]))
+    # 0 keeps a size as it is
+    shape = g.op(
+        "Concat",
+        _constant(g, [0] * start + [-1]),
+        *([Symbolic.slice(g, g.op("Shape", self), 0, end + 1, rank)] if end + 1 < rank else []),
+        axis_i=0,
+    )
+    return g.op("Reshape", self, shape)
+
+
+def _constant(g: Any, values: int | list[int]) -> Any:
+    import torch
+
+    return g.op("Constant", value_t=torch.tensor(values))
+
+
+def adaptive_avg_pool2d(g: Any, self: Any, output_size: Any) -> Any:
+    """Export ``aten::adaptive_avg_pool2d`` to one element for each channel as a mean; others run in PyTorch."""
+    rank = Symbolic.traced(g, self, output_size).inputs[0].rank
+    return g.op("ReduceMean", self, axes_i=[rank - 2, rank - 1], keepdims_i=1)
+
+
+def as_strided(g: Any, self: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """Export ``aten::as_strided`` of a tensor whose layout in memory is the same for all sizes of the graph's inputs.
+
+    Raises:
+        Unexportable: it is not, so that strides of the trace would pick other elements.
+    """
+    value = Symbolic.traced(g, self, size, stride, storage_offset).inputs[0]
+    expected = 1
+    for axis in reversed(range(value.rank)):
+        known = value.known_sizes[axis]
+        if value.traced_strides is None or value.traced_strides[axis] != expected or (axis and known is None):
+            raise Unexportable(
+                "as_strided reads memory by strides that depend on the sizes or on the layout of its input: use unfold"
+            )
+        expected *= known or 1
+    return Symbolic.original("aten::as_strided", g.opset)(g, self, size, stride, storage_offset)
+
+
+def squeeze(g: Any, self: Any, dim: Any = None) -> Any:
+    """Export ``aten::squeeze`` of the sizes that are 1 in the trace; torch's own puts others into an If."""
+    value = Symbolic.traced(g, self, *([] if dim is None else [dim])).inputs[0]
+    if dim is None:
+        axes = list(range(value.rank))
+    else:
+        axes = [axis % max(value.rank, 1) for axis in _as_integers(dim)]
+    axes = [axis for axis in axes if axis < value.rank and value.traced_sizes[axis] == 1]
+    return g.op("Squeeze", self, _constant(g, axes)) if axes else g.op("Identity", self)
+
+
+def _as_integers(value: Any) -> list[int]:
+    return Symbolic.integers(value, "dim") if Symbolic.is_list(value) else [Symbolic.integer(value, "dim")]
+
+
+def repeat_interleave(g: Any, self: Any, repeats: Any, dim: Any = None, output_size: Any = None) -> Any:
+    """Export ``aten::repeat_interleave``; torch's own changes the constant that holds a negative dimension, for all."""
+    plain = Symbolic.original("aten::repeat_interleave", g.opset)
+    if Symbolic.is_none(dim):
+        return plain(g, self, repeats, dim, output_size)
+    rank = Symbolic.traced(g, self, repeats, dim, output_size).inputs[0].rank
+    return plain(g, self, repeats, _constant(g, Symbolic.integer(dim, "dim") % rank), output_size)
+
+
+def where(g: Any, condition: Any, self: Any = None, other: Any = None, *rest: Any) -> Any:
+    """Export ``aten::where`` so that the gradients have the shapes of the operands.
+
+    ORT's gradient of Where does not sum over what was broadcast, so that is done by an Expand of its own.
+    """
+    plain = Symbolic.original("aten::where", g.opset)
+    if self is None:
+        return plain(g, condition, *rest)
+    node = Symbolic.traced(g, condition, self, other)
+    result = node.outputs[0]
+    operands = [
+        _expanded(g, value, result, [other for other in node.inputs if other is not value]) for value in node.inputs[1:]
+    ]
+    return plain(g, condition, *operands)
+
+
+def masked_fill(g: Any, self: Any, mask: Any, value: Any) -> Any:
+    """Export ``aten::masked_fill``, with tensors that are broadcast by an Expand; see :func:`where`."""
+    node = Symbolic.traced(g, self, mask, value)
+    result = node.outputs[0]
+    filled = _expanded(g, node.inputs[0], result, [node.inputs[1]])
+    if node.inputs[2].requires_grad:
+        value = _expanded(g, node.inputs[2], result, node.inputs[:2])
+    return Symbolic.original("aten::masked_fill", g.opset)(g, filled, mask, value)
+
+
+def _expanded(g: Any, value: TracedValue, result: TracedValue, others: list[TracedValue]) -> Any:
+    """Return `value` expanded to the shape that it has together with `others`, if it may be smaller than `result`."""
+    if not value.is_floating or value.is_constant or (value.rank == 0 and not value.requires_grad):
+        return value.converted
+    known = value.known_sizes
+    smaller = value.rank < result.rank or value.traced_sizes != result.traced_sizes
+    full = _known(others, result)
+    if not smaller and not any(size == 1 and whole != 1 for size, whole in zip(known, full, strict=True)):
+        return value.converted
+    out = value.converted
+    for other in others:
+        if other.rank:
+            out = g.op("Expand", out, g.op("Shape", other.converted))
+    out.setType(value.converted.type().with_sizes([None] * result.rank))
+    return out
+
+
+def _known(values: list[TracedValue], result: TracedValue) -> list[int | None]:
+    """Return the sizes that `values` have when broadcast together, as far as they do not vary."""
+    sizes: list[int | None] = [1] * result.rank
+    for value in values:
+        for axis, size in enumerate(value.known_sizes, start=result.rank - value.rank):
+            if size != 1:
+                sizes[axis] = size
+    return sizes
+
+
+TABLE: dict[str, Callable] = {
+    "::adaptive_avg_pool2d": adaptive_avg_pool2d,
+    "::as_strided": as_strided,
+    "::cumsum": cumsum,
+    "::diff": diff,
+    "::embedding": embedding,
+    "::flatten": flatten,
+    "::layer_norm": layer_norm,
+    "::permute": permute,
+    "::squeeze": squeeze,
+    "::masked_fill": masked_fill,
+    "::masked_fill_": masked_fill,
+    "::where": where,
+    "::repeat_interleave": repeat_interleave,
+    "::scaled_dot_product_attention": scaled_dot_product_attention,
+}
+"""``"::name"`` of an ATen operator to its symbolic; wins over ORT's own."""
+
+
+def install(ort_table: dict[str, Callable]) -> Callable[[], None]:
+    """Put :data:`TABLE` into ORT's table of symbolics, which every ORTModule registers; return how to undo it."""
+    before = dict(ort_table)
+    ort_table.update(TABLE)
+
+    def undo() -> None:
+        ort_table.clear()
+        ort_table.update(before)
+
+    return undo
+
+
+def _grouped(node: TracedNode) -> str | None:
+    groups = node.argument("groups")
+    if groups is None or 1 in (groups.constant_number, groups.constant if groups.is_constant else None):
+        return None
+    return "ONNX Runtime's gradient of a convolution in groups is wrong on the CPU"
+
+
+def _not_constant_padding(node: TracedNode) -> str | None:
+    mode = node.argument("mode")
+    if node.name == "aten::pad" and (mode is None or (mode.is_constant and mode.constant == "constant")):
+        return None
+    return "ONNX Runtime has no gradient for this mode of Pad"
+
+
+def _accumulating(node: TracedNode) -> str | None:
+    if node.inputs[2].requires_grad and not node.inputs[2].rank:
+        return "ONNX Runtime's gradient of Where does not sum over what was broadcast"
+    accumulate = node.argument("accumulate")
+    if accumulate is None or (accumulate.constant if accumulate.is_constant else accumulate.constant_number):
+        return "torch's exporter gives the updates another shape than ONNX wants"
+    return None
+
+
+def _of_vectors(node: TracedNode) -> str | None:
+    return "ONNX Runtime's gradient of MatMul is wrong for vectors" if 1 in (v.rank for v in node.inputs) else None
+
+
+def _variable_exponent(node: TracedNode) -> str | None:
+    return "ONNX Runtime has no gradient for the exponent of Pow" if node.inputs[1].requires_grad else None
+
+
+def _flipped(node: TracedNode) -> str | None:
+    return "ONNX Runtime's gradient of Slice takes no negative steps" if node.inputs[0].requires_grad else None
+
+
+def _rounding_down(node: TracedNode) -> str | None:
+    # numbers that are sizes stay in the graph: they are positive
+    return "torch's exporter rounds quotients towards zero" if node.outputs[0].rank else None
+
+
+def _limited_by_tensors(node: TracedNode) -> str | None:
+    if any(value.is_tensor and (value.rank or value.requires_grad) for value in node.inputs[1:]):
+        return "ONNX Runtime divides the gradient among equal operands of Min and Max"
+    return None
+
+
+def _partly_used(node: TracedNode) -> str | None:
+    value = node.inputs[0]
+    if not value.requires_grad:
+        return None
+    dim = node.argument("dim")
+    axis = dim.constant if dim is not None and dim.is_constant else dim.constant_number if dim is not None else None
+    if axis is None or value.known_sizes[axis] is None:
+        return "the parts depend on the sizes of the graph's inputs"
+    if all(out.leads_to_gradient for out in node.outputs):
+        return None
+    return "ONNX Runtime's gradient of Split leaves out results that nothing depends on"
+
+
+def _without_keepdim(node: TracedNode) -> str | None:
+    if not node.inputs[0].requires_grad:
+        return None
+    keep = node.argument("keepdim")
+    if keep is not None and (keep.constant if keep.is_constant else keep.constant_number):
+        return None
+    return "ONNX Runtime's gradients of ReduceL2 and ReduceLogSumExp are invalid without keepdim"
+
+
+def _negative_start(node: TracedNode) -> str | None:
+    start = node.argument("start")
+    known = start.constant if start.is_constant else start.constant_number
+    return "torch's exporter takes no start from the end" if known is None or known < 0 else None
+
+
+def _of_product_alone(node: TracedNode) -> str | None:
+    beta = node.argument("beta")
+    known = beta.constant if beta.is_constant else beta.constant_number
+    return "ONNX Runtime has no gradient for a Gemm without its third input" if known == 0 else None
+
+
+def _of_probabilities(node: TracedNode) -> str | None:
+    return "ONNX's loss takes classes only, no probabilities" if node.inputs[1].is_floating else None
+
+
+def _counted(node: TracedNode) -> str | None:
+    repeats = node.argument("repeats")
+    return "torch's exporter gives its loop the wrong types" if repeats is not None and repeats.is_tensor else None
+
+
+def _convolving(node: TracedNode) -> str | None:
+    padding, dilation = node.argument("padding"), node.argument("dilation")
+    if padding is not None and padding.is_constant and isinstance(padding.constant, str):
+        if not dilation.is_constant or any(size != 1 for size in dilation.constant):
+            return 'ONNX Runtime knows no dilation together with padding "same"'
+    return _grouped(node)
+
+
+_SIZES_OF_POOLING = "ONNX Runtime takes the sizes of its result for those that it is combined with"
+
+
+def _to_more_than_one(node: TracedNode) -> str | None:
+    sizes = node.inputs[1]
+    known = sizes.constant if sizes.is_constant else tuple(s.constant for s in sizes.items or [] if s.is_constant)
+    return None if known == (1, 1) else _SIZES_OF_POOLING
+
+
+def _to_one(node: TracedNode) -> str | None:
+    return _SIZES_OF_POOLING if 1 in node.outputs[0].traced_sizes[-2:] else None
+
+
+_PADDINGS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)) + ("_pad_circular",)
+_RECURRENT = "ONNX Runtime trains recurrent layers in one direction and on the CPU only"
+_SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
+_CONVOLUTIONS = ("_convolution", "convolution", "_convolution_mode", "conv1d", "conv2d", "conv3d")
+
+IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
+    "aten::batch_norm": "ONNX Runtime keeps other running statistics than PyTorch",
+    "aten::cdist": "ONNX Runtime has no gradient for an input that is used twice in one Concat",
+    "aten::flip": _flipped,
+    "aten::index_copy": "the exporter's shapes are wrong",
+    "aten::index_put": _accumulating,
+    **dict.fromkeys(("aten::index_add", "aten::scatter_add"), "ONNX Runtime is wrong where an index occurs twice"),
+    "aten::masked_scatter": "ONNX Runtime's gradient is wrong",
+    "aten::matmul": _of_vectors,
+    "aten::mv": _of_vectors,
+    "aten::dot": _of_vectors,
+    "aten::pow": _variable_exponent,
+    "aten::embedding_bag": "ONNX Runtime has no gradient for Loop",
+    "aten::floor_divide": _rounding_down,
+    **dict.fromkeys(("aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::clip"), _limited_by_tensors),
+    **{f"aten::{name}": _partly_used for name in _SPLITS},
+    **{f"aten::{name}": _without_keepdim for name in ("norm", "linalg_norm", "linalg_vector_norm", "logsumexp")},
+    "aten::pairwise_distance": "torch's exporter leaves out the absolute value",
+    "aten::log1p": "the exporter's form loses the digits of small numbers",
+    "aten::cosine_similarity": "the gradient of the exporter's form is not a number for vectors of zeros",
+    "aten::log_sigmoid": "the exporter's form overflows",
+    "aten::binary_cross_entropy_with_logits": "the exporter's form overflows",
+    "aten::scatter_reduce": "ONNX Runtime crashes on its gradient",
+    "aten::diagonal": "ONNX Runtime's gradient of its diagonal needs known shapes",
+    "aten::narrow": _negative_start,
+    "aten::addmm": _of_product_alone,
+    "aten::index_fill": "torch's exporter does not know its own shapes there",
+    **dict.fromkeys(("aten::movedim", "aten::moveaxis"), "torch's exporter writes dimensions that ONNX does not know"),
+    "aten::tile": "torch's exporter writes an If whose branches differ in type",
+    "aten::repeat_interleave": _counted,
+    "aten::cross_entropy_loss": _of_probabilities,
+    "aten::adaptive_avg_pool2d": _to_more_than_one,
+    **dict.fromkeys(("aten::max_pool2d", "aten::max_pool2d_with_indices", "aten::avg_pool2d"), _to_one),
+    **dict.fromkeys(("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"), _RECURRENT),
+    **{f"aten::{name}": _not_constant_padding for name in ("pad", *_PADDINGS)},
+    **{f"aten::{name}": _convolving for name in _CONVOLUTIONS},
+}
+"""Operators that run in PyTorch inside the graph although the exporter knows them: name to reason, or to a function
+that returns the reason or None.
+
+Operators without a symbolic, and those whose ONNX form ORT cannot differentiate, need no entry.
+"""
+
+WITHOUT_GRADIENT = frozenset(
+    "Acos Acosh Asin Asinh Atan Atanh Celu Cosh CumSum DepthToSpace Det Einsum Elu GlobalLpPool "
+    "GlobalMaxPool GridSample GroupNormalization HardSigmoid HardSwish InstanceNormalization LRN "
+    "LpNormalization LpPool MaxRoiPool MaxUnpool MeanVarianceNormalization Mish Mod "
+    "NegativeLogLikelihoodLoss PRelu RNN ReduceL1 ReduceLogSum ReduceMax ReduceMin ReduceProd "
+    "ReduceSumSquare Resize ReverseSequence RoiAlign Selu Shrink Sinh Softplus Softsign SpaceToDepth Tan "
+    "ThresholdedRelu Upsample".split()
+)
+"""ONNX operators of real numbers that onnxruntime-training 1.19.2 has no gradient for on every provider."""
+
+WRONG_GRADIENT = {
+    **dict.fromkeys(
+        ("ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SplitToSequence"),
+        "ONNX Runtime has no gradient for sequences",
+    ),
+    "AveragePool": "ONNX Runtime's gradient of AveragePool needs sizes that never vary",
+    "MaxPool": "ONNX Runtime's gradient of MaxPool needs sizes that never vary",
+}
+"""ONNX operators whose gradient in onnxruntime-training 1.19.2 is no good, each with the reason."""
+
+
+def run_in_torch(operator: str, why: str = "asked for") -> None:
+    """Run an ATen operator, or one that a package registered with PyTorch, in PyTorch inside every graph.
+
+    Args:
+        operator: ``"aten::gelu"``, ``"torchvision::nms"``.
+        why: a phrase for ``status()``.
+    """
+    IN_TORCH[operator] = why
+
+
+def add_symbolic(operator: str, symbolic: Callable) -> None:
+    """Export an operator by a symbolic function of your own, as ``torch.onnx.register_custom_op_symbolic`` takes it.
+
+    Args:
+        operator: ``"aten::gelu"``.
+        symbolic: ``symbolic(g, *arguments)`` returns the value made by ``g.op(...)``.
+    """
+    TABLE[operator.replace("aten::", "::", 1)] = symbolic

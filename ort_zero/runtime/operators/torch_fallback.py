@@ -1,0 +1,209 @@
+"""Runs a function of tensors in PyTorch as one node of an ONNX graph, with PyTorch's own gradient.
+
+The node is a PythonOp of ORT. Its forward runs the function under autograd; its backward runs what autograd recorded.
+In between only what autograd saved is kept, in memory of its own: ORT may give the buffer of an input or of an output
+to another value as soon as no node of the graph needs it any more. Weights are not copied: those that ZeRO-3 gathered
+are gathered again for the backward, all others stay where they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+Function = Callable[..., Sequence[torch.Tensor]]
+
+
+class Lender(Protocol):
+    """A weight that can be had again."""
+
+    def again(self, lenders: Sequence[Lender]) -> Sequence[torch.Tensor]:
+        """Return the full weights of `lenders`, all of one kind. Collective."""
+
+
+STAYS = object()
+"""Stands for memory that outlives the graph's run: a weight that is not partitioned."""
+
+_source_of: Callable[[torch.Tensor], Any] = lambda tensor: None  # noqa: E731
+_failures: list[BaseException] = []
+
+
+@contextlib.contextmanager
+def sources(source_of: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Ask ``source_of(tensor)`` about inputs of nodes: a :class:`Lender`, `STAYS`, or None for ORT's own memory."""
+    global _source_of
+    before, _source_of = _source_of, source_of
+    try:
+        yield
+    finally:
+        _source_of = before
+
+
+def take_failure() -> BaseException | None:
+    """Return the first exception that a node raised since the last call; ORT itself passes no exception on."""
+    first = _failures[0] if _failures else None
+    _failures.clear()
+    return first
+
+
+def node_class(name: str, function: Function) -> type[torch.autograd.Function]:
+    """Return the autograd Function to register with ORT for nodes that run `function`.
+
+    Args:
+        name: of the class.
+        function: takes as many tensors as the node has inputs, returns as many as it has outputs.
+    """
+
+    def forward(ctx, *inputs):
+        try:
+            return _forward(ctx, function, inputs)
+        except BaseException as error:
+            _failures.append(error)
+            raise
+
+    def backward(ctx, *gradients):
+        try:
+            return _backward(ctx, gradients)
+        except BaseException as error:
+            _failures.append(error)
+            raise
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), body)
+
+
+class _Enter(torch.autograd.Function):
+    """Gives a tensor a place in autograd's graph that does not keep its data alive, as a leaf would."""
+
+    @staticmethod
+    def forward(ctx, leaf, data):
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient
+
+
+@dataclass(slots=True)
+class _View:
+    """A saved view of a weight that is not here."""
+
+    weight: _Borrowed
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class _Borrowed:
+    lender: Lender
+    full: torch.Tensor | None = None
+    """The whole weight, while the backward runs."""
+
+
+class _OwnCopies:
+    """Copies the saved tensors whose memory belongs to ORT; several views of one storage share one copy."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]):
+        found = {_address(t): _source_of(t) for t in inputs}
+        self.storages = set(found)
+        self.saved: set[int] = set()
+        self.staying = {address for address, source in found.items() if source is STAYS}
+        self.borrowed = {a: _Borrowed(source) for a, source in found.items() if source not in (None, STAYS)}
+        self._copies: dict[int, torch.Tensor] = {}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        address = _address(tensor)
+        self.saved.add(address)
+        if address not in self.storages or address in self.staying:
+            return tensor.detach()
+        if address in self.borrowed:
+            return _View(self.borrowed[address], tensor.size(), tensor.stride(), tensor.storage_offset())
+        base = self._copies.get(address)
+        if base is None:
+            whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+            base = self._copies[address] = whole.clone()
+        elif base.dtype != tensor.dtype:
+            return tensor.detach().clone()
+        return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    if isinstance(saved, _View):
+        return saved.weight.full.as_strided(saved.size, saved.stride, saved.offset)
+    return saved
+
+
+@contextlib.contextmanager
+def _whole(borrowed: Sequence[_Borrowed]) -> Iterator[None]:
+    """Have the borrowed weights here; all ranks ask for the same ones, whatever autograd saved on each."""
+    try:
+        if borrowed:
+            lenders = [weight.lender for weight in borrowed]
+            for weight, full in zip(borrowed, lenders[0].again(lenders), strict=True):
+                weight.full = full
+        yield
+    finally:
+        for weight in borrowed:
+            weight.full = None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
+    own = _OwnCopies(inputs)
+    arguments = [t.detach() for t in inputs]
+    if not wanted:
+        with torch.no_grad():
+            outputs = function(*arguments)
+    else:
+        leaf = torch.empty(0, requires_grad=True)
+        with torch.enable_grad(), saved_tensors_hooks(own.pack, _unpack):
+            for i in wanted:
+                arguments[i] = _Enter.apply(leaf, arguments[i])
+            ctx.starts = {i: get_gradient_edge(arguments[i]) for i in wanted}
+            outputs = function(*arguments)
+        ctx.shapes = [(t.shape, t.dtype, t.device) for t in inputs]
+        ctx.borrowed = list(own.borrowed.values())
+        ctx.ends = [(get_gradient_edge(t), t.shape) if t.requires_grad else None for t in outputs]
+    foreign = own.storages | own.saved
+    results = []
+    for output in outputs:
+        result = output.detach().resolve_conj().resolve_neg().contiguous()
+        if result.dtype == torch.bool:
+            result = result.view(torch.uint8)  # ORT takes no booleans from DLPack
+        results.append(result.clone() if _address(result) in foreign else result)
+        foreign.add(_address(results[-1]))  # one output may be a view of another
+    return tuple(results)
+
+
+def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    ends, given = [], []
+    for end, gradient in zip(ctx.ends, gradients, strict=True):
+        # ORT fills in zeros of the first run's shape for an output that nothing depends on
+        if end is not None and gradient is not None and gradient.shape == end[1]:
+            ends.append(end[0])
+            given.append(gradient)
+    starts = list(ctx.starts.values())
+    with torch.no_grad(), _whole(ctx.borrowed):
+        found = torch.autograd.grad(ends, starts, given, allow_unused=True) if ends else [None] * len(starts)
+    by_input = dict(zip(ctx.starts, found, strict=True))
+    foreign = {_address(t) for t in given}
+    results = []
+    for i, (shape, dtype, device) in enumerate(ctx.shapes):
+        gradient = by_input.get(i)
+        if gradient is None or gradient._is_zerotensor():
+            gradient = torch.zeros(shape, dtype=dtype, device=device)
+        gradient = gradient.detach().contiguous()
+        results.append(gradient.clone() if _address(gradient) in foreign else gradient)
+        foreign.add(_address(results[-1]))
+    ctx.ends = ctx.starts = ctx.shapes = ctx.borrowed = None
+    return tuple(results)

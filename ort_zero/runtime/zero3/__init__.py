@@ -1,0 +1,1 @@
+"""ZeRO-3 inside the graph: nodes that gather parameters and reduce gradients."""

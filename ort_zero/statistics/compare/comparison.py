@@ -1,0 +1,111 @@
+"""What comparing two runs results in, as plain values: for the command line, the report and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ort_zero.statistics.records import Phase
+
+KINDS = ("missing", "extra", "reordered", "shape", "dtype", "nan", "numeric")
+"""How a record may differ; ``missing``: the second run lacks it, ``extra``: the first one does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """One run, from the manifests of its ranks."""
+
+    path: str
+    run_id: str
+    backend: str
+    """``"onnxruntime"`` or ``"torch"``."""
+    world_size: int
+    zero_stage: int
+    dtype: str
+    model: str
+    """Class name of the root module."""
+    steps: tuple[int, ...]
+    """Full steps that every rank has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One record that differs by more than its tolerance."""
+
+    step: int
+    rank: int
+    phase: Phase
+    order: int
+    module: str
+    occurrence: int
+    tensor: str
+    """Kind, slot: ``"output[0]"``, ``"input.hidden_states"``, ``"weight"``."""
+    kind: str
+    """One of :data:`KINDS`."""
+    error: float
+    """l2 norm of the difference, relative to the larger of the two tensors' (NaN where it has none)."""
+    tolerance: float
+    inherited: float
+    """Largest relative error among what the value was computed from."""
+    a: Mapping[str, Any] | None
+    """Shape, dtype and statistics in the first run."""
+    b: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Same, or the first divergence."""
+
+    same: bool
+    module: str = ""
+    """The module that adds the error; empty for the root."""
+    occurrence: int = 1
+    direction: str = ""
+    """``"forward"``, ``"backward"``, ``"input"`` (the model was given other data) or ``"update"`` (parameters changed
+    differently from one step to the next)."""
+    difference: Difference | None = None
+    """The first record that differs for a reason of its own."""
+    text: str = ""
+    """The whole finding in a sentence or two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """The errors of one step, rank and phase, in execution order; the lists have one item for each record."""
+
+    step: int
+    rank: int
+    phase: Phase
+    modules: list[str]
+    """With ``#2`` and so on where a module is called several times."""
+    tensors: list[str]
+    errors: list[float]
+    tolerances: list[float]
+    kinds: list[str]
+    """Empty string where the record does not differ."""
+    a: list[Mapping[str, Any] | None]
+    b: list[Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two runs side by side."""
+
+    a: RunInfo
+    b: RunInfo
+    rtol: str
+    """``"auto"`` or the number given."""
+    verdict: Verdict
+    steps: tuple[int, ...]
+    """Steps that both runs have, and that were compared."""
+    records: int
+    """How many pairs of records were compared."""
+    counts: Mapping[str, int]
+    """How many records differ, by kind."""
+    differences: list[Difference]
+    """The first ones in execution order, at most 1,000."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader should know: records that only one run has without consequences, ranks left out, cut files."""
+    series: list[Series] = field(default_factory=list)
+    """For the report: at most a dozen steps, the ones around the verdict first."""

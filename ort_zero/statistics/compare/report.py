@@ -1,0 +1,239 @@
+"""Draws a comparison: one HTML file that needs nothing else, no network and no server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ort_zero.errors import StatisticsError
+from ort_zero.statistics.compare.comparison import Comparison, RunInfo, Series
+from ort_zero.utils.atomic_write import write_whole
+
+LARGEST = 2_600_000
+"""Bytes that the records may take in the file; plotly.js takes 4.8 million on top."""
+GENERATOR = "ort_zero statistics report"
+_TEMPLATES = Path(__file__).with_name("templates")
+_DIGITS = 6
+_NOT_SHOWN = {"shape", "dtype", "first", "sketch"}
+
+
+def write_report(comparison: Comparison, path: str | os.PathLike) -> Path:
+    """Write the report of a comparison, in place of an earlier report.
+
+    Args:
+        comparison: what to draw.
+        path: the HTML file.
+
+    Raises:
+        StatisticsError: the file exists and is no report, or cannot be written.
+    """
+    target = check_target(path)
+    text = _render(comparison)
+    try:
+        write_whole(target, text)
+    except OSError as error:
+        raise StatisticsError(f"cannot write {target}: {error.strerror or error}") from error
+    return target
+
+
+def check_target(path: str | os.PathLike) -> Path:
+    """Return the path of a report that may be written.
+
+    Raises:
+        StatisticsError: something else lies there, or there is no such folder.
+    """
+    target = Path(path)
+    if not target.absolute().parent.is_dir():
+        raise StatisticsError(f"{target.parent} is no folder: the report cannot be written there")
+    if target.is_dir():
+        raise StatisticsError(f"{target} is a folder; name a file, such as {target / 'report.html'}")
+    if target.exists():
+        with open(target, "rb") as file:
+            if GENERATOR.encode() not in file.read(1000):
+                raise StatisticsError(f"{target} exists and is no report of ort_zero; choose another name")
+    return target
+
+
+def _render(comparison: Comparison) -> str:
+    from jinja2 import Environment, FileSystemLoader
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, trim_blocks=True)
+    environment.filters["number"] = shown
+    environment.filters["words"] = lambda name: name.replace("_", " ")
+    payload, left_out = _payload(comparison)
+    first = comparison.verdict.difference
+    return environment.get_template("report.html").render(
+        generator=GENERATOR,
+        title=_title(comparison),
+        c=comparison,
+        d=first,
+        statistics=[name for name in _names([first.a, first.b]) if name not in ("first", "sketch")] if first else [],
+        facts=_facts(comparison.a, comparison.b),
+        span=_span(comparison.steps),
+        notes=[*comparison.notes, *left_out],
+        css=Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8")),
+        js=Markup((_TEMPLATES / "report.js").read_text(encoding="utf-8")),
+        plotly=Markup(get_plotlyjs()),
+        payload=Markup(payload),
+    )
+
+
+def _title(comparison: Comparison) -> str:
+    verdict = comparison.verdict
+    found = "same" if verdict.same else f"differs at {verdict.module or 'the root module'}"
+    return f"{found}: {Path(comparison.a.path).name} against {Path(comparison.b.path).name}"
+
+
+def _facts(a: RunInfo, b: RunInfo) -> list[tuple[str, Any, Any]]:
+    names = {
+        "path": "folder",
+        "backend": "runs in",
+        "model": "model",
+        "dtype": "dtype",
+        "zero_stage": "ZeRO stage",
+        "world_size": "ranks",
+        "run_id": "run id",
+    }
+    facts = [(label, getattr(a, name), getattr(b, name)) for name, label in names.items()]
+    return [*facts, ("steps", _span(a.steps), _span(b.steps))]
+
+
+def _span(steps: tuple[int, ...]) -> str:
+    if not steps:
+        return "no steps"
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps ({steps[0]} to {steps[-1]})"
+
+
+def shown(value: Any) -> str:
+    """Return a number as people read it."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(str, value)) + ")"
+    return str(value)
+
+
+# --- the records ---------------------------------------------------------------------------------------------------
+
+
+class _Texts:
+    """Numbers texts, so that each is in the file once."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+def _payload(comparison: Comparison) -> tuple[str, list[str]]:
+    """Return the records, packed, and notes on what had to be left out."""
+    if not comparison.series:
+        return "", []
+    sides = (side for one in comparison.series for side in _some(one))
+    names = [name for name in _names(sides) if name not in _NOT_SHOWN]
+    texts = _Texts()
+    kept: list[dict[str, Any]] = []
+    size, left_out, bare = 0, 0, False
+    for group in _groups(comparison):
+        packed = [_packed(one, names, texts) for one in group]
+        cost = len(_squeezed(packed))
+        if not kept and cost > LARGEST:
+            packed, bare = [_packed(one, names, texts, only_differing=True) for one in group], True
+            cost = len(_squeezed(packed))
+        if kept and size + cost > LARGEST:
+            left_out += 1
+            continue
+        kept += packed
+        size += cost
+    notes = [f"This report leaves out {left_out} pairs of step and rank, to stay small."] if left_out else []
+    notes += ["This report has statistics of the records that differ alone, to stay small."] if bare else []
+    content = {
+        "texts": list(texts.numbers),
+        "statistics": names,
+        "series": kept,
+        "verdict": _verdict(comparison),
+        "bare": bare,
+    }
+    return _squeezed(content), notes
+
+
+def _groups(comparison: Comparison) -> list[list[Series]]:
+    """Return the series by step and rank, that of the verdict first, otherwise in the order given."""
+    groups: dict[tuple[int, int], list[Series]] = {}
+    for one in comparison.series:
+        groups.setdefault((one.step, one.rank), []).append(one)
+    first = comparison.verdict.difference
+    return sorted(groups.values(), key=lambda g: first is None or (g[0].step, g[0].rank) != (first.step, first.rank))
+
+
+def _some(series: Series) -> Iterable[Mapping[str, Any] | None]:
+    """Yield a few sides: all have the same names."""
+    for sides in (series.a, series.b):
+        yield from [side for side in sides if side is not None][:3]
+
+
+def _names(sides: Iterable[Mapping[str, Any] | None]) -> list[str]:
+    return list(dict.fromkeys(name for side in sides if side is not None for name in side))
+
+
+def _packed(series: Series, names: list[str], texts: _Texts, only_differing: bool = False) -> dict[str, Any]:
+    sides = {}
+    for name, values in (("a", series.a), ("b", series.b)):
+        if only_differing:
+            values = [side if kind else None for side, kind in zip(values, series.kinds)]
+        sides[name] = {
+            "shape": [-1 if side is None else texts(shown(side.get("shape"))) for side in values],
+            "dtype": [-1 if side is None else texts(str(side.get("dtype", ""))) for side in values],
+            "numbers": [[None if side is None else _number(side.get(key)) for side in values] for key in names],
+        }
+    return {
+        "step": series.step,
+        "rank": series.rank,
+        "phase": series.phase.name.lower(),
+        "module": [texts(name) for name in series.modules],
+        "tensor": [texts(name) for name in series.tensors],
+        "kind": [texts(name) for name in series.kinds],
+        "error": [_number(value) for value in series.errors],
+        "tolerance": [_number(value) for value in series.tolerances],
+        **sides,
+    }
+
+
+def _number(value: Any) -> Any:
+    """Return a number for JSON, which has no NaN and inf."""
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        return str(value)
+    return float(f"{value:.{_DIGITS}g}")
+
+
+def _verdict(comparison: Comparison) -> dict[str, Any] | None:
+    first = comparison.verdict.difference
+    if comparison.verdict.same or first is None:
+        return None
+    return {
+        "step": first.step,
+        "rank": first.rank,
+        "phase": first.phase.name.lower(),
+        "modules": [f"{first.module}#{first.occurrence}", *([first.module] if first.occurrence == 1 else [])],
+        "tensor": first.tensor,
+    }
+
+
+def _squeezed(content: Any) -> str:
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 6)).decode()

@@ -1,0 +1,90 @@
+"""The numbers of one tensor as a row of float64: which is where, and what becomes of the rows of a tensor's parts.
+
+A row has the :data:`COLUMNS`, then the first values, NaN where the tensor has fewer, then the sketch. Counts are exact
+up to 2**53.
+"""
+
+from __future__ import annotations
+
+from ort_zero.statistics import extra
+from ort_zero.statistics.records import FIRST, SKETCH, Statistics
+
+with extra.required():
+    import numpy as np
+
+COLUMNS = ("elements", "min", "max", "mean", "std", "abs_mean", "l2", "negative", "positive", "zero", "nan", "inf")
+"""What the first numbers of a row are: fields of :class:`~.records.Statistics`."""
+COUNTS = frozenset({"elements", "negative", "positive", "zero", "nan", "inf"})
+"""Those that are whole numbers."""
+# compiled code has these as constants, and numba keeps it until measure.py itself changes
+ELEMENTS, MIN, MAX, MEAN, STD, ABS_MEAN, L2, NEGATIVE, POSITIVE, ZERO, NAN, INF = range(len(COLUMNS))
+FIRST_AT = len(COLUMNS)
+FIRST_COLUMNS = slice(FIRST_AT, FIRST_AT + FIRST)
+SKETCH_AT = FIRST_COLUMNS.stop
+SKETCH_COLUMNS = slice(SKETCH_AT, SKETCH_AT + SKETCH)
+WIDTH = SKETCH_COLUMNS.stop
+"""Numbers in a row."""
+
+_SUMS = [*(COLUMNS.index(name) for name in sorted(COUNTS)), *range(SKETCH_AT, WIDTH)]
+
+
+def row_of(statistics: Statistics) -> np.ndarray:
+    """Return the row that holds some statistics, float64 [:data:`WIDTH`]."""
+    first = [*statistics.first, *[np.nan] * (FIRST - len(statistics.first))]
+    return np.array([*(getattr(statistics, name) for name in COLUMNS), *first, *statistics.sketch], np.float64)
+
+
+def statistics_of(row: np.ndarray) -> Statistics:
+    """Return the statistics that a row holds, float64 [:data:`WIDTH`]."""
+    numbers = row.tolist()
+    named = {name: int(value) if name in COUNTS else value for name, value in zip(COLUMNS, numbers)}
+    return Statistics(
+        **named, first=tuple(numbers[FIRST_COLUMNS][: named["elements"]]), sketch=tuple(numbers[SKETCH_COLUMNS])
+    )
+
+
+def merge(rows: np.ndarray) -> np.ndarray:
+    """Return the rows of whole tensors, given those of their disjoint parts.
+
+    Args:
+        rows: float64 [parts, ..., :data:`WIDTH`], the parts in their order; zeros stand for a part that is not there.
+
+    Returns:
+        float64 [..., :data:`WIDTH`].
+    """
+    merged = np.zeros(rows.shape[1:])
+    merged[..., _SUMS] = rows[..., _SUMS].sum(axis=0)
+    finite = rows[..., ELEMENTS] - rows[..., NAN] - rows[..., INF]
+    has_values = finite > 0
+    count = finite.sum(axis=0)
+    known = count > 0
+
+    def total(values: np.ndarray) -> np.ndarray:
+        return np.where(has_values, values, 0.0).sum(axis=0)
+
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = total(finite * rows[..., MEAN]) / count
+        # about the mean, for the sum of squares less its square would cancel
+        squares = total(finite * (rows[..., STD] ** 2 + (rows[..., MEAN] - mean) ** 2))
+        values = {
+            MIN: np.where(has_values, rows[..., MIN], np.inf).min(axis=0),
+            MAX: np.where(has_values, rows[..., MAX], -np.inf).max(axis=0),
+            MEAN: mean,
+            STD: np.sqrt(squares / count),
+            ABS_MEAN: total(finite * rows[..., ABS_MEAN]) / count,
+            L2: np.sqrt(total(rows[..., L2] ** 2)),
+        }
+    for column, of_values in values.items():
+        merged[..., column] = np.where(known, of_values, 0.0 if column in (ABS_MEAN, L2) else np.nan)
+    merged[..., FIRST_COLUMNS] = _first_of(rows)
+    return merged
+
+
+def _first_of(rows: np.ndarray) -> np.ndarray:
+    """Return the first values of whole tensors, float64 [..., :data:`~.records.FIRST`]."""
+    there = np.arange(FIRST) < rows[..., ELEMENTS, None]
+    shape = (*rows.shape[1:-1], len(rows) * FIRST)
+    there, values = (np.moveaxis(of, 0, -2).reshape(shape) for of in (there, rows[..., FIRST_COLUMNS]))
+    order = np.argsort(~there, axis=-1, kind="stable")[..., :FIRST]
+    there, values = (np.take_along_axis(of, order, axis=-1) for of in (there, values))
+    return np.where(there, values, np.nan)

@@ -1,0 +1,1 @@
+"""Helpers that know nothing of DeepSpeed, ONNX Runtime or this package's other parts."""

@@ -1,0 +1,105 @@
+"""Puts the actions of subscribers onto a tree of modules, and takes them off again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
+
+_paused = False
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Keep every hook of every manager still: modules run as if nobody had subscribed, for tracing."""
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
+
+
+def is_paused() -> bool:
+    """Return True inside :func:`paused`."""
+    return _paused
+
+
+@dataclass(slots=True)
+class Handles:
+    """What was registered, in the order of registration."""
+
+    module: list[RemovableHandle] = field(default_factory=list)
+    tensor: list[RemovableHandle] = field(default_factory=list)
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        for handle in (*self.module, *self.tensor):
+            handle.remove()
+
+
+class SubscriberManager:
+    """Registers subscribers on root modules and remembers the handles.
+
+    Children come before their parent. On one module the order is: module action before forward, module action after
+    forward, tensor action after forward, tensor action before forward. It is DeepSpeed's order, so that hooks which
+    run through the manager and hooks of DeepSpeed cannot be told apart by what they see.
+    """
+
+    def __init__(self, subscribers: Iterable[SubscriberBase]):
+        self.subscribers = tuple(subscribers)
+        self.handles: list[Handles] = []
+
+    def register(self, root: Module) -> Handles:
+        """Put the hooks of every subscriber on `root` and the modules below; all of them or none.
+
+        A module that is reachable by two ways gets its hooks twice, as in DeepSpeed.
+        """
+        handles = Handles()
+        try:
+            for subscriber in self.subscribers:
+                _register(subscriber, root, handles)
+        except BaseException:
+            handles.remove()
+            raise
+        self.handles.append(handles)
+        return handles
+
+    def remove(self) -> None:
+        """Take off every hook that this manager registered."""
+        for handles in self.handles:
+            handles.remove()
+        self.handles.clear()
+
+
+def _register(subscriber: SubscriberBase, module: Module, handles: Handles) -> None:
+    for child in subscriber.children(module):
+        _register(subscriber, child, handles)
+    subscriber.prepare(module)
+
+    # Functions, not bound methods: deepcopy of a hooked module would copy a bound method's subscriber, and with it
+    # process groups and streams; a function it leaves alone.
+    def before_module(module: Module, args: tuple) -> Any:
+        return None if _paused else subscriber.pre_forward_module_apply(module, args)
+
+    def after_module(module: Module, args: tuple, outputs: Any) -> Any:
+        return None if _paused else subscriber.post_forward_module_apply(module, args, outputs)
+
+    def after_tensors(module: Module, args: tuple, outputs: Any) -> Any:
+        return None if _paused else subscriber.post_forward_tensors(module, args, outputs)
+
+    def before_tensors(module: Module, args: tuple) -> Any:
+        return None if _paused else subscriber.pre_forward_tensors(module, args)
+
+    handles.module.append(module.register_forward_pre_hook(before_module))
+    handles.module.append(module.register_forward_hook(after_module))
+    if subscriber.acts_on_outputs():
+        handles.tensor.append(module.register_forward_hook(after_tensors))
+    if subscriber.acts_on_inputs():
+        handles.tensor.append(module.register_forward_pre_hook(before_tensors))

@@ -1,0 +1,141 @@
+"""The patches that bring ZeRO-3's hooks under ort_zero, for a :class:`~ort_zero.utils.patching.PatchSet`.
+
+An offload keeps the mode it was set up in (see :mod:`ort_zero.zero3_hooks.backend_context`), so that hooks which are
+registered again later, as TRL and ``deepspeed.runtime.zero.unwrap_model_for_generation`` do, go the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ort_zero.compat import deepspeed_hooks
+from ort_zero.compat.ortmodule import is_ortmodule
+from ort_zero.utils.patching import Patch, defined_in
+from ort_zero.zero3_hooks import backend_context
+
+_MODE = "_ort_zero_mode"
+_SUBSCRIBER = "_ort_zero_subscriber"
+
+
+def mode_of(offload: Any) -> str | None:
+    """Return the mode in which the hooks of `offload` were set up."""
+    return vars(offload).get(_MODE)
+
+
+def hooked_root(offload: Any) -> Any:
+    """Return the module that carries the hooks: the user's own, also where an ORTModule surrounds it.
+
+    ORT runs the graph, not the module, so the hooks serve direct calls: HF Trainer evaluates the module that it was
+    given, a fallback runs it in PyTorch. They are paused while the module is traced.
+    """
+    module = offload.module
+    return module.module if is_ortmodule(module) else module
+
+
+def _subscriber(offload: Any) -> Any:
+    found = vars(offload).get(_SUBSCRIBER)
+    if found is None:
+        from ort_zero.zero3_hooks.subscriber import ZeROOffloadSubscriber
+
+        found = ZeROOffloadSubscriber(offload)
+        setattr(offload, _SUBSCRIBER, found)
+    return found
+
+
+def _build_setup(original: Callable) -> Callable:
+    def setup_zero_stage3_hooks(self: Any) -> None:
+        """Set hooks up for the engine that will run the model."""
+        current = backend_context.current()
+        setattr(self, _MODE, current)
+        if current is None:
+            original(self)
+            return
+        from ort_zero.zero3_hooks.hook_manager import is_paused
+
+        self.hierarchy = 0
+        start = _subscriber(self).hooks.start_of_forward
+
+        def start_of_forward(module: Any, args: tuple) -> None:
+            if not is_paused():
+                start(module, args)
+
+        self.fwd_pre_hook = hooked_root(self).register_forward_pre_hook(start_of_forward)
+        deepspeed_hooks.register_root(self)
+        deepspeed_hooks.push_root(hooked_root(self))
+
+    return setup_zero_stage3_hooks
+
+
+def _build_register(original: Callable) -> Callable:
+    def _register_deepspeed_module(self: Any, module: Any, count: list[int] | None = None) -> None:
+        """Register hooks on `module` and below, in the mode that this offload was set up in."""
+        if count is None:
+            count = deepspeed_hooks.shared_count(original)
+        if mode_of(self) is None:
+            original(self, module, count)
+            return
+        if module is self.module:
+            module = hooked_root(self)
+            deepspeed_hooks.invalidate_trace(self)
+        deepspeed_hooks.number_modules(module, count)
+        _subscriber(self).register(module)
+
+    return _register_deepspeed_module
+
+
+def _build_destroy(original: Callable) -> Callable:
+    def destroy(self: Any) -> None:
+        """Remove the hooks; an engine of ours leaves nothing that keeps its model alive."""
+        original(self)
+        if mode_of(self) is not None:
+            deepspeed_hooks.pop_root(hooked_root(self))
+            deepspeed_hooks.forget_released(self)
+
+    return destroy
+
+
+def _build_convert(original: Callable) -> Callable:
+    def _convert_to_zero_parameters(self: Any, ds_config: Any, module: Any, mpu: Any) -> None:
+        """Partition the parameters; each refers to the user's module, not to the ORTModule of one engine."""
+        original(self, ds_config, module.module if is_ortmodule(module) else module, mpu)
+
+    return _convert_to_zero_parameters
+
+
+def _guard(probe: Callable[[Callable], Any]) -> Callable[[Any], None]:
+    ours = defined_in(deepspeed_hooks.MODULE)
+
+    def guard(original: Any) -> None:
+        ours(original)
+        probe(original)
+
+    return guard
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        target=deepspeed_hooks.SETUP_TARGET,
+        build=_build_setup,
+        why="ZeRO-3 hooks fit the engine that runs the model",
+        guard=_guard(deepspeed_hooks.probe_setup),
+    ),
+    Patch(
+        target=deepspeed_hooks.REGISTER_TARGET,
+        build=_build_register,
+        why="ZeRO-3 hooks that are registered again stay with that engine",
+        guard=_guard(deepspeed_hooks.probe),
+    ),
+    Patch(
+        target=deepspeed_hooks.DESTROY_TARGET,
+        build=_build_destroy,
+        why="a destroyed engine does not keep its model alive",
+        guard=defined_in(deepspeed_hooks.MODULE),
+    ),
+    Patch(
+        target=deepspeed_hooks.CONVERT_TARGET,
+        build=_build_convert,
+        why="a model does not keep a destroyed engine alive",
+        guard=defined_in(deepspeed_hooks.MODULE),
+    ),
+)

@@ -1,0 +1,349 @@
+"""The verdict names the module, the direction and the rank of a fault, and accuses nobody of rounding."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from statistics_models import FAULTS, MODELS, bert, cnn, gpt2, pictures, rounded, text, wrong_gradient
+from statistics_tables import Collector, Precise, Run, train
+from torch import nn
+
+from ort_zero.statistics.compare.compare_runs import compare_runs
+from ort_zero.statistics.records import Phase
+
+
+@functools.cache
+def right(model: str, **options) -> Run:
+    return train(*MODELS[model], **options)
+
+
+def at(path: str, fault):
+    return lambda model: fault(model.get_submodule(path))
+
+
+@pytest.mark.parametrize(("model", "fault", "module"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
+@pytest.mark.parametrize("precise", [False, True], ids=["same backend", "other backend"])
+def test_a_fault_is_named(model, fault, module, precise):
+    wrong = train(*MODELS[model], fault=at(module, fault), precise=precise)
+    verdict = compare_runs(right(model), wrong).verdict
+    assert not verdict.same
+    direction = "backward" if fault is wrong_gradient else "forward"
+    assert (verdict.module, verdict.direction) == (module, direction), verdict.text
+    assert verdict.difference.step == 0 and verdict.difference.rank == 0
+    apart = verdict.difference.error > verdict.difference.tolerance
+    assert apart or verdict.difference.kind == "nan" or "the norm differs" in verdict.text
+    assert module in verdict.text and direction in verdict.text and "step 0, rank 0" in verdict.text
+
+
+class Normalized(nn.Module):
+    """A layer normalization behind values that are off by `noise`, or have a large mean."""
+
+    def __init__(self, epsilon=1e-5, noise=0.0, offset=0.0, single_pass=False):
+        super().__init__()
+        self.norm = nn.LayerNorm(256, eps=epsilon)
+        self.add, self.noise, self.offset = nn.Identity(), noise, offset
+        self.add.forward = lambda x: x + self.noise * torch.randn(x.shape, generator=torch.Generator().manual_seed(7))
+        if single_pass:
+            self.norm.forward = self._single_pass
+
+    def _single_pass(self, x):
+        mean, square = x.mean(-1, keepdim=True), (x * x).mean(-1, keepdim=True)
+        return (x - mean) / torch.sqrt(square - mean * mean + 1e-5) * self.norm.weight + self.norm.bias
+
+    def forward(self, x):
+        return (self.norm(self.add(x + self.offset)) ** 3).mean()
+
+
+def numbers(step, rank):
+    return dict(x=torch.randn(32, 256, generator=torch.Generator().manual_seed(step)))
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-7, 1e-6])
+def test_another_epsilon_is_found_under_rounding_that_is_as_large(noise):
+    a, clean, wrong = (
+        train(lambda: Normalized(epsilon, size), numbers)
+        for epsilon, size in ((1e-5, 0.0), (1e-5, noise), (1e-12, noise))
+    )
+    assert compare_runs(a, clean).verdict.same, compare_runs(a, clean).verdict.text
+    verdict = compare_runs(a, wrong).verdict
+    assert verdict.module == "norm", verdict.text
+    assert noise < 1e-6 or "the norm differs by 5.0e-06" in verdict.text
+
+
+@pytest.mark.parametrize("offset", [0.0, 3.0, 10.0])
+def test_a_variance_computed_in_one_pass_is_no_fault(offset):
+    runs = [train(lambda: Normalized(offset=offset, single_pass=single), numbers) for single in (False, True)]
+    comparison = compare_runs(*runs)
+    assert comparison.verdict.same, comparison.verdict.text
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rounding_is_no_fault(model):
+    comparison = compare_runs(right(model, steps=5), train(*MODELS[model], steps=5, precise=True))
+    assert comparison.verdict.same, comparison.verdict.text
+    assert not comparison.differences and not comparison.counts and not comparison.notes
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        ("gpt2", lambda p: torch.optim.AdamW(p, lr=1e-2)),
+        ("cnn", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+        ("cnn", lambda p: torch.optim.Adam(p, lr=1e-2)),
+    ],
+)
+def test_parameters_that_drift_are_no_fault(model, optimizer):
+    runs = [train(*MODELS[model], steps=10, optimizer=optimizer, precise=precise) for precise in (False, True)]
+    comparison = compare_runs(*runs)
+    assert comparison.verdict.same, comparison.verdict.text
+
+
+def test_large_scores_are_no_fault():
+    def make():
+        model = gpt2()
+        with torch.no_grad():
+            for name, value in model.named_parameters():
+                if "c_attn.weight" in name:
+                    value.mul_(20)
+        return model
+
+    comparison = compare_runs(train(make, text, steps=2), train(make, text, steps=2, precise=True))
+    assert comparison.verdict.same, comparison.verdict.text
+
+
+@pytest.mark.parametrize("model", ["bert", "cnn"])
+def test_bfloat16_has_a_floor_of_its_own(model):
+    make, batch = MODELS[model]
+
+    def halves(step, rank):
+        return {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch(step, rank).items()}
+
+    runs = [train(lambda: make().bfloat16(), halves, steps=2, precise=precise) for precise in (False, True)]
+    for run in runs:
+        run.dtype = "bfloat16"
+    comparison = compare_runs(*runs)
+    assert comparison.verdict.same, comparison.verdict.text
+    wrong = train(lambda: make().bfloat16(), halves, fault=lambda m: m.register_forward_pre_hook(_negate_first(m)))
+    wrong.dtype = "bfloat16"
+    assert not compare_runs(runs[0], wrong).verdict.same
+
+
+def _negate_first(model):
+    def hook(module, args):
+        with torch.no_grad():
+            next(iter(model.parameters())).neg_()
+
+    return hook
+
+
+def test_a_run_in_another_dtype_is_compared_at_the_coarser_one():
+    wrong = train(lambda: gpt2().bfloat16(), text)
+    wrong.dtype = "bfloat16"
+    comparison = compare_runs(right("gpt2"), wrong)
+    assert comparison.verdict.same, comparison.verdict.text
+    assert comparison.counts["dtype"] > 100 and any("bfloat16" in note for note in comparison.notes)
+
+
+class Flipping(nn.Module):
+    """Values so near 0 that rounding moves some of them over ReLU's border."""
+
+    def __init__(self, shift: float):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shift = shift
+        self.first, self.act, self.last = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)
+
+    def forward(self, x):
+        x = self.first(x)
+        noise = self.shift * (torch.arange(x.numel()).reshape(x.shape) % 2 - 0.5)
+        near = torch.arange(x.numel()).reshape(x.shape) % 997 == 0
+        return (self.last(self.act(torch.where(near, 0.0 * x, x) + noise)) ** 2).mean()
+
+
+def test_an_element_that_crosses_the_border_of_relu_is_no_fault():
+    def batch(step, rank):
+        return dict(x=torch.randn(64, 64, generator=torch.Generator().manual_seed(step)))
+
+    a, b = (train(lambda: Flipping(shift), batch) for shift in (1e-7, -1e-7))
+    comparison = compare_runs(a, b)
+    assert comparison.verdict.same, comparison.verdict.text
+    table_a, table_b = a.steps[0][0], b.steps[0][0]
+    gradients = [i for i, phase in enumerate(table_a.phase) if phase == 2]
+    assert any(table_a.zero[i] != table_b.zero[i] for i in gradients), "nothing flipped, the test shows nothing"
+
+
+def test_one_rank_with_other_data_is_named():
+    def shuffled(step, rank):
+        batch = text(step, rank)
+        return {key: value.flip(0) for key, value in batch.items()} if rank == 1 else batch
+
+    verdict = compare_runs(train(bert, text, ranks=2), train(bert, shuffled, ranks=2)).verdict
+    assert (verdict.direction, verdict.module, verdict.difference.rank) == ("input", "", 1)
+    assert verdict.difference.tensor == "input.input_ids" and "other ranks agree" in verdict.text
+
+
+def test_a_fault_of_one_rank_alone_is_named():
+    def rounds_on_rank_1(model):
+        at("blocks.1.0", rounded)(model)
+        module = model.blocks[1][0]
+        wrong = module.forward
+        del module.forward
+        good, calls = module.forward, iter(range(10))
+        module.forward = lambda x: wrong(x) if next(calls) % 2 else good(x)
+
+    verdict = compare_runs(
+        train(cnn, pictures, ranks=2, steps=2), train(cnn, pictures, ranks=2, steps=2, fault=rounds_on_rank_1)
+    ).verdict
+    assert (verdict.module, verdict.direction) == ("blocks.1.0", "forward")
+    assert (verdict.difference.rank, verdict.difference.step) == (1, 0)
+
+
+def test_a_fault_of_a_later_step_is_named():
+    def later(model, step):
+        if step == 2:
+            at("transformer.h.0.mlp.c_fc", rounded)(model)
+
+    wrong = train(gpt2, text, steps=4, precise=True, before=later)
+    verdict = compare_runs(right("gpt2", steps=4), wrong).verdict
+    assert (verdict.module, verdict.direction, verdict.difference.step) == ("transformer.h.0.mlp.c_fc", "forward", 2)
+
+
+def test_dropout_is_named_and_explained():
+    torch.manual_seed(1)
+    runs = [train(lambda: bert(dropout=0.1), text, before=lambda m, s, n=n: torch.manual_seed(n)) for n in (1, 2)]
+    verdict = compare_runs(*runs).verdict
+    assert verdict.module == "bert.embeddings.dropout" and verdict.direction == "forward"
+    assert "dropout draws different masks" in verdict.text and "p=0" in verdict.text
+
+
+def test_nothing_in_place_of_something_is_no_rounding_error():
+    def silenced(model):
+        mlp = model.transformer.h[1].mlp
+        original = mlp.forward
+        mlp.forward = lambda x: original(x) * 0
+
+    verdict = compare_runs(right("gpt2"), train(gpt2, text, fault=silenced)).verdict
+    assert (verdict.module, verdict.direction) == ("transformer.h.1.mlp", "forward"), verdict.text
+
+
+def test_who_returns_what_it_was_given_is_not_accused():
+    """The gradient is lost behind a dropout of 0, which returns its very input."""
+
+    def detached(model):
+        mlp = model.transformer.h[1].mlp
+        original = mlp.forward
+        mlp.forward = lambda x: original(x).detach() + 0 * x
+
+    verdict = compare_runs(right("gpt2"), train(gpt2, text, fault=detached)).verdict
+    assert (verdict.module, verdict.direction) == ("transformer.h.1.mlp", "backward"), verdict.text
+
+
+def test_other_parameters_at_the_start_are_named():
+    def changed(model):
+        with torch.no_grad():
+            model.fc.weight[0] += 0.01
+
+    verdict = compare_runs(right("cnn"), train(cnn, pictures, fault=changed)).verdict
+    assert (verdict.module, verdict.direction, verdict.difference.tensor) == ("fc", "forward", "weight")
+    assert "start from different parameters: 1 of 14" in verdict.text
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p: torch.optim.AdamW(p, lr=1.1e-3), lambda p: torch.optim.SGD(p, lr=1e-3)],
+    ids=["learning rate", "algorithm"],
+)
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+def test_another_update_is_told_from_a_fault_of_a_module(model, optimizer):
+    wrong = train(*MODELS[model], steps=3, optimizer=optimizer, precise=True)
+    verdict = compare_runs(right(model, steps=3), wrong).verdict
+    assert verdict.direction == "update" and verdict.difference.step == 1, verdict.text
+    assert "changed differently from step 0 to 1" in verdict.text
+
+
+def test_without_parameters_drift_is_assumed():
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-2)
+    a, b = (
+        train(gpt2, text, steps=4, parameters=False, precise=precise, optimizer=optimizer) for precise in (False, True)
+    )
+    comparison = compare_runs(a, b)
+    assert comparison.verdict.same and any("parameters were not collected" in note for note in comparison.notes)
+    wrong = train(gpt2, text, steps=3, parameters=False, fault=at("transformer.h.1.ln_2", rounded))
+    assert compare_runs(a, wrong).verdict.module == "transformer.h.1.ln_2"
+
+
+@pytest.mark.parametrize("model", ["gpt2", "bert"])
+@pytest.mark.parametrize("sample", [16, 256])
+def test_samples_of_parameters_may_hide_how_far_they_drifted(model, sample):
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-2)
+    runs = [
+        train(*MODELS[model], steps=4, optimizer=optimizer, precise=precise, sample=sample) for precise in (False, True)
+    ]
+    comparison = compare_runs(*runs)
+    assert comparison.verdict.same, comparison.verdict.text
+
+
+def test_a_second_run_of_the_reference_widens_the_tolerance():
+    a = right("cnn")
+    wrong = train(cnn, pictures, fault=at("blocks.1.0", rounded))
+    assert not compare_runs(a, wrong).verdict.same
+    assert compare_runs(a, wrong, wrong).verdict.same
+    other = train(cnn, pictures, fault=at("blocks.2.0", rounded))
+    assert compare_runs(a, other, wrong).verdict.same  # what is inherited from noise is noise
+    assert compare_runs(a, wrong, other).verdict.module == "blocks.1.0"
+
+
+def test_a_number_as_tolerance():
+    wrong = train(*MODELS["gpt2"], fault=at("transformer.h.1.mlp.c_proj", rounded))
+    comparison = compare_runs(right("gpt2"), wrong, rtol=1e-4)
+    assert comparison.verdict.module == "transformer.h.1.mlp.c_proj" and comparison.rtol == "0.0001"
+    assert all(difference.error > 1e-4 for difference in comparison.differences)
+    assert compare_runs(right("gpt2"), wrong, rtol=0.5).verdict.same
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_number_as_tolerance_accuses_no_noise(model):
+    """The gradient of the bias of attention's keys is 0 but for rounding, which Adam makes whole steps of."""
+    comparison = compare_runs(right(model, steps=3), train(*MODELS[model], steps=3, precise=True), rtol=1e-2)
+    assert comparison.verdict.same, comparison.verdict.text
+
+
+class Outside(nn.Module):
+    """Returns what a loss is computed from elsewhere; the larger the scores, the less is left of the gradient."""
+
+    def __init__(self, scale):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.scale = nn.Linear(32, 32), scale
+
+    def forward(self, x):
+        return self.scale * x + self.body(x)
+
+
+def of_outside(scale: float, precise: bool, gradient: float = 1.0) -> Run:
+    labels = torch.randint(0, 32, (16,), generator=torch.Generator().manual_seed(3))
+    model = Outside(scale)
+    collector = Collector(model)
+    collector.begin(0)
+    with Precise() if precise else contextlib.nullcontext():
+        loss = nn.functional.cross_entropy(model(nn.functional.one_hot(labels, 32).float()), labels)
+    loss.backward(torch.tensor(gradient))
+    collector.end()
+    return Run("run", {0: collector.tables})
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0, 14.0, 30.0])
+def test_the_gradient_of_a_loss_computed_elsewhere(scale):
+    comparison = compare_runs(of_outside(scale, False), of_outside(scale, True))
+    assert comparison.verdict.same, comparison.verdict.text
+    if scale == 14.0:
+        errors = [error for series in comparison.series for error in series.errors if series.phase == Phase.BACKWARD]
+        assert max(errors) > 1e-4, "the loss is not small enough for this to show anything"
+
+
+def test_a_wrong_loss_computed_elsewhere():
+    verdict = compare_runs(of_outside(1.0, False), of_outside(1.0, True, gradient=1.05)).verdict
+    assert (verdict.direction, verdict.module, verdict.difference.tensor) == ("backward", "", "output")

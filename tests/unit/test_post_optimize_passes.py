@@ -1,0 +1,63 @@
+"""ScaledSum and BatchScale as products and sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+
+from ort_zero.runtime.export.post_optimize_passes import unfuse_for_cpu
+
+MICROSOFT = "com.microsoft"
+
+
+def model(nodes, inputs, outputs, kind=TensorProto.FLOAT) -> onnx.ModelProto:
+    def infos(names):
+        return [helper.make_tensor_value_info(name, kind, [2]) for name in names]
+
+    graph = helper.make_graph(nodes, "graph", infos(inputs), infos(outputs))
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid(MICROSOFT, 1)])
+
+
+def run(built: onnx.ModelProto, **feeds):
+    onnx.checker.check_model(built)
+    return ReferenceEvaluator(built).run(None, {name: np.array(v, np.float32) for name, v in feeds.items()})
+
+
+def test_a_scaled_sum_of_three():
+    scales = {"scale_0": 0.5, "scale_1": 2.0, "scale_2": 1.0}
+    built = model([helper.make_node("ScaledSum", ["a", "b", "c"], ["y"], domain=MICROSOFT, **scales)], "abc", "y")
+    assert unfuse_for_cpu(built) == 1
+    assert not any(node.domain for node in built.graph.node)
+    (y,) = run(built, a=[2, 4], b=[1, 1], c=[10, 20])
+    np.testing.assert_allclose(y, [13, 24])
+
+
+def test_a_batch_scale_and_a_result_that_nothing_needs():
+    scales = {"scale_0": 0.5, "scale_1": 2.0, "scale_2": 3.0}
+    built = model([helper.make_node("BatchScale", ["a"], ["x", "", "z"], domain=MICROSOFT, **scales)], "a", "xz")
+    assert unfuse_for_cpu(built) == 1
+    x, z = run(built, a=[2, 4])
+    np.testing.assert_allclose(x, [1, 2])
+    np.testing.assert_allclose(z, [6, 12])
+
+
+def test_several_have_names_of_their_own():
+    scales = {"scale_0": 0.5, "scale_1": 2.0}
+    nodes = [
+        helper.make_node("ScaledSum", ["a", "b"], ["s"], domain=MICROSOFT, **scales),
+        helper.make_node("ScaledSum", ["s", "b"], ["y"], domain=MICROSOFT, **scales),
+    ]
+    built = model(nodes, "ab", "y")
+    assert unfuse_for_cpu(built) == 2
+    names = [node.name for node in built.graph.node]
+    assert len(set(names)) == len(names)
+    np.testing.assert_allclose(run(built, a=[2, 4], b=[1, 1])[0], [3.5, 4])
+
+
+def test_other_nodes_stay():
+    built = model([helper.make_node("Add", ["a", "b"], ["y"], name="add")], "ab", "y")
+    before = built.SerializeToString()
+    assert unfuse_for_cpu(built) == 0
+    assert built.SerializeToString() == before
