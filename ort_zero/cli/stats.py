@@ -14,8 +14,9 @@ from ort_zero.statistics import extra
 from ort_zero.statistics.naming import module_name, span
 
 if TYPE_CHECKING:
-    from ort_zero.statistics.compare.comparison import Comparison, Difference, RunInfo
-    from ort_zero.statistics.merge import MergeReport
+    from ort_zero.statistics.compare.comparison import Comparison, Difference
+    from ort_zero.statistics.compare.merge import MergeReport
+    from ort_zero.statistics.records import RunInfo
 
 _SHOWN = 10
 _HEAD = ("step", "rank", "phase", "module", "tensor", "kind", "error", "tolerance", "inherited", "l2 of a", "l2 of b")
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from ort_zero.statistics.merge import merge_activation_summary
+    from ort_zero.statistics.compare.merge import merge_activation_summary
 
     report = merge_activation_summary(
         args.pt_dir, args.ort_dir, args.output_dir, overwrite=args.overwrite, progress=not args.json

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ort_zero.statistics.merge import merge_activation_summary
+from ort_zero.statistics.compare.merge import merge_activation_summary
 
 __all__ = ["merge_activation_summary"]
 

@@ -43,8 +43,8 @@ from ort_zero.runtime.export_cache.store import ExportCache
 from ort_zero.runtime.graph_builder import Builder
 from ort_zero.runtime.guards.keys import Action, Transition
 from ort_zero.runtime.guards.module_guard import ModelWatch
-from ort_zero.runtime.guards.transitions import GraphTransitionManager, History, counted
 from ort_zero.runtime.operators import torch_fallback
+from ort_zero.runtime.transitions import GraphTransitionManager, History, counted
 from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.statistics.collect.subscriber_manager import Session, sessions_of
 

@@ -102,3 +102,20 @@ class Record:
     partitioned: bool
     """True if other ranks hold the rest of the tensor (ZeRO-3): sketches, sums and counts of all ranks add up."""
     statistics: Statistics | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """One run, from the manifests of its ranks."""
+
+    path: str
+    run_id: str
+    backend: str
+    """``"onnxruntime"`` or ``"torch"``."""
+    world_size: int
+    zero_stage: int
+    dtype: str
+    model: str
+    """Class name of the root module."""
+    steps: tuple[int, ...]
+    """Full steps that every rank has."""

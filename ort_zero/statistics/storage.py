@@ -24,8 +24,7 @@ from ort_zero import env
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 from ort_zero.statistics import extra
-from ort_zero.statistics.compare.comparison import RunInfo
-from ort_zero.statistics.records import FILE, FIRST, FORMAT, FORMAT_VERSION, MANIFEST, SKETCH, Phase, Record
+from ort_zero.statistics.records import FILE, FIRST, FORMAT, FORMAT_VERSION, MANIFEST, SKETCH, Phase, Record, RunInfo
 from ort_zero.statistics.rows import COLUMNS, COUNTS, FIRST_COLUMNS, SKETCH_COLUMNS, WIDTH, row_of, statistics_of
 from ort_zero.statistics.run_folder import (
     CLAIM,

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ort_zero.statistics.compare.comparison import RunInfo
-from ort_zero.statistics.records import FIRST, SKETCH, Phase
+from ort_zero.statistics.records import FIRST, SKETCH, Phase, RunInfo
 from ort_zero.statistics.storage import Table
 
 NUMBERS = ("elements", "min", "max", "mean", "std", "abs_mean", "l2", "negative", "positive", "zero", "nan", "inf")

@@ -19,8 +19,8 @@ from statistics_files import begin, records, write
 
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics import merge
-from ort_zero.statistics.merge import merge_activation_summary
+from ort_zero.statistics.compare import merge
+from ort_zero.statistics.compare.merge import merge_activation_summary
 from ort_zero.statistics.records import SKETCH, Phase, Record, Statistics
 from ort_zero.statistics.storage import StepRows
 

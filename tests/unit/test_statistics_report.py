@@ -19,9 +19,9 @@ import pytest
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.compare import report
-from ort_zero.statistics.compare.comparison import Comparison, Difference, RunInfo, Series, Verdict
+from ort_zero.statistics.compare.comparison import Comparison, Difference, Series, Verdict
 from ort_zero.statistics.compare.report import check_target, write_report
-from ort_zero.statistics.records import Phase
+from ort_zero.statistics.records import Phase, RunInfo
 
 MODULES, STEPS, RANKS = 60, 12, 2
 BAD_MODULE, BAD_STEP, BAD_RANK = 23, 4, 1

@@ -6,27 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ort_zero.statistics.records import Phase
+from ort_zero.statistics.records import Phase, RunInfo
 
 KINDS = ("missing", "extra", "reordered", "shape", "dtype", "nan", "numeric")
 """How a record may differ; ``missing``: the second run lacks it, ``extra``: the first one does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunInfo:
-    """One run, from the manifests of its ranks."""
-
-    path: str
-    run_id: str
-    backend: str
-    """``"onnxruntime"`` or ``"torch"``."""
-    world_size: int
-    zero_stage: int
-    dtype: str
-    model: str
-    """Class name of the root module."""
-    steps: tuple[int, ...]
-    """Full steps that every rank has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.comparison import Comparison, RunInfo, Series
+from ort_zero.statistics.compare.comparison import Comparison, Series
+from ort_zero.statistics.records import RunInfo
 from ort_zero.utils.atomic_write import write_whole
 
 LARGEST = 2_600_000
