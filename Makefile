@@ -35,7 +35,7 @@ $(READY): setup.cfg constraints.txt
 	@echo "installing torch and the other packages into $(VENV) (some hundred MB, minutes)"
 	@# torch on its own, at one version: anything newer drags in gigabytes of CUDA
 	@$(BIN)/python -m pip install -q '$(TORCH)'
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[ort,examples,test]'
+	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[ort,examples,test,lint]'
 	@$(BIN)/ort-zero build
 	@touch $@
 
@@ -93,11 +93,15 @@ zoo: $(READY) ## Try every architecture of the model zoo, alone and under ZeRO-3
 	$(BIN)/python benchmarks/model_zoo.py; one=$$?; $(BIN)/python benchmarks/model_zoo.py --zero3 && exit $$one
 
 .PHONY: lint
-lint: $(READY) ## Check the style with ruff
-	@test -x $(BIN)/ruff || $(BIN)/python -m pip install -q -c constraints.txt -e '.[lint]'
-	$(BIN)/ruff check .
+lint: $(READY) ## Check the style with ruff and the types with mypy; changes nothing
+	@$(BIN)/ruff check .; one=$$?; $(BIN)/ruff format --check . || one=$$?; $(BIN)/mypy || one=$$?; exit $$one
+
+.PHONY: format
+format: $(READY) ## Lay the code out with ruff, and repair what ruff can repair
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
 
 .PHONY: clean
 clean: ## Remove what runs leave behind (.venv and the extensions' cache stay)
-	rm -rf out build dist .pytest_cache .ruff_cache
+	rm -rf out build dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
