@@ -116,7 +116,7 @@ def _compiler() -> tuple[str | None, Problem | None]:
     except BuildError as error:
         return None, Problem(what=_first_line(error), fix="apt-get install g++")
     try:
-        extensions._python_include()
+        extensions.python_include()
     except BuildError as error:
         return compiler, Problem(what=_first_line(error), fix="apt-get install python3-dev")
     return compiler, None

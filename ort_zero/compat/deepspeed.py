@@ -49,6 +49,11 @@ def parameter_offload_of(engine: Any) -> Any:
     )
 
 
+def partition_group_of(offload: Any) -> Any:
+    """Return the process group over which ZeRO-3 partitions the parameters."""
+    return offload.dp_process_group
+
+
 def prefetch_window(offload: Any) -> int:
     """Return ``stage3_prefetch_bucket_size`` in elements."""
     return int(offload._prefetch_bucket_sz)

@@ -11,7 +11,7 @@ that is not accounted for.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 from typing import Any
@@ -25,6 +25,10 @@ DESTROY_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.destroy"
 CONVERT_TARGET = f"{MODULE}:DeepSpeedZeRoOffload._convert_to_zero_parameters"
 REGISTER_TARGET = f"{MODULE}:DeepSpeedZeRoOffload._register_deepspeed_module"
 WORKING = "DeepSpeed 0.19.x"
+BEFORE_BACKWARD = "pre_bwd_fn"
+"""Attribute of a module through whose ``apply`` DeepSpeed's hook passes each output."""
+AFTER_BACKWARD = "post_bwd_fn"
+"""Attribute of a module through whose ``apply`` DeepSpeed's hook passes each input."""
 
 _CO_VARARGS, _CO_VARKEYWORDS = 0x04, 0x08
 
@@ -201,6 +205,37 @@ def shared_count(registering_function: Callable) -> list[int]:
 def register_root(offload: Any) -> None:
     """Register hooks on the whole model of `offload`, by whatever implementation its class has at the moment."""
     offload._register_deepspeed_module(offload.module)
+
+
+def set_root_hook(offload: Any, handle: Any) -> None:
+    """Let `offload` begin with a new set of hooks, and remove the hook behind `handle` when it is destroyed."""
+    offload.hierarchy = 0
+    offload.fwd_pre_hook = handle
+
+
+def hand_over(offload: Any, forward: Iterable[Any], backward: Iterable[Any]) -> None:
+    """Let `offload` remove the hooks behind these handles when it removes its own."""
+    offload.forward_hooks.extend(forward)
+    offload.backward_hooks.extend(backward)
+
+
+def count_use(module: Any) -> None:
+    """Count one more use of `module` for which a backward may come; DeepSpeed's hooks count down."""
+    # In its own __dict__: wrappers that delegate attributes would show the counter of the wrapped module.
+    if "applied_pre_backward_ref_cnt" not in module.__dict__:
+        module.applied_pre_backward_ref_cnt = 0
+    module.applied_pre_backward_ref_cnt += 1
+
+
+def count_awaited_gradient(module: Any) -> None:
+    """Count one more gradient of the inputs of `module` that its backward will have to compute."""
+    module.ds_grads_remaining += 1
+
+
+def gradient_arrived(module: Any) -> bool:
+    """Count one gradient of the inputs of `module` as computed; return True if it was the last one awaited."""
+    module.ds_grads_remaining = module.ds_grads_remaining - 1
+    return module.ds_grads_remaining == 0
 
 
 def push_root(root: Any) -> None:

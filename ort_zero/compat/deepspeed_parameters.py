@@ -97,3 +97,13 @@ def is_partitioned(parameter: Any) -> bool:
 def full_shape(parameter: Any) -> tuple[int, ...]:
     """Return the shape of the whole parameter."""
     return tuple(parameter.ds_shape) if is_partitioned(parameter) else tuple(parameter.shape)
+
+
+def full_size(parameter: Any) -> int:
+    """Return the number of elements of the whole parameter."""
+    return int(parameter.ds_numel) if is_partitioned(parameter) else parameter.numel()
+
+
+def number_of(parameter: Any) -> int | None:
+    """Return the number by which DeepSpeed's messages name a partitioned parameter, None for any other."""
+    return getattr(parameter, "ds_id", None)

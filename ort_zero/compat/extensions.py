@@ -293,7 +293,12 @@ def _compiler() -> list[str]:
     raise BuildError(f"no C++ compiler ({wanted}) to build onnxruntime-training's extensions: apt-get install g++")
 
 
-def _python_include() -> Path:
+def python_include() -> Path:
+    """Return the folder of the headers of Python.
+
+    Raises:
+        BuildError: it has no headers.
+    """
     path = Path(sysconfig.get_paths()["include"])
     if not (path / "Python.h").is_file():
         raise BuildError(
@@ -304,7 +309,7 @@ def _python_include() -> Path:
 
 def _command(name: str, folder: Path, output: Path) -> list[str]:
     torch = _package_dir("torch")
-    includes = (folder / "include", torch / "include", torch / "include/torch/csrc/api/include", _python_include())
+    includes = (folder / "include", torch / "include", torch / "include/torch/csrc/api/include", python_include())
     return [
         *_compiler(),
         *_FLAGS,

@@ -149,7 +149,7 @@ def _connect(engine: Any, runtime: Any) -> None:
     offload = ds_compat.parameter_offload_of(engine)
     runtime.stage = int(engine.zero_optimization_stage())
     if offload is not None:
-        runtime.group = offload.dp_process_group
+        runtime.group = ds_compat.partition_group_of(offload)
         runtime.prefetch_elements = ds_compat.prefetch_window(offload)
         ds_compat.connect_leaf_gradients(engine)
 

@@ -19,6 +19,7 @@ from ort_zero import env
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_checkpoint, torch_onnx
 from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters, PlainParameters, full_shape, is_partitioned
+from ort_zero.compat.torch_modules import buffer_table
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.recompute.optimizer import Decision, MemoryOptimizer
@@ -393,7 +394,7 @@ def _buffer(module: torch.nn.Module, name: str) -> Callable[[Any], Any]:
     path, _, key = name.rpartition(".")
     owner = module.get_submodule(path)
     # users may put another tensor in its place
-    return lambda _: owner._buffers[key]
+    return lambda _: buffer_table(owner)[key]
 
 
 def _weights(parameters: dict[str, Any]) -> dict[str, Weight]:

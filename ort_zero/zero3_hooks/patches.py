@@ -53,14 +53,13 @@ def _build_setup(original: Callable) -> Callable:
             return
         from ort_zero.zero3_hooks.hook_manager import is_paused
 
-        self.hierarchy = 0
         start = _subscriber(self).hooks.start_of_forward
 
         def start_of_forward(module: Any, args: tuple) -> None:
             if not is_paused():
                 start(module, args)
 
-        self.fwd_pre_hook = hooked_root(self).register_forward_pre_hook(start_of_forward)
+        deepspeed_hooks.set_root_hook(self, hooked_root(self).register_forward_pre_hook(start_of_forward))
         deepspeed_hooks.register_root(self)
         deepspeed_hooks.push_root(hooked_root(self))
 

@@ -17,7 +17,7 @@ from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
 
 
 class Side:
-    """Stands where DeepSpeed keeps a module's autograd Function: something with ``apply(tensor)``."""
+    """Takes the place of a module's autograd Function in DeepSpeed's tables: something with ``apply(tensor)``."""
 
     __slots__ = ("action", "function", "module")
 
@@ -43,11 +43,7 @@ class BeforeBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         """Count one more use of the module for which a backward may come."""
         _, ctx.side = inputs
-        module = ctx.side.module
-        # In its own __dict__: wrappers that delegate attributes would show the counter of the wrapped module.
-        if "applied_pre_backward_ref_cnt" not in module.__dict__:
-            module.applied_pre_backward_ref_cnt = 0
-        module.applied_pre_backward_ref_cnt += 1
+        deepspeed_hooks.count_use(ctx.side.module)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:
@@ -69,14 +65,13 @@ class AfterBackward(torch.autograd.Function):
         """Count one more gradient to wait for."""
         tensor, ctx.side = inputs
         if tensor.requires_grad:
-            ctx.side.module.ds_grads_remaining += 1
+            deepspeed_hooks.count_awaited_gradient(ctx.side.module)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:
         """Run DeepSpeed's action after the module's backward, once its last gradient is there."""
         module = ctx.side.module
-        module.ds_grads_remaining = module.ds_grads_remaining - 1
-        if module.ds_grads_remaining == 0:
+        if deepspeed_hooks.gradient_arrived(module):
             ctx.side.action(module)
         return (*grads, None)
 
@@ -112,9 +107,7 @@ class ZeROOffloadSubscriber(SubscriberBase):
         """Put the hooks on `module` and below, and hand their handles to the offload, which removes them."""
         self._sides = []
         handles = SubscriberManager([self]).register(module)
-        self.offload.forward_hooks.extend(handles.module)
-        self.offload.backward_hooks.extend(handles.tensor)
-        self.offload.backward_hooks.append(_SidesHandle(self._sides))
+        deepspeed_hooks.hand_over(self.offload, handles.module, [*handles.tensor, _SidesHandle(self._sides)])
 
     def children(self, module: torch.nn.Module) -> Iterable[torch.nn.Module]:
         """Return the children, none for a leaf module of DeepSpeed."""
@@ -123,8 +116,8 @@ class ZeROOffloadSubscriber(SubscriberBase):
     def prepare(self, module: torch.nn.Module) -> None:
         """Give `module` the autograd Functions of its two sides, in place of any of an earlier registration."""
         for name, function, action in (
-            ("pre_bwd_fn", BeforeBackward, self.hooks.run_before_backward),
-            ("post_bwd_fn", AfterBackward, self.hooks.run_after_backward),
+            (deepspeed_hooks.BEFORE_BACKWARD, BeforeBackward, self.hooks.run_before_backward),
+            (deepspeed_hooks.AFTER_BACKWARD, AfterBackward, self.hooks.run_after_backward),
         ):
             side = Side(function, module, action)
             setattr(module, name, side)

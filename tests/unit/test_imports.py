@@ -15,6 +15,27 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "ort_zero"
 FILES = sorted(PACKAGE.rglob("*.py"))
 FOREIGN = {"torch", "deepspeed", "onnxruntime"}
+OF_DEEPSPEED = frozenset(
+    # of parameters
+    "all_gather all_gather_coalesced ds_active_sub_modules ds_id ds_numel ds_persist ds_process_group ds_shape "
+    "ds_status ds_tensor ds_z3_leaf_module ZeroParamStatus NOT_AVAILABLE INFLIGHT "
+    # of modules
+    "applied_pre_backward_ref_cnt ds_grads_remaining ds_recompute_parameters post_bwd_fn pre_bwd_fn "
+    # of engines, optimizers and offloads
+    "backward_hooks bit16_groups dp_process_group forward_hooks fp16_groups fp16_partitioned_groups "
+    "fp32_partitioned_groups_flat fwd_pre_hook get_param_coordinator hierarchy leaf_parameters param_coordinator "
+    "parameter_offload params_to_release reduce_ready_partitions_and_remove_grads FWD_MODULE_STACK".split()
+)
+"""What DeepSpeed keeps to itself without an underscore. More than these: whatever begins with ``ds_``."""
+OF_TORCH = frozenset(
+    "_backward_hooks _buffers _checkpoint_wrapped_module _forward_hooks _forward_pre_hooks _fsdp_wrapped_module "
+    "_is_zerotensor _orig_mod _post_accumulate_grad_hooks _version".split()
+)
+"""Private attributes of instances, also where they are named in a string."""
+OF_PYTHON = frozenset({"_asdict", "_fields", "_make", "_replace"})
+"""Public in spite of the underscore: those of named tuples."""
+BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
+PUBLIC_IN_DISTRIBUTED = {"all_gather"}
 SPLIT = {"runtime": {"guards", "export", "operators", "zero3", "export_cache", "built_graph"},
          "statistics": {"collect", "compare"}}  # fmt: skip
 """Packages in which a module or a package below stands for itself; the package's own name means the rest of it."""
@@ -69,6 +90,11 @@ def parts_of(path: Path) -> tuple[str, ...]:
     return path.relative_to(PACKAGE).with_suffix("").parts
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def module_of(path: Path) -> str:
     parts = parts_of(path)
     return ".".join(("ort_zero", *(parts[:-1] if parts[-1] == "__init__" else parts)))
@@ -106,7 +132,7 @@ def imported_modules(tree: ast.AST, module: str, is_package: bool = False) -> It
 @functools.cache
 def graph_of_imports() -> dict[str, list[tuple[int, str]]]:
     return {
-        module: list(imported_modules(ast.parse(path.read_text()), module, path.name == "__init__.py"))
+        module: list(imported_modules(tree_of(path), module, path.name == "__init__.py"))
         for module, path in MODULES.items()
     }
 
@@ -125,7 +151,7 @@ def is_private(name: str) -> bool:
 
 
 def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, name) of each private name of a foreign package, as far as the syntax tells."""
+    """Yield (line, name) of each private name of a foreign package that is imported, or reached from what is."""
     bound: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -141,12 +167,66 @@ def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 if any(map(is_private, [*node.module.split("."), alias.name])):
                     yield node.lineno, f"{node.module}.{alias.name}"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr):
-            root = node.value
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if isinstance(root, ast.Name) and root.id in bound:
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and root_name(node) in bound:
+            yield node.lineno, ast.unparse(node)
+
+
+def root_name(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def own_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the private names that a module defines: functions, classes, variables, attributes of its instances."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and root_name(node) in ("self", "cls"):
+            yield node.attr
+
+
+@functools.cache
+def names_outside_compat() -> frozenset[str]:
+    return frozenset(name for path in FILES if parts_of(path)[0] != "compat" for name in own_names(tree_of(path)))
+
+
+def private_attributes(tree: ast.AST, own: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of each attribute of an instance that belongs to a foreign package.
+
+    Args:
+        tree: of a module.
+        own: private names that our package defines outside of compat; those that it defines inside count as foreign.
+    """
+    standard = {
+        alias.asname or alias.name.split(".")[0]
+        for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if (node.module if isinstance(node, ast.ImportFrom) else alias.name or "").split(".")[0]
+        in sys.stdlib_module_names
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, name = root_name(node), node.attr
+            if is_private(name):
+                theirs = name in OF_TORCH and ast.unparse(node.value) not in ("self", "cls")
+                if theirs or (name not in own | OF_PYTHON and root not in standard):
+                    yield node.lineno, ast.unparse(node)
+            elif name.startswith("ds_") or name in OF_DEEPSPEED:
+                if not (name in PUBLIC_IN_DISTRIBUTED and root in ("dist", "distributed")):
+                    yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+            if called == "partition" and not node.args and not node.keywords:  # str.partition takes an argument
                 yield node.lineno, ast.unparse(node)
+            named = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+            for name in named if called in BY_NAME else ():
+                if name.startswith("ds_") or (is_private(name) and name not in own | OF_PYTHON):
+                    yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Constant) and node.value in OF_DEEPSPEED | OF_TORCH:
+            yield node.lineno, repr(node.value)
 
 
 def test_imports_are_allowed():
@@ -173,15 +253,38 @@ def test_imports_have_no_cycle():
     assert cycle_in({module: [name for _, name in found] for module, found in graph_of_imports().items()}) == []
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if parts_of(p)[0] != "compat"], ids=lambda p: "/".join(parts_of(p)))
-def test_only_compat_names_private_symbols(path):
-    wrong = [f"{path.name}:{line} {name}" for line, name in private_uses(ast.parse(path.read_text()))]
-    assert not wrong
+def test_only_compat_names_private_symbols():
+    own = names_outside_compat()
+    wrong = [
+        f"{path.relative_to(PACKAGE.parent)}:{line} {name}"
+        for path in FILES
+        if parts_of(path)[0] != "compat"
+        for uses in (private_uses(tree_of(path)), private_attributes(tree_of(path), own))
+        for line, name in uses
+    ]
+    assert not wrong, "behind a function of ort_zero.compat, please:\n" + "\n".join(wrong)
 
 
 def test_the_walk_finds_what_it_should():
     code = "import torch\nfrom onnxruntime.training import _utils\nimport deepspeed._x as d\ntorch._C.f()\nd.ok\n"
     assert sorted(line for line, _ in private_uses(ast.parse(code))) == [2, 3, 4]
+    code = """
+import argparse
+import torch.distributed as dist
+from argparse import ArgumentParser
+argparse._SubParsersAction, kind._make, self._mine, other._mine, dist.all_gather, text.partition(" "), ds_config
+module._parameters
+tensor._version
+parameter.ds_shape
+getattr(parameter, "ds_numel")
+setattr(module, "_theirs", 1)
+for name in ("_forward_hooks",): pass
+parameter.partition()
+self._theirs
+offload.dp_process_group
+"""
+    own = frozenset({"_mine", "_version"})
+    assert sorted({line for line, _ in private_attributes(ast.parse(code), own)}) == list(range(6, 15))
     code = (
         "from ort_zero import env, enable\nimport ort_zero.cli.main\nfrom . import patches\n"
         "from ..runtime.guards import keys\nHOMES = {'x': 'ort_zero.statistics.rows'}\n"

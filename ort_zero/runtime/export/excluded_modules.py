@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.func import functional_call
 
+from ort_zero.compat.deepspeed_parameters import full_size
 from ort_zero.errors import ConfigError, ExportError
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.fake_weights import plain_access
@@ -113,8 +114,8 @@ class KeptInTorch:
 
     def share(self) -> float:
         """Return the part of the model's parameters that stays in PyTorch, 0 to 1."""
-        inside = {id(p): _size(p) for path in self.reasons for p in self._root.get_submodule(path).parameters()}
-        return sum(inside.values()) / max(1, sum(_size(p) for p in self._root.parameters()))
+        inside = {id(p): full_size(p) for path in self.reasons for p in self._root.get_submodule(path).parameters()}
+        return sum(inside.values()) / max(1, sum(full_size(p) for p in self._root.parameters()))
 
     def module_at(self, path: str) -> torch.nn.Module | None:
         """Return the submodule at `path`; None for the model itself, or if there is none."""
@@ -172,7 +173,3 @@ def _forward_of(module: torch.nn.Module, forward: Any) -> Iterator[None]:
         module.__dict__.pop("forward", None)
         if before is not _MISSING:
             module.__dict__["forward"] = before
-
-
-def _size(parameter: Any) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ort_zero.compat import tracing
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.errors import ExportError
 from ort_zero.runtime.export import pytree
@@ -102,7 +103,7 @@ class Tracer:
 
     def _tried(self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict) -> tuple[list, Any]:
         """Run the module as PyTorch would; an error here is the user's own."""
-        versions = [tensor._version for tensor in given]
+        versions = [version_of(tensor) for tensor in given]
         try:
             # modules that compute gradients in their forward fail without gradients only
             with torch.enable_grad(), self._watching():
@@ -113,7 +114,7 @@ class Tracer:
         if self.training and self.all_inputs:
             for argument, tensor, version in zip(self.arguments, given, versions, strict=True):
                 # PyTorch lets nobody change in place what is a leaf with gradient
-                if tensor._version == version and argument.is_floating_point():
+                if version_of(tensor) == version and argument.is_floating_point():
                     argument.requires_grad_()
         return pytree.flatten(value, drop_caches=self.training, known=known)
 
@@ -121,7 +122,7 @@ class Tracer:
         self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict
     ) -> tuple[list, Any]:
         """Run the module for the tracer; what a graph does not do by itself becomes more outputs of it."""
-        versions = [tensor._version for tensor in given]
+        versions = [version_of(tensor) for tensor in given]
         with tracing.watched() as seen:
             try:
                 value = module(*args, **kwargs)
@@ -130,7 +131,7 @@ class Tracer:
                 raise
         tensors, schema = pytree.flatten(value, drop_caches=self.training, known=known)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
-        changed = [i for i, tensor in enumerate(given) if tensor._version != versions[i]]
+        changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]
         self.effects = Effects(
             results=len(tensors),
             changed=changed,

@@ -38,6 +38,13 @@ import xxhash
 from ort_zero.compat import versions
 from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.compat.frames import is_foreign
+from ort_zero.compat.torch_modules import (
+    BOOKKEEPING,
+    buffer_table,
+    forward_hooks,
+    parameter_table,
+    submodule_table,
+)
 from ort_zero.runtime.export_cache.serialization import NotLasting
 from ort_zero.utils.text import shortened
 
@@ -110,12 +117,6 @@ def _without_addresses(text: str) -> str:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 _INTERNAL = frozenset(vars(torch.nn.Module()))
-_NO_PART = re.compile(
-    r"_?ds_|_external_params$|_original_parameters$|applied_pre_backward_ref_cnt$"  # what DeepSpeed has done so far
-    r"|_?name_or_path$|_commit_hash$|transformers_version$"  # where the weights come from
-    r"|_is_hf_initialized$|_original_object_hash$"
-)
-"""Attributes that change nothing in the graph."""
 _CLASS_NOISE = frozenset(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __abstractmethods__ _abc_impl __slots__ "
     "__dataclass_fields__ __parameters__ __orig_bases__ __firstlineno__ __static_attributes__ __match_args__".split()
@@ -134,23 +135,23 @@ def model(module: torch.nn.Module) -> Criterion:
     for path, child in module.named_modules():
         kinds.setdefault(type(child))
         mode = "training" if child.training else "evaluating"
-        children = [name for name, part in child._modules.items() if part is not None]
+        children = [name for name, part in submodule_table(child).items() if part is not None]
         extra = _without_addresses(child.extra_repr()) if type(child).extra_repr is not _NO_EXTRA else ""
         parts[path or "model"] = f"{_qualified(type(child))} {mode}"
         for name, text in (("(order)", " ".join(children)), ("(repr)", extra)):
             if text:
                 parts[_joined(path, name)] = _short(text)
         for name, value in vars(child).items():
-            if name not in _INTERNAL and not _NO_PART.match(name):
+            if name not in _INTERNAL and not BOOKKEEPING.match(name):
                 parts[_joined(path, name)] = _short(describe(value))
-        for name in ("_forward_hooks", "_forward_pre_hooks"):
-            if hooks := list(getattr(child, name).values()):  # their keys count up in the process
+        for name, hooks in forward_hooks(child).items():
+            if hooks:
                 parts[_joined(path, name)] = _short(describe(hooks))
     parts.update(_tensors(module))
     config = getattr(module, "config", None)
     if callable(getattr(config, "to_dict", None)):
         for name, value in config.to_dict().items():
-            if not _NO_PART.match(name):
+            if not BOOKKEEPING.match(name):
                 parts[f"config.{name}"] = _short(describe(value))
     for kind in kinds:
         parts.update(describe.classes(kind))
@@ -263,7 +264,7 @@ class _Describer:
         if isinstance(value, (float, int, str, bytes)):  # of a class of its own
             return f"{_qualified(kind)} {_without_addresses(repr(value))}"
         if isinstance(value, torch.nn.Module) and self._objects:  # hidden from the tree
-            parts = {**value._parameters, **value._buffers, **value._modules}
+            parts = {**parameter_table(value), **buffer_table(value), **submodule_table(value)}
             return f"{_qualified(kind)} {value.training} {self(parts, depth)}{self._own(value, kind, depth)}"
         if not self._objects or self.is_foreign(kind) and not isinstance(value, SimpleNamespace):
             return _qualified(kind)
@@ -279,7 +280,7 @@ class _Describer:
             for name in [slots] if isinstance(slots, str) else slots:
                 if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                     own[name] = getattr(value, name)
-        kept = [f"{n}={self(v, depth)}" for n, v in own.items() if n not in _INTERNAL and not _NO_PART.match(n)]
+        kept = [f"{n}={self(v, depth)}" for n, v in own.items() if n not in _INTERNAL and not BOOKKEEPING.match(n)]
         return f"({', '.join(kept)})"
 
     def is_foreign(self, kind: type) -> bool:

@@ -13,6 +13,7 @@ from itertools import compress
 import torch
 
 from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.torch_modules import parameter_table, submodule_table
 from ort_zero.runtime.guards.keys import ModelVersion
 
 MOST_CHANGES = 5
@@ -46,7 +47,8 @@ class ModelWatch:
         self._modules = dict(self.module.named_modules(remove_duplicate=False))
         self._parameters = dict(self.module.named_parameters(remove_duplicate=False))
         owners = list(self.module.modules())
-        tables = [table for m in owners for table in (m._modules, m._parameters) if table or isinstance(m, _CONTAINERS)]
+        both = ((m, table) for m in owners for table in (submodule_table(m), parameter_table(m)))
+        tables = [table for m, table in both if table or isinstance(m, _CONTAINERS)]
         # by dict's own methods: DeepSpeed's table of parameters gathers what is looked up in it
         self._tables, self._copies = tables, [dict(dict.items(table)) for table in tables]
         self._single = [

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from ort_zero.compat.torch_modules import is_zero_tensor
+
 Function = Callable[..., Sequence[torch.Tensor]]
 
 
@@ -200,7 +202,7 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch
     results = []
     for i, (shape, dtype, device) in enumerate(ctx.shapes):
         gradient = by_input.get(i)
-        if gradient is None or gradient._is_zerotensor():
+        if gradient is None or is_zero_tensor(gradient):
             gradient = torch.zeros(shape, dtype=dtype, device=device)
         gradient = gradient.detach().contiguous()
         results.append(gradient.clone() if _address(gradient) in foreign else gradient)

@@ -17,6 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ort_zero.compat import torch_ddp
+from ort_zero.compat.deepspeed_parameters import number_of
 from ort_zero.compat.torch_autograd import LeafInGraph, comes_to, current_backward, has_hooks, leaves_behind
 from ort_zero.errors import BridgeError
 from ort_zero.onnx_edit.python_op import register_once
@@ -393,7 +394,7 @@ class Table:
                 there = self._finish(index)
                 self.store.release([p for p in there if not _among(p, wanted)])
                 return [p for p in there if _among(p, wanted)]
-        raise RuntimeError(f"parameter {getattr(parameter, 'ds_id', '?')} is in flight outside the bridge")
+        raise RuntimeError(f"parameter {number_of(parameter)} is in flight outside the bridge")
 
 
 def _among(parameter: Any, parameters: Sequence[Any]) -> bool:

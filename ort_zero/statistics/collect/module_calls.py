@@ -9,9 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
+from ort_zero.compat.torch_modules import WRAPPER_ATTRIBUTES, version_of
 from ort_zero.compat.tracing import untraced
-
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +55,7 @@ class Place:
 
 def clean_path(path: str) -> str:
     """Return a module's path without the parts that wrappers add."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in path.split(".") if part not in WRAPPER_ATTRIBUTES)
 
 
 class Walk:
@@ -136,4 +135,4 @@ def _key(tensor: torch.Tensor) -> tuple:
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     memory = tensor.untyped_storage().data_ptr() or id(tensor)
-    return (memory, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+    return (memory, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), version_of(tensor))

@@ -16,6 +16,7 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from ort_zero.compat.torch_modules import inside_of_compiled
 from ort_zero.log import get_logger
 from ort_zero.statistics.collect.module_calls import Place, Walk
 from ort_zero.utils.tree_map import map_arguments, map_slots
@@ -60,7 +61,7 @@ def unwrapped(model: Any) -> Module:
         if kind & {"ORTModule", "DistributedDataParallel", "DeepSpeedEngine", "DataParallel"}:
             model = model.module
         elif "OptimizedModule" in kind:
-            model = model._modules["_orig_mod"]
+            model = inside_of_compiled(model)
         else:
             return model
 
