@@ -17,6 +17,7 @@ from pathlib import Path
 from ort_zero import env
 from ort_zero.compat import extensions, versions
 from ort_zero.errors import BuildError
+from ort_zero.utils.cpu_count import usable_cores
 
 _ASK_PROVIDERS = "import onnxruntime; print('providers', *onnxruntime.get_available_providers())"
 _ASK_SECONDS = 120
@@ -94,7 +95,7 @@ def examine() -> Report:
         extensions_built=built,
         extensions_dir=directory,
         providers=providers,
-        cores=_cores(),
+        cores=usable_cores(),
         threads_per_rank=env.threads_per_rank(),
         entry_point=entry_point,
         problems=tuple(problems),
@@ -167,13 +168,6 @@ def _switched_off(entry_point: bool) -> list[Problem]:
             )
         )
     return problems
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,6 +17,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ort_zero.utils.cpu_count import usable_cores
+
 MEMORY_SESSION = "ORT_ZERO_MEMORY_SESSION"
 _TRUE = {"1", "true", "yes", "on"}
 
@@ -66,8 +68,4 @@ def threads_per_rank() -> int:
     explicit = os.environ.get("OMP_NUM_THREADS", "")
     if explicit.isdigit() and int(explicit) > 0:
         return int(explicit)
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        cores = os.cpu_count() or 1
-    return max(1, cores // local_world_size())
+    return max(1, usable_cores() // local_world_size())

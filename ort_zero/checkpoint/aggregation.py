@@ -17,12 +17,15 @@ import torch
 from ort_zero.checkpoint.dtypes import is_floating, torch_dtype
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.plan import OutputFile, Plan, make_plan, split
-from ort_zero.checkpoint.records import File, Source, listed
-from ort_zero.checkpoint.storage import PARTIAL, Folder, LocalFolder, open_folder, partial_name
+from ort_zero.checkpoint.records import MOST_NAMED, File, Source
+from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.stream import Findings, Part, Streamer, check_records
 from ort_zero.distributed.process_group import Team
 from ort_zero.errors import CheckpointError
+from ort_zero.utils.atomic_write import PARTIAL, partial_name
+from ort_zero.utils.cpu_count import usable_cores
 from ort_zero.utils.progress import bar
+from ort_zero.utils.text import shortened
 
 CONFIG_FILES = (
     "config.json",
@@ -327,7 +330,7 @@ def _warnings(team: Team, findings: Findings) -> tuple[str, ...]:
     gathered = team.gather((findings.not_finite, findings.overflown))
     texts = ("NaN or inf in {}", "values too large for the dtype became inf in {}")
     found = (sorted(set().union(*(pair[i] for pair in gathered))) for i in range(len(texts)))
-    return tuple(text.format(listed(names)) for text, names in zip(texts, found) if names)
+    return tuple(text.format(shortened(names, MOST_NAMED)) for text, names in zip(texts, found) if names)
 
 
 def _publish(job: _Job, mine: tuple[OutputFile, ...], target: Folder, team: Team) -> dict[str, int]:
@@ -440,5 +443,4 @@ def _workers(asked: int | None, files: int, ranks: int) -> int:
     """
     if asked is not None and asked < 1:
         raise CheckpointError(f"workers is {asked}, must be at least 1")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(files, asked or cores // ranks))
+    return max(1, min(files, asked or usable_cores() // ranks))

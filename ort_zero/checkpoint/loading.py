@@ -16,11 +16,12 @@ import xxhash
 
 from ort_zero import log
 from ort_zero.checkpoint import dtypes, manifest, saving, values
-from ort_zero.checkpoint.records import Piece, Source, Tensor, listed
+from ort_zero.checkpoint.records import Piece, Source, Tensor
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.compat.deepspeed_state import EngineState, Flat
 from ort_zero.distributed.process_group import Team
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.text import shortened
 
 _NAMED = 5
 """Names that a message lists."""
@@ -130,11 +131,11 @@ def _refuse_misfit(state: EngineState, source: Source, strict: bool) -> None:
     ]
     problems = []
     if missing:
-        problems.append(f"the checkpoint lacks {listed(missing, _NAMED)}")
+        problems.append(f"the checkpoint lacks {shortened(missing, _NAMED)}")
     if unexpected and strict:
-        problems.append(f"the model lacks {listed(unexpected, _NAMED)} (load_module_strict=False ignores them)")
+        problems.append(f"the model lacks {shortened(unexpected, _NAMED)} (load_module_strict=False ignores them)")
     if wrong:
-        problems.append(f"shapes differ: {listed(wrong, _NAMED)}")
+        problems.append(f"shapes differ: {shortened(wrong, _NAMED)}")
     if problems:
         raise CheckpointError(f"{source.root} does not fit the model: {'; '.join(problems)}")
 

@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ort_zero.checkpoint.plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION
-from ort_zero.checkpoint.records import listed
+from ort_zero.checkpoint.records import MOST_NAMED
 from ort_zero.checkpoint.storage import CHUNK, Folder, LocalFolder, open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.text import shortened
 
 _SINGLE = "optimizer.safetensors"
 _INDEX = "optimizer.safetensors.index.json"
@@ -151,9 +152,9 @@ def _check(
     ]
     said = []
     if missing:
-        said.append(f"no state for {listed(sorted(missing))}")
+        said.append(f"no state for {shortened(sorted(missing), MOST_NAMED)}")
     if unexpected:
-        said.append(f"state for what the optimizer does not hold: {listed(unexpected)}")
+        said.append(f"state for what the optimizer does not hold: {shortened(unexpected, MOST_NAMED)}")
     said += wrong[:5]
     if said:
         raise CheckpointError(f"{folder.path()} does not fit the optimizer: {'; '.join(said)}")

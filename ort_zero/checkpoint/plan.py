@@ -8,15 +8,17 @@ for file in split(plan, rank, world_size):
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from ort_zero.checkpoint import safetensors_header
 from ort_zero.checkpoint.dtypes import CHOICES, itemsize, wanted
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source, Tensor
+from ort_zero.checkpoint.safetensors_header import HeaderEntry
 from ort_zero.errors import CheckpointError
+from ort_zero.utils.sizes import parse_size
 
 WHAT = ("weights", "weights+optimizer")
 """What ``--what`` accepts."""
@@ -25,13 +27,6 @@ FORMATS = ("safetensors", "torch")
 OPTIMIZER_JSON = "optimizer.json"
 OPTIMIZER_FORMAT = "ort_zero.optimizer"
 OPTIMIZER_VERSION = 1
-
-_UNITS = {"": 1, "B": 1}
-for _power, _prefix in enumerate("KMGT", start=1):
-    _UNITS[f"{_prefix}B"] = 1000**_power
-    _UNITS[f"{_prefix}IB"] = 1024**_power
-_LONGEST_HEADER = 100_000_000
-"""Bytes that the safetensors library accepts."""
 
 
 class Entry(NamedTuple):
@@ -98,20 +93,6 @@ class Plan:
         return sum(len(file.entries) for file in self.files)
 
 
-def parse_size(value: int | str) -> int:
-    """Return a number of bytes: ``"5GB"`` (powers of 1000), ``"2GiB"`` (powers of 1024), or a plain integer.
-
-    Raises:
-        CheckpointError: anything else, or nothing above zero.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
-    unit = match and _UNITS.get(match[2].upper())
-    size = int(float(match[1]) * unit) if unit else 0
-    if size <= 0:
-        raise CheckpointError(f"{value!r} is not a size; write it as 5GB, 500MB, 2GiB or a number of bytes")
-    return size
-
-
 def make_plan(
     source: Source,
     *,
@@ -137,7 +118,10 @@ def make_plan(
     for option, value, choices in (("what", what, WHAT), ("dtype", dtype, CHOICES), ("format", format, FORMATS)):
         if value not in choices:
             raise CheckpointError(f"{option} is {value!r}, choose from {', '.join(choices)}")
-    limit = parse_size(max_shard_size)
+    try:
+        limit = parse_size(max_shard_size)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     _check_names(source)
     left_out = source.frozen if exclude_frozen else frozenset()
     weights = [t for t in source.weights().values() if t.name not in left_out]
@@ -169,23 +153,13 @@ def split(plan: Plan, rank: int, size: int) -> tuple[OutputFile, ...]:
 
 
 def make_header(entries: Iterable[Entry], aliases: Mapping[str, str]) -> bytes:
-    """Return the header of a safetensors file: 8 bytes of length (little endian), JSON, spaces up to a multiple of 8.
+    """Return the safetensors header of an output file; the tied names `aliases` are notes in it.
 
     Raises:
-        CheckpointError: longer than the library reads.
+        CheckpointError: it would be longer than the library reads.
     """
-    table: dict[str, Any] = {"__metadata__": {**aliases, "format": "pt"}}
-    for entry in entries:
-        table[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.tensor.shape),
-            "data_offsets": [entry.offset, entry.offset + entry.nbytes],
-        }
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > _LONGEST_HEADER:
-        raise CheckpointError("too many tensors for one file of safetensors, choose a smaller --max-shard-size")
-    return len(text).to_bytes(8, "little") + text
+    rows = [HeaderEntry(e.name, e.dtype, e.tensor.shape, e.offset, e.nbytes) for e in entries]
+    return safetensors_header.encode(rows, {**aliases, "format": "pt"}, "choose a smaller --max-shard-size")
 
 
 def _check_names(source: Source) -> None:

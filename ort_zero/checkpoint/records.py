@@ -7,7 +7,7 @@ DeepSpeed's) produce a :class:`Source`; planning, aggregation, loading and verif
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ WEIGHT = "weight"
 """Kind of a parameter that has no master: frozen, or saved without an optimizer."""
 BUFFER = "buffer"
 """Kind of a persistent buffer of the module."""
+MOST_NAMED = 20
+"""So many tensors a message names."""
 # every other kind is the name of an optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", ...
 
 
@@ -141,11 +143,6 @@ class Source:
                 continue
             chosen[tensor.name] = tensor
         return chosen
-
-
-def listed(items: Sequence[str], most: int = 20) -> str:
-    """Return the first items for a message, and how many more there are."""
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def check_cover(tensor: Tensor) -> str | None:

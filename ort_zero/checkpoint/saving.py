@@ -26,11 +26,12 @@ from ort_zero.checkpoint.capture import Model, Shard
 from ort_zero.checkpoint.records import File, Tensor
 from ort_zero.checkpoint.shards import Entry, Written, write_shard
 from ort_zero.checkpoint.staging import Staging
-from ort_zero.checkpoint.storage import PARTIAL, Folder, open_folder
+from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.distributed.process_group import PeerTeam, Team, interrupts_held
 from ort_zero.distributed.side_channel import SideChannel
 from ort_zero.errors import CheckpointError
+from ort_zero.utils.atomic_write import PARTIAL
 
 _RUN_ID = uuid.uuid4().hex
 _running: list[_Pending] = []

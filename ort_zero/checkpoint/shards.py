@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import xxhash
 
-from ort_zero.checkpoint import dtypes
+from ort_zero.checkpoint import dtypes, safetensors_header
 from ort_zero.checkpoint.records import MASTER, WEIGHT, File, Piece
+from ort_zero.checkpoint.safetensors_header import HeaderEntry
 from ort_zero.checkpoint.storage import CHUNK, Folder
 
 
@@ -70,7 +69,8 @@ def write_shard(
         The record of the file, and one of each piece in it.
 
     Raises:
-        CheckpointError: the file cannot be written (disk full, no permission); nothing is left of it.
+        CheckpointError: the file cannot be written (disk full, no permission), or holds more tensors than a header can
+            name; nothing is left of it.
     """
     ordered = sorted(entries, key=lambda e: -e.tensor.element_size())
     header, size = _header(ordered, metadata)
@@ -94,18 +94,14 @@ def write_shard(
 
 
 def _header(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes, int]:
-    table: dict[str, Any] = {"__metadata__": metadata}
-    position = 0
+    """Return the header of a shard and the bytes of the whole file."""
+    rows, position = [], 0
     for entry in entries:
-        table[entry.key] = {
-            "dtype": dtypes.code_of(entry.tensor.dtype),
-            "shape": [entry.tensor.numel()],
-            "data_offsets": [position, position + entry.nbytes],
-        }
+        code = dtypes.code_of(entry.tensor.dtype)
+        rows.append(HeaderEntry(entry.key, code, (entry.tensor.numel(),), position, entry.nbytes))
         position += entry.nbytes
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, 8 + len(text) + position
+    header = safetensors_header.encode(rows, metadata, 'set "checkpoint": {"sharded": false}')
+    return header, len(header) + position
 
 
 def _chunks(tensor: torch.Tensor):

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.atomic_write import partial_name, removed_on_error
 
 CHUNK = 8 << 20
 """Bytes that are in flight at a time, per worker."""
-PARTIAL = ".partial"
-"""End of the names of files that are not complete."""
 
 
 class Folder:
@@ -131,11 +130,6 @@ class Folder:
             self.bytes_read += number
 
 
-def partial_name(name: str, token: str) -> str:
-    """Return the name under which an incomplete file lies beside its final place."""
-    return f".{name}.{token}{PARTIAL}"
-
-
 class LocalFolder(Folder):
     """A folder of the local file system."""
 
@@ -209,15 +203,10 @@ class LocalFolder(Folder):
         """See :meth:`Folder.writing`."""
         path = self._root / partial_name(name, token)
         try:
-            with open(path, "wb", buffering=0) as raw:
+            with removed_on_error(path, durable=durable, buffering=0) as raw:
                 yield _Whole(raw)
-                if durable:
-                    os.fsync(raw.fileno())
-        except BaseException as error:
-            path.unlink(missing_ok=True)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
-            raise
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
 
     def publish(self, name: str, token: str, to: str | None = None) -> None:
         """See :meth:`Folder.publish`."""

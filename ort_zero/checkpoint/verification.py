@@ -13,16 +13,17 @@ from typing import Any
 
 import xxhash
 
-from ort_zero.checkpoint import manifest
+from ort_zero.checkpoint import manifest, safetensors_header
 from ort_zero.checkpoint.manifest import Manifest
-from ort_zero.checkpoint.records import File, Source, listed
-from ort_zero.checkpoint.storage import CHUNK, PARTIAL, Folder
+from ort_zero.checkpoint.records import File, Source
+from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.progress import bar
+from ort_zero.utils.text import shortened
 
 _OURS = re.compile(r"rank_.*|.*\.safetensors")
 _RANK = re.compile(r"rank_(\d+)_")
-_MAX_HEADER = 100 << 20  # what safetensors itself allows
 _NAMED = 3  # damaged tensors that a message names
 
 
@@ -186,12 +187,9 @@ def _metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
         if name.endswith(".json"):
             value = json.loads(folder.read(name))
         else:
-            length = int.from_bytes(folder.read(name, 0, 8), "little")
-            if length > min(size - 8, _MAX_HEADER):
-                return {}
-            value = json.loads(folder.read(name, 8, length)).get("__metadata__", {})
+            value = safetensors_header.read_metadata(folder, name, size)
         return value if isinstance(value, dict) else {}
-    except (ValueError, AttributeError, CorruptCheckpointError):
+    except (ValueError, CorruptCheckpointError):
         return {}
 
 
@@ -223,7 +221,7 @@ def _damaged_tensors(folder: Folder, file: File, source: Source) -> str:
                 names.append(f"{tensor.kind} of {tensor.name}")
     if not names:
         return ", outside of its tensors"
-    return f", in {listed(names, _NAMED)}"
+    return f", in {shortened(names, _NAMED)}"
 
 
 # ---- DeepSpeed's format ---------------------------------------------------------------------------------------------

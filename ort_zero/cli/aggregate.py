@@ -12,6 +12,8 @@ from ort_zero.checkpoint.dtypes import CHOICES
 from ort_zero.cli import print_json
 from ort_zero.distributed import gloo_exit
 from ort_zero.errors import CorruptCheckpointError, RankError
+from ort_zero.utils.sizes import decimal_size, size_in
+from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.aggregation import AggregateReport
@@ -100,24 +102,15 @@ def _meeting_place(dst: str) -> str:
 def text_of(report: AggregateReport) -> str:
     """Return the report as lines."""
     where = f"{report.source} ({report.source_format}, tag {report.tag}, ZeRO-{report.zero_stage})"
-    width = max(map(len, report.files))
     lines = [f"source: {where}", f"destination: {report.destination}"]
-    lines += [f"  {name.ljust(width)}  {_size(size):>10}" for name, size in report.files.items()]
-    what = f"{report.tensors} tensors, {report.parameters:,} parameters, dtype {report.dtype}, {_size(report.bytes)}"
+    lines += aligned([(f"  {name}", f"{decimal_size(size):>10}") for name, size in report.files.items()])
+    counts = f"{report.tensors} tensors, {report.parameters:,} parameters"
+    what = f"{counts}, dtype {report.dtype}, {decimal_size(report.bytes)}"
     if report.dry_run:
         lines.append(f"would write {what}")
     else:
         checked = "checked" if report.verified else "not checked"
-        rate = report.bytes / max(report.seconds, 1e-9) / 1e9
-        lines.append(f"wrote {what} in {report.seconds:.1f} s ({rate:.2f} GB/s), source {checked}")
+        rate = size_in(report.bytes / max(report.seconds, 1e-9), "GB", 2)
+        lines.append(f"wrote {what} in {report.seconds:.1f} s ({rate}/s), source {checked}")
     lines += [f"warning: {text}" for text in report.warnings]
     return "\n".join(lines)
-
-
-def _size(number: int) -> str:
-    value = float(number)
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.2f} GB"

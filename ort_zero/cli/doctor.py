@@ -7,6 +7,7 @@ import dataclasses
 
 from ort_zero import doctor
 from ort_zero.cli import print_json
+from ort_zero.utils.tables import aligned
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -32,8 +33,7 @@ def text_of(report: doctor.Report) -> str:
         rows.append(("ok" if v.ok else "FIX", v.name, v.found or "missing", v.needed))
     for name, version in (("accelerate", report.accelerate), ("transformers", report.transformers)):
         rows.append(("ok" if version else "-", name, version or "missing", "(optional)"))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, (*widths, 0))).rstrip() for row in rows]
+    lines = aligned(rows)
     extensions = f"{'built' if report.extensions_built else 'not built'}, {report.extensions_dir or 'nowhere yet'}"
     facts = {
         "python": report.python,

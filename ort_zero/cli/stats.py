@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ort_zero.cli import print_json
 from ort_zero.statistics import extra
 from ort_zero.statistics.naming import module_name, span
+from ort_zero.utils import tables
+from ort_zero.utils.sizes import size_in
 
 if TYPE_CHECKING:
     from ort_zero.statistics.compare.comparison import Comparison, Difference
@@ -110,8 +112,8 @@ def text_of_merge(report: MergeReport) -> str:
     counted = f"{report.records:,} records" + (f" ({', '.join(only)})" if only else "")
     lines = [f"note: {note}" for note in report.notes]
     lines.append(
-        f"wrote {report.files} files ({report.bytes / 1e6:.1f} MB) into {report.output_dir}: {len(report.steps)} steps "
-        f"of {len(report.ranks)} ranks, {counted}, in {report.seconds:.1f} s"
+        f"wrote {report.files} files ({size_in(report.bytes, 'MB')}) into {report.output_dir}: "
+        f"{len(report.steps)} steps of {len(report.ranks)} ranks, {counted}, in {report.seconds:.1f} s"
     )
     return "\n".join(lines)
 
@@ -179,9 +181,7 @@ def _table(differences: list[Difference]) -> list[str]:
                 *(_norm(side) for side in (one.a, one.b)),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
-    aligned = [f"{{:{'<' if name in _LEFT else '>'}{width}}}" for name, width in zip(_HEAD, widths)]
-    return ["  ".join(aligned).format(*row).rstrip() for row in rows]
+    return tables.aligned(rows, right={i for i, name in enumerate(_HEAD) if name not in _LEFT})
 
 
 def _norm(side: Any) -> str:

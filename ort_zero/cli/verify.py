@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from ort_zero.cli import print_json
+from ort_zero.utils.sizes import size_in
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.verification import VerifyReport
@@ -41,8 +42,8 @@ def text_of(report: VerifyReport) -> str:
     """Return one line per problem and note, and a closing line."""
     lines = [f"problem: {text}" for text in report.problems]
     lines += [f"note: {text}" for text in report.notes]
-    rate = report.bytes / max(report.seconds, 1e-9) / 1e9
-    read = f"{report.files} files, {report.bytes / 1e9:.3f} GB in {report.seconds:.1f} s ({rate:.2f} GB/s)"
+    rate = size_in(report.bytes / max(report.seconds, 1e-9), "GB", 2)
+    read = f"{report.files} files, {size_in(report.bytes, 'GB', 3)} in {report.seconds:.1f} s ({rate}/s)"
     if report.ok:
         lines.append(f"ok: {report.root} ({report.format}, {report.tensors} tensors), {read}")
     else:

@@ -33,6 +33,8 @@ import filelock
 from ort_zero import env
 from ort_zero.compat import source_edits
 from ort_zero.errors import BuildError
+from ort_zero.utils import atomic_write
+from ort_zero.utils.cpu_count import usable_cores
 
 # Sources in the order in which the one translation unit includes them.
 _SOURCES: dict[str, tuple[str, ...]] = {
@@ -278,10 +280,7 @@ def _raise_other_failure(directory: Path, before: tuple[int, int, int] | None) -
 
 def _write_failure(directory: Path, message: str) -> None:
     with contextlib.suppress(OSError):
-        handle, name = tempfile.mkstemp(dir=directory, text=True)
-        with os.fdopen(handle, "w") as file:
-            file.write(message)
-        os.replace(name, directory / _FAILURE)
+        atomic_write.write_text(directory / _FAILURE, message)
 
 
 def _compiler() -> list[str]:
@@ -374,18 +373,11 @@ def _log_path(directory: Path, name: str) -> Path:
     return directory / f"{name}.log"
 
 
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
-
-
 def _run(jobs: dict[str, list[str]], directory: Path, tick: Callable[[], None]) -> None:
     """Run the commands `jobs`, at most one per core, and stop all of them at the first failure."""
     waiting = dict(jobs)
     running: dict[str, subprocess.Popen] = {}
-    slots = max(1, _cores())
+    slots = usable_cores()
     next_tick = 0.0
     try:
         while waiting or running:

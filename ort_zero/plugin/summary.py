@@ -14,6 +14,8 @@ from importlib import metadata
 from typing import Any
 
 from ort_zero import config, env, log
+from ort_zero.utils import tables
+from ort_zero.utils.text import shortened
 
 _NARROWEST, _WIDEST = 40, 120
 _LEAST = 8
@@ -127,7 +129,7 @@ def _kept(status: Mapping[str, Any] | None) -> str:
     if status is None or status["fallback_reason"]:
         return "everything"
     names = list(status["in_torch"])
-    return "nothing" if not names else f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+    return shortened(names, 1) or "nothing"
 
 
 def _state(on: Any) -> str:
@@ -163,9 +165,7 @@ def _drawn(rows: Sequence[Row], width: int, characters: tuple[str, str, str]) ->
             or [""]
             for n, (cell, w) in enumerate(zip((row[0].strip(), *row[1:]), widths, strict=True))
         ]
-        for k in range(max(map(len, cells))):
-            parts = [(cell[k] if k < len(cell) else "").ljust(w) for cell, w in zip(cells, widths, strict=True)]
-            lines.append(f" {bar} ".join(parts).rstrip())
+        lines += tables.row_lines(cells, widths, separator=f" {bar} ")
         if i == 0:
             lines.append(f"{dash}{cross}{dash}".join(dash * w for w in widths))
     return lines
@@ -174,9 +174,7 @@ def _drawn(rows: Sequence[Row], width: int, characters: tuple[str, str, str]) ->
 def _widths(rows: Sequence[Row], room: int) -> list[int]:
     """Return the widths of three columns that together fit in `room`: the widest one gives way first."""
     widths = [max(len(row[n]) for row in rows if len(row) > n and (n == 0 or len(row) == 3)) for n in range(3)]
-    while sum(widths) > room and max(widths) > _LEAST:
-        widths[widths.index(max(widths))] -= 1
-    return widths
+    return tables.narrowed(widths, room, [_LEAST] * 3)
 
 
 def _draws_boxes() -> bool:

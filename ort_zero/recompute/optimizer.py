@@ -29,9 +29,10 @@ from ort_zero.log import get_logger
 from ort_zero.recompute import graph_edits, peak_memory, schedule
 from ort_zero.recompute.candidates import COMPROMISE, Cluster, Entry, choose, clusters_of, copies_of, entries_of
 from ort_zero.recompute.graph_model import Flow, evaluate
-from ort_zero.recompute.options import ALL, AUTO, PLAN, Request, machine_memory, show_bytes
+from ort_zero.recompute.options import ALL, AUTO, PLAN, Request, machine_memory
 from ort_zero.recompute.planner import Point, Search, budget_for
-from ort_zero.utils.atomic_write import write_whole
+from ort_zero.utils.atomic_write import write_json
+from ort_zero.utils.sizes import binary_size
 
 if TYPE_CHECKING:
     from ort_zero.compat.ortmodule import GraphInfo, Manager
@@ -92,12 +93,12 @@ class Decision:
         """Return what is computed again and what it brings, line by line."""
         lines = [
             (f"{row.cluster} {row.actual} of {row.frequency}",
-             f"-{show_bytes(row.saving * row.actual / row.frequency)} of activations")
+             f"-{binary_size(row.saving * row.actual / row.frequency)} of activations")
             for row in self.rows if row.actual
         ]  # fmt: skip
         needs = self.predicted.resident if self.predicted is not None else self.chosen.resident
-        budget = f", budget {show_bytes(self.budget)}" if self.budget is not None else ""
-        peak = f"{show_bytes(needs)} predicted, {show_bytes(self.unconstrained.resident)} without{budget}"
+        budget = f", budget {binary_size(self.budget)}" if self.budget is not None else ""
+        peak = f"{binary_size(needs)} predicted, {binary_size(self.unconstrained.resident)} without{budget}"
         return [*lines, ("peak of a step", peak)]
 
     def as_dict(self) -> dict[str, Any]:
@@ -289,10 +290,10 @@ class MemoryOptimizer:
     def _too_small(self, budget: int, unconstrained: Point, least: Point) -> str:
         needed = budget_for(least.resident)
         return (
-            f"a training graph cannot run within the budget of {show_bytes(budget)}: it needs "
-            f"{show_bytes(needed)} at least, with the plan "
+            f"a training graph cannot run within the budget of {binary_size(budget)}: it needs "
+            f"{binary_size(needed)} at least, with the plan "
             f"{', '.join(_texts(least.counts)) or 'of no recomputation'} "
-            f"({show_bytes(unconstrained.resident)} without recomputation); set ort_zero.memory.budget to at least "
+            f"({binary_size(unconstrained.resident)} without recomputation); set ort_zero.memory.budget to at least "
             f"{_at_least(needed)!r}, or make the batch smaller"
         )
 
@@ -338,7 +339,7 @@ class MemoryOptimizer:
         }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(content, indent=1))
+            write_json(file, content, indent=1)
         except OSError as error:
             get_logger().warning("the memory plan cannot be kept in %s: %s", self.folder, error)
             return ""

@@ -12,18 +12,14 @@ from typing import Any
 
 from ort_zero.config import MemoryConfig
 from ort_zero.errors import ConfigError
+from ort_zero.utils.sizes import binary_size, parse_size
 
 OFF, ALL, AUTO, PLAN = "off", "all", "auto", "plan"
 TOLERANCE = 0.1
 """Of a predicted peak: a larger difference is worth a warning."""
 SLACK = 16 << 20
 """Bytes by which a prediction may be wrong whatever its size: what a process takes besides varies by so much."""
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", 1)
-    for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
-}
-_BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", re.IGNORECASE)
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _ITEM = re.compile(r"\s*([A-Za-z0-9_]+\+(?:[A-Za-z0-9_]+\+)*)\s*:\s*([12])\s*:\s*(-1|\d+)\s*")
 
 
@@ -80,7 +76,7 @@ class Request:
         budget = ""
         if self.budget is not None:
             size = self.budget.size
-            budget = f", budget {size:.0%}" if self.budget.relative else f", budget {show_bytes(int(size))}"
+            budget = f", budget {size:.0%}" if self.budget.relative else f", budget {binary_size(int(size))}"
         return f"{', '.join(map(str, self.items)) or self.mode}{budget}"
 
 
@@ -114,19 +110,21 @@ def parse_budget(text: str | int, key: str = "ort_zero.memory.budget") -> Budget
     Raises:
         ConfigError: it is none, or more than the machine has.
     """
-    match = _BUDGET.fullmatch(str(text))
-    unit = match[2].lower() if match else ""
-    if match is None or (unit != "%" and unit not in _UNITS) or float(match[1]) <= 0:
-        raise ConfigError(f'{key}: {text!r} is no amount of memory; write for example "6GiB", "800MB" or "65%"')
-    if unit == "%":
-        share = float(match[1]) / 100
-        if share > 1:
-            raise ConfigError(f"{key}: {text!r} is more than the graph needs where nothing is computed again")
+    match = _SHARE.fullmatch(str(text))
+    share = float(match[1]) / 100 if match else 0
+    if share > 1:
+        raise ConfigError(f"{key}: {text!r} is more than the graph needs where nothing is computed again")
+    if share > 0:
         return Budget(share, relative=True)
-    size = float(match[1]) * _UNITS[unit]
+    try:
+        size = parse_size(text, bare_letters=True)
+    except ValueError:
+        raise ConfigError(
+            f'{key}: {text!r} is no amount of memory; write for example "6GiB", "800MB" or "65%"'
+        ) from None
     have = machine_memory()
     if have and size > have:
-        raise ConfigError(f"{key}: {text!r} is more than this machine has ({show_bytes(have)})")
+        raise ConfigError(f"{key}: {text!r} is more than this machine has ({binary_size(have)})")
     return Budget(size)
 
 
@@ -198,12 +196,3 @@ def machine_memory() -> int:
 def is_wrong(predicted: int, measured: int) -> bool:
     """Return whether a measured peak differs from its prediction by more than can be expected."""
     return abs(measured - predicted) > max(TOLERANCE * predicted, SLACK)
-
-
-def show_bytes(size: float) -> str:
-    """Return bytes in words: ``"1.2 GiB"``."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"

@@ -6,8 +6,9 @@ import torch
 
 from ort_zero.log import get_logger
 from ort_zero.recompute.optimizer import Decision
-from ort_zero.recompute.options import is_wrong, show_bytes
+from ort_zero.recompute.options import is_wrong
 from ort_zero.recompute.resident_memory import PeakMeter
+from ort_zero.utils.sizes import binary_size
 
 
 class PeakCheck:
@@ -43,6 +44,6 @@ class PeakCheck:
         tell = get_logger().warning if above or is_wrong(predicted, measured) else get_logger().info
         budget = ""
         if decision.budget is not None:
-            budget = f", {'above' if above else 'within'} the budget of {show_bytes(decision.budget)}"
+            budget = f", {'above' if above else 'within'} the budget of {binary_size(decision.budget)}"
         tell("%s: a step takes %s, predicted %s (%+.0f %%)%s",
-             self._model, show_bytes(measured), show_bytes(predicted), 100 * off, budget)  # fmt: skip
+             self._model, binary_size(measured), binary_size(predicted), 100 * off, budget)  # fmt: skip

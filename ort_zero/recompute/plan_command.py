@@ -29,7 +29,7 @@ from ort_zero.errors import ConfigError, MemoryPlanError, RankError
 from ort_zero.recompute.options import is_wrong, parse_budget, read_json
 from ort_zero.recompute.plan_table import against
 from ort_zero.recompute.planning_session import DONE, FAILED, Order, Outcome, read_outcomes
-from ort_zero.utils.atomic_write import write_whole
+from ort_zero.utils.atomic_write import write_text
 
 _TAIL = 20
 """Lines of a script that failed."""
@@ -410,6 +410,6 @@ def replace_by(path: Path, content: str) -> None:
         ConfigError: it cannot be written.
     """
     try:
-        write_whole(path, content)
+        write_text(path, content)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -7,12 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ort_zero.utils import tables
+from ort_zero.utils.sizes import size_in
+
 _HEAD = ("cluster", "kind", "frequency", "saving", "symbolic saving", "requested", "actual", "applied")
 _LEFT = frozenset(("cluster", "kind", "symbolic saving", "applied", "run"))
 _WRAPPED = {"cluster": 16, "symbolic saving": 14, "kind": 10}
 """Columns that may become narrower, and how narrow."""
 _KINDS = {1: "recompute", 2: "with compromise"}
-_GAP = 2
 
 
 def text(decision: Mapping[str, Any], width: int | None = None) -> str:
@@ -41,26 +43,16 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
         rows: cells.
         width: of the lines, as far as the columns that may be wrapped can be made narrower.
     """
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    over = 0 if width is None else sum(widths) + _GAP * (len(widths) - 1) - width
-    while over > 0:
-        # the widest gives way first, so that both stay readable
-        able = [i for i, name in enumerate(head) if widths[i] > _WRAPPED.get(name, widths[i])]
-        if not able:
-            break
-        widths[max(able, key=lambda i: widths[i])] -= 1
-        over -= 1
-    lines = []
-    for row in (head, None, *rows):
-        if row is None:
-            lines.append((" " * _GAP).join("-" * w for w in widths))
-            continue
-        parts = [_wrap(cell, w) for cell, w in zip(row, widths, strict=True)]
-        for n in range(max(map(len, parts))):
-            cells = [part[n] if n < len(part) else "" for part in parts]
-            laid = [c.ljust(w) if name in _LEFT else c.rjust(w) for c, w, name in zip(cells, widths, head, strict=True)]
-            lines.append((" " * _GAP).join(laid).rstrip())
-    return lines
+    widths = tables.column_widths([head, *rows])
+    if width is not None:
+        least = [_WRAPPED.get(name, w) for name, w in zip(head, widths, strict=True)]
+        widths = tables.narrowed(widths, width - len(tables.GAP) * (len(widths) - 1), least)
+    right = {i for i, name in enumerate(head) if name not in _LEFT}
+    first, *others = (
+        tables.row_lines([_wrap(cell, w) for cell, w in zip(row, widths, strict=True)], widths, right)
+        for row in (head, *rows)
+    )
+    return [*first, tables.GAP.join("-" * w for w in widths), *(line for lines in others for line in lines)]
 
 
 def plan_lines(plan: Sequence[str], width: int | None = None) -> list[str]:
@@ -76,7 +68,7 @@ def plan_lines(plan: Sequence[str], width: int | None = None) -> list[str]:
 
 def mib(size: int | None) -> str:
     """Return bytes as MiB, a dash where they are not known."""
-    return "-" if size is None else f"{size / 2**20:.1f} MiB"
+    return "-" if size is None else size_in(size, "MiB")
 
 
 def percent(share: float) -> str:
@@ -105,10 +97,8 @@ def _needs(decision: Mapping[str, Any]) -> list[str]:
         facts.append(("budget", budget, ", which is exceeded" if above else ""))
     if decision["least_bytes"] is not None:
         facts.append(("least possible", decision["least_bytes"], " predicted"))
-    names = max(len(name) for name, _, _ in facts)
-    sizes = [mib(size) for _, size, _ in facts]
-    figures = max(map(len, sizes))
-    return [f"{n.ljust(names)}  {s.rjust(figures)}{more}" for (n, _, more), s in zip(facts, sizes, strict=True)]
+    rows = tables.aligned([(name, mib(size)) for name, size, _ in facts], right={1})
+    return [f"{row}{more}" for row, (_, _, more) in zip(rows, facts, strict=True)]
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ort_zero import env
 from ort_zero.config import MemoryConfig, OrtModuleConfig
 from ort_zero.errors import MemoryPlanError, OrtZeroError
-from ort_zero.utils.atomic_write import write_whole
+from ort_zero.utils.atomic_write import write_json
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ class Session:
         outcome.rank = env.rank()
         target = Path(f"{self.order.report}.{outcome.rank}")
         try:
-            write_whole(target, json.dumps(asdict(outcome)))
+            write_json(target, asdict(outcome))
         except OSError:
             if outcome.rank == 0:
                 raise

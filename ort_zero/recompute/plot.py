@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ort_zero.errors import ConfigError
+from ort_zero.utils.sizes import size_in
 
 _MIB = 2**20
 _INK, _PALE, _PREDICTED, _MEASURED, _BUDGET = "#222222", "#8a8a8a", "#4c78a8", "#d1495b", "#2e7d4f"
@@ -76,7 +77,7 @@ def _draw(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     for run in measured:
         off = "" if run["off"] is None else f", predicted {run['predicted_bytes'] / _MIB:.0f}"
         name = "" if run["kind"] == "point" else f"{run['name']}: "
-        text = f"{name}{run['measured_bytes'] / _MIB:.0f} MiB{off}"
+        text = f"{name}{size_in(run['measured_bytes'], 'MiB', 0)}{off}"
         x, y = 1000 * run["seconds_per_step"], run["measured_bytes"] / _MIB
         # points in between may lie close above a budget's
         _label(axes, text, x, y, _MEASURED, left=x > middle, below=run["kind"] == "budget")
@@ -85,7 +86,7 @@ def _draw(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     for name, size in sorted(budgets):
         if size / _MIB <= 1.5 * top:  # one far above would leave nothing to see of the rest
             axes.axhline(size / _MIB, color=_BUDGET, linewidth=1.1, linestyle="--", zorder=1)
-            text = f"{name}: {size / _MIB:.0f} MiB"
+            text = f"{name}: {size_in(size, 'MiB', 0)}"
             # the predicted line falls: on the right it has left the place above a budget
             axes.annotate(text, (1, size / _MIB), xycoords=("axes fraction", "data"), xytext=(-5, 3), ha="right",
                           textcoords="offset points", color=_BUDGET, fontsize=9)  # fmt: skip

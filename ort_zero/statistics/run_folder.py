@@ -16,7 +16,8 @@ from typing import Any
 
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.records import FILE, FORMAT, MANIFEST
-from ort_zero.utils.atomic_write import PARTIAL, write_whole
+from ort_zero.utils import atomic_write
+from ort_zero.utils.atomic_write import PARTIAL
 
 CLAIM = "run.json"
 """Name of the file in a run's folder that says which run the folder belongs to."""
@@ -120,7 +121,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Let a whole JSON file appear under its name."""
-    write_whole(path, json.dumps(content, indent=1, default=str))
+    atomic_write.write_json(path, content, indent=1, default=str)
 
 
 def _claim(output: Path, run_id: str, override: bool) -> None:

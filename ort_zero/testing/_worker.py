@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ort_zero.distributed import gloo_exit
+from ort_zero.utils import atomic_write
 
 
 def load(module_name: str | None, path: str | None, qualname: str) -> Callable[..., Any]:
@@ -39,9 +40,7 @@ def load(module_name: str | None, path: str | None, qualname: str) -> Callable[.
 
 def write(path: Path, payload: Any) -> None:
     """Write `payload` so that whoever sees the file sees all of it."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(pickle.dumps(payload))
-    temporary.replace(path)
+    atomic_write.write_bytes(path, pickle.dumps(payload))
 
 
 def main(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""How messages put things, whichever part of the package speaks."""
+"""Phrases that messages of several packages have in common."""
 
 from __future__ import annotations
 

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from checkpoint_workers import engine_of, train, valid
 
 from ort_zero.checkpoint import load, manifest, save, saving, wait
-from ort_zero.checkpoint.storage import PARTIAL, LocalFolder, open_folder
+from ort_zero.checkpoint.storage import LocalFolder, open_folder
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.errors import CheckpointError, RankError
+from ort_zero.utils.atomic_write import PARTIAL
 
 LIMIT = 60
 """Seconds within which the survivors of a killed rank must end."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from ort_zero.checkpoint.plan import Entry, make_header, make_plan, parse_size, split
+from ort_zero.checkpoint.plan import Entry, make_header, make_plan, split
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Optimizer, ParamGroup, Piece, Source, Tensor
 from ort_zero.errors import CheckpointError
 
@@ -26,18 +26,10 @@ def source(*tensors: Tensor, **changes) -> Source:
     return Source(**{**fields, **changes})
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("77", 77), (9, 9), ("8B", 8)],
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "5XB", "-1", "0", "5 GB 3", "1e9", "nan", None])
+@pytest.mark.parametrize("text", ["", "GB", "5G", "0"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(CheckpointError, match="is not a size; write it as 5GB"):
-        parse_size(text)
+        make_plan(source(tensor("a", 2)), max_shard_size=text)
 
 
 def test_files_are_filled_in_order_and_a_large_tensor_has_its_own():

@@ -27,6 +27,7 @@ from ort_zero.errors import ConfigError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export_cache import fingerprint
 from ort_zero.runtime.export_cache.fingerprint import Criterion, digest_of
+from ort_zero.utils import atomic_write
 
 FORMAT = "ort_zero.export"
 VERSION = 1
@@ -245,14 +246,11 @@ class ExportCache:
             return None
         temporary = self.folder / f".ort_zero-{uuid.uuid4().hex}.tmp"
         try:
-            with open(temporary, "xb") as file:
+            with atomic_write.replacing(path, temporary=temporary) as file:
                 file.writelines(pieces)
-            if path.is_dir() and not path.is_symlink():
-                _set_aside(path)
-            os.replace(temporary, path)
+                if path.is_dir() and not path.is_symlink():
+                    _set_aside(path)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             self._warn(f"{self.folder}: nothing is kept in the export cache: {error.strerror or error}")
             return None
         self._shrink(path)

@@ -14,7 +14,7 @@ from typing import Any
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.compare.comparison import Comparison, Series
 from ort_zero.statistics.records import RunInfo
-from ort_zero.utils.atomic_write import write_whole
+from ort_zero.utils.atomic_write import write_text
 
 LARGEST = 2_600_000
 """Bytes that the records may take in the file; plotly.js takes 4.8 million on top."""
@@ -37,7 +37,7 @@ def write_report(comparison: Comparison, path: str | os.PathLike) -> Path:
     target = check_target(path)
     text = _render(comparison)
     try:
-        write_whole(target, text)
+        write_text(target, text)
     except OSError as error:
         raise StatisticsError(f"cannot write {target}: {error.strerror or error}") from error
     return target

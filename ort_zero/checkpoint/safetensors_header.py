@@ -1,0 +1,70 @@
+"""The header of a safetensors file, as shards and aggregated files have it.
+
+Eight bytes of length (little endian), then JSON with one entry per tensor, then spaces up to a multiple of 8 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ort_zero.checkpoint.storage import Folder
+from ort_zero.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+"""Of the JSON: the safetensors library refuses a longer one."""
+_METADATA = "__metadata__"
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    """Code of safetensors: "F32", "BF16", ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the data section."""
+    nbytes: int
+
+
+def encode(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], advice: str) -> bytes:
+    """Return the bytes of a header, its length included.
+
+    Args:
+        entries: the tensors of the file.
+        metadata: texts that are no tensors.
+        advice: what the user can do if there are too many tensors, for the error.
+
+    Raises:
+        CheckpointError: it would be longer than :data:`MAX_HEADER_BYTES`.
+    """
+    table: dict[str, Any] = {_METADATA: metadata}
+    for name, dtype, shape, offset, nbytes in entries:
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"too many tensors for one file of safetensors, {advice}")
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
+    """Return the texts of a file's header that are no tensors; empty if it has none or its length cannot be right.
+
+    Args:
+        folder: where the file lies.
+        name: of the file.
+        size: bytes of the file.
+
+    Raises:
+        CorruptCheckpointError: the file is missing or shorter than `size`.
+        ValueError: the header is not JSON.
+    """
+    length = int.from_bytes(folder.read(name, 0, 8), "little")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        return {}
+    table = json.loads(folder.read(name, 8, length))
+    found = table.get(_METADATA) if isinstance(table, dict) else None
+    return found if isinstance(found, dict) else {}

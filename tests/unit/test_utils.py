@@ -1,0 +1,120 @@
+"""What every package writes with: sizes, tables, phrases, files that appear complete."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ort_zero.utils import atomic_write, cpu_count, tables
+from ort_zero.utils.sizes import binary_size, decimal_size, parse_size, size_in
+from ort_zero.utils.text import shortened
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("2GiB", 2 << 30), ("1.5 kib", 1536), ("77", 77), (9, 9), ("8B", 8)],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5XB", "-1", "0", "5 GB 3", "1e9", "nan", None, "5G", "0.5B", "7%"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="is not a size; write it as 5GB"):
+        parse_size(text)
+
+
+def test_bare_letters_are_powers_of_1024_where_they_are_allowed():
+    assert parse_size("6G", bare_letters=True) == 6 << 30 and parse_size("6GB", bare_letters=True) == 6 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("shown", "size", "text"),
+    [
+        (decimal_size, 999, "999 B"), (decimal_size, 1000, "1.0 kB"), (decimal_size, 1_550_000, "1.6 MB"),
+        (decimal_size, 5 * 10**12, "5000.00 GB"), (binary_size, 1023, "1023 B"), (binary_size, 1024, "1 KiB"),
+        (binary_size, -(3 << 20), "-3 MiB"), (binary_size, 3 << 29, "1.50 GiB"),
+    ],
+)  # fmt: skip
+def test_readable_sizes(shown, size, text):
+    assert shown(size) == text
+
+
+def test_a_size_in_a_given_unit():
+    assert [size_in(1536, "KiB"), size_in(25 * 10**8, "GB", 3)] == ["1.5 KiB", "2.500 GB"]
+
+
+def test_a_table_is_as_wide_as_its_cells():
+    lines = tables.aligned([("name", "n"), ("a", "100"), ("", "2")], right={1}, separator=" | ")
+    assert lines == ["name |   n", "a    | 100", "     |   2"]
+
+
+def test_a_row_is_as_high_as_its_highest_cell_and_has_no_spaces_at_its_end():
+    assert tables.row_lines([["a", "b"], ["1"]], [3, 2], right={1}) == ["a     1", "b"]
+
+
+@pytest.mark.parametrize(
+    ("room", "least", "widths"),
+    [(100, [1, 1], [9, 4]), (10, [1, 1], [6, 4]), (6, [1, 1], [3, 3]), (6, [7, 1], [7, 1]), (6, [9, 4], [9, 4])],
+)
+def test_the_widest_column_gives_way_first(room, least, widths):
+    assert tables.narrowed([9, 4], room, least) == widths
+
+
+def test_the_first_names_and_how_many_more():
+    assert [shortened("ab"), shortened("abcde"), shortened("abc", 1), shortened("a", 1, 4), shortened("")] == [
+        "a, b", "a, b, c and 2 more", "a and 2 more", "a and 3 more", "",
+    ]  # fmt: skip
+
+
+def test_the_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 7}, raising=False)
+    assert cpu_count.usable_cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cpu_count.usable_cores() == 1
+
+
+def test_files_of_bytes_text_and_json(tmp_path):
+    atomic_write.write_bytes(tmp_path / "a", b"\x00\xff", durable=True)
+    atomic_write.write_text(tmp_path / "b", "\u00e9")
+    atomic_write.write_json(tmp_path / "c", {"x": Path("y")}, default=str)
+    assert (tmp_path / "a").read_bytes() == b"\x00\xff" and (tmp_path / "b").read_bytes() == b"\xc3\xa9"
+    assert json.loads((tmp_path / "c").read_text()) == {"x": "y"} and len(os.listdir(tmp_path)) == 3
+
+
+def test_a_file_is_as_it_was_until_the_new_one_is_complete(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with atomic_write.replacing(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_text() == "old"
+        (other,) = set(os.listdir(tmp_path)) - {"a"}
+        assert other.startswith(".a.") and other.endswith(atomic_write.PARTIAL)
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["a"]
+
+
+def test_nothing_is_left_of_a_file_that_failed(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), atomic_write.replacing(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError):
+        atomic_write.write_text(tmp_path / "folder", "cannot replace a folder")
+    assert path.read_text() == "old" and sorted(os.listdir(tmp_path)) == ["a", "folder"]
+
+
+def test_a_durable_file_is_on_the_disk_before_its_name_leads_to_it(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, real=real: (done.append(name), real(*args)))
+    atomic_write.write_bytes(tmp_path / "a", b"x", durable=True)
+    atomic_write.write_bytes(tmp_path / "a", b"y")
+    assert done == ["fsync", "replace", "replace"]
