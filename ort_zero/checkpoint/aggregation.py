@@ -20,7 +20,7 @@ from ort_zero.checkpoint.plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.records import MOST_NAMED, File, Source
 from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.stream import Findings, Part, Streamer, check_records
-from ort_zero.distributed.process_group import Team
+from ort_zero.distributed.process_group import RENDEZVOUS, RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL, partial_name
 from ort_zero.utils.cpu_count import usable_cores
@@ -50,8 +50,6 @@ _OURS = re.compile(
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 )
 _LEFT_OVER = re.compile(rf"\.(?P<name>.+?)(\.data)?\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
-MEETING = ".rendezvous_"
-"""Start of the names of files in which ranks meet (see :func:`~ort_zero.distributed.process_group.from_launcher`)."""
 _PARENTS = 2
 
 
@@ -118,7 +116,7 @@ def aggregate(
     overwrite: bool = False,
     strict: bool = False,
     trust_pickle: bool = False,
-    team: Team | None = None,
+    ranks: RankGroup | None = None,
     progress: bool = True,
 ) -> AggregateReport:
     """Write the whole model of a sharded checkpoint into `dst`, file by file, a few chunks in memory at a time.
@@ -142,7 +140,7 @@ def aggregate(
         overwrite: allow a `dst` that is not empty; only files that this function writes are replaced or removed.
         strict: refuse weights that hold NaN or inf, or that `dtype` has no finite value for; else they are warned of.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
-        team: ranks that share the files; all must call.
+        ranks: ranks that share the files; all must call.
         progress: show a bar on a terminal.
 
     Raises:
@@ -151,11 +149,11 @@ def aggregate(
         RankError: another rank failed.
     """
     started = time.perf_counter()
-    team = team or Team()
+    ranks = ranks or RankGroup()
     source_path, target = os.fspath(src), open_folder(dst)
     job = None
-    with team.together("preparing the aggregation"):
-        if team.rank == 0:
+    with ranks.raise_on_all("preparing the aggregation"):
+        if ranks.rank == 0:
             source = open_checkpoint(source_path, tag, trust_pickle)
             plan = make_plan(
                 source,
@@ -168,12 +166,12 @@ def aggregate(
             job = _prepare(source, plan, source_path, target, overwrite)
             if not dry_run:
                 _make(target)
-    job = team.broadcast(job)
+    job = ranks.broadcast(job)
     folder = open_folder(job.root)
     sizes = {file.name: file.size for file in job.plan.files}
     warnings = job.warnings
     if not dry_run:
-        found, sizes = _write(job, folder, target, team, workers=workers, verify=verify, strict=strict, shown=progress)
+        found, sizes = _write(job, folder, target, ranks, workers=workers, verify=verify, strict=strict, shown=progress)
         warnings += found
     return AggregateReport(
         **job.about,
@@ -184,7 +182,7 @@ def aggregate(
         parameters=job.plan.parameters,
         dtype=dtype,
         verified=verify and not dry_run,
-        bytes_read=sum(team.gather(folder.bytes_read)),
+        bytes_read=sum(ranks.gather(folder.bytes_read)),
         seconds=time.perf_counter() - started,
         dry_run=dry_run,
         warnings=warnings,
@@ -236,7 +234,7 @@ def _write(
     job: _Job,
     folder: Folder,
     target: Folder,
-    team: Team,
+    ranks: RankGroup,
     *,
     workers: int | None,
     verify: bool,
@@ -244,19 +242,22 @@ def _write(
     shown: bool,
 ) -> tuple[tuple[str, ...], dict[str, int]]:
     """Write and publish everything; return the warnings and the bytes of each file of the plan."""
-    mine = split(job.plan, team.rank, team.size)
+    mine = split(job.plan, ranks.rank, ranks.size)
     places = _Places(target, job.token)
     try:
-        with team.together("writing"), bar(_source_bytes(mine), "aggregate", shown=shown and not team.rank) as progress:
+        with (
+            ranks.raise_on_all("writing"),
+            bar(_source_bytes(mine), "aggregate", shown=shown and not ranks.rank) as progress,
+        ):
             streamer = Streamer(folder, job.files, places.of, job.token, verify=verify, advance=progress.update)
-            streamer.write(mine, _workers(workers, len(mine), team.size), places.finish)
+            streamer.write(mine, _workers(workers, len(mine), ranks.size), places.finish)
         findings = streamer.findings
         if verify:
-            _check_records(job, folder, team, findings.parts)
-        warnings = _warnings(team, findings)
+            _check_records(job, folder, ranks, findings.parts)
+        warnings = _warnings(ranks, findings)
         if strict and warnings:
             raise CheckpointError(f"{job.root}: {'; '.join(warnings)}; refused by --strict")
-        return warnings, _publish(job, mine, target, team)
+        return warnings, _publish(job, mine, target, ranks)
     except BaseException:
         for file in mine:
             target.discard(file.name, job.token)
@@ -313,39 +314,39 @@ def _mapped(file: OutputFile, descriptor: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def _check_records(job: _Job, folder: Folder, team: Team, parts: list[Part]) -> None:
+def _check_records(job: _Job, folder: Folder, ranks: RankGroup, parts: list[Part]) -> None:
     """Compare the records of which any rank read a part; each rank takes its share of them."""
     read: dict[tuple[str, int], list[Part]] = {}
-    for part in (part for some in team.gather(parts) for part in some):
+    for part in (part for some in ranks.gather(parts) for part in some):
         read.setdefault((part.file, part.record), []).append(part)
-    with team.together("checking"):
+    with ranks.raise_on_all("checking"):
         for number, (name, start) in enumerate(sorted(read)):
-            if number % team.size == team.rank:
+            if number % ranks.size == ranks.rank:
                 record = next(r for r in job.files[name].records if r[0] == start)
                 check_records(folder, job.files[name], record, read[name, start])
 
 
-def _warnings(team: Team, findings: Findings) -> tuple[str, ...]:
+def _warnings(ranks: RankGroup, findings: Findings) -> tuple[str, ...]:
     """Return what all ranks noticed about values, one sentence each."""
-    gathered = team.gather((findings.not_finite, findings.overflown))
+    gathered = ranks.gather((findings.not_finite, findings.overflown))
     texts = ("NaN or inf in {}", "values too large for the dtype became inf in {}")
     found = (sorted(set().union(*(pair[i] for pair in gathered))) for i in range(len(texts)))
     return tuple(text.format(shortened(names, MOST_NAMED)) for text, names in zip(texts, found) if names)
 
 
-def _publish(job: _Job, mine: tuple[OutputFile, ...], target: Folder, team: Team) -> dict[str, int]:
+def _publish(job: _Job, mine: tuple[OutputFile, ...], target: Folder, ranks: RankGroup) -> dict[str, int]:
     """Give all files their final names, the index last, and remove an earlier run's; return bytes by name."""
-    with team.together("publishing"):
-        if team.rank == 0:
+    with ranks.raise_on_all("publishing"):
+        if ranks.rank == 0:
             # An index of before must not lead to files of now.
             for name in filter(_is_index, job.there):
                 target.remove(name)
-    with team.together("publishing"):
+    with ranks.raise_on_all("publishing"):
         for file in mine:
             target.publish(file.name, job.token)
     sizes: dict[str, int] = {}
-    with team.together("publishing"):
-        if team.rank == 0:
+    with ranks.raise_on_all("publishing"):
+        if ranks.rank == 0:
             for name, data in _small_files(job).items():
                 target.write(name, data, job.token)
             written = {file.name for file in job.plan.files} | set(job.plan.texts)
@@ -353,7 +354,7 @@ def _publish(job: _Job, mine: tuple[OutputFile, ...], target: Folder, team: Team
                 if _OURS.fullmatch(name) or _is_left_over(name):
                     target.remove(name)
             sizes = {file.name: target.size(file.name) or 0 for file in job.plan.files}
-    return team.broadcast(sizes)
+    return ranks.broadcast(sizes)
 
 
 def _small_files(job: _Job) -> dict[str, bytes]:
@@ -419,7 +420,7 @@ def _is_within(inner: str, outer: str) -> bool:
 
 def _names(target: Folder) -> list[str]:
     try:
-        return [name for name in target.names() if not name.startswith(MEETING)]
+        return [name for name in target.names() if not name.startswith(RENDEZVOUS)]
     except OSError as error:
         raise CheckpointError(f"cannot write into {target.path()}: {error.strerror or error}") from error
 

@@ -19,7 +19,7 @@ from ort_zero.checkpoint import dtypes, manifest, saving, values
 from ort_zero.checkpoint.records import Piece, Source, Tensor
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.compat.deepspeed_state import EngineState, Flat
-from ort_zero.distributed.process_group import Team
+from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
@@ -74,8 +74,8 @@ def load(
         RankError: it failed on another rank.
     """
     saving.wait(engine)
-    team = saving.team_of_engine()
-    with team.together("loading the checkpoint"):
+    ranks = saving.all_ranks()
+    with ranks.raise_on_all("loading the checkpoint"):
         state = EngineState(engine)
         folder = manifest.locate(path, tag)
         source = manifest.open_ours(folder)
@@ -87,16 +87,16 @@ def load(
             _refuse_other_optimizer(state, source)
         for want in _wants(state, source, full, writing=False):
             _check(folder, want)
-        extra = _read_extra(folder, source, team)
+        extra = _read_extra(folder, source, ranks)
     with saving.settled(state):
-        with team.together("loading the checkpoint"):
+        with ranks.raise_on_all("loading the checkpoint"):
             with torch.no_grad():
                 for want in _wants(state, source, full, writing=True):
                     _copy(folder, want)
             if full:
                 _restore_optimizer(state, source)
         state.loaded()
-    with team.together("loading the checkpoint"):
+    with ranks.raise_on_all("loading the checkpoint"):
         _restore_extra(state, extra, source, full, load_lr_scheduler_states, load_module_only)
     return folder.path(), extra["client_state"]
 
@@ -267,13 +267,13 @@ def _copy(folder: Folder, want: _Want) -> None:
             want.target.narrow(0, begin, count).copy_(torch.frombuffer(part, dtype=dtype))
 
 
-def _read_extra(folder: Folder, source: Source, team: Team) -> dict[str, Any]:
+def _read_extra(folder: Folder, source: Source, ranks: RankGroup) -> dict[str, Any]:
     """Return what this rank saved beside its tensors; a rank that did not exist then gets rank 0's.
 
     Raises:
         CorruptCheckpointError: the file is missing or changed.
     """
-    rank = team.rank if team.rank < source.world_size else 0
+    rank = ranks.rank if ranks.rank < source.world_size else 0
     names = {kind: _named(source, rank, f"_extra{end}") for kind, end in (("json", ".json"), ("st", ".safetensors"))}
     if names["json"] is None:
         raise CorruptCheckpointError(f"{folder.path(manifest.NAME)} lists no extra file of rank {rank}")

@@ -28,8 +28,8 @@ from ort_zero.checkpoint.shards import Entry, Written, write_shard
 from ort_zero.checkpoint.staging import Staging
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.compat.deepspeed_state import EngineState
-from ort_zero.distributed.process_group import PeerTeam, Team, interrupts_held
-from ort_zero.distributed.side_channel import SideChannel
+from ort_zero.distributed.process_group import RankGroup, interrupts_held
+from ort_zero.distributed.side_channel import SideChannelGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
 
@@ -39,30 +39,19 @@ _pending: weakref.WeakKeyDictionary[Any, _Pending] = weakref.WeakKeyDictionary()
 _staging: weakref.WeakKeyDictionary[Any, Staging] = weakref.WeakKeyDictionary()
 
 
-class ChannelTeam(PeerTeam):
-    """All ranks, over a connection that training does not use."""
-
-    def __init__(self) -> None:
-        self._channel = SideChannel()
-        self.rank, self.size = self._channel.rank, self._channel.size
-
-    def _exchange(self, value: Any) -> list[Any]:
-        return self._channel.gather(value)
-
-
 @functools.lru_cache(maxsize=1)
-def _team_of(default_group: Any) -> ChannelTeam:
-    return ChannelTeam()
+def _side_channel_beside(default_group: Any) -> SideChannelGroup:
+    return SideChannelGroup()
 
 
-def team_of_engine() -> ChannelTeam:
-    """Return the team of all ranks, made once for each default process group. All ranks must call.
+def all_ranks() -> SideChannelGroup:
+    """Return all ranks, over one connection for each default process group. All ranks must call.
 
     Waits for whatever is saved in the background, of any engine: two threads cannot talk over one connection.
     """
     for save in list(_running):
         save.wait()
-    return _team_of(dist.group.WORLD)
+    return _side_channel_beside(dist.group.WORLD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +74,9 @@ class _Job:
 class _Pending(threading.Thread):
     """A save that goes on in the background. Not a daemon: the interpreter waits for it at exit."""
 
-    def __init__(self, job: _Job, team: Team, finish_copy: Callable[[], None]):
+    def __init__(self, job: _Job, ranks: RankGroup, finish_copy: Callable[[], None]):
         super().__init__(name=f"ort_zero save {job.tag}", daemon=False)
-        self._job, self._team, self._finish_copy = job, team, finish_copy
+        self._job, self._ranks, self._finish_copy = job, ranks, finish_copy
         self.copied = threading.Event()
         self.step_hook: Any = None
         """Makes the optimizer's step wait for :attr:`copied`; None if everything is copied already."""
@@ -105,12 +94,12 @@ class _Pending(threading.Thread):
     def run(self) -> None:
         """Copy, write and publish; keep the error for whoever waits."""
         try:
-            with self._team.together(f"copying the state for {self._job.tag}"):
+            with self._ranks.raise_on_all(f"copying the state for {self._job.tag}"):
                 try:
                     self._finish_copy()
                 finally:
                     self.copied.set()
-            _write(self._job, self._team)
+            _write(self._job, self._ranks)
         except BaseException as error:
             self.error = error
             log.get_logger().error("the background save of %s to %s failed: %s", self._job.tag, self._job.path, error)
@@ -154,10 +143,10 @@ def save(
         RankError: it failed on another rank.
     """
     wait(engine)
-    team = team_of_engine()
+    ranks = all_ranks()
     with interrupts_held():
         return _save(
-            engine, path, tag, async_save, team, dict(client_state or {}), save_latest, exclude_frozen_parameters
+            engine, path, tag, async_save, ranks, dict(client_state or {}), save_latest, exclude_frozen_parameters
         )
 
 
@@ -166,20 +155,20 @@ def _save(
     path: str,
     tag: str | None,
     async_save: bool,
-    team: Team,
+    ranks: RankGroup,
     client_state: Mapping[str, Any],
     save_latest: bool,
     exclude_frozen: bool,
 ) -> str:
-    with team.together("preparing the checkpoint"):
+    with ranks.raise_on_all("preparing the checkpoint"):
         state = EngineState(engine)
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         manifest.check_tag(tag)
-    save_id, run_id, suffix = _agree(team, path, tag)
+    save_id, run_id, suffix = _agree(ranks, path, tag)
     with settled(state):
-        with team.together("preparing the checkpoint"):
+        with ranks.raise_on_all("preparing the checkpoint"):
             model = capture.describe(state, exclude_frozen)
-            shard = capture.shard_of(state, team.rank, team.size, client_state, exclude_frozen)
+            shard = capture.shard_of(state, ranks.rank, ranks.size, client_state, exclude_frozen)
             finish_copy = None
             if async_save:
                 shard, finish_copy = _stage(engine, shard).begin(shard, state.steps_can_wait())
@@ -195,9 +184,9 @@ def _save(
             shard=shard,
         )
         if finish_copy is None:
-            _write(job, team)
+            _write(job, ranks)
     if finish_copy is not None:
-        thread = _Pending(job, team, finish_copy)
+        thread = _Pending(job, ranks, finish_copy)
         if state.steps_can_wait():
             thread.step_hook = state.before_steps(thread.copied.wait)
         _pending[engine] = thread
@@ -234,13 +223,13 @@ def wait(engine: Any) -> None:
             raise thread.error
 
 
-def _agree(team: Team, path: str, tag: str) -> tuple[str, str, str]:
+def _agree(ranks: RankGroup, path: str, tag: str) -> tuple[str, str, str]:
     """Return save id, run id and suffix, the same on all ranks.
 
     Raises:
         CheckpointError: the ranks mean different places.
     """
-    asked = team.gather((str(path), tag))
+    asked = ranks.gather((str(path), tag))
     for rank, other in enumerate(asked):
         if other != asked[0]:
             raise CheckpointError(
@@ -249,15 +238,15 @@ def _agree(team: Team, path: str, tag: str) -> tuple[str, str, str]:
             )
     save_id = uuid.uuid4().hex[:16]
     occupied = False
-    with team.together("looking at the destination"):
-        if team.rank == 0:
+    with ranks.raise_on_all("looking at the destination"):
+        if ranks.rank == 0:
             folder = open_folder(path).child(tag)
             occupied = folder.exists(manifest.NAME)
             if not occupied and any(name.endswith("_model_states.pt") for name in folder.names()):
                 log.get_logger().warning(
                     "%s holds a checkpoint in DeepSpeed's own format; it stays there beside the new one", folder.path()
                 )
-    save_id, run_id, occupied = team.broadcast((save_id, _RUN_ID, occupied))
+    save_id, run_id, occupied = ranks.broadcast((save_id, _RUN_ID, occupied))
     return save_id, run_id, f".{save_id[:8]}" if occupied else ""
 
 
@@ -267,26 +256,26 @@ def _stage(engine: Any, shard: Shard) -> Staging:
     return staging
 
 
-def _write(job: _Job, team: Team) -> None:
+def _write(job: _Job, ranks: RankGroup) -> None:
     """Write this rank's files, publish them, and let rank 0 write the manifest. All ranks must call."""
     folder = open_folder(job.path).child(job.tag)
     names: list[str] = []
-    everything_told = False
+    rank_0_may_publish = False
     try:
-        with team.together(f"saving {folder.path()}"):
+        with ranks.raise_on_all(f"saving {folder.path()}"):
             folder.make()
-            files, written = _write_files(folder, job, team, names)
-        with team.together(f"saving {folder.path()}"):
+            files, written = _write_files(folder, job, ranks, names)
+        with ranks.raise_on_all(f"saving {folder.path()}"):
             for name in names:
                 folder.publish(name, job.save_id)
-        everything_told = True
-        parts = team.gather((files, written, job.shard.scalars))
-        with team.together(f"saving {folder.path()}"):
-            if team.rank == 0:
-                _publish_manifest(folder, job, parts, team.size)
+        rank_0_may_publish = True
+        parts = ranks.gather((files, written, job.shard.scalars))
+        with ranks.raise_on_all(f"saving {folder.path()}"):
+            if ranks.rank == 0:
+                _publish_manifest(folder, job, parts, ranks.size)
     except BaseException:
         # With another rank gone nobody but rank 0 knows whether it is just about to write the manifest.
-        unknown = everything_told and team.broken and team.rank != 0
+        unknown = rank_0_may_publish and ranks.broken and ranks.rank != 0
         keep = unknown or _may_be_published(folder, job.save_id)
         for name in names:
             with suppress(OSError):
@@ -304,7 +293,7 @@ def _may_be_published(folder: Folder, save_id: str) -> bool:
     return found is not None and found.save_id == save_id
 
 
-def _write_files(folder: Folder, job: _Job, team: Team, names: list[str]) -> tuple[list[File], list[Written]]:
+def _write_files(folder: Folder, job: _Job, ranks: RankGroup, names: list[str]) -> tuple[list[File], list[Written]]:
     """Write this rank's files under partial names; `names` gets their final ones as they are begun."""
     files: list[File] = []
     written: list[Written] = []
@@ -313,8 +302,8 @@ def _write_files(folder: Folder, job: _Job, team: Team, names: list[str]) -> tup
         "run_id": job.run_id,
         "tag": job.tag,
         "step": str(job.model.step),
-        "rank": str(team.rank),
-        "world_size": str(team.size),
+        "rank": str(ranks.rank),
+        "world_size": str(ranks.size),
     }
     kinds = {"master": job.shard.weights, "optimizer": job.shard.moments}
     if job.shard.extra_tensors:
@@ -324,13 +313,13 @@ def _write_files(folder: Folder, job: _Job, team: Team, names: list[str]) -> tup
     for kind, entries in kinds.items():
         if kind == "optimizer" and not entries:
             continue
-        name = file_name(team.rank, kind, "safetensors", job.suffix)
+        name = file_name(ranks.rank, kind, "safetensors", job.suffix)
         names.append(name)
         file, pieces = write_shard(folder, name, entries, header, job.save_id, job.durable)
         files.append(file)
         if kind != "extra":
             written += pieces
-    name = file_name(team.rank, "extra", "json", job.suffix)
+    name = file_name(ranks.rank, "extra", "json", job.suffix)
     names.append(name)
     shapes = [list(t.shape) for t in job.shard.extra_tensors]
     extra = {**header, "tensor_shapes": shapes, **job.shard.extra}

@@ -53,10 +53,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Aggregate, print the report on rank 0, and return 0."""
     from ort_zero.checkpoint.aggregation import aggregate
-    from ort_zero.distributed import process_group as teams
+    from ort_zero.distributed import process_group
 
     gloo_exit.settle_at_exit()
-    team = teams.from_launcher(_meeting_place(args.dst))
+    ranks = process_group.from_launcher(_rendezvous_folder(args.dst))
     try:
         report = aggregate(
             args.src,
@@ -73,23 +73,23 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             strict=args.strict,
             trust_pickle=args.trust_pickle,
-            team=team,
+            ranks=ranks,
         )
     except Exception as error:
-        if team.rank == 0 or args.debug:
+        if ranks.rank == 0 or args.debug:
             raise
         # Rank 0 tells; a rank that failed itself adds which one it is.
         if not isinstance(error, RankError):
-            print(f"ort-zero aggregate: rank {team.rank}: {error}", file=sys.stderr)
+            print(f"ort-zero aggregate: rank {ranks.rank}: {error}", file=sys.stderr)
         return 1 if isinstance(error, CorruptCheckpointError) else 2
     finally:
-        team.close()
-    if team.rank == 0:
+        ranks.close()
+    if ranks.rank == 0:
         print_json(dataclasses.asdict(report)) if args.json else print(text_of(report))
     return 0
 
 
-def _meeting_place(dst: str) -> str:
+def _rendezvous_folder(dst: str) -> str:
     """Return the nearest folder above `dst` that exists: ranks may meet there, and a dry run makes none."""
     if "://" in dst:
         return dst

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,11 @@ class Vote:
     """What one rank is about to do."""
 
     code: int
-    """1: a graph is made; 0: one is there; :data:`FAILED`."""
+    """1: the rank builds a graph; 0: it runs the graph it has; :data:`FAILED`: it cannot go on."""
     digest: int
-    """Of which parameters are trainable on that rank."""
+    """Hash of the set of parameters that are trainable on that rank."""
     graph: int = 0
-    """Of the collectives in the graph that is there."""
+    """Hash of the collectives in the graph that the rank runs, in their order; 0 if it has no graph."""
 
 
 def votes(code: int, digest: int, group: Any = None, graph: int = 0) -> list[Vote]:
@@ -47,7 +48,7 @@ def exchange(value: Any, group: Any = None) -> list[Any]:
     return everyone
 
 
-def raise_if_others_failed(reports: list[str | None], what: str, rank: int | None = None) -> None:
+def raise_if_others_failed(reports: Sequence[str | None], what: str, rank: int | None = None) -> None:
     """Raise on a rank that did not fail itself.
 
     Args:
@@ -58,7 +59,16 @@ def raise_if_others_failed(reports: list[str | None], what: str, rank: int | Non
     Raises:
         RankError: names each failed rank and its error.
     """
-    failures = {rank: text for rank, text in enumerate(reports) if text is not None}
+    failures = failures_in(reports)
     if failures and (env.rank() if rank is None else rank) not in failures:
-        lines = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-        raise RankError(f"{what} failed on another rank: {lines}", failures)
+        raise RankError(f"{what} failed on another rank: {failure_list(failures)}", failures)
+
+
+def failures_in(reports: Sequence[str | None]) -> dict[int, str]:
+    """Return the error message of each rank that failed, of reports that are None where a rank succeeded."""
+    return {rank: text for rank, text in enumerate(reports) if text is not None}
+
+
+def failure_list(failures: Mapping[int, str]) -> str:
+    """Return the message of each failed rank in one line: ``"rank 1: disk full; rank 3: ..."``."""
+    return "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())

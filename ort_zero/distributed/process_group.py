@@ -1,4 +1,4 @@
-"""The ranks that do one job together, so that a failure of one is raised on all and nobody waits for the dead."""
+"""The ranks that do one job together: run on all, raise on all, so that nobody waits for a rank that has failed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ort_zero.distributed import collectives
 from ort_zero.errors import CheckpointError, OrtZeroError
 
 
-class _Hold:
-    """The handler of SIGINT while it is held back."""
+class _DeferredInterrupt:
+    """The handler of SIGINT while it is held back; remembers whether the signal came."""
 
-    current: _Hold | None = None
+    current: _DeferredInterrupt | None = None
 
     def __init__(self, previous: Any):
         self.previous = previous
@@ -30,18 +30,18 @@ class _Hold:
 def interrupts_held() -> Iterator[None]:
     """Hold SIGINT back until the end: an interrupted rank must not leave where others wait for it.
 
-    Blocks of :meth:`Team.together` let it through. Does nothing where Python delivers no signals.
+    Blocks of :meth:`RankGroup.raise_on_all` let it through. Does nothing where Python delivers no signals.
     """
     main = threading.current_thread() is threading.main_thread()
-    if not main or _Hold.current is not None or signal.getsignal(signal.SIGINT) is None:
+    if not main or _DeferredInterrupt.current is not None or signal.getsignal(signal.SIGINT) is None:
         yield
         return
-    hold = _Hold.current = _Hold(signal.getsignal(signal.SIGINT))
+    hold = _DeferredInterrupt.current = _DeferredInterrupt(signal.getsignal(signal.SIGINT))
     try:
         signal.signal(signal.SIGINT, hold)
         yield
     finally:
-        _Hold.current = None
+        _DeferredInterrupt.current = None
         signal.signal(signal.SIGINT, hold.previous)
         if hold.pending:
             signal.raise_signal(signal.SIGINT)
@@ -49,7 +49,8 @@ def interrupts_held() -> Iterator[None]:
 
 @contextmanager
 def _interrupts_let_through() -> Iterator[None]:
-    hold = _Hold.current
+    """Deliver SIGINT again inside of :func:`interrupts_held`, one that came meanwhile at once."""
+    hold = _DeferredInterrupt.current
     if hold is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -63,31 +64,41 @@ def _interrupts_let_through() -> Iterator[None]:
         signal.signal(signal.SIGINT, hold)
 
 
-class Team:
-    """One rank alone; the base of :class:`GroupTeam`."""
+class RankGroup:
+    """The ranks that do one job together; this base is one rank alone, for which nothing is exchanged.
+
+    Attributes:
+        rank: number of this rank in the group.
+        size: number of ranks.
+        broken: True once another rank was found to be gone.
+    """
 
     rank = 0
     size = 1
     broken = False
-    """True once another rank was found to be gone."""
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, on every rank. All ranks must call."""
         return [value]
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value. All ranks must call."""
+        """Return rank 0's value on every rank. All ranks must call."""
         return self.gather(value)[0]
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def raise_on_all(self, what: str, everywhere: type[OrtZeroError] | None = None) -> Iterator[None]:
         """Run a block on every rank; if it raises on one, it raises on all. All ranks must enter.
 
         The block itself must not communicate unless it cannot fail before: a rank that left it early waits at its end.
 
+        Args:
+            what: what the block does, for messages.
+            everywhere: an error to raise on all ranks alike, with the message of each rank that failed, instead of the
+                ranks' own errors; where all of them failed each keeps its own.
+
         Raises:
             CheckpointError: for an OSError of the block, which is its cause.
-            RankError: on the ranks where the block did not fail itself.
+            RankError: on the ranks where the block did not fail itself; names each rank that failed.
         """
         with interrupts_held():
             error: BaseException | None = None
@@ -97,11 +108,14 @@ class Team:
             except BaseException as caught:
                 error = caught
             try:
-                reports = self.gather(None if error is None else _brief(error))
+                reports = self.gather(None if error is None else _first_line(error))
             except CheckpointError:
                 if error is None:
                     raise
                 reports = []
+            failures = collectives.failures_in(reports)
+            if everywhere is not None and failures and len(failures) < self.size:
+                raise everywhere(collectives.failure_list(failures)) from error
             if isinstance(error, OSError):
                 raise CheckpointError(f"{what} failed: {error}") from error
             if error is not None:
@@ -109,18 +123,22 @@ class Team:
         collectives.raise_if_others_failed(reports, what, self.rank)
 
     def close(self) -> None:
-        """Release what the team holds."""
+        """Release what connects the ranks."""
 
 
-class PeerTeam(Team):
-    """Several ranks, any of which may be gone; the base of those that know how to reach them."""
+class PeerGroup(RankGroup):
+    """Several ranks, any of which may be gone; the base of those that know how to reach each other."""
 
     def _exchange(self, value: Any) -> list[Any]:
-        """Return the value of every rank; raise RuntimeError if one does not answer."""
+        """Return the value of every rank.
+
+        Raises:
+            RuntimeError: one does not answer.
+        """
         raise NotImplementedError
 
     def gather(self, value: Any) -> list[Any]:
-        """See :meth:`Team.gather`.
+        """Return the value of every rank, on every rank. All ranks must call.
 
         Raises:
             CheckpointError: a rank is gone.
@@ -129,11 +147,16 @@ class PeerTeam(Team):
             return self._exchange(value)
         except RuntimeError as error:
             self.broken = True
-            raise CheckpointError(f"another rank is gone, or did not answer in time: {_brief(error)}") from error
+            raise CheckpointError(f"another rank is gone, or did not answer in time: {_first_line(error)}") from error
 
 
-class GroupTeam(PeerTeam):
-    """The ranks of a process group whose backend can move Python objects on the CPU (gloo)."""
+class TorchProcessGroup(PeerGroup):
+    """The ranks of a process group of torch.
+
+    Args:
+        group: one whose backend can move Python objects, by default the default group.
+        owns_default: the default group was made for this object, whose :meth:`close` destroys it.
+    """
 
     def __init__(self, group: Any = None, owns_default: bool = False):
         import torch.distributed as dist
@@ -147,14 +170,20 @@ class GroupTeam(PeerTeam):
         return collectives.exchange(value, self.group)
 
     def close(self) -> None:
-        """Destroy the default process group if it was made for this team."""
+        """Destroy the default process group if it was made for this object."""
         import torch.distributed as dist
 
         if self._owns_default and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _brief(error: BaseException) -> str:
+def default_group() -> RankGroup:
+    """Return the ranks of torch's default process group; one rank alone where there is none."""
+    return TorchProcessGroup() if collectives.world_size() > 1 else RankGroup()
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error, with the name of its class unless the text was written for users."""
     first = (str(error).strip() or type(error).__name__).partition("\n")[0]
     return first if isinstance(error, (OrtZeroError, OSError)) else f"{type(error).__name__}: {first}"
 
@@ -165,6 +194,8 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
 )
+RENDEZVOUS = ".rendezvous_"
+"""Start of the names of files in which ranks meet."""
 _JOB_IDS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 
 
@@ -176,8 +207,8 @@ def launched() -> tuple[int, int]:
     return 0, 1
 
 
-def from_launcher(shared_folder: str) -> Team:
-    """Return the team that a launcher started, or one rank alone.
+def from_launcher(shared_folder: str) -> RankGroup:
+    """Return the ranks that a launcher started, or one rank alone. All ranks must call.
 
     Args:
         shared_folder: a local folder that all ranks see; the ranks of mpirun, which brings no ``MASTER_ADDR``, meet in
@@ -188,11 +219,11 @@ def from_launcher(shared_folder: str) -> Team:
     """
     rank, size = launched()
     if size == 1:
-        return Team()
+        return RankGroup()
     import torch.distributed as dist
 
     if dist.is_initialized():
-        return GroupTeam()
+        return TorchProcessGroup()
     meeting = None
     if "MASTER_ADDR" not in os.environ:
         job = next((os.environ[name] for name in _JOB_IDS if os.environ.get(name)), None)
@@ -203,7 +234,7 @@ def from_launcher(shared_folder: str) -> Team:
             )
         os.makedirs(shared_folder, exist_ok=True)
         name = "".join(c if c.isalnum() else "_" for c in job)
-        meeting = f"{os.path.abspath(shared_folder)}/.rendezvous_{name}"
+        meeting = f"{os.path.abspath(shared_folder)}/{RENDEZVOUS}{name}"
     method = meeting and f"file://{meeting}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
     if meeting:
@@ -214,4 +245,4 @@ def from_launcher(shared_folder: str) -> Team:
             with suppress(FileNotFoundError):
                 os.remove(meeting)
         dist.barrier()
-    return GroupTeam(owns_default=True)
+    return TorchProcessGroup(owns_default=True)

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from ort_zero.compat.torch_distributed import default_store
+from ort_zero.distributed.process_group import PeerGroup
 
 _numbers = itertools.count()
 _TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class SideChannel:
-    """Moves Python objects among the ranks of the default group. All ranks must make it, in the same order."""
+    """Moves Python objects among the ranks of the default group. All ranks must construct it, in the same order."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -46,3 +47,14 @@ class SideChannel:
 
     def _all_gather(self, outputs: list[torch.Tensor], mine: torch.Tensor) -> None:
         self._group.allgather([outputs], [mine]).wait()
+
+
+class SideChannelGroup(PeerGroup):
+    """All ranks, over a connection that training does not use. All ranks must construct it, in the same order."""
+
+    def __init__(self) -> None:
+        self._channel = SideChannel()
+        self.rank, self.size = self._channel.rank, self._channel.size
+
+    def _exchange(self, value: Any) -> list[Any]:
+        return self._channel.gather(value)

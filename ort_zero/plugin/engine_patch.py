@@ -101,24 +101,19 @@ def _memory_request(section: config.MemoryConfig) -> Any:
     Raises:
         ConfigError: on all ranks, if one cannot read the plan or reads another one.
     """
-    from ort_zero.distributed import collectives
+    from ort_zero.distributed.process_group import RankGroup, default_group
     from ort_zero.recompute import options
 
-    try:
-        wanted, error = options.read(section), None
-    except ConfigError as wrong:
-        wanted, error = None, str(wrong)
-    if collectives.world_size() > 1 and section != config.MemoryConfig():
-        reports = collectives.exchange((error, str(wanted)))
-        failed = {rank: words for rank, (words, _) in enumerate(reports) if words is not None}
-        odd = [rank for rank, (_, plan) in enumerate(reports) if plan != reports[0][1]]
-        if failed and (error is None or len(failed) < len(reports)):
-            error = "; ".join(f"rank {rank}: {words}" for rank, words in failed.items())
-        elif odd and error is None:
-            error = f"ort_zero.memory.recompute: ranks {odd} read another plan than rank 0; give all ranks one file"
-    if error is not None:
-        raise ConfigError(error)
-    return wanted
+    ranks = RankGroup() if section == config.MemoryConfig() else default_group()
+    with ranks.raise_on_all("reading the section's memory part", everywhere=ConfigError):
+        request = options.read(section)
+    plans = ranks.gather(str(request))
+    odd = [rank for rank, plan in enumerate(plans) if plan != plans[0]]
+    if odd:
+        raise ConfigError(
+            f"ort_zero.memory.recompute: ranks {odd} read another plan than rank 0; give all ranks one file"
+        )
+    return request
 
 
 def _note(engine: Any) -> None:

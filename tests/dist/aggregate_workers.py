@@ -23,9 +23,9 @@ def together(src: str, dst: str, fails: int | None = None, **options: Any) -> di
 
         stream._Writer.put = full
     started = time.monotonic()
-    team = from_launcher(src)
+    ranks = from_launcher(src)
     try:
-        report = aggregate(src, dst, team=team, **options)
+        report = aggregate(src, dst, ranks=ranks, **options)
         result = {"type": None, "files": dict(report.files), "read": report.bytes_read, "warnings": report.warnings}
     except Exception as error:
         result = {"type": type(error).__name__, "text": str(error)}

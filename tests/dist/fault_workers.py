@@ -23,6 +23,7 @@ from checkpoint_workers import engine_of, train, valid
 from ort_zero.checkpoint import load, manifest, save, saving, wait
 from ort_zero.checkpoint.storage import LocalFolder, open_folder
 from ort_zero.compat.deepspeed_state import EngineState
+from ort_zero.distributed.side_channel import SideChannelGroup
 from ort_zero.errors import CheckpointError, RankError
 from ort_zero.utils.atomic_write import PARTIAL
 
@@ -257,7 +258,7 @@ def interrupt_at_each_exchange(folder: str) -> tuple[list[str], list[str]]:
     listen_to_interrupts()
     engine = engine_of(stage=1)
     train(engine, range(1))
-    original = saving.ChannelTeam.gather
+    original = SideChannelGroup.gather
     count = 0
 
     def gather(self: Any, value: Any) -> list[Any]:
@@ -269,7 +270,7 @@ def interrupt_at_each_exchange(folder: str) -> tuple[list[str], list[str]]:
 
     raised = []
     at = count = 0
-    saving.ChannelTeam.gather = gather
+    SideChannelGroup.gather = gather
     save(engine, folder, "first")
     for at in range(1, count + 1):
         count = 0

@@ -20,7 +20,7 @@ from ort_zero.checkpoint.aggregation import aggregate
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Piece, Tensor
 from ort_zero.checkpoint.storage import LocalFolder, open_folder
 from ort_zero.cli.main import main
-from ort_zero.distributed.process_group import Team
+from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 WEIGHTS = {name: value for (kind, name), value in some_tensors().items() if kind in SAVED_ELSEWHERE}
@@ -399,17 +399,17 @@ def test_a_few_chunks_are_held_whatever_the_size(tmp_path, monkeypatch, options)
 
 
 def test_rank_zero_decides_and_a_failure_is_gathered(shards, tmp_path):
-    class Watched(Team):
+    class Watched(RankGroup):
         reports: list = []
 
         def gather(self, value):
             self.reports.append(value)
             return [value]
 
-    team = Watched()
+    ranks = Watched()
     with pytest.raises(CheckpointError):
-        aggregate(shards, tmp_path / "out", dtype="fp8", team=team)
-    assert "dtype is 'fp8'" in team.reports[-1]
+        aggregate(shards, tmp_path / "out", dtype="fp8", ranks=ranks)
+    assert "dtype is 'fp8'" in ranks.reports[-1]
 
 
 @pytest.mark.parametrize("limit", ["5GB", 20_000])

@@ -1,0 +1,102 @@
+"""Run on all, raise on all: what each rank raises when others fail, are gone, or are interrupted. No processes."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from ort_zero.distributed.process_group import PeerGroup, RankGroup, interrupts_held
+from ort_zero.errors import CheckpointError, ConfigError, RankError
+
+
+class Scripted(PeerGroup):
+    """Rank 1 of three; the others report what the script says."""
+
+    rank, size = 1, 3
+
+    def __init__(self, *others: tuple[str | None, str | None]):
+        self.others = list(others)
+        self.sent: list = []
+
+    def _exchange(self, value):
+        self.sent.append(value)
+        if not self.others:
+            raise RuntimeError("Connection closed by peer\nwith details")
+        first, third = self.others.pop(0)
+        return [first, value, third]
+
+
+def test_a_block_that_succeeds_everywhere_raises_nothing():
+    ranks = Scripted((None, None))
+    with ranks.raise_on_all("saving"):
+        pass
+    assert ranks.sent == [None]
+
+
+def test_a_rank_that_succeeded_names_every_rank_that_failed():
+    with pytest.raises(RankError) as caught, Scripted(("disk full", "no permission")).raise_on_all("saving"):
+        pass
+    assert str(caught.value) == "saving failed on another rank: rank 0: disk full; rank 2: no permission"
+    assert caught.value.failures == {0: "disk full", 2: "no permission"}
+
+
+def test_a_rank_that_failed_raises_its_own_error_and_tells_its_first_line():
+    ranks = Scripted(("disk full", None))
+    with pytest.raises(ValueError, match="mine"), ranks.raise_on_all("saving"):
+        raise ValueError("mine\nand more")
+    assert ranks.sent == ["ValueError: mine"]
+
+
+def test_an_oserror_says_what_failed():
+    with pytest.raises(CheckpointError, match="saving failed: .*gone") as caught:
+        with Scripted((None, None)).raise_on_all("saving"):
+            raise OSError("gone")
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_one_error_everywhere_names_every_rank_that_failed():
+    for mine in (None, ConfigError("bad plan")):
+        with pytest.raises(ConfigError) as caught:
+            with Scripted((None, "no file")).raise_on_all("reading", everywhere=ConfigError):
+                if mine is not None:
+                    raise mine
+        named = "rank 2: no file" if mine is None else "rank 1: bad plan; rank 2: no file"
+        assert str(caught.value) == named
+
+
+def test_where_all_failed_each_rank_keeps_its_own_error():
+    with pytest.raises(ConfigError) as caught:
+        with Scripted(("bad plan", "bad plan")).raise_on_all("reading", everywhere=ConfigError):
+            raise ConfigError("bad plan")
+    assert str(caught.value) == "bad plan"
+
+
+def test_a_rank_that_is_gone_breaks_the_group():
+    ranks = Scripted()
+    with pytest.raises(CheckpointError, match="another rank is gone.*Connection closed by peer$"):
+        with ranks.raise_on_all("saving"):
+            pass
+    assert ranks.broken
+    with pytest.raises(ValueError, match="mine"), ranks.raise_on_all("saving"):  # says more than that others are gone
+        raise ValueError("mine")
+
+
+def test_one_rank_alone_exchanges_nothing():
+    alone = RankGroup()
+    assert (alone.rank, alone.size, alone.gather(3), alone.broadcast(4)) == (0, 1, [3], 4)
+    with pytest.raises(KeyError), alone.raise_on_all("x", everywhere=ConfigError):
+        raise KeyError("mine")
+
+
+def test_an_interrupt_waits_for_the_exchange_and_reaches_a_block_at_once():
+    ranks = Scripted((None, None), (None, None))
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+            done.append("held")
+            with ranks.raise_on_all("saving"):
+                done.append("not reached")
+    assert done == ["held"] and ranks.sent == ["KeyboardInterrupt: KeyboardInterrupt"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
