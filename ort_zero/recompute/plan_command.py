@@ -16,8 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -299,32 +298,62 @@ def _start_and_wait(command: Sequence[str], order: Path, report: Path, log: Path
     """Run a command with its output in `log`; return its status. No process of it outlives the call."""
     # nothing else differs from the user's own start: another PATH would make DeepSpeed compile its operators again
     environment = {**os.environ, env.MEMORY_SESSION: str(order), "PYTHONUNBUFFERED": "1"}
-    with open(log, "wb") as output, _termination_raises():
+    with open(log, "wb") as output, _Signals() as signals:
+        # raised in here, an interrupt would leave a script that nobody knows of
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
         try:
+            signals.deliver()
             return _wait(process, report)
         finally:
             _end(process)
 
 
-@contextmanager
-def _termination_raises() -> Iterator[None]:
-    """Let SIGTERM unwind the stack in the block: the script has a session of its own, and would live on."""
+class _Signals:
+    """Lets SIGINT and SIGTERM unwind the stack in a block, from the call of :meth:`deliver` on; one before that waits.
 
-    def stop(number: int, frame: Any) -> None:
+    The script has a session of its own, and would live on. Does nothing outside the main thread, which alone may set
+    handlers; a signal that is ignored stays so.
+    """
+
+    def __init__(self) -> None:
+        self._previous: dict[int, Any] = {}
+        self._delivers = False
+        self._pending: int | None = None
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *unused: Any) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def deliver(self) -> None:
+        """Raise what has come, and from now on at once.
+
+        Raises:
+            KeyboardInterrupt: it was SIGINT.
+            SystemExit: it was SIGTERM.
+        """
+        self._delivers = True
+        if self._pending is not None:
+            self._raise(self._pending)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        self._pending = number
+        if self._delivers:
+            self._raise(number)
+
+    def _raise(self, number: int) -> None:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
         raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _wait(process: subprocess.Popen, report: Path) -> int:

@@ -216,7 +216,11 @@ def test_a_script_that_does_not_end_is_ended(folder, monkeypatch):
 def test_an_ended_command_leaves_no_script_behind(folder, number):
     script(folder, text="import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)\n")
     words = [sys.executable, "-m", "ort_zero", "memory", "plan", "--config", "ds.json", "--script", "train.py"]
-    command = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        command = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         until = time.monotonic() + 30
         while not (folder / "pid").exists() or not (folder / "pid").read_text():
@@ -228,6 +232,32 @@ def test_an_ended_command_leaves_no_script_behind(folder, number):
         command.kill()
     with pytest.raises(ProcessLookupError):
         os.kill(int((folder / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_that_comes_while_the_script_is_being_started_ends_it(folder, monkeypatch, number, raised):
+    """The script runs already, and its Popen has not returned: on a busy machine that takes a while."""
+    script(folder, text="import time\ntime.sleep(60)\n")
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+            os.kill(os.getpid(), number)
+
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(plan_command.subprocess, "Popen", Interrupted)
+    try:
+        with pytest.raises(raised):
+            plan_command._start_and_wait(
+                [sys.executable, "train.py"], folder / "order", folder / "report", folder / "log"
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert started[0].poll() is not None
+    assert {n: signal.getsignal(n) for n in handlers} == handlers
 
 
 def test_a_launcher_stands_before_the_script(folder):
