@@ -36,8 +36,18 @@ OF_RANKS = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
 )
 """Variables that no module reads when it is imported."""
-READ_LATE = frozenset(("ORT_ZERO_CACHE_DIR",))
-"""The same, of those that tests set; the C++ extensions, which are looked for there, are loaded already."""
+READ_LATE = frozenset(
+    (
+        "ORT_ZERO_CACHE_DIR",
+        "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_DEFAULT_REGION",
+        "AWS_ENDPOINT_URL",
+        "AWS_EC2_METADATA_DISABLED",
+    )
+)
+"""The same, of those that tests set: the C++ extensions, which are looked for in the cache, are loaded already, and
+clients of S3 read theirs when they are made."""
 
 
 class Forked:

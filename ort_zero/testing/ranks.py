@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -33,11 +34,21 @@ _TAIL = 4000
 _STACK_TAIL = 20_000  # faulthandler prints the innermost frame first: a short tail would cut off the one that matters
 
 
+_PORTS = range(10_000, 32_000)
+"""Below those that the system gives out by itself (32768 and above on Linux, 49152 elsewhere): between the moment when
+such a port is found free and the one when rank 0 listens there, any connection of another process could get it."""
+
+
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """Return a TCP port of this machine that nobody listens on, and that no other connection is given by the system."""
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket() as sock:
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"none of 100 ports between {_PORTS.start} and {_PORTS.stop} is free")
 
 
 def run_on_ranks(
