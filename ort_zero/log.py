@@ -53,7 +53,7 @@ _BY_NAME = {level.name: level for level in LEVELS}
 _BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
 logging.addLevelName(_BY_NAME["DEVINFO"].number, "DEVINFO")
 
-_asked: weakref.WeakKeyDictionary[Any, Level] = weakref.WeakKeyDictionary()
+_requested: weakref.WeakKeyDictionary[Any, Level] = weakref.WeakKeyDictionary()
 """What each engine asks for."""
 
 
@@ -63,7 +63,9 @@ class _RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if env.rank() == 0 or record.levelno >= logging.ERROR:
             return True
-        return logging.getLogger(_NAME).level < logging.INFO
+        current = logging.getLogger(_NAME).level
+        reached = [level for level in LEVELS if level.number <= current] or LEVELS[:1]
+        return reached[-1].all_ranks
 
 
 class _Formatter(logging.Formatter):
@@ -120,24 +122,24 @@ def chosen(name: str) -> Level:
     return level
 
 
-def set_level(name: str, asked_by: Any = None) -> Level:
-    """Set the level of the ``ort_zero`` logger to `name`, and return the level that holds for who asks.
+def set_level(name: str, engine: Any = None) -> Level:
+    """Set the level of the ``ort_zero`` logger to `name`, and return the level that holds for `engine`.
 
     ``ORT_ZERO_LOG_LEVEL`` wins over `name`. The logger is one for the process: of several engines the most talkative
     one that lives decides about it, while the other sinks are each engine's own.
 
     Args:
         name: of the level.
-        asked_by: an engine; None sets the level whatever engines ask for.
+        engine: the engine whose section names the level; None sets the level whatever engines ask for.
 
     Raises:
         ConfigError: see :func:`chosen`.
     """
     level = chosen(name)
     number = level.number
-    if asked_by is not None:
-        _asked[asked_by] = level
-        number = min(each.number for each in _asked.values())
+    if engine is not None:
+        _requested[engine] = level
+        number = min(each.number for each in _requested.values())
     logger = get_logger()
     if any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
         logger.setLevel(number)

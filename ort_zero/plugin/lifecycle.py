@@ -70,11 +70,11 @@ def _enable_quietly(module: Any) -> None:
             from ort_zero.plugin.refused_section import patch
             from ort_zero.utils.patching import PatchSet
 
-            wanted = PatchSet("refusal", (patch(str(error)),))
+            wanted = PatchSet("refused_section", (patch(str(error)),))
             wanted.apply()
-            registry.patch_sets["refusal"] = wanted
-        except Exception:  # not even an engine to stand before: the warning has to do
-            get_logger().debug("no refusal in place", exc_info=True)
+            registry.patch_sets[wanted.name] = wanted
+        except Exception:  # not even an engine that could be patched: the warning has to do
+            get_logger().debug("an enabled section will not be refused", exc_info=True)
 
 
 def enable() -> None:
@@ -88,7 +88,7 @@ def enable() -> None:
         return
     from ort_zero.compat import versions
 
-    registry.restore("refusal")
+    registry.restore("refused_section")
     versions.require("zero")
     _refuse_late()
     importlib.import_module(_HOOKED_MODULE)
@@ -112,10 +112,9 @@ def disable() -> None:
     Raises:
         PatchError: somebody patched one of our targets after us; nothing is changed then.
     """
-    registry.restore("refusal")
-    registry.restore("onnxruntime")
-    if is_enabled():
-        registry.restore("deepspeed")
+    was_enabled = is_enabled()
+    registry.restore("refused_section", "onnxruntime", "torch.onnx", "deepspeed")
+    if was_enabled:
         from ort_zero.compat import third_party
 
         third_party.unsilence()

@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-patch_sets: dict[str, Any] = {}
-"""The :class:`~ort_zero.utils.patching.PatchSet` of each patched dependency: ``"deepspeed"``, ``"onnxruntime"``, and
-``"refusal"`` where the plugin could not be enabled."""
-_undo_symbolics: list[Any] = []
+if TYPE_CHECKING:  # autoload runs at the end of every ``import torch``
+    from ort_zero.utils.patching import PatchSet
+
+patch_sets: dict[str, PatchSet] = {}
+"""The patches of each patched dependency: ``"deepspeed"``, ``"torch.onnx"``, ``"onnxruntime"``, and
+``"refused_section"`` where the plugin could not be enabled."""
 _runtimes: list[weakref.ref] = []
 """In the order in which the models were wrapped."""
 
 
 def patch_ortmodule() -> None:
-    """Apply the patches of ORTModule; called when the first model is wrapped, since it imports onnxruntime."""
+    """Apply the patches of ORTModule, all or nothing; a second call does nothing.
+
+    Called when the first model is wrapped, since it imports onnxruntime.
+    """
     if "onnxruntime" in patch_sets:
         return
     from ort_zero.compat import ortmodule, torch_ddp
+    from ort_zero.compat.torch_onnx import exporter_modules
     from ort_zero.runtime.operators import symbolics
     from ort_zero.runtime.zero3 import gather_reduce
     from ort_zero.utils.patching import PatchSet
 
-    ortmodule.import_ortmodule()
-    wanted = PatchSet("onnxruntime", (*ortmodule.patches(), *torch_ddp.patches(gather_reduce.reduced_behind)))
-    wanted.apply()
-    _undo_symbolics.append(symbolics.install(ortmodule.symbolics()))
-    patch_sets["onnxruntime"] = wanted
+    old_names = exporter_modules.patch_set()
+    old_names.apply()
+    try:
+        ortmodule.import_ortmodule()
+        wanted = PatchSet(
+            "onnxruntime",
+            (
+                *ortmodule.patches(),
+                *ortmodule.symbolic_patches(symbolics.TABLE),
+                *torch_ddp.patches(gather_reduce.reduced_behind),
+            ),
+        )
+        wanted.apply()
+    except BaseException:
+        old_names.restore()
+        raise
+    patch_sets.update({"torch.onnx": old_names, "onnxruntime": wanted})
 
 
 def register(runtime: Any) -> None:
@@ -40,15 +58,15 @@ def runtimes() -> list[Any]:
     return [runtime for known in _runtimes if (runtime := known()) is not None]
 
 
-def restore(name: str) -> None:
-    """Put back the very objects that one set of patches replaced; do nothing if it is not in place.
+def restore(*names: str) -> None:
+    """Put back the very objects that these sets of patches replaced; those that are not applied count as done.
 
     Raises:
-        PatchError: somebody patched one of its targets after us; nothing is changed then.
+        PatchError: somebody patched one of their targets after us; nothing is changed then.
     """
-    if name not in patch_sets:
-        return
-    patch_sets[name].restore()
-    del patch_sets[name]
-    if name == "onnxruntime":
-        _undo_symbolics.pop()()
+    applied = [patch_sets[name] for name in names if name in patch_sets]
+    for patch_set in applied:
+        patch_set.check()
+    for patch_set in applied:
+        patch_set.restore()
+        del patch_sets[patch_set.name]

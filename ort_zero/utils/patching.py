@@ -1,8 +1,9 @@
 """One table of patches: applied all or nothing, restored to the very objects that were there.
 
-A :class:`Patch` names its target as ``"package.module:Qualified.attribute"``. Its ``guard`` looks at the object found
-there (its shape, not its name) and raises :class:`~ort_zero.errors.PatchError` if it is not one that is known; its
-``build`` makes the replacement, which carries the original as ``__wrapped__`` and a marker.
+A :class:`Patch` names its target as ``"package.module:Qualified.attribute"``, or as ``"package.module:Qualified[key]"``
+for an item of a dict. Its ``guard`` looks at the object found there (its shape, not its name) and raises
+:class:`~ort_zero.errors.PatchError` if it is not one that is known; its ``build`` makes the replacement. What replaces
+an attribute carries the original as ``__wrapped__`` and a marker.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 from ort_zero.errors import PatchError
 
@@ -20,49 +22,112 @@ _MISSING = object()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patch:
-    """One replacement of one attribute."""
+    """One replacement of one attribute of a module or class, or of one item of a dict."""
 
     target: str
-    """``"package.module:Qualified.attribute"``."""
+    """``"package.module:Qualified.attribute"`` or ``"package.module:Qualified[key]"``."""
     build: Callable[[Any], Any]
     """Gets the original object, returns the replacement."""
     why: str
     """One phrase for ``status()`` and error messages."""
     guard: Callable[[Any], None] | None = None
     """Gets the original object, raises PatchError if its shape is unknown."""
+    may_be_new: bool = False
+    """The target need not exist: `build` then gets None, no guard is asked, and restoring removes what was added."""
+
+
+class _Target(Protocol):
+    """A name in an object that can be read, set and removed."""
+
+    def found(self) -> Any:
+        """Return the raw object (descriptors unbound) that the name stands for, inherited or not, or `_MISSING`."""
+
+    def own(self) -> Any:
+        """Return the raw object that is stored under the name in the holder itself, or `_MISSING`."""
+
+    def set(self, value: Any) -> None:
+        """Store `value` under the name."""
+
+    def remove(self) -> None:
+        """Remove the name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Attribute:
+    holder: Any
+    name: str
+
+    def found(self) -> Any:
+        owners = self.holder.__mro__ if isinstance(self.holder, type) else (self.holder,)
+        return next((vars(owner)[self.name] for owner in owners if self.name in vars(owner)), _MISSING)
+
+    def own(self) -> Any:
+        return vars(self.holder).get(self.name, _MISSING)
+
+    def set(self, value: Any) -> None:
+        setattr(self.holder, self.name, value)
+
+    def remove(self) -> None:
+        delattr(self.holder, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    table: dict
+    key: str
+
+    def found(self) -> Any:
+        return self.own()
+
+    def own(self) -> Any:
+        return self.table.get(self.key, _MISSING)
+
+    def set(self, value: Any) -> None:
+        self.table[self.key] = value
+
+    def remove(self) -> None:
+        del self.table[self.key]
 
 
 @dataclass(slots=True)
 class _Applied:
     patch: Patch
-    holder: Any
-    attribute: str
+    target: _Target
     original: Any
-    """The raw object of the holder's ``__dict__`` (descriptors unbound), `_MISSING` if it was inherited."""
+    """The raw object that the holder itself had (descriptors unbound), `_MISSING` if it had none."""
     replacement: Any
 
 
-def resolve(target: str) -> tuple[Any, str, Any]:
-    """Return (holder, attribute name, raw object) of `target` without binding descriptors.
+def resolve(target: str) -> Any:
+    """Return the raw object that `target` names, descriptors unbound.
 
     Raises:
-        PatchError: the module or an attribute on the path does not exist.
+        PatchError: the module, an attribute on the path or the item does not exist.
     """
+    raw = _target_of(target).found()
+    if raw is _MISSING:
+        raise _absent(target)
+    return raw
+
+
+def _absent(target: str) -> PatchError:
+    return PatchError(f"cannot patch {target}: {target.partition(':')[2]} does not exist in the installed version")
+
+
+def _target_of(target: str) -> _Attribute | _Item:
     module_name, _, path = target.partition(":")
     try:
         holder: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise PatchError(f"cannot patch {target}: {error}") from error
-    *parents, attribute = path.split(".")
-    for name in parents:
+    path, bracket, key = path.partition("[")
+    *parents, last = path.split(".")
+    for name in [*parents, last] if bracket else parents:
         try:
             holder = getattr(holder, name)
         except AttributeError:
             raise PatchError(f"cannot patch {target}: {module_name} has no {name}") from None
-    for owner in holder.__mro__ if isinstance(holder, type) else (holder,):
-        if attribute in vars(owner):
-            return holder, attribute, vars(owner)[attribute]
-    raise PatchError(f"cannot patch {target}: {path} does not exist in the installed version")
+    return _Item(holder, key.removesuffix("]")) if bracket else _Attribute(holder, last)
 
 
 def _unwrap_static(raw: Any) -> Any:
@@ -103,48 +168,61 @@ class PatchSet:
             raise
         self._applied = done
 
+    def check(self) -> None:
+        """Look whether every target still is what :meth:`apply` made it.
+
+        Raises:
+            PatchError: somebody patched one of our targets after us.
+        """
+        for applied in self._applied:
+            current = applied.target.own()
+            if current is not applied.replacement:
+                raise PatchError(
+                    f"{applied.patch.target} was replaced by {_describe(current)} after ort_zero was enabled; "
+                    "undo that patch first, then call ort_zero.disable() again"
+                )
+
     def restore(self) -> None:
         """Put the original objects back.
 
         Raises:
             PatchError: somebody patched one of our targets after us; nothing is changed then.
         """
-        for applied in self._applied:
-            current = vars(applied.holder).get(applied.attribute, _MISSING)
-            if current is not applied.replacement:
-                raise PatchError(
-                    f"{applied.patch.target} was replaced by {_describe(current)} after ort_zero was enabled; "
-                    "undo that patch first, then call ort_zero.disable() again"
-                )
+        self.check()
         _put_back(self._applied)
         self._applied = []
 
 
 def _apply_one(patch: Patch) -> _Applied:
-    holder, attribute, raw = resolve(patch.target)
-    original = _unwrap_static(raw)
-    if getattr(original, MARKER, None):
-        raise PatchError(f"{patch.target} carries ort_zero's own patch already (two copies of ort_zero loaded?)")
-    if patch.guard is not None:
-        patch.guard(original)
+    target = _target_of(patch.target)
+    own, raw = target.own(), target.found()
+    if raw is _MISSING:
+        if not patch.may_be_new:
+            raise _absent(patch.target)
+        original = None
+    else:
+        original = _unwrap_static(raw)
+        if getattr(original, MARKER, None):
+            raise PatchError(f"{patch.target} carries ort_zero's own patch already (two copies of ort_zero loaded?)")
+        if patch.guard is not None:
+            patch.guard(original)
     replacement = patch.build(original)
-    for name, value in ((MARKER, patch.target), ("__wrapped__", original)):
-        try:
-            setattr(replacement, name, value)
-        except (AttributeError, TypeError):  # wrapt proxies and builtins carry their own
-            pass
-    installed = type(raw)(replacement) if isinstance(raw, (staticmethod, classmethod)) else replacement
-    own = vars(holder).get(attribute, _MISSING)
-    setattr(holder, attribute, installed)
-    return _Applied(patch, holder, attribute, own, vars(holder)[attribute])
+    if isinstance(target, _Attribute) and not isinstance(replacement, ModuleType):
+        for name, value in ((MARKER, patch.target), ("__wrapped__", original)):
+            try:
+                setattr(replacement, name, value)
+            except (AttributeError, TypeError):  # wrapt proxies and builtins carry their own
+                pass
+    target.set(type(raw)(replacement) if isinstance(raw, (staticmethod, classmethod)) else replacement)
+    return _Applied(patch, target, own, target.own())
 
 
 def _put_back(applied: Iterable[_Applied]) -> None:
     for item in reversed(list(applied)):
         if item.original is _MISSING:
-            delattr(item.holder, item.attribute)
+            item.target.remove()
         else:
-            setattr(item.holder, item.attribute, item.original)
+            item.target.set(item.original)
 
 
 def _describe(obj: Any) -> str:

@@ -127,16 +127,16 @@ def test_rebound_functions_run_deepspeeds_code_with_closures_by_name():
 
 
 def test_patches_apply_and_restore_the_very_objects():
-    before = {patch.target: resolve(patch.target)[2] for patch in PATCHES}
+    before = {patch.target: resolve(patch.target) for patch in PATCHES}
     patches = PatchSet("zero3 hooks", PATCHES)
     patches.apply()
     for patch in PATCHES:
-        found = resolve(patch.target)[2]
+        found = resolve(patch.target)
         assert getattr(found, MARKER) == patch.target
         assert found.__wrapped__ is before[patch.target]
     patches.restore()
     for patch in PATCHES:
-        assert resolve(patch.target)[2] is before[patch.target]
+        assert resolve(patch.target) is before[patch.target]
 
 
 def test_a_strangers_patch_is_not_patched_over(monkeypatch):

@@ -187,7 +187,7 @@ def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
         status = ort_zero.status()
         assert not status["enabled"] and "0.14.5" in status["reason"]
         from ort_zero.plugin import registry
-        assert registry.patch_sets.keys() == {"refusal"}
+        assert registry.patch_sets.keys() == {"refused_section"}
 
         def engine(config):
             net = torch.nn.Linear(2, 2)
@@ -219,21 +219,41 @@ def test_entry_point_never_breaks_import_torch():
     """)
 
 
+WRAPPED = """
+import sys
+import torch
+import ort_zero
+from ort_zero import config
+from ort_zero.compat import ortmodule
+from ort_zero.compat.ortmodule.functions import SYMBOLICS
+from ort_zero.compat.torch_onnx import exporter_modules
+from ort_zero.plugin import engine_patch
+from ort_zero.utils.patching import resolve
+
+def exporter_names():
+    names = ("torch.onnx._globals", "torch.onnx.symbolic_opset9", "torch.onnx._internal.jit_utils")
+    found = {name: sys.modules.get(name) for name in names}
+    attributes = vars(sys.modules["torch.onnx"])
+    return found | {f"{name} (attribute)": attributes.get(name) for name in ("_globals", "_type_utils")}
+
+def wrap():
+    return engine_patch.wrap(torch.nn.Linear(3, 2), config.OrtModuleConfig(), 0)
+"""
+
+
 def test_disable_puts_ortmodule_back_too():
     run(
-        """
-        import ort_zero
-        from ort_zero import config, engine
-        from ort_zero.compat import ortmodule
-        import torch
-
+        WRAPPED
+        + textwrap.dedent("""
+        exporter_modules.patch_set().apply()
         ortmodule.import_ortmodule()
         from onnxruntime.training.ortmodule import _io, _training_manager
+        from onnxruntime.training.utils import torch_profile_utils
         def parts():
             return [_io._extract_schema, *vars(_training_manager.TrainingManager).values(),
-                    *ortmodule.symbolics().items()]
+                    *vars(torch_profile_utils).values(), *resolve(SYMBOLICS).items()]
         before = parts()
-        runtime, model = engine.wrap(torch.nn.Linear(3, 2), config.OrtModuleConfig(), 0)
+        runtime, model = wrap()
         during = parts()
         assert any(a is not b for a, b in zip(before, during))
         model(torch.ones(1, 3)).sum().backward()
@@ -241,5 +261,50 @@ def test_disable_puts_ortmodule_back_too():
         ort_zero.disable()
         after = parts()
         assert len(before) == len(after) and all(a == b for a, b in zip(before, after))
-        """
+        """)
+    )
+
+
+def test_status_shows_every_patch_and_disable_undoes_the_names_of_torchs_exporter():
+    run(
+        WRAPPED
+        + textwrap.dedent("""
+        import torch.onnx
+        before = exporter_names()
+        assert before["torch.onnx._internal.jit_utils"] is None
+        for _ in range(2):
+            runtime, model = wrap()
+            patched = ort_zero.status()["patches"]
+            assert "sys:modules[torch.onnx._internal.jit_utils]" in patched and "torch.onnx:_globals" in patched
+            assert f"{SYMBOLICS}[::embedding]" in patched and f"{SYMBOLICS}[::diff]" in patched
+            nvtx = "onnxruntime.training.utils.torch_profile_utils:torch_nvtx_range_push"
+            assert torch.cuda.is_available() or nvtx in patched
+            assert exporter_names()["torch.onnx._globals"].__name__.endswith("torchscript_exporter._globals")
+            model(torch.ones(1, 3)).sum().backward()
+            assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 1, "backward": 1}
+            ort_zero.disable()
+            after = exporter_names()
+            assert before.keys() == after.keys() and all(before[name] is after[name] for name in before), after
+            assert not ort_zero.status()["patches"]
+        """)
+    )
+
+
+def test_disable_changes_nothing_where_one_target_was_patched_after_us():
+    run(
+        WRAPPED
+        + textwrap.dedent("""
+        import deepspeed
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        wrap()
+        applied = ort_zero.status()["patches"]
+        ours = DeepSpeedEngine.destroy
+        DeepSpeedEngine.destroy = lambda self: None
+        message = refused(ort_zero.disable)
+        assert "DeepSpeedEngine.destroy" in message, message
+        assert ort_zero.status()["patches"] == applied and ort_zero.status()["enabled"]
+        DeepSpeedEngine.destroy = ours
+        ort_zero.disable()
+        assert not ort_zero.status()["patches"]
+        """)
     )

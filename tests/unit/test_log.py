@@ -30,11 +30,11 @@ def plain_logger(monkeypatch):
     logger.handlers[:] = []
     logger.setLevel(logging.NOTSET)
     logger.propagate = True
-    log._asked.clear()
+    log._requested.clear()
     yield logger
     logger.handlers[:], logger.propagate = before[0], before[2]
     logger.setLevel(before[1])
-    log._asked.clear()
+    log._requested.clear()
 
 
 class Engine:

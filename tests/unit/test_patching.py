@@ -23,6 +23,8 @@ class Victim(Base):
     def clsm(cls): return cls.__name__
 
 def function(): return "function"
+
+TABLE = {"old": function}
 """
 TARGETS = ("Victim.method", "Victim.static", "Victim.clsm", "Victim.inherited", "function")
 
@@ -154,3 +156,62 @@ def test_guard_sees_through_functools_wraps(victim):
     assert victim.function.__module__ == NAME
     with pytest.raises(PatchError, match="already patched"):
         patches("function", guard=defined_in(NAME)).apply()
+
+
+def entries(*targets: str, **kwargs) -> PatchSet:
+    made = (Patch(target=f"{NAME}:{t}", build=lambda _: ModuleType, why="test", **kwargs) for t in targets)
+    return PatchSet("test", tuple(made))
+
+
+def test_items_of_a_dict_are_replaced_added_and_brought_back(victim):
+    table, before = victim.TABLE, dict(victim.TABLE)
+    wanted = entries("TABLE[old]", "TABLE[a new.one]", may_be_new=True)
+    wanted.apply()
+    assert victim.TABLE is table and table == {"old": ModuleType, "a new.one": ModuleType}
+    assert wanted.targets() == (f"{NAME}:TABLE[old]", f"{NAME}:TABLE[a new.one]")
+    wanted.restore()
+    assert table == before and table["old"] is before["old"]
+
+
+def test_a_new_attribute_is_removed_again(victim):
+    before = state(victim)
+    wanted = entries("new_name", "Victim.new_name", may_be_new=True)
+    wanted.apply()
+    assert victim.new_name is victim.Victim.new_name is ModuleType
+    wanted.restore()
+    assert same(state(victim), before)
+
+
+def test_what_becomes_an_item_carries_no_marks(victim):
+    def shared():
+        return None
+
+    entry = Patch(target=f"{NAME}:TABLE[old]", build=lambda _: shared, why="test")
+    PatchSet("test", (entry,)).apply()
+    assert victim.TABLE["old"] is shared and vars(shared) == {}
+
+
+def test_a_module_in_place_of_an_attribute_carries_no_marks(victim):
+    replacement = ModuleType("replacement")
+    before = dict(vars(replacement))
+    PatchSet("test", (Patch(target=f"{NAME}:function", build=lambda _: replacement, why="test"),)).apply()
+    assert victim.function is replacement and vars(replacement) == before
+
+
+@pytest.mark.parametrize("target", ["TABLE[missing]", "new_name"])
+def test_a_target_that_must_exist_is_not_added(victim, target):
+    before, table = state(victim), dict(victim.TABLE)
+    with pytest.raises(PatchError, match="does not exist"):
+        entries("TABLE[old]", target).apply()
+    assert same(state(victim), before) and victim.TABLE == table
+
+
+def test_an_item_that_a_stranger_replaced_later_is_not_brought_back(victim):
+    wanted = entries("TABLE[old]", "Victim.new_name", may_be_new=True)
+    wanted.apply()
+    victim.TABLE["old"] = len
+    with pytest.raises(PatchError, match=r"TABLE\[old\] was replaced by builtins.len"):
+        wanted.check()
+    with pytest.raises(PatchError, match=r"TABLE\[old\] was replaced by builtins.len"):
+        wanted.restore()
+    assert wanted.active and victim.TABLE["old"] is len and victim.Victim.new_name is ModuleType

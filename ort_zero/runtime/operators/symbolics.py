@@ -252,18 +252,6 @@ TABLE: dict[str, Callable] = {
 """``"::name"`` of an ATen operator to its symbolic; wins over ORT's own."""
 
 
-def install(ort_table: dict[str, Callable]) -> Callable[[], None]:
-    """Put :data:`TABLE` into ORT's table of symbolics, which every ORTModule registers; return how to undo it."""
-    before = dict(ort_table)
-    ort_table.update(TABLE)
-
-    def undo() -> None:
-        ort_table.clear()
-        ort_table.update(before)
-
-    return undo
-
-
 def _grouped(node: TracedNode) -> str | None:
     groups = node.argument("groups")
     if groups is None or 1 in (groups.constant_number, groups.constant if groups.is_constant else None):

@@ -1,0 +1,34 @@
+"""Everything private of onnxruntime-training 1.19.2's ORTModule.
+
+:mod:`.loading` imports it on today's torch; :mod:`.wrapping` makes one of a user's module; :mod:`.patches` holds the
+table of patches that give its forward calls to a :class:`ModelRunner`; :mod:`.manager` is what a runner sees of an
+execution manager, :mod:`.sessions` what runs a graph; :mod:`.functions` registers operators. Nothing under
+site-packages is edited.
+"""
+
+from ort_zero.compat.ortmodule.functions import onnx_type, register_function, with_all_gradients
+from ort_zero.compat.ortmodule.loading import import_ortmodule, is_ortmodule
+from ort_zero.compat.ortmodule.manager import Manager
+from ort_zero.compat.ortmodule.patches import patches, symbolic_patches
+from ort_zero.compat.ortmodule.runner import ModelRunner
+from ort_zero.compat.ortmodule.sessions import GraphInfo, Recompute, Session, guard_agent
+from ort_zero.compat.ortmodule.wrapping import attach, make_ortmodule, managers_of
+
+__all__ = [
+    "GraphInfo",
+    "Manager",
+    "ModelRunner",
+    "Recompute",
+    "Session",
+    "attach",
+    "guard_agent",
+    "import_ortmodule",
+    "is_ortmodule",
+    "make_ortmodule",
+    "managers_of",
+    "onnx_type",
+    "patches",
+    "register_function",
+    "symbolic_patches",
+    "with_all_gradients",
+]

@@ -1,0 +1,68 @@
+"""ORT's registries: autograd Functions that PythonOp nodes call, symbolics, element types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SYMBOLICS = "onnxruntime.training.ortmodule._custom_op_symbolic_registry:CustomOpSymbolicRegistry._SYMBOLICS"
+"""ORT's own table of symbolics, by ``"domain::name"``; every ORTModule registers it. The target of patches."""
+
+
+def register_function(name: str, function: type) -> None:
+    """Make the autograd Function `function` callable by PythonOp nodes as `name`."""
+    from onnxruntime.capi import _pybind_state
+
+    _pybind_state.register_torch_autograd_function(name, function)
+
+
+def with_all_gradients(function: type) -> type:
+    """Return the autograd Function `function` with zeros in place of the gradients that its backward leaves out.
+
+    ORT asks for the gradient of every input that leads to a weight, and gives None on to the next node as it is.
+    """
+    import torch
+
+    def note(ctx, inputs):
+        ctx.ort_zero_inputs = [
+            (t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) and t.is_floating_point() else None
+            for t in inputs
+        ]
+
+    def forward(ctx, *inputs):
+        note(ctx, inputs)
+        return function.forward(ctx, *inputs)
+
+    def setup_context(ctx, inputs, output):
+        note(ctx, inputs)
+        return function.setup_context(ctx, inputs, output)
+
+    def backward(ctx, *gradients):
+        found = function.backward(ctx, *gradients)
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(
+            torch.zeros(like[0], dtype=like[1], device=like[2]) if gradient is None and like is not None else gradient
+            for gradient, like in zip(found, ctx.ort_zero_inputs, strict=False)
+        )
+
+    if function.setup_context is not torch.autograd.Function.setup_context:
+        own = {"setup_context": staticmethod(setup_context), "forward": staticmethod(function.forward)}
+    else:
+        own = {"forward": staticmethod(forward)}
+    # ORT registers what derives from torch's class directly, and nothing else
+    return type(function.__name__, (torch.autograd.Function,), {**own, "backward": staticmethod(backward)})
+
+
+def registered_shapes(node: Any, input_shapes: list, input_types: list) -> list | None:
+    """Return the shapes by the rule that a user's autograd Function brought along, if it has one."""
+    from onnxruntime.capi._pybind_state import get_shape_inference_function
+
+    name = next(a.s.decode() for a in node.attribute if a.name == "func_name")
+    rule = get_shape_inference_function(name)
+    return rule(node, input_shapes, input_types)[0] if rule is not None else None
+
+
+def onnx_type(torch_dtype: Any) -> int:
+    """Return the ONNX element type of a torch dtype."""
+    from onnxruntime.training.utils import pytorch_type_to_onnx_dtype
+
+    return int(pytorch_type_to_onnx_dtype(torch_dtype))

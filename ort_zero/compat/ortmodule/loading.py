@@ -1,0 +1,58 @@
+"""Imports onnxruntime-training's ORTModule on a torch that it was not made for."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ort_zero.compat import extensions, third_party, versions
+from ort_zero.compat.torch_onnx import STOP_GRADIENT, exporter_modules
+
+PACKAGE = "onnxruntime.training.ortmodule"
+_package: Any = None
+
+
+def import_ortmodule() -> Any:
+    """Return the package ``onnxruntime.training.ortmodule``, importable on this torch, extensions loaded.
+
+    Builds the C++ extensions if they are not in the cache. The names of torch's exporter that the package imports, also
+    later, are there from then on, until the patches of :mod:`ort_zero.compat.torch_onnx.exporter_modules` are restored.
+
+    Raises:
+        UnsupportedVersionError: a package is missing or out of range.
+        BuildError: the extensions cannot be built.
+    """
+    global _package
+    if _package is not None:
+        return _package
+    versions.require("ort")
+    old_names = exporter_modules.patch_set()
+    were_there = old_names.active
+    old_names.apply()
+    try:
+        _package = _import()
+    except BaseException:
+        if not were_there:
+            old_names.restore()
+        raise
+    return _package
+
+
+def _import() -> Any:
+    # a tool of onnxruntime configures the root logger when it is imported
+    with third_party.quiet(), third_party.root_logger_kept():
+        extensions.load_modules()
+        package = importlib.import_module(PACKAGE)
+        # the first export would import it, and show what it warns of
+        importlib.import_module("onnxruntime.training.utils.hooks")
+        extensions.install_into(package)
+    from onnxruntime.training.ortmodule._custom_gradient_registry import CustomGradientRegistry
+
+    # registered with ORT when the first ORTModule is made
+    CustomGradientRegistry.register_custom_stop_gradient_edges([0], "org.pytorch.aten", "ATen", STOP_GRADIENT, "")
+    return package
+
+
+def is_ortmodule(obj: Any) -> bool:
+    """Return True if `obj` is an ORTModule; imports nothing."""
+    return _package is not None and isinstance(obj, _package.ORTModule)

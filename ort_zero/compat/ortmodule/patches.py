@@ -1,0 +1,178 @@
+"""The table of patches that connects a :class:`~ort_zero.compat.ortmodule.runner.ModelRunner` to ORTModule 1.19.2."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ort_zero.compat.ortmodule.functions import SYMBOLICS, with_all_gradients
+from ort_zero.compat.ortmodule.loading import PACKAGE
+from ort_zero.compat.ortmodule.runner import current_runner, runner_of, running
+from ort_zero.compat.ortmodule.sessions import AllInputs
+from ort_zero.utils.patching import Patch, defined_in
+
+_GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
+"""What upstream's backward reads of the manager."""
+_NVTX = "onnxruntime.training.utils.torch_profile_utils"
+
+
+def patches() -> tuple[Patch, ...]:
+    """Return the patches of ORTModule's own code; needs :func:`~.loading.import_ortmodule` before they are applied."""
+    table = [
+        _patch(f"{PACKAGE}._training_manager:TrainingManager.forward", _patch_forward, "the runner does the call"),
+        _patch(f"{PACKAGE}._inference_manager:InferenceManager.forward", _patch_forward, "the runner does the call"),
+        _patch(f"{PACKAGE}._io:_FlattenedModule.forward", _patch_flattened, "arguments and outputs of any type"),
+        _patch(
+            f"{PACKAGE}._training_manager:TrainingManager._create_autofunction_class",
+            _patch_create_autofunction_class,
+            "an export before the backward",
+        ),
+        _patch(
+            f"{PACKAGE}._torch_module_ort:TorchModuleORT.is_training",
+            _patch_is_training,
+            "modes set on the user's module",
+        ),
+        # a builtin, and a function that contextlib made: neither says where it was defined
+        Patch(
+            target=f"{PACKAGE}._custom_autograd_function_exporter:register_torch_autograd_function",
+            build=_patch_register_torch_autograd_function,
+            why="gradients that a user's function leaves out",
+        ),
+        Patch(
+            target=f"{PACKAGE}._logger:_suppress_os_stream_output",
+            build=_patch_suppress_os_stream_output,
+            why="no descriptor is ever redirected",
+        ),
+    ]
+    return (*table, *_nvtx_patches())
+
+
+def symbolic_patches(symbolics: Mapping[str, Callable]) -> tuple[Patch, ...]:
+    """Return the patches that put `symbolics` into ORT's own table, by ``"domain::name"``."""
+    return tuple(
+        Patch(
+            target=f"{SYMBOLICS}[{name}]",
+            build=lambda _, symbolic=symbolic: symbolic,
+            why="a symbolic that suits ONNX Runtime's gradients",
+            may_be_new=True,
+        )
+        for name, symbolic in symbolics.items()
+    )
+
+
+def _patch(target: str, build: Callable, why: str) -> Patch:
+    return Patch(target=target, build=build, why=why, guard=defined_in(target.partition(":")[0]))
+
+
+def _nvtx_patches() -> tuple[Patch, ...]:
+    """Return the patches of ORT's profiling ranges where torch has no NVTX, whose stub of them raises."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ()
+    why = "profiling ranges on a torch without NVTX"
+    return tuple(
+        _patch(f"{_NVTX}:{name}", _patch_nvtx_range, why) for name in ("torch_nvtx_range_push", "torch_nvtx_range_pop")
+    )
+
+
+def _patch_nvtx_range(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def nothing(*args: Any) -> None:
+        return None
+
+    return nothing
+
+
+def _patch_forward(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def forward(self, *inputs, **kwargs):
+        runner = runner_of(self)
+        with running(runner):
+            if runner is None:
+                return original(self, *inputs, **kwargs)
+            return runner.call(self._ort_zero_view, inputs, kwargs, lambda: self._original_module(*inputs, **kwargs))
+
+    return forward
+
+
+def _patch_flattened(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def forward(self, *args):
+        runner = current_runner()
+        if runner is None:
+            return original(self, *args)
+        from onnxruntime.training.ortmodule._io import _OutputIdentityOp
+
+        tensors, self._output_schema = runner.run_module(self._original_module, args)
+        # an input that is returned as it is would confuse the gradient builder
+        return [_OutputIdentityOp.apply(tensor) for tensor in tensors]
+
+    return forward
+
+
+def _patch_is_training(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def is_training(self):
+        # users switch the module that they know, not only the engine
+        self._flattened_module.training = self._original_module.training
+        return original(self)
+
+    return is_training
+
+
+def _patch_create_autofunction_class(original: Callable) -> Callable:
+    """Let each backward run the graph of its own forward, whatever has been built in between."""
+
+    @functools.wraps(original)
+    def _create_autofunction_class(self):
+        function = original(self)
+        forward, backward = function.forward, function.backward
+
+        def keeping_forward(ctx, *inputs):
+            ctx.ort_zero_all = bool(inputs) and isinstance(inputs[0], AllInputs)
+            result = forward(ctx, *(inputs[0] if ctx.ort_zero_all else inputs))
+            # upstream takes the newest graph: an export between forward and backward would free this one
+            ctx.ort_zero_graph = {name: getattr(self, name) for name in _GRAPH}
+            # upstream marks them one by one, and each mark replaces the one before
+            plain = self._graph_info.output_grad_indices_non_differentiable
+            ctx.mark_non_differentiable(*(result[i] for i in plain))
+            return result
+
+        def own_backward(ctx, *grads):
+            if not hasattr(ctx.run_info, "state"):
+                raise RuntimeError(
+                    "a second backward through one forward call: ONNX Runtime keeps nothing for it, with "
+                    "retain_graph=True or without; add the losses up, or call the model again"
+                )
+            newest = {name: getattr(self, name) for name in _GRAPH}
+            vars(self).update(ctx.ort_zero_graph)
+            try:
+                found = backward(ctx, *grads)
+                return (None, *found) if ctx.ort_zero_all else found
+            finally:
+                vars(self).update(newest)
+
+        function.forward, function.backward = staticmethod(keeping_forward), staticmethod(own_backward)
+        return function
+
+    return _create_autofunction_class
+
+
+def _patch_register_torch_autograd_function(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def register_torch_autograd_function(name, function):
+        return original(name, with_all_gradients(function))
+
+    return register_torch_autograd_function
+
+
+def _patch_suppress_os_stream_output(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _suppress_os_stream_output(*args, **kwargs):
+        # with the descriptors redirected, a crash or a breakpoint would be invisible
+        return contextlib.nullcontext() if current_runner() is not None else original(*args, **kwargs)
+
+    return _suppress_os_stream_output

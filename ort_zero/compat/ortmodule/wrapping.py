@@ -1,0 +1,137 @@
+"""Makes an ORTModule of a user's module, with ORTModule's own policies switched off, and gives it its runner."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from ort_zero import env, log
+from ort_zero.compat import third_party
+from ort_zero.compat.ortmodule.loading import import_ortmodule
+from ort_zero.compat.ortmodule.manager import Manager
+from ort_zero.compat.ortmodule.runner import ModelRunner, set_runner
+
+_WITHOUT_EFFECT = {
+    "ORTMODULE_LOG_LEVEL": log.VARIABLE,
+    "ORTMODULE_MEMORY_OPT_LEVEL": "ort_zero.memory.recompute and .level",
+    "ORTMODULE_MEMORY_OPT_CONFIG": "ort_zero.memory.recompute",
+}
+"""Variables that ORTModule alone would read, and what takes their place."""
+_SKIP_CHECKS = "SKIP_CHECK_BUILD_GRADIENT", "SKIP_CHECK_EXECUTION_AGENT", "SKIP_CHECK_DEVICE"
+
+
+def make_ortmodule(module: Any, *, save_onnx: str | None = None, level: log.Level | None = None) -> Any:
+    """Return `module` wrapped in an ORTModule whose policies are ours.
+
+    ORT's own checks and its own fallback are off: the runner looks at every call, and knows of the other ranks.
+
+    Args:
+        module: the user's.
+        save_onnx: folder for its graphs; rank 0 writes them.
+        level: of what ORTModule and ONNX Runtime print; None is the default one.
+    """
+    level = level or log.chosen(log.DEFAULT)
+    _warn_of_variables()
+    package = import_ortmodule()
+    wrapped = _wrapped(package, module, level, save_onnx if env.rank() == 0 else None)
+    if hasattr(module, "generate"):
+        # upstream's copy, bound to the wrapper, looks for transformers' methods in the wrapper's type
+        wrapped.__dict__["generate"] = module.generate
+    for manager in managers_of(wrapped):
+        manager._ort_zero_level = level
+        _set_runtime_options(manager._runtime_options)
+    return wrapped
+
+
+def _warn_of_variables() -> None:
+    for variable, ours in _WITHOUT_EFFECT.items():
+        if os.environ.get(variable):
+            log.get_logger().warning("%s has no effect under ort_zero: set %s", variable, ours)
+
+
+def _wrapped(package: Any, module: Any, level: log.Level, save_onnx: str | None) -> Any:
+    """Return the ORTModule of `module`, which prints as `level` says and writes its graphs into `save_onnx`."""
+    from onnxruntime.training.ortmodule import _logger
+    from onnxruntime.training.ortmodule._fallback import _FallbackPolicy
+    from onnxruntime.training.ortmodule.options import _LoggingOptions
+
+    if save_onnx is not None:
+        os.makedirs(save_onnx, exist_ok=True)
+    wanted = package.LogLevel[level.ortmodule]
+    with _without_own_level():
+        logging_options = _LoggingOptions(wanted)
+        options = package.DebugOptions(
+            # each method of a model that a wrapper has as well is reported; DeepSpeed's engine calls none of them
+            log_level=package.LogLevel.ERROR if level.exporter == "held" else wanted,
+            save_onnx=save_onnx is not None,
+            onnx_prefix="model" if save_onnx is not None else "",
+            save_path=save_onnx or "",
+        )
+    previous, package.ORTMODULE_FALLBACK_POLICY = package.ORTMODULE_FALLBACK_POLICY, _FallbackPolicy.FALLBACK_DISABLE
+    try:
+        modes = [(part, part.training) for part in module.modules()]
+        # it looks at every attribute of the module, also at those that are deprecated
+        with third_party.quiet():
+            wrapped = package.ORTModule(module, options)
+        for part, training in modes:
+            part.training = training  # upstream puts all of them into the mode of the whole
+    finally:
+        package.ORTMODULE_FALLBACK_POLICY = previous
+    options.log_level, options._logging = wanted, logging_options
+    _logger.configure_ortmodule_logger(wanted)
+    return wrapped
+
+
+@contextlib.contextmanager
+def _without_own_level() -> Iterator[None]:
+    """Keep ORTModule in the block from reading a level of its own, which would part from the other three."""
+    value = os.environ.pop("ORTMODULE_LOG_LEVEL", None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ["ORTMODULE_LOG_LEVEL"] = value
+
+
+def _set_runtime_options(options: Any) -> None:
+    from onnxruntime.training.ortmodule.options import _SkipCheck
+
+    options.skip_check = functools.reduce(operator.or_, (getattr(_SkipCheck, name) for name in _SKIP_CHECKS))
+    options.enable_zero_stage3_support = False
+    # it moves a Slice over nodes that lack the axis
+    options.enable_compute_optimizer = False
+
+
+def managers_of(ortmodule: Any) -> tuple[Any, Any]:
+    """Return the (training, inference) managers of an ORTModule."""
+    factory = ortmodule._torch_module._execution_manager
+    return factory(True), factory(False)
+
+
+def attach(ortmodule: Any, runner: ModelRunner) -> None:
+    """Give both managers of an ORTModule their runner."""
+    for manager in managers_of(ortmodule):
+        set_runner(manager, runner)
+        manager._ort_zero_view = Manager(manager)
+        manager._graph_transition_manager = _Transitions(manager._ort_zero_view)
+
+
+class _Transitions:
+    """What the rest of ORTModule asks its graph transition manager; all decisions are the runner's."""
+
+    def __init__(self, view: Manager):
+        self._view = view
+        self._post_export_processed_model_info = SimpleNamespace(is_mem_efficient_grad_management_enabled=False)
+        """Upstream's session options ask it for the order of execution."""
+
+    @property
+    def _device(self) -> Any:
+        return self._view.device
+
+    def signal_model_changed(self) -> None:
+        """Do nothing: the runner looks at the module itself at each call."""

@@ -1,0 +1,17 @@
+"""The TorchScript exporter: the modules' old names, traced operators, symbolics' helpers, the routing of operators."""
+
+from ort_zero.compat.torch_onnx.export_routing import Router, routing
+from ort_zero.compat.torch_onnx.symbolic_helpers import Symbolic, Unexportable
+from ort_zero.compat.torch_onnx.traced import STOP_GRADIENT, Schema, TracedNode, TracedValue, torch_dtype
+
+__all__ = [
+    "STOP_GRADIENT",
+    "Router",
+    "Schema",
+    "Symbolic",
+    "TracedNode",
+    "TracedValue",
+    "Unexportable",
+    "routing",
+    "torch_dtype",
+]
