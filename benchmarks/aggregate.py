@@ -56,7 +56,7 @@ IMPORTS = (
     "huggingface_hub",
     "ort_zero.checkpoint",
     "ort_zero.checkpoint.aggregation",
-    "ort_zero.checkpoint.deepspeed_files",
+    "ort_zero.checkpoint.deepspeed.reader",
     "ort_zero.checkpoint.manifest",
 )
 """What no measurement pays for."""

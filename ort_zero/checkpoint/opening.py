@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ort_zero.checkpoint import manifest
+from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.records import Source
 from ort_zero.errors import CheckpointError
 
@@ -23,10 +24,10 @@ def open_checkpoint(path: str, tag: str | None = None, trust_pickle: bool = Fals
     ours = manifest.open_ours(folder)
     if ours is not None:
         return ours
-    from ort_zero.checkpoint import deepspeed_files
+    if file_names.recognises(folder):
+        from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
 
-    if deepspeed_files.recognises(folder):
-        return deepspeed_files.open_deepspeed(folder, trust_pickle=trust_pickle)
+        return open_deepspeed(folder, trust_pickle=trust_pickle)
     raise CheckpointError(
         f"{folder.path()} is neither a checkpoint of ort_zero (no {manifest.NAME}; a save that was interrupted leaves "
         "none) nor one of DeepSpeed's (no *_model_states.pt)"

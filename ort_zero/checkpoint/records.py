@@ -1,6 +1,6 @@
 """What a checkpoint consists of, whoever wrote it: tensors, the pieces that hold their bytes, the files of the pieces.
 
-The readers (:mod:`~ort_zero.checkpoint.manifest` for our format, :mod:`~ort_zero.checkpoint.deepspeed_files` for
+The readers (:mod:`~ort_zero.checkpoint.manifest` for our format, :mod:`~ort_zero.checkpoint.deepspeed.reader` for
 DeepSpeed's) produce a :class:`Source`; planning, aggregation, loading and verification know nothing else.
 """
 

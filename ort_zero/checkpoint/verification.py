@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from ort_zero.checkpoint import manifest, safetensors_header
+from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.manifest import Manifest
 from ort_zero.checkpoint.records import File, Source
 from ort_zero.checkpoint.storage import CHUNK, Folder
@@ -105,9 +106,7 @@ def verify(
         name = "ort_zero"
         _verify_ours(folder, findings, workers, progress)
     else:
-        from ort_zero.checkpoint import deepspeed_files
-
-        if not deepspeed_files.recognises(folder):
+        if not file_names.recognises(folder):
             raise CheckpointError(
                 f"{folder.path()} is no checkpoint: neither {manifest.NAME} nor *_model_states.pt is there "
                 "(a save that was interrupted leaves no manifest)"
@@ -228,9 +227,9 @@ def _damaged_tensors(folder: Folder, file: File, source: Source) -> str:
 
 
 def _verify_deepspeed(folder: Folder, findings: _Findings, workers: int, trust_pickle: bool, progress: bool) -> None:
-    from ort_zero.checkpoint import deepspeed_files
+    from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
 
-    names = deepspeed_files.state_files(folder)
+    names = file_names.state_file_names(folder)
     files = [File(name=name, size=folder.size(name) or 0) for name in names]
 
     def check(file: File, step: Callable[[int], Any]) -> Iterable[str]:
@@ -238,7 +237,7 @@ def _verify_deepspeed(folder: Folder, findings: _Findings, workers: int, trust_p
 
     _each(files, check, findings, workers, progress)
     try:
-        source = deepspeed_files.open_deepspeed(folder, trust_pickle)
+        source = open_deepspeed(folder, trust_pickle)
     except CheckpointError as error:
         # a damaged file that was named already need not be named again
         if not any(folder.path(name) in str(error) for name in findings.problems):

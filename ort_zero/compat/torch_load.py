@@ -25,7 +25,6 @@ class StoredTensor:
     """Elements."""
     storage_offset: int
     """Bytes from the start of the file to the storage it is a view of."""
-    storage_bytes: int
 
 
 class ForeignClassError(Exception):
@@ -94,5 +93,4 @@ def _stored(tensor: torch.Tensor) -> Any:
         shape=tuple(tensor.shape),
         strides=tuple(tensor.stride()),
         storage_offset=start,
-        storage_bytes=storage.nbytes(),
     )

@@ -1,0 +1,105 @@
+"""The names of DeepSpeed's files: which of a folder are of one checkpoint, of which rank, and which cannot be read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from ort_zero.checkpoint.storage import Folder
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+"""Optimizer states of one rank."""
+RANK_MODULE_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+"""Module states of one rank: ZeRO-3."""
+MODULE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+"""Module states of all ranks: ZeRO-0 to 2."""
+_STATE_FILES = (OPTIMIZER_FILE, RANK_MODULE_FILE, MODULE_FILE)
+_UNSUPPORTED = (
+    (re.compile(r"(expp_rank_|expert_|layer_.*_expert_).*\.pt"), "belongs to a mixture of experts (MoE)"),
+    (re.compile(r"layer_\d+.*[-_]model_states\.pt"), "belongs to pipeline parallelism"),
+    (re.compile(r"offloaded_tensors"), "holds an optimizer that was offloaded to NVMe"),
+)
+_UNIVERSAL_FOLDER = "zero"
+WAY_OUT = (
+    "convert the checkpoint with DeepSpeed's ds_to_universal.py, load that in DeepSpeed and save it as "
+    "plain ZeRO; ort_zero reads ZeRO-0 to 3 over data-parallel ranks"
+)
+"""What a user can do about a checkpoint of another kind of parallelism."""
+
+
+def recognises(folder: Folder) -> bool:
+    """Return True if the folder looks like a checkpoint of DeepSpeed, even one that cannot be read."""
+    return bool(state_file_names(folder))
+
+
+def state_file_names(folder: Folder) -> list[str]:
+    """Return the names of the files of states in a folder, those of kinds that cannot be read included."""
+    patterns = (*_STATE_FILES, *(pattern for pattern, _ in _UNSUPPORTED))
+    return [n for n in folder.names() if n.endswith(".pt") and any(pattern.fullmatch(n) for pattern in patterns)]
+
+
+def refuse_unsupported(folder: Folder, names: Sequence[str]) -> None:
+    """Raise if a file is of a kind of parallelism or of a format that cannot be read.
+
+    Args:
+        folder: of one tag.
+        names: of all files and folders in it.
+
+    Raises:
+        CheckpointError: names the file, its kind and the way out.
+    """
+    for name in names:
+        for pattern, what in _UNSUPPORTED:
+            if pattern.fullmatch(name):
+                raise CheckpointError(f"{folder.path(name)} {what}, which ort_zero does not read; {WAY_OUT}")
+        for pattern in _STATE_FILES:
+            match = pattern.fullmatch(name)
+            if match and int(match.groups()[-1]):
+                raise CheckpointError(
+                    f"{folder.path(name)} belongs to tensor parallelism, which ort_zero does not read; {WAY_OUT}"
+                )
+    if _UNIVERSAL_FOLDER in names and folder.child(_UNIVERSAL_FOLDER).names():
+        raise CheckpointError(
+            f"{folder.path()} is a universal checkpoint, which ort_zero does not read; "
+            "use the checkpoint it was converted from"
+        )
+
+
+def names_by_rank(folder: Folder, names: Iterable[str], pattern: re.Pattern) -> dict[int, str]:
+    """Return the files of one pattern by rank, in the order of the ranks.
+
+    Raises:
+        CorruptCheckpointError: two files are of one rank.
+    """
+    found: dict[int, str] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        rank = int(match.group(1))
+        if rank in found:
+            raise CorruptCheckpointError(
+                f"{folder.path(name)} and {found[rank]} are both rank {rank}'s: files of two checkpoints are mixed"
+            )
+        found[rank] = name
+    return dict(sorted(found.items()))
+
+
+def require_all_ranks(folder: Folder, by_rank: Mapping[int, str], world_size: int) -> None:
+    """Raise if the files, of which there may be none at all, are not of the ranks 0 to `world_size` - 1.
+
+    Raises:
+        CorruptCheckpointError: one is missing, or one too many.
+    """
+    if not by_rank:
+        return
+    for rank in range(world_size):
+        if rank not in by_rank:
+            name = re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", next(iter(by_rank.values())))
+            raise CorruptCheckpointError(f"{folder.path(name)} is missing: {world_size} ranks wrote this checkpoint")
+    for rank, name in by_rank.items():
+        if rank >= world_size:
+            raise CorruptCheckpointError(
+                f"{folder.path(name)} is one too many: {world_size} ranks wrote this checkpoint; remove it"
+            )

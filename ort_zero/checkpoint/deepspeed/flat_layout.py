@@ -1,0 +1,137 @@
+"""Where trained parameters lie in the flat tensors of the optimizer's files, and the pieces that follow from it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
+from ort_zero.checkpoint.records import File, Piece, Tensor
+from ort_zero.compat.torch_load import StoredTensor
+
+Flats = Mapping[int, StoredTensor]
+"""The flat tensors of one rank by number: of a parameter group, or of a sub-group for ZeRO-3."""
+
+
+@dataclass(frozen=True)
+class ElementRange:
+    """Elements `begin` to `end` of vector number `vector` are a parameter's elements from `first` on."""
+
+    vector: int
+    begin: int
+    end: int
+    first: int
+
+
+@dataclass
+class FlatLayout:
+    """Where the trained parameters lie: each vector consists of flat tensors, one after the other."""
+
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ranges: dict[str, list[ElementRange]] = field(default_factory=dict)
+    number_of: dict[str, int] = field(default_factory=dict)
+    """Number of the flat tensor (group, or sub-group for ZeRO-3) of each parameter."""
+    lengths: list[list[int]] = field(default_factory=list)
+    """Elements of each flat tensor of each vector, without what is not a parameter's at the end for ZeRO-1 and 2."""
+    parts: list[list[tuple[int, int]]] = field(default_factory=list)
+    """(rank, number of the flat tensor) of each part of each vector."""
+
+
+class _Part(NamedTuple):
+    """A flat tensor that is a part of a longer vector."""
+
+    file: File
+    stored: StoredTensor
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.stored.shape)
+
+
+class _Vector:
+    """Flat tensors, one after the other.
+
+    Args:
+        parts: the tensors, None where there is none.
+        lengths: how many elements each stands for; a part may hold fewer or more.
+    """
+
+    def __init__(self, parts: list[_Part | None], lengths: list[int]):
+        self._parts = parts
+        self._ends = list(accumulate(lengths))
+
+    def cut(self, begin: int, end: int, first: int) -> Iterator[Piece]:
+        """Yield the pieces of the elements `begin` to `end`, which are a tensor's elements from `first` on."""
+        index = bisect_right(self._ends, begin)
+        while begin < end and index < len(self._parts):
+            part = self._parts[index]
+            if part is None:
+                return
+            start = self._ends[index - 1] if index else 0
+            stop = min(end, self._ends[index], start + part.elements)
+            if stop > begin:
+                size = part.stored.dtype.itemsize
+                yield Piece(part.file.name, part.stored.offset + (begin - start) * size, (stop - begin) * size, first)
+                first, begin = first + stop - begin, stop
+            if stop < min(end, self._ends[index]):
+                return  # a gap, which the check of the tensor's pieces reports
+            index += 1
+
+
+def flat_tensors(files: StateFiles, layout: FlatLayout, kind: str, flats: list[Flats]) -> Iterator[Tensor]:
+    """Yield one tensor of `kind` per parameter of which there is one.
+
+    Args:
+        files: of the checkpoint.
+        layout: where the parameters lie.
+        kind: :data:`~ort_zero.checkpoint.records.MASTER` or the name of an optimizer state.
+        flats: for each rank its flat tensors; a missing one is no entry.
+
+    Raises:
+        CorruptCheckpointError: one is missing or of another dtype on some rank, or too short.
+        CheckpointError: an unknown dtype.
+    """
+    numbers = set(layout.number_of.values())
+    missing = {number for number in numbers if _is_missing(files, kind, number, flats)}
+    vectors = []
+    for lengths, places in zip(layout.lengths, layout.parts):
+        parts = [
+            None if number in missing else _Part(files.optimizers[rank].file, flats[rank][number])
+            for rank, number in places
+        ]
+        vectors.append(_Vector(parts, lengths))
+    codes = {number: _same_code(files, kind, number, flats) for number in numbers - missing}
+    for name, shape in layout.shapes.items():
+        number = layout.number_of[name]
+        if number not in missing:
+            pieces = [q for r in layout.ranges[name] for q in vectors[r.vector].cut(r.begin, r.end, r.first)]
+            tensor = Tensor(name=name, kind=kind, dtype=codes[number], shape=shape, pieces=tuple(pieces))
+            yield covered(tensor, files.folder.path())
+
+
+def _same_code(files: StateFiles, kind: str, number: int, flats: list[Flats]) -> str:
+    """Return the dtype of one flat tensor, which all ranks must have in common."""
+    what = f"{kind} of group {number}"
+    codes = {file: files.dtype_code(file, flat[number], what) for file, flat in zip(files.optimizers, flats)}
+    files.check_same(f"dtype of {what}", codes)
+    return next(iter(codes.values()))
+
+
+def _is_missing(files: StateFiles, kind: str, number: int, flats: list[Flats]) -> bool:
+    """Return True if no rank has the flat tensor, raise if only some have."""
+    present = [number in flat for flat in flats]
+    if any(present) and not all(present):
+        raise files.foreign(
+            files.optimizers[present.index(False)],
+            f"it has no {kind} of group {number}, rank {present.index(True)}'s file has",
+        )
+    return not any(present)
+
+
+def elements_of(shape: Any) -> int:
+    """Return the number of elements of a shape."""
+    return math.prod(shape)

@@ -1,0 +1,178 @@
+"""The state of the optimizer that ZeRO wraps: moments, numbers per parameter, hyper-parameters."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+from ort_zero.checkpoint.deepspeed.flat_layout import FlatLayout, flat_tensors
+from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
+from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor
+from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right
+from ort_zero.compat.torch_load import StoredTensor
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+_NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
+"""Formats of :mod:`struct` by dtype."""
+State = dict[str, Any]
+"""What the optimizer holds of one flat tensor, by name: "exp_avg", "step", ..."""
+
+
+def read_optimizer(files: StateFiles, partitioning: Partitioning, layout: FlatLayout) -> tuple[Optimizer, list[Tensor]]:
+    """Return the optimizer's numbers and hyper-parameters, and the tensors of its state.
+
+    Raises:
+        CorruptCheckpointError: the ranks' files are of different steps or runs, or a number is damaged.
+        CheckpointError: a number of an unexpected dtype.
+    """
+    inner = [_inner_state(files, partitioning, file) for file in files.optimizers]
+    scalars = [[_scalars(files, file, state) for state in states] for file, (states, _) in zip(files.optimizers, inner)]
+    _check_steps(files, scalars)
+    options = {
+        file: [_group_options(files, file, group) for group in groups]
+        for file, (_, groups) in zip(files.optimizers, inner)
+    }
+    plain = {file: json.dumps([values for values, _ in rows], sort_keys=True) for file, rows in options.items()}
+    files.check_same("run (hyper-parameters)", plain)
+    moments = _moments(files, partitioning, layout, [states for states, _ in inner])
+    named: dict[str, dict[str, float]] = {}
+    for name, number in layout.number_of.items():
+        for key, value in (scalars[0][number] if number < len(scalars[0]) else {}).items():
+            named.setdefault(key, {})[name] = value
+    config = files.optimizers[0].content.get("ds_config")
+    chosen = config.get("optimizer") if isinstance(config, dict) else None
+    optimizer = Optimizer(
+        class_name=chosen.get("type") if isinstance(chosen, dict) else None,
+        groups=_param_groups(files, layout, next(iter(options.values()))),
+        scalars=named,
+    )
+    return optimizer, moments
+
+
+def _inner_state(files: StateFiles, partitioning: Partitioning, file: TorchFile) -> tuple[list[State], list[dict]]:
+    """Return the inner optimizer's state of each flat tensor, and its parameter groups."""
+    zero = zero_state(file)
+    inner = zero.get(partitioning.inner_optimizer_key)
+    if isinstance(inner, list):
+        step = zero.get("base_optimizer_state_step")
+        return [{**state, **({} if step is None else {"step": step})} for state in inner], []
+    if not isinstance(inner, dict) or not isinstance(inner.get("state"), dict):
+        files.notes.append(f"{file.file.name} holds no state of the inner optimizer")
+        return [], []
+    groups = inner.get("param_groups") or []
+    steps = {number: group["step"] for group in groups if "step" in group for number in group.get("params", ())}
+    state = inner["state"]
+    count = 1 + max((number for number in (*state, *steps) if isinstance(number, int)), default=-1)
+    return [{**({"step": steps[n]} if n in steps else {}), **state.get(n, {})} for n in range(count)], groups
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+def _check_steps(files: StateFiles, scalars: list[list[dict[str, float]]]) -> None:
+    """Raise if the ranks made different numbers of steps; note it if the engine counts others than the optimizer."""
+    steps = {file: tuple(state.get("step") for state in states) for file, states in zip(files.optimizers, scalars)}
+    done = files.module.get("global_steps", 0) - files.module.get("skipped_steps", 0)
+    files.check_same("step", steps, expected=(float(done),) * len(scalars[0]))
+    made = {step for state in scalars[0] for step in (state.get("step"),) if step}
+    if made and made != {float(done)}:
+        said = ", ".join(f"{step:g}" for step in sorted(made))
+        files.notes.append(
+            f"the optimizer made {said} steps, {files.modules[0].file.name} counts {done}: the files are of "
+            "different saves, unless the optimizer was started anew"
+        )
+
+
+def _scalars(files: StateFiles, file: TorchFile, state: State) -> dict[str, float]:
+    """Return what of a state is one number."""
+    values = {}
+    for key, value in state.items():
+        if isinstance(value, StoredTensor) and not value.shape:
+            value = _number(files, file, value, key)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            values[key] = float(value)
+    return values
+
+
+def _number(files: StateFiles, file: TorchFile, stored: StoredTensor, what: str) -> float:
+    """Return the value of a tensor without dimensions.
+
+    Raises:
+        CorruptCheckpointError: its bytes are damaged.
+        CheckpointError: its dtype is none that is expected.
+    """
+    code = files.dtype_code(file, stored, what)
+    for record in file.file.records:
+        if record[0] == stored.storage_offset and not crc_is_right(files.folder, file.file.name, record):
+            raise CorruptCheckpointError(f"{files.path(file)} is damaged: the CRC-32 of {what!r} is wrong")
+    raw = files.folder.read(file.file.name, stored.offset, stored.dtype.itemsize)
+    if code == "BF16":
+        code, raw = "F32", b"\0\0" + raw
+    if code not in _NUMBERS:
+        raise CheckpointError(f"{files.path(file)}: {what!r} is a number of type {code}, which is not expected")
+    return struct.unpack(_NUMBERS[code], raw)[0]
+
+
+# ---- hyper-parameters -----------------------------------------------------------------------------------------------
+
+
+def _group_options(files: StateFiles, file: TorchFile, group: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """Return the hyper-parameters of a group as JSON values, and the numbers of its flat tensors."""
+    values = {}
+    for key, value in group.items():
+        if key in ("params", "step"):
+            continue
+        if isinstance(value, StoredTensor) and not value.shape:
+            value = _number(files, file, value, key)
+        try:
+            values[key] = json.loads(json.dumps(value))
+        except TypeError:
+            files.notes.append(f"the optimizer's option {key!r} is no plain value and is left out")
+    return values, list(group.get("params", ()))
+
+
+def _param_groups(
+    files: StateFiles, layout: FlatLayout, options: list[tuple[dict[str, Any], list[int]]]
+) -> tuple[ParamGroup, ...]:
+    names: dict[int, list[str]] = {}
+    for name, number in layout.number_of.items():
+        names.setdefault(number, []).append(name)
+    if not options:  # "elastic" checkpoints have none
+        files.notes.append("it holds no hyper-parameters of the optimizer")
+        options = [({}, [number]) for number in sorted(names)]
+    return tuple(
+        ParamGroup(names=tuple(n for number in numbers for n in names.get(number, ())), options=values)
+        for values, numbers in options
+    )
+
+
+# ---- moments --------------------------------------------------------------------------------------------------------
+
+
+def _moments(
+    files: StateFiles, partitioning: Partitioning, layout: FlatLayout, states: list[list[State]]
+) -> list[Tensor]:
+    """Return the tensors of all states that have one value per element; the others are noted."""
+    kinds = dict.fromkeys(
+        key
+        for rank_states in states
+        for state in rank_states
+        for key, value in state.items()
+        if isinstance(value, StoredTensor) and value.shape
+    )
+    masters = [partitioning.masters(file) for file in files.optimizers]
+    found: list[Tensor] = []
+    for kind in kinds:
+        flats = [{n: state[kind] for n, state in enumerate(rank_states) if kind in state} for rank_states in states]
+        if all(_is_per_element(flat[n], masters[rank][n]) for rank, flat in enumerate(flats) for n in flat):
+            found += flat_tensors(files, layout, kind, flats)
+        else:
+            files.notes.append(f"the optimizer's state {kind!r} has no value per element and is left out")
+    return found
+
+
+def _is_per_element(stored: Any, master: StoredTensor) -> bool:
+    # filled up to the size of a part where the master is not, hence "at least"
+    return isinstance(stored, StoredTensor) and len(stored.shape) == 1 and stored.shape[0] >= master.shape[0]

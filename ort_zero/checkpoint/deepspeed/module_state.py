@@ -1,0 +1,140 @@
+"""The module's file of states: whole weights, frozen parameters, buffers, and which names are tied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ort_zero.checkpoint.deepspeed import zero3
+from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
+from ort_zero.checkpoint.records import BUFFER, WEIGHT, Piece, Tensor
+from ort_zero.compat.torch_load import StoredTensor
+from ort_zero.errors import CheckpointError
+
+
+class ModuleState:
+    """What the module's file says of values and names.
+
+    Args:
+        files: the opened files.
+        trained: names of the parameters that the optimizer's files hold.
+
+    Attributes:
+        aliases: tied parameters: the name that is not stored -> the name that is.
+        frozen: names of the parameters that no optimizer trains.
+    """
+
+    def __init__(self, files: StateFiles, trained: list[str]):
+        self._files = files
+        self._trained = set(trained)
+        module = files.module["module"]
+        self._buffers = [name for name in files.module.get("buffer_names") or () if name in module]
+        self._values: dict[str, StoredTensor] = {n: v for n, v in module.items() if isinstance(v, StoredTensor)}
+        self.aliases = self._noted_aliases()
+        self.aliases |= self._same_bytes({*trained, *self.aliases, *self._buffers})
+        self.frozen = self._frozen_names()
+
+    def weights(self) -> Iterator[Tensor]:
+        """Yield the parameters that no optimizer state holds.
+
+        Raises:
+            CheckpointError: ZeRO-3 without the weights of trained parameters.
+            CorruptCheckpointError: a piece of a frozen parameter is missing.
+        """
+        if self._files.stage == 3:
+            yield from zero3.frozen_parameters(self._files)
+            yield from self._whole_weights_of_zero3()
+            return
+        skip = {*self._trained, *self.aliases, *self._buffers}
+        for name, stored in self._values.items():
+            if name not in skip:
+                yield self._tensor(name, WEIGHT, stored)
+        if not self._files.optimizers:
+            self._files.notes.append(
+                "it was saved without optimizer state that can be read: the weights are the module's own"
+            )
+
+    def buffers(self) -> Iterator[Tensor]:
+        """Yield the persistent buffers."""
+        for name in self._buffers:
+            yield self._tensor(name, BUFFER, self._values[name])
+
+    def _tensor(self, name: str, kind: str, stored: StoredTensor) -> Tensor:
+        """Return a tensor that lies whole in the module's file."""
+        file = self._files.modules[0]
+        code = self._files.dtype_code(file, stored, name)
+        size, strides = stored.dtype.itemsize, None
+        span = elements_of(stored.shape)
+        if span and not _is_row_major(stored):
+            span = sum((n - 1) * s for n, s in zip(stored.shape, stored.strides)) + 1
+            strides = stored.strides
+        pieces = (Piece(file.file.name, stored.offset, span * size, 0),) if span else ()
+        tensor = Tensor(name=name, kind=kind, dtype=code, shape=stored.shape, pieces=pieces, strides=strides)
+        return covered(tensor, self._files.path(file))
+
+    def _frozen_names(self) -> list[str]:
+        module = self._files.module
+        shapes = module.get("frozen_param_shapes")
+        if shapes is not None:
+            return list(shapes)
+        known = self._trained or {n for group in module.get("param_shapes") or () for n in group}
+        if not known:
+            return []
+        return [n for n in self._values if n not in known and n not in self.aliases and n not in self._buffers]
+
+    def _whole_weights_of_zero3(self) -> Iterator[Tensor]:
+        """Yield the parameters that should be trained but are in no optimizer file, if the module file has them whole.
+
+        Raises:
+            CheckpointError: it has not, so they are nowhere.
+        """
+        shapes = {n: tuple(s) for group in self._files.module.get("param_shapes") or () for n, s in group.items()}
+        for name, shape in shapes.items():
+            if name in self._trained:
+                continue
+            stored = self._values.get(name)
+            if stored is None or stored.shape != shape:
+                raise CheckpointError(
+                    f"{self._files.folder.path()} has no *_optim_states.pt, and with ZeRO-3 the weights are only "
+                    "there; save with the optimizer, or use engine.save_16bit_model"
+                )
+            yield self._tensor(name, WEIGHT, stored)
+
+    def _noted_aliases(self) -> dict[str, str]:
+        """Return the tied names that DeepSpeed noted, each with the name that is stored."""
+        noted = self._files.module.get("shared_params") or {}
+        aliases = {}
+        for name, target in noted.items():
+            seen = {name}
+            while target in noted and target not in seen:
+                seen.add(target)
+                target = noted[target]
+            mine, its = self._values.get(name), self._values.get(target)
+            # parameters without elements all have the address 0, by which DeepSpeed takes them for tied
+            empty = mine is not None and its is not None and 0 in (*mine.shape, *its.shape) and self._files.stage != 3
+            if name not in self._trained and target != name and not empty:
+                aliases[name] = target
+        return aliases
+
+    def _same_bytes(self, skip: set[str]) -> dict[str, str]:
+        """Return the tied names whose values are the same bytes of the file, each with the first name of them."""
+        first: dict[tuple, str] = {}
+        aliases: dict[str, str] = {}
+        if self._files.stage == 3:
+            return aliases  # there the values are empty place holders
+        for name, stored in self._values.items():
+            if name in skip or 0 in stored.shape:
+                continue
+            target = first.setdefault((stored.offset, stored.shape, stored.strides, stored.dtype), name)
+            if target != name:
+                aliases[name] = target
+        return aliases
+
+
+def _is_row_major(stored: StoredTensor) -> bool:
+    step = 1
+    for size, stride in zip(reversed(stored.shape), reversed(stored.strides)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True

@@ -1,0 +1,261 @@
+"""Opens DeepSpeed's files of states, and checks that they are of one save: world size, stage, step, own names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ort_zero.checkpoint import dtypes
+from ort_zero.checkpoint.deepspeed.file_names import (
+    MODULE_FILE,
+    OPTIMIZER_FILE,
+    RANK_MODULE_FILE,
+    WAY_OUT,
+    names_by_rank,
+    refuse_unsupported,
+    require_all_ranks,
+)
+from ort_zero.checkpoint.records import Tensor, check_cover
+from ort_zero.checkpoint.storage import Folder
+from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
+from ort_zero.compat.torch_load import StoredTensor
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+
+@dataclass
+class StateFiles:
+    """The opened files of one checkpoint, by rank."""
+
+    folder: Folder
+    modules: list[TorchFile]
+    """Module states: one, or for ZeRO-3 one per rank."""
+    optimizers: list[TorchFile]
+    """Optimizer states of each rank; none if they were not saved."""
+    stage: int
+    """ZeRO stage."""
+    world_size: int
+    notes: list[str] = field(default_factory=list)
+    """What a user should be told about the checkpoint, one sentence each."""
+
+    @property
+    def module(self) -> dict[str, Any]:
+        """Content of the first file of module states."""
+        return self.modules[0].content
+
+    def path(self, file: TorchFile) -> str:
+        """Return the path or URL of a file, for messages."""
+        return self.folder.path(file.file.name)
+
+    def foreign(self, file: TorchFile, why: str) -> CorruptCheckpointError:
+        """Return the error for a file that does not fit the others."""
+        return CorruptCheckpointError(f"{self.path(file)} belongs to another run or another world size: {why}")
+
+    def check_same(self, what: str, values: Mapping[TorchFile, Any], expected: Any = None) -> None:
+        """Raise if the files say different things; the one that most others contradict is named.
+
+        Args:
+            what: what the values are.
+            values: what each file says.
+            expected: decides where two values are said equally often.
+
+        Raises:
+            CorruptCheckpointError: they differ.
+        """
+        counts = Counter(repr(value) for value in values.values())
+        if len(counts) <= 1:
+            return
+        common, number = counts.most_common(1)[0]
+        if counts.get(repr(expected)) == number:
+            common = repr(expected)
+        file, value = next((f, v) for f, v in values.items() if repr(v) != common)
+        raise CorruptCheckpointError(f"{self.path(file)} is of another {what}: {value!r}, the others have {common}")
+
+    def dtype_code(self, file: TorchFile, stored: StoredTensor, what: str) -> str:
+        """Return the code of safetensors for the dtype of a tensor.
+
+        Raises:
+            CheckpointError: a dtype that safetensors does not have.
+        """
+        try:
+            return dtypes.code_of(stored.dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path(file)}: {what}: {error}") from None
+
+
+def zero_state(file: TorchFile) -> dict[str, Any]:
+    """Return what DeepSpeed's ZeRO optimizer saved in a file of optimizer states."""
+    return file.content["optimizer_state_dict"]
+
+
+def covered(tensor: Tensor, path: str) -> Tensor:
+    """Return `tensor` if its pieces cover it.
+
+    Raises:
+        CorruptCheckpointError: they do not; names `path`.
+    """
+    wrong = check_cover(tensor)
+    if wrong:
+        raise CorruptCheckpointError(f"{path}: {tensor.kind} of {tensor.name}: {wrong}")
+    return tensor
+
+
+def open_state_files(folder: Folder, trust_pickle: bool) -> StateFiles:
+    """Return the files of one tag, having checked that they belong together.
+
+    Args:
+        folder: of the tag.
+        trust_pickle: unpickle whatever the files hold.
+
+    Raises:
+        CorruptCheckpointError: a file is missing, too many, damaged, or of another step, run or world size.
+        CheckpointError: a kind of parallelism or a class that cannot be read.
+    """
+    names = folder.names()
+    refuse_unsupported(folder, names)
+    optimizer_names = names_by_rank(folder, names, OPTIMIZER_FILE)
+    rank_names = names_by_rank(folder, names, RANK_MODULE_FILE)
+    whole = [name for name in names if MODULE_FILE.fullmatch(name)]
+    if rank_names and whole:
+        raise CorruptCheckpointError(
+            f"{folder.path()} holds files of two checkpoints: {whole[0]} is not of ZeRO-3, "
+            f"{next(iter(rank_names.values()))} is"
+        )
+    if not rank_names and not whole:
+        raise CorruptCheckpointError(f"{folder.path('mp_rank_00_model_states.pt')} is missing")
+    opened = {
+        name: _open(folder, name, trust_pickle) for name in (*whole, *rank_names.values(), *optimizer_names.values())
+    }
+    world_size = _world_size(folder, opened, max(len(optimizer_names), len(rank_names), 1))
+    for by_rank in (optimizer_names, rank_names):
+        require_all_ranks(folder, by_rank, world_size)
+    files = StateFiles(
+        folder=folder,
+        modules=[opened[name] for name in (whole or (rank_names[r] for r in range(world_size)))],
+        optimizers=[opened[optimizer_names[r]] for r in range(world_size)] if optimizer_names else [],
+        stage=0,
+        world_size=world_size,
+    )
+    _check_one_save(files)
+    return files
+
+
+def _open(folder: Folder, name: str, trust_pickle: bool) -> TorchFile:
+    """Return one opened file.
+
+    Raises:
+        CorruptCheckpointError: damaged, or not a file of states.
+        CheckpointError: of a kind of parallelism, or with a class, that cannot be read.
+    """
+    file = open_torch_file(folder, name, trust_pickle)
+    key, kind = ("module", "module") if name.endswith("_model_states.pt") else ("optimizer_state_dict", "optimizer")
+    if not isinstance(file.content, dict) or not isinstance(file.content.get(key), dict):
+        if isinstance(file.content, dict) and file.content.get(key, 0) is None:
+            raise CheckpointError(f"{folder.path(name)} has no module: pipeline parallelism; {WAY_OUT}")
+        raise CorruptCheckpointError(
+            f"{folder.path(name)} is not a file of DeepSpeed's {kind} states: no {key!r} in it"
+        )
+    for where in ("ds_autoep_layers", "autoep_layers"):
+        if file.content.get(where):
+            raise CheckpointError(
+                f"{folder.path(name)} has experts spread by AutoEP, which ort_zero does not read; {WAY_OUT}"
+            )
+    return file
+
+
+# ---- of one save ----------------------------------------------------------------------------------------------------
+
+
+def _check_one_save(files: StateFiles) -> None:
+    """Raise if a file is of another save, and set the ZeRO stage."""
+    for file in (*files.modules, *files.optimizers):
+        _check_own_name(files, file)
+    files.stage = _stage(files)
+    every = (*files.modules, *files.optimizers)
+    files.check_same("ds_version", {file: file.content.get("ds_version") for file in every})
+    files.check_same("global step", {file: file.content.get("global_steps") for file in files.modules})
+
+
+def _check_own_name(files: StateFiles, file: TorchFile) -> None:
+    """Raise if the file says that it was written under the name of another rank."""
+    mine, written = file.file.name.removesuffix(".pt"), file.saved_as
+    match = OPTIMIZER_FILE.fullmatch(f"{written}.pt") or RANK_MODULE_FILE.fullmatch(f"{written}.pt")
+    if match is not None and mine != written:
+        raise CorruptCheckpointError(
+            f"{files.path(file)} is rank {match.group(1)}'s file: it was written as {written}.pt, "
+            "then renamed or swapped with another"
+        )
+
+
+def _world_size(folder: Folder, opened: Mapping[str, TorchFile], otherwise: int) -> int:
+    """Return the world size that the files say they were written by; `otherwise` if none says it."""
+    said: dict[str, int] = {}
+    for name, file in opened.items():
+        count = (
+            _partition_count(folder.path(name), file)
+            if "optimizer_state_dict" in file.content
+            else file.content.get("dp_world_size")
+        )
+        if isinstance(count, int):
+            said[name] = count
+    if not said:
+        return otherwise
+    (world_size, _), *others = Counter(said.values()).most_common()
+    if others:
+        name = next(name for name, count in said.items() if count != world_size)
+        raise CorruptCheckpointError(
+            f"{folder.path(name)} is of another world size: it was written by {said[name]} ranks, "
+            f"the others by {world_size}"
+        )
+    return world_size
+
+
+def _partition_count(path: str, file: TorchFile) -> int | None:
+    """Return over how many ranks the parameter groups of a file are cut; None if it does not say."""
+    count = zero_state(file).get("partition_count")
+    if isinstance(count, list):
+        if len(set(count)) > 1:
+            raise CheckpointError(
+                f"{path} has parameter groups over {count} ranks (experts), which ort_zero does not read; {WAY_OUT}"
+            )
+        count = count[0] if count else None
+    return count
+
+
+def _stage(files: StateFiles) -> int:
+    """Return the ZeRO stage of a checkpoint.
+
+    Raises:
+        CorruptCheckpointError: the files say different ones.
+    """
+    stages = {
+        file: int(zero_state(file)["zero_stage"])
+        for file in files.optimizers
+        if zero_state(file).get("zero_stage") is not None
+    }
+    if stages:
+        files.check_same("ZeRO stage", stages)
+        stage = next(iter(stages.values()))
+    else:
+        stage = _configured_stage(files.modules[0])
+    by_rank = _is_of_zero3(files.modules[0])
+    if by_rank != (stage == 3):
+        raise CorruptCheckpointError(
+            f"{files.folder.path()} mixes files of two checkpoints: "
+            f"{files.modules[0].file.name} does not belong to ZeRO-{stage}"
+        )
+    return stage
+
+
+def _configured_stage(file: TorchFile) -> int:
+    if _is_of_zero3(file):
+        return 3
+    config = file.content.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    return stage if stage in (0, 1, 2) else int(bool(file.content.get("param_shapes")))
+
+
+def _is_of_zero3(module: TorchFile) -> bool:
+    return RANK_MODULE_FILE.fullmatch(module.file.name) is not None

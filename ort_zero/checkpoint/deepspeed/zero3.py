@@ -1,0 +1,68 @@
+"""ZeRO-3: every parameter is cut over the ranks; a rank's vector holds its part of each, sub-group after sub-group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ort_zero.checkpoint.deepspeed.flat_layout import ElementRange, FlatLayout, elements_of
+from ort_zero.checkpoint.deepspeed.partitioning import Partitioning, Shapes
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
+from ort_zero.checkpoint.records import WEIGHT, Piece, Tensor
+from ort_zero.compat.torch_load import StoredTensor
+
+
+class Zero3(Partitioning):
+    """A vector is all that one rank holds; its part number n is of sub-group n."""
+
+    masters_key = "fp32_flat_groups"
+    inner_optimizer_key = "optimizer_state_dict"
+
+    def _fill(self, layout: FlatLayout, groups: Shapes) -> None:
+        world_size = self.files.world_size
+        position, lengths = 0, []
+        for group in groups:
+            start = position
+            for name, shape in group.items():
+                cuts = list(_cuts(elements_of(shape), world_size))
+                layout.ranges[name] = [
+                    ElementRange(rank, position, position + stop - begin, begin)
+                    for rank, (begin, stop) in enumerate(cuts)
+                    if stop > begin
+                ]
+                position += -(-elements_of(shape) // world_size)
+            lengths.append(position - start)
+        layout.lengths = [lengths] * world_size
+        layout.parts = [[(rank, number) for number in range(len(groups))] for rank in range(world_size)]
+
+    def _least_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
+        return layout.lengths[vector]
+
+
+def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
+    """Yield the parameters that the optimizer does not train, of which each rank's module file has a piece.
+
+    Raises:
+        CorruptCheckpointError: a piece is missing, too short, or of another dtype.
+    """
+    for name, shape in (files.module.get("frozen_param_shapes") or {}).items():
+        pieces, codes = [], {}
+        for rank, (file, (begin, end)) in enumerate(
+            zip(files.modules, _cuts(elements_of(shape), files.world_size), strict=True)
+        ):
+            stored = (file.content.get("frozen_param_fragments") or {}).get(name)
+            if not isinstance(stored, StoredTensor) or elements_of(stored.shape) < end - begin:
+                raise files.foreign(file, f"it does not hold rank {rank}'s piece of the frozen parameter {name}")
+            codes[file] = files.dtype_code(file, stored, name)
+            if end > begin:
+                pieces.append(Piece(file.file.name, stored.offset, (end - begin) * stored.dtype.itemsize, begin))
+        files.check_same(f"dtype of {name}", codes)
+        code = next(iter(codes.values()))
+        tensor = Tensor(name=name, kind=WEIGHT, dtype=code, shape=tuple(shape), pieces=tuple(pieces))
+        yield covered(tensor, files.folder.path())
+
+
+def _cuts(elements: int, world_size: int) -> Iterator[tuple[int, int]]:
+    """Yield the first element and the one behind the last of each rank: ceil(elements / world size), the last fewer."""
+    part = -(-elements // world_size)
+    for rank in range(world_size):
+        yield min(rank * part, elements), min((rank + 1) * part, elements)
