@@ -246,7 +246,7 @@ def write_ours(root: str, ranks: int, weights: int) -> dict[str, tuple[int, ...]
     from ort_zero.checkpoint import manifest
     from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Tensor
     from ort_zero.checkpoint.saving import file_name
-    from ort_zero.checkpoint.shards import Entry, write_shard
+    from ort_zero.checkpoint.shard_writer import ShardEntry, write_shard
     from ort_zero.checkpoint.storage import open_folder
 
     shapes = shapes_of(weights)
@@ -264,7 +264,7 @@ def write_ours(root: str, ranks: int, weights: int) -> dict[str, tuple[int, ...]
                 low, high = max(position, rank * own), min(position + math.prod(shape), (rank + 1) * own)
                 if low < high:
                     part = flat[low - rank * own : high - rank * own]
-                    entries += [Entry(name=name, kind=kind, start=low - position, tensor=part) for kind in kinds]
+                    entries += [ShardEntry(name=name, kind=kind, start=low - position, tensor=part) for kind in kinds]
                 position += math.prod(shape)
             name = file_name(rank, label, "safetensors")
             file, written = write_shard(folder, name, entries, {}, "bench")

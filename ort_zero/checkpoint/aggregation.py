@@ -2,55 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
 import re
-import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-
-from ort_zero.checkpoint.dtypes import is_floating, torch_dtype
+from ort_zero.checkpoint.aggregation_plan import OutputFile, Plan, make_plan, split
+from ort_zero.checkpoint.aggregation_stream import Findings, Part, Streamer, check_records
+from ort_zero.checkpoint.config_files import CONFIG_FILES, config_files_beside, with_dtype
 from ort_zero.checkpoint.opening import open_checkpoint
-from ort_zero.checkpoint.plan import OutputFile, Plan, make_plan, split
+from ort_zero.checkpoint.output_files import OutputFiles
 from ort_zero.checkpoint.records import MOST_NAMED, File, Source
-from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder
-from ort_zero.checkpoint.stream import Findings, Part, Streamer, check_records
+from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.distributed.process_group import RENDEZVOUS, RankGroup
 from ort_zero.errors import CheckpointError
-from ort_zero.utils.atomic_write import PARTIAL, partial_name
+from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.cpu_count import usable_cores
 from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
-CONFIG_FILES = (
-    "config.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "chat_template.jinja",
-)
-"""Files beside a checkpoint that ``from_pretrained`` of a model or tokenizer reads."""
 _OURS = re.compile(
     r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors|(model|optimizer)\.safetensors\.index\.json|optimizer\.json"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
 )
 _LEFT_OVER = re.compile(rf"\.(?P<name>.+?)(\.data)?\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
-_PARENTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +69,7 @@ class _Job:
     root: str
     files: Mapping[str, File]
     token: str
-    about: Mapping[str, object]
+    about: Mapping[str, Any]
     """The fields of the report that come from the source."""
     warnings: tuple[str, ...]
     there: frozenset[str] = frozenset()
@@ -150,11 +128,11 @@ def aggregate(
     """
     started = time.perf_counter()
     ranks = ranks or RankGroup()
-    source_path, target = os.fspath(src), open_folder(dst)
-    job = None
+    target = open_folder(dst)
+    job: Any = None
     with ranks.raise_on_all("preparing the aggregation"):
         if ranks.rank == 0:
-            source = open_checkpoint(source_path, tag, trust_pickle)
+            source = open_checkpoint(os.fspath(src), tag, trust_pickle)
             plan = make_plan(
                 source,
                 what=what,
@@ -163,7 +141,7 @@ def aggregate(
                 format=format,
                 exclude_frozen=exclude_frozen,
             )
-            job = _prepare(source, plan, source_path, target, overwrite)
+            job = _prepare(source, plan, os.fspath(src), target, overwrite)
             if not dry_run:
                 _make(target)
     job = ranks.broadcast(job)
@@ -173,11 +151,12 @@ def aggregate(
     if not dry_run:
         found, sizes = _write(job, folder, target, ranks, workers=workers, verify=verify, strict=strict, shown=progress)
         warnings += found
+    sizes |= {name: len(data) for name, data in _small_files(job).items()}
     return AggregateReport(
         **job.about,
         destination=target.path(),
-        files={**sizes, **{name: len(data) for name, data in _small_files(job).items()}},
-        bytes=sum(sizes.values()) + sum(map(len, _small_files(job).values())),
+        files=sizes,
+        bytes=sum(sizes.values()),
         tensors=job.plan.tensors,
         parameters=job.plan.parameters,
         dtype=dtype,
@@ -203,9 +182,9 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
         raise CheckpointError(
             f"the destination {target.path()} is not empty (it holds {others[0]}); choose another or pass --overwrite"
         )
-    extras = {**_config_beside(source.root, src), **{name: text.encode() for name, text in source.config.items()}}
+    extras = {**config_files_beside(source.root, src), **{name: text.encode() for name, text in source.config.items()}}
     if "config.json" in extras:
-        extras["config.json"] = _with_dtype(extras["config.json"], plan)
+        extras["config.json"] = with_dtype(extras["config.json"], plan)
     warnings = list(source.notes)
     if "config.json" not in extras and "config.json" not in there:
         warnings.append(
@@ -243,14 +222,14 @@ def _write(
 ) -> tuple[tuple[str, ...], dict[str, int]]:
     """Write and publish everything; return the warnings and the bytes of each file of the plan."""
     mine = split(job.plan, ranks.rank, ranks.size)
-    places = _Places(target, job.token)
+    outputs = OutputFiles(target, job.token)
     try:
         with (
             ranks.raise_on_all("writing"),
             bar(_source_bytes(mine), "aggregate", shown=shown and not ranks.rank) as progress,
         ):
-            streamer = Streamer(folder, job.files, places.of, job.token, verify=verify, advance=progress.update)
-            streamer.write(mine, _workers(workers, len(mine), ranks.size), places.finish)
+            streamer = Streamer(folder, job.files, outputs.place_of, job.token, verify=verify, advance=progress.update)
+            streamer.write(mine, _workers(workers, len(mine), ranks.size), outputs.finish)
         findings = streamer.findings
         if verify:
             _check_records(job, folder, ranks, findings.parts)
@@ -263,55 +242,7 @@ def _write(
             target.discard(file.name, job.token)
         raise
     finally:
-        places.close()
-
-
-class _Places:
-    """Where output files are laid before they are published: torch's are made of safetensors data kept for a while."""
-
-    def __init__(self, target: Folder, token: str):
-        self._target = target
-        self._token = token
-        self._temporary: tempfile.TemporaryDirectory | None = None
-        self._scratch = target
-        if not isinstance(target, LocalFolder):
-            self._temporary = tempfile.TemporaryDirectory(prefix="ort_zero_")
-            self._scratch = LocalFolder(self._temporary.name)
-
-    def of(self, file: OutputFile) -> tuple[Folder, str]:
-        """Return folder and name for the safetensors data of `file`."""
-        return (self._target, file.name) if file.format == "safetensors" else (self._scratch, f"{file.name}.data")
-
-    def finish(self, file: OutputFile) -> None:
-        """Make torch's file of the data, through a map of the data's file, so that no tensor is copied to memory."""
-        if file.format == "safetensors":
-            return
-        folder, name = self.of(file)
-        try:
-            with open(folder.path(partial_name(name, self._token)), "rb") as data:
-                state = _mapped(file, data.fileno())
-                with self._target.writing(file.name, self._token) as out:
-                    torch.save(state, out)
-        finally:
-            folder.discard(name, self._token)
-
-    def close(self) -> None:
-        """Remove what is left."""
-        if self._temporary is not None:
-            self._temporary.cleanup()
-
-
-def _mapped(file: OutputFile, descriptor: int) -> dict[str, torch.Tensor]:
-    # copy-on-write, for torch warns of memory that is read-only; nothing is written, so nothing is copied
-    content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-    state = {}
-    for entry in file.entries:
-        dtype, count = torch_dtype(entry.dtype), entry.tensor.elements
-        offset = len(file.header) + entry.offset
-        flat = torch.frombuffer(content, dtype=dtype, count=count, offset=offset) if count else torch.empty(0).to(dtype)
-        state[entry.name] = flat.reshape(entry.tensor.shape)
-    state.update({alias: state[name] for alias, name in file.aliases.items()})
-    return state
+        outputs.close()
 
 
 def _check_records(job: _Job, folder: Folder, ranks: RankGroup, parts: list[Part]) -> None:
@@ -369,47 +300,6 @@ def _is_left_over(name: str) -> bool:
 
 def _is_index(name: str) -> bool:
     return name.endswith(".json") and bool(_OURS.fullmatch(name))
-
-
-def _with_dtype(config: bytes, plan: Plan) -> bytes:
-    """Return ``config.json`` with the dtype that most of the weights are written in: transformers loads in that one."""
-    bytes_of: dict[str, int] = {}
-    for file in plan.files:
-        for entry in file.entries:
-            if not entry.tensor.is_optimizer_state and is_floating(entry.dtype):
-                bytes_of[entry.dtype] = bytes_of.get(entry.dtype, 0) + entry.nbytes
-    try:
-        table = json.loads(config)
-    except ValueError:
-        return config  # not ours to judge
-    if not bytes_of or not isinstance(table, dict):
-        return config
-    name = str(torch_dtype(max(bytes_of, key=bytes_of.__getitem__))).removeprefix("torch.")
-    table.pop("torch_dtype", None)
-    return (json.dumps({**table, "dtype": name}, indent=2) + "\n").encode()
-
-
-def _config_beside(root: str, src: str) -> dict[str, bytes]:
-    """Return the config files in the checkpoint's folder, `src`, and the folders above; the nearest of each name."""
-    found: dict[str, bytes] = {}
-    for url in dict.fromkeys((root, src.rstrip("/"), *_parents(root))):
-        folder = open_folder(url)
-        try:
-            names = set(folder.names())
-            found.update({n: folder.read(n) for n in CONFIG_FILES if n in names and n not in found})
-        except OSError:
-            continue  # not ours to read
-    return found
-
-
-def _parents(url: str) -> Iterator[str]:
-    protocol, separator, path = url.rpartition("://")
-    path = path if separator else os.path.abspath(path)
-    for _ in range(_PARENTS):
-        path = path.rpartition("/")[0]
-        if not path:
-            return
-        yield f"{protocol}{separator}{path}"
 
 
 def _is_within(inner: str, outer: str) -> bool:

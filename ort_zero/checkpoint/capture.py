@@ -11,7 +11,7 @@ import torch
 
 from ort_zero.checkpoint import dtypes, values
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Optimizer, ParamGroup
-from ort_zero.checkpoint.shards import Entry
+from ort_zero.checkpoint.shard_writer import ShardEntry
 from ort_zero.compat.deepspeed_state import EngineState, Flat
 from ort_zero.errors import CheckpointError
 
@@ -20,9 +20,9 @@ from ort_zero.errors import CheckpointError
 class Shard:
     """The part of one rank. The tensors are live, or a copy of them."""
 
-    weights: list[Entry]
+    weights: list[ShardEntry]
     """Masters, parameters without master, buffers."""
-    moments: list[Entry]
+    moments: list[ShardEntry]
     """States of the optimizer."""
     extra: dict[str, Any]
     """JSON values: counters, scheduler, loss scaler, the user's state."""
@@ -81,8 +81,8 @@ def shard_of(state: EngineState, rank: int, size: int, client_state: Mapping[str
     Raises:
         CheckpointError: optimizer state that belongs to no range of a parameter; a value that cannot be stored.
     """
-    weights: list[Entry] = []
-    moments: list[Entry] = []
+    weights: list[ShardEntry] = []
+    moments: list[ShardEntry] = []
     scalars: dict[str, dict[str, float]] = {}
     for flat in state.flats():
         if flat.spans:
@@ -91,7 +91,7 @@ def shard_of(state: EngineState, rank: int, size: int, client_state: Mapping[str
         weights += _held(state, rank, size)
     if rank == 0:
         weights += [
-            Entry(name=name, kind=BUFFER, start=0, tensor=buffer.detach().contiguous().view(-1))
+            ShardEntry(name=name, kind=BUFFER, start=0, tensor=buffer.detach().contiguous().view(-1))
             for name, buffer in state.buffers()
         ]
     tensors: list[torch.Tensor] = []
@@ -100,17 +100,17 @@ def shard_of(state: EngineState, rank: int, size: int, client_state: Mapping[str
 
 
 def _add_flat(
-    flat: Flat, state: EngineState, weights: list[Entry], moments: list[Entry], scalars: dict[str, dict]
+    flat: Flat, state: EngineState, weights: list[ShardEntry], moments: list[ShardEntry], scalars: dict[str, dict]
 ) -> None:
     elementwise = state.elementwise(flat)
     for span in flat.spans:
         part = flat.master.narrow(0, span.offset, span.length)
-        weights.append(Entry(name=span.name, kind=MASTER, start=span.start, tensor=part))
+        weights.append(ShardEntry(name=span.name, kind=MASTER, start=span.start, tensor=part))
     for key, value in state.state_of(flat).items():
         if key in elementwise:
             whole = value.detach().reshape(-1)
             moments += [
-                Entry(name=s.name, kind=key, start=s.start, tensor=whole.narrow(0, s.offset, s.length))
+                ShardEntry(name=s.name, kind=key, start=s.start, tensor=whole.narrow(0, s.offset, s.length))
                 for s in flat.spans
             ]
         elif isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1):
@@ -123,14 +123,14 @@ def _add_flat(
             )
 
 
-def _held(state: EngineState, rank: int, size: int) -> list[Entry]:
+def _held(state: EngineState, rank: int, size: int) -> list[ShardEntry]:
     """Return the parameters without master: partitions as they are, whole ones in turn by rank."""
     entries = []
     for index, held in enumerate(state.held()):
         if not held.length or (not state.partitioned and index % size != rank):
             continue
         tensor = held.tensor.detach().contiguous().view(-1).narrow(0, 0, held.length)
-        entries.append(Entry(name=held.name, kind=WEIGHT, start=held.start, tensor=tensor))
+        entries.append(ShardEntry(name=held.name, kind=WEIGHT, start=held.start, tensor=tensor))
     return entries
 
 

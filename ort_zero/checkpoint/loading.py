@@ -23,13 +23,13 @@ from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
-_NAMED = 5
-"""Names that a message lists."""
+_MOST_NAMED = 5
+"""So many names a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Want:
-    """A range of a stored tensor, and where it goes."""
+class _ReadRequest:
+    """A range of a stored tensor that this rank reads, and where it goes."""
 
     tensor: Tensor
     start: int
@@ -85,14 +85,14 @@ def load(
         _refuse_misfit(state, source, strict)
         if full:
             _refuse_other_optimizer(state, source)
-        for want in _wants(state, source, full, writing=False):
-            _check(folder, want)
+        for request in _ReadRequests(state, source, full, writing=False):
+            _check(folder, request)
         extra = _read_extra(folder, source, ranks)
     with saving.settled(state):
         with ranks.raise_on_all("loading the checkpoint"):
             with torch.no_grad():
-                for want in _wants(state, source, full, writing=True):
-                    _copy(folder, want)
+                for request in _ReadRequests(state, source, full, writing=True):
+                    _copy(folder, request)
             if full:
                 _restore_optimizer(state, source)
         state.loaded()
@@ -131,16 +131,17 @@ def _refuse_misfit(state: EngineState, source: Source, strict: bool) -> None:
     ]
     problems = []
     if missing:
-        problems.append(f"the checkpoint lacks {shortened(missing, _NAMED)}")
+        problems.append(f"the checkpoint lacks {shortened(missing, _MOST_NAMED)}")
     if unexpected and strict:
-        problems.append(f"the model lacks {shortened(unexpected, _NAMED)} (load_module_strict=False ignores them)")
+        problems.append(f"the model lacks {shortened(unexpected, _MOST_NAMED)} (load_module_strict=False ignores them)")
     if wrong:
-        problems.append(f"shapes differ: {shortened(wrong, _NAMED)}")
+        problems.append(f"shapes differ: {shortened(wrong, _MOST_NAMED)}")
     if problems:
         raise CheckpointError(f"{source.root} does not fit the model: {'; '.join(problems)}")
 
 
 def _refuse_other_optimizer(state: EngineState, source: Source) -> None:
+    """Raise CheckpointError if the checkpoint's optimizer has other states than the engine's."""
     stored = {t.kind for t in source.tensors if t.is_optimizer_state}
     if not stored and state.base_optimizer() is not None:
         raise CheckpointError(
@@ -159,61 +160,61 @@ def _refuse_other_optimizer(state: EngineState, source: Source) -> None:
 # -- which bytes go where ---------------------------------------------------------------------------------------------
 
 
-def _wants(state: EngineState, source: Source, full: bool, writing: bool) -> Iterator[_Want]:
-    """Yield the ranges that this rank needs.
+class _ReadRequests:
+    """The ranges of stored tensors that this rank needs.
 
     Args:
+        state: of the engine.
+        source: the checkpoint.
         full: with the optimizer's states.
         writing: with their targets, and states of the optimizer made where there are none yet.
     """
-    stored = source.weights()
 
-    def at(name: str) -> str:
-        return source.aliases.get(name, name)
+    def __init__(self, state: EngineState, source: Source, full: bool, writing: bool):
+        self._state = state
+        self._source = source
+        self._stored = source.weights()
+        kinds = [t.kind for t in source.tensors if t.is_optimizer_state] if full else []
+        self._moments = {kind: source.by_name(kind) for kind in dict.fromkeys(kinds)}
+        self._writing = writing
 
-    def target(tensor: torch.Tensor, offset: int, length: int) -> torch.Tensor | None:
-        return tensor.narrow(0, offset, length) if writing else None
-
-    kinds = {t.kind: source.by_name(t.kind) for t in source.tensors if t.is_optimizer_state} if full else {}
-    for flat in state.flats():
-        for span in flat.spans:
-            yield _Want(
-                tensor=stored[at(span.name)],
-                start=span.start,
-                length=span.length,
-                target=target(flat.master, span.offset, span.length),
-            )
-        for kind, by_name in kinds.items():
-            values_ = _state_tensor(state, flat, kind) if writing else flat.master
+    def __iter__(self) -> Iterator[_ReadRequest]:
+        for flat in self._state.flats():
             for span in flat.spans:
-                if at(span.name) in by_name:
-                    yield _Want(
-                        tensor=by_name[at(span.name)],
-                        start=span.start,
-                        length=span.length,
-                        target=target(values_, span.offset, span.length),
-                    )
-                elif writing:
-                    values_.narrow(0, span.offset, span.length).zero_()
-    for held in state.held():
-        if at(held.name) in stored and held.length:
-            yield _Want(
-                tensor=stored[at(held.name)],
-                start=held.start,
-                length=held.length,
-                target=target(held.tensor.view(-1), 0, held.length),
-            )
-    for name, buffer in state.buffers():
-        if buffer.numel():
-            yield _Want(
-                tensor=stored[at(name)],
-                start=0,
-                length=buffer.numel(),
-                target=target(buffer.data.view(-1), 0, buffer.numel()),
-            )
+                yield self._request(
+                    self._stored[self._name(span.name)], span.start, span.length, flat.master, span.offset
+                )
+            for kind, by_name in self._moments.items():
+                yield from self._moment_requests(flat, kind, by_name)
+        for held in self._state.held():
+            if self._name(held.name) in self._stored and held.length:
+                yield self._request(self._stored[self._name(held.name)], held.start, held.length, held.tensor.view(-1))
+        for name, buffer in self._state.buffers():
+            if buffer.numel():
+                yield self._request(self._stored[self._name(name)], 0, buffer.numel(), buffer.data.view(-1))
+
+    def _moment_requests(self, flat: Flat, kind: str, by_name: dict[str, Tensor]) -> Iterator[_ReadRequest]:
+        """Yield those of one state of the optimizer; parameters of which none is stored start at zero."""
+        moment = _state_tensor(self._state, flat, kind) if self._writing else flat.master
+        for span in flat.spans:
+            tensor = by_name.get(self._name(span.name))
+            if tensor is not None:
+                yield self._request(tensor, span.start, span.length, moment, span.offset)
+            elif self._writing:
+                moment.narrow(0, span.offset, span.length).zero_()
+
+    def _name(self, name: str) -> str:
+        """Return the name under which a parameter is stored."""
+        return self._source.aliases.get(name, name)
+
+    def _request(self, tensor: Tensor, start: int, length: int, target: torch.Tensor, offset: int = 0) -> _ReadRequest:
+        """Return the request that fills `length` elements of `target` from `offset` on."""
+        place = target.narrow(0, offset, length) if self._writing else None
+        return _ReadRequest(tensor=tensor, start=start, length=length, target=place)
 
 
 def _state_tensor(state: EngineState, flat: Flat, kind: str) -> torch.Tensor:
+    """Return the optimizer's live state of a flat buffer, 1-D, made of zeros if there is none yet."""
     live = state.state_of(flat)
     if kind not in live:
         live[kind] = torch.zeros_like(flat.key.data)
@@ -223,24 +224,24 @@ def _state_tensor(state: EngineState, flat: Flat, kind: str) -> torch.Tensor:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _overlaps(want: _Want) -> Iterator[tuple[Piece, int, int]]:
+def _overlaps(request: _ReadRequest) -> Iterator[tuple[Piece, int, int]]:
     """Yield (piece, first element in it, elements) of the pieces that hold a part of the range."""
-    size = dtypes.itemsize(want.tensor.dtype)
-    end = want.start + want.length
-    for piece in want.tensor.pieces:
-        first, last = max(piece.start, want.start), min(piece.start + piece.length // size, end)
+    size = dtypes.itemsize(request.tensor.dtype)
+    end = request.start + request.length
+    for piece in request.tensor.pieces:
+        first, last = max(piece.start, request.start), min(piece.start + piece.length // size, end)
         if first < last:
             yield piece, first - piece.start, last - first
 
 
-def _check(folder: Folder, want: _Want) -> None:
-    """Read every byte of the pieces that `want` touches, and compare with their checksums.
+def _check(folder: Folder, request: _ReadRequest) -> None:
+    """Read every byte of the pieces that `request` touches, and compare with their checksums.
 
     Raises:
         CorruptCheckpointError: they differ, or the file ends early.
     """
-    buffer = memoryview(bytearray(min(CHUNK, max((p.length for p in want.tensor.pieces), default=0))))
-    for piece, _, _ in _overlaps(want):
+    buffer = memoryview(bytearray(min(CHUNK, max((p.length for p in request.tensor.pieces), default=0))))
+    for piece, _, _ in _overlaps(request):
         digest = xxhash.xxh3_64()
         for position in range(0, piece.length, CHUNK):
             part = buffer[: min(CHUNK, piece.length - position)]
@@ -248,23 +249,25 @@ def _check(folder: Folder, want: _Want) -> None:
             digest.update(part)
         if piece.check is not None and digest.hexdigest() != piece.check:
             raise CorruptCheckpointError(
-                f"{folder.path(piece.file)} is damaged: the bytes of {want.tensor.kind} of {want.tensor.name} "
+                f"{folder.path(piece.file)} is damaged: the bytes of {request.tensor.kind} of {request.tensor.name} "
                 "do not match their checksum (ort-zero verify lists everything that is wrong)"
             )
 
 
-def _copy(folder: Folder, want: _Want) -> None:
-    size = dtypes.itemsize(want.tensor.dtype)
-    dtype = dtypes.torch_dtype(want.tensor.dtype)
+def _copy(folder: Folder, request: _ReadRequest) -> None:
+    """Read the range into its target, cast to the target's dtype."""
+    assert request.target is not None, "the request is for writing"
+    size = dtypes.itemsize(request.tensor.dtype)
+    dtype = dtypes.torch_dtype(request.tensor.dtype)
     step = CHUNK // size
-    buffer = bytearray(min(CHUNK, want.length * size))
-    for piece, first, length in _overlaps(want):
+    buffer = bytearray(min(CHUNK, request.length * size))
+    for piece, first, length in _overlaps(request):
         for done in range(0, length, step):
             count = min(step, length - done)
             part = memoryview(buffer)[: count * size]
             folder.read_into(piece.file, piece.offset + (first + done) * size, part)
-            begin = piece.start + first + done - want.start
-            want.target.narrow(0, begin, count).copy_(torch.frombuffer(part, dtype=dtype))
+            begin = piece.start + first + done - request.start
+            request.target.narrow(0, begin, count).copy_(torch.frombuffer(part, dtype=dtype))
 
 
 def _read_extra(folder: Folder, source: Source, ranks: RankGroup) -> dict[str, Any]:
@@ -292,11 +295,15 @@ def _named(source: Source, rank: int, end: str) -> str | None:
     """Return the name of a rank's file of a kind; a save over another one puts its id before the extension."""
     stem, _, extension = end.rpartition(".")
     start = f"rank_{rank:05d}{stem}"
-    found = [n for n in source.files if n.startswith((f"{start}.",)) and n.endswith(f".{extension}")]
-    return found[0] if found else None
+    return next((n for n in source.files if n.startswith(f"{start}.") and n.endswith(f".{extension}")), None)
 
 
 def _read_checked(folder: Folder, source: Source, name: str) -> bytes:
+    """Return a whole file.
+
+    Raises:
+        CorruptCheckpointError: it is missing, or not what the manifest says.
+    """
     data = folder.read(name)
     if xxhash.xxh3_128(data).hexdigest() != source.files[name].xxh3_128:
         raise CorruptCheckpointError(f"{folder.path(name)} is damaged: it does not match its checksum in the manifest")
@@ -338,6 +345,7 @@ def _restore_optimizer(state: EngineState, source: Source) -> None:
 
 
 def _set_number(live: dict[str, Any], key: str, value: float, as_tensor: bool) -> None:
+    """Set a number of the optimizer's state in the form that the optimizer keeps it."""
     old = live.get(key)
     if torch.is_tensor(old):
         old.fill_(value)
@@ -350,6 +358,7 @@ def _set_number(live: dict[str, Any], key: str, value: float, as_tensor: bool) -
 def _restore_extra(
     state: EngineState, extra: dict[str, Any], source: Source, full: bool, with_scheduler: bool, module_only: bool
 ) -> None:
+    """Put back what is no tensor: extra state of modules, counters, the scheduler, the loss scaler."""
     engine = state.engine
     modules = dict(state.extra_states())
     for prefix, value in extra["extra_state"].items():

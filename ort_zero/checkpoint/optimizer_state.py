@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ort_zero.checkpoint.plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION
+from ort_zero.checkpoint.aggregation_plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION
 from ort_zero.checkpoint.records import MOST_NAMED
 from ort_zero.checkpoint.storage import CHUNK, Folder, LocalFolder, open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError

@@ -24,7 +24,7 @@ from ort_zero import log
 from ort_zero.checkpoint import capture, manifest
 from ort_zero.checkpoint.capture import Model, Shard
 from ort_zero.checkpoint.records import File, Tensor
-from ort_zero.checkpoint.shards import Entry, Written, write_shard
+from ort_zero.checkpoint.shard_writer import ShardEntry, WrittenPiece, write_shard
 from ort_zero.checkpoint.staging import Staging
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.compat.deepspeed_state import EngineState
@@ -293,10 +293,12 @@ def _may_be_published(folder: Folder, save_id: str) -> bool:
     return found is not None and found.save_id == save_id
 
 
-def _write_files(folder: Folder, job: _Job, ranks: RankGroup, names: list[str]) -> tuple[list[File], list[Written]]:
+def _write_files(
+    folder: Folder, job: _Job, ranks: RankGroup, names: list[str]
+) -> tuple[list[File], list[WrittenPiece]]:
     """Write this rank's files under partial names; `names` gets their final ones as they are begun."""
     files: list[File] = []
-    written: list[Written] = []
+    written: list[WrittenPiece] = []
     header = {
         "save_id": job.save_id,
         "run_id": job.run_id,
@@ -308,7 +310,8 @@ def _write_files(folder: Folder, job: _Job, ranks: RankGroup, names: list[str]) 
     kinds = {"master": job.shard.weights, "optimizer": job.shard.moments}
     if job.shard.extra_tensors:
         kinds["extra"] = [
-            Entry(name=str(i), kind="extra", start=0, tensor=t.view(-1)) for i, t in enumerate(job.shard.extra_tensors)
+            ShardEntry(name=str(i), kind="extra", start=0, tensor=t.view(-1))
+            for i, t in enumerate(job.shard.extra_tensors)
         ]
     for kind, entries in kinds.items():
         if kind == "optimizer" and not entries:
@@ -372,8 +375,8 @@ def _publish_manifest(folder: Folder, job: _Job, parts: list[tuple], size: int) 
         open_folder(job.path).write(manifest.LATEST, job.tag.encode(), job.save_id, durable=job.durable)
 
 
-def _tensors(model: Model, written: list[Written]) -> list[Tensor]:
-    pieces: dict[tuple[str, str], list[Written]] = {}
+def _tensors(model: Model, written: list[WrittenPiece]) -> list[Tensor]:
+    pieces: dict[tuple[str, str], list[WrittenPiece]] = {}
     for item in written:
         pieces.setdefault((item.kind, item.name), []).append(item)
     order = {name: i for i, name in enumerate(model.shapes)}

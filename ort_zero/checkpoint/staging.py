@@ -15,7 +15,7 @@ import torch
 
 from ort_zero.checkpoint.capture import Shard
 from ort_zero.checkpoint.records import BUFFER, WEIGHT
-from ort_zero.checkpoint.shards import Entry
+from ort_zero.checkpoint.shard_writer import ShardEntry
 
 _ALIGN = 64
 
@@ -49,7 +49,7 @@ class Staging:
                 change in a forward, frozen weights whenever the user likes) are copied at once.
         """
         position = 0
-        parts: list[list[Entry]] = []
+        parts: list[list[ShardEntry]] = []
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
         for entries in (shard.weights, shard.moments):
             copies = []
@@ -80,5 +80,5 @@ def _copy(tensor: torch.Tensor, place: torch.Tensor) -> None:
         place.view(source.dtype).copy_(source)
 
 
-def _padded(entry: Entry) -> int:
+def _padded(entry: ShardEntry) -> int:
     return entry.nbytes + -entry.nbytes % _ALIGN

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
-
-from ort_zero.checkpoint import manifest, safetensors_header
+from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.deepspeed import file_names
-from ort_zero.checkpoint.manifest import Manifest
-from ort_zero.checkpoint.records import File, Source
-from ort_zero.checkpoint.storage import CHUNK, Folder
-from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.checkpoint.records import File
+from ort_zero.checkpoint.shard_checks import problems_of_shard, thread_buffer
+from ort_zero.checkpoint.storage import Folder
+from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.progress import bar
-from ort_zero.utils.text import shortened
 
 _OURS = re.compile(r"rank_.*|.*\.safetensors")
-_RANK = re.compile(r"rank_(\d+)_")
-_NAMED = 3  # damaged tensors that a message names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +60,11 @@ class _Findings:
     tag: str = ""
 
     def add(self, name: str, text: str) -> None:
+        """Add a problem of the file `name`."""
         self.problems.setdefault(name, []).append(text)
 
-    def listed(self) -> tuple[str, ...]:
+    def in_order(self) -> tuple[str, ...]:
+        """Return all problems, by the name of their file."""
         return tuple(text for name in sorted(self.problems) for text in self.problems[name])
 
 
@@ -120,7 +115,7 @@ def verify(
         files=findings.files,
         bytes=folder.bytes_read,
         tensors=findings.tensors,
-        problems=findings.listed(),
+        problems=findings.in_order(),
         notes=tuple(findings.notes),
         seconds=time.monotonic() - start,
     )
@@ -130,6 +125,7 @@ def verify(
 
 
 def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bool) -> None:
+    """Check the manifest, every file that it lists, and whether there are others."""
     findings.files = 1
     try:
         found = manifest.read(folder)
@@ -148,94 +144,26 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
         elif _OURS.fullmatch(name):
             findings.add(name, f"{folder.path(name)} is one too many: the manifest does not list it; remove it")
 
-    def check(file: File, step: Callable[[int], Any]) -> Iterable[str]:
-        return _check_ours(folder, file, found, source, step)
+    def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
+        return problems_of_shard(folder, file, found, source, advance)
 
-    _each(files, check, findings, workers, progress)
-
-
-def _check_ours(
-    folder: Folder, file: File, found: Manifest, source: Source, step: Callable[[int], Any]
-) -> Iterable[str]:
-    path, size = folder.path(file.name), folder.size(file.name)
-    if size is None:
-        yield f"{path} is missing"
-        return
-    if not size and file.size:
-        yield f"{path} is empty, the manifest says {file.size} bytes"
-        return
-    digest = xxhash.xxh3_128()
-    if size == file.size:
-        for part in _chunks(folder, file.name, size, step):
-            digest.update(part)
-        if digest.hexdigest() == file.xxh3_128:
-            return
-    stranger = _stranger(_metadata(folder, file.name, size), file.name, found)
-    if stranger:
-        yield f"{path} {stranger}"
-    elif size != file.size:
-        kind = "is truncated: it" if size < file.size else "is too long: it"
-        yield f"{path} {kind} has {size} bytes, the manifest says {file.size}"
-    else:
-        yield f"{path} is damaged: its content does not match its xxh3-128{_damaged_tensors(folder, file, source)}"
-
-
-def _metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
-    """Return what a shard says of itself; empty if it says nothing that can be read."""
-    try:
-        if name.endswith(".json"):
-            value = json.loads(folder.read(name))
-        else:
-            value = safetensors_header.read_metadata(folder, name, size)
-        return value if isinstance(value, dict) else {}
-    except (ValueError, CorruptCheckpointError):
-        return {}
-
-
-def _stranger(metadata: dict[str, Any], name: str, found: Manifest) -> str | None:
-    """Return to what else a shard belongs, None if to this very checkpoint and place."""
-    run, save, rank = (metadata.get(key) for key in ("run_id", "save_id", "rank"))
-    if run is not None and run != found.run_id:
-        return "belongs to another run"
-    if save is not None and save != found.save_id:
-        told = [f"{key} {metadata[key]}" for key in ("step", "tag") if key in metadata]
-        return "belongs to another save" + (f" ({', '.join(told)})" if told else "")
-    mine = _RANK.match(name)
-    if rank is not None and mine and str(rank).isdigit() and int(rank) != int(mine.group(1)):
-        return f"is rank {int(rank)}'s file"
-    return None
-
-
-def _damaged_tensors(folder: Folder, file: File, source: Source) -> str:
-    """Return ", in ..." with the tensors of `file` whose own checksums are wrong, "" if none is."""
-    names = []
-    for tensor in source.tensors:
-        for piece in tensor.pieces:
-            if piece.file != file.name or piece.check is None:
-                continue
-            digest = xxhash.xxh3_64()
-            for part in _chunks(folder, file.name, piece.length, lambda _: None, piece.offset):
-                digest.update(part)
-            if digest.hexdigest() != piece.check:
-                names.append(f"{tensor.kind} of {tensor.name}")
-    if not names:
-        return ", outside of its tensors"
-    return f", in {shortened(names, _NAMED)}"
+    _check_files(files, check, findings, workers, progress)
 
 
 # ---- DeepSpeed's format ---------------------------------------------------------------------------------------------
 
 
 def _verify_deepspeed(folder: Folder, findings: _Findings, workers: int, trust_pickle: bool, progress: bool) -> None:
+    """Check every record of every file of states, and whether the files belong together."""
     from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
 
     names = file_names.state_file_names(folder)
     files = [File(name=name, size=folder.size(name) or 0) for name in names]
 
-    def check(file: File, step: Callable[[int], Any]) -> Iterable[str]:
-        return _check_deepspeed(folder, file, step)
+    def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
+        return _problems_of_torch_file(folder, file, advance)
 
-    _each(files, check, findings, workers, progress)
+    _check_files(files, check, findings, workers, progress)
     try:
         source = open_deepspeed(folder, trust_pickle)
     except CheckpointError as error:
@@ -247,7 +175,8 @@ def _verify_deepspeed(folder: Folder, findings: _Findings, workers: int, trust_p
     findings.notes += source.notes
 
 
-def _check_deepspeed(folder: Folder, file: File, step: Callable[[int], Any]) -> Iterable[str]:
+def _problems_of_torch_file(folder: Folder, file: File, advance: Callable[[int], Any]) -> Iterable[str]:
+    """Yield what is wrong with one ``.pt``: its zip headers, and each record whose CRC-32 differs."""
     from ort_zero.checkpoint import torch_file
 
     try:
@@ -255,17 +184,17 @@ def _check_deepspeed(folder: Folder, file: File, step: Callable[[int], Any]) -> 
     except CheckpointError as error:
         yield str(error)
         return
-    buffer = _buffer()
+    buffer = thread_buffer()
     for record in records:
         if not torch_file.crc_is_right(folder, file.name, record, buffer):
             yield f"{folder.path(file.name)} is damaged: the CRC-32 of its record {record.name} is wrong"
-        step(record.length)
+        advance(record.length)
 
 
 # ---- both -----------------------------------------------------------------------------------------------------------
 
 
-def _each(
+def _check_files(
     files: list[File],
     check: Callable[[File, Callable[[int], Any]], Iterable[str]],
     findings: _Findings,
@@ -286,26 +215,3 @@ def _each(
         for name, texts in pool.map(one, sorted(files, key=lambda f: -f.size)):
             for text in texts:
                 findings.add(name, text)
-
-
-_local = threading.local()
-
-
-def _buffer() -> memoryview:
-    """Return this thread's buffer of one chunk."""
-    if not hasattr(_local, "buffer"):
-        _local.buffer = memoryview(bytearray(CHUNK))
-    return _local.buffer
-
-
-def _chunks(
-    folder: Folder, name: str, length: int, step: Callable[[int], Any], offset: int = 0
-) -> Iterable[memoryview]:
-    """Yield the bytes of a file in a buffer that is used again."""
-    done = 0
-    while done < length:
-        part = _buffer()[: min(CHUNK, length - done)]
-        folder.read_into(name, offset + done, part)
-        yield part
-        done += len(part)
-        step(len(part))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ort_zero.checkpoint import stream
+from ort_zero.checkpoint import aggregation_stream
 from ort_zero.checkpoint.aggregation import aggregate
 from ort_zero.distributed.process_group import from_launcher
 
@@ -21,7 +21,7 @@ def together(src: str, dst: str, fails: int | None = None, **options: Any) -> di
         def full(self: Any, *args: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        stream._Writer.put = full
+        aggregation_stream._Writer.put = full
     started = time.monotonic()
     ranks = from_launcher(src)
     try:

@@ -15,7 +15,7 @@ from checkpoint_files import SAVED_ELSEWHERE, some_tensors, write
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import stream
+from ort_zero.checkpoint import aggregation_stream
 from ort_zero.checkpoint.aggregation import aggregate
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Piece, Tensor
 from ort_zero.checkpoint.storage import LocalFolder, open_folder
@@ -37,7 +37,7 @@ def shards(tmp_path):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Makes tensors of the tests span several chunks."""
-    monkeypatch.setattr(stream, "CHUNK", 64)
+    monkeypatch.setattr(aggregation_stream, "CHUNK", 64)
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
@@ -133,7 +133,7 @@ def test_a_tensor_that_is_not_row_major_is_written_row_major(tmp_path):
 
 
 def _plan_of(tensor: Tensor, dtype: str = "keep"):
-    from ort_zero.checkpoint.plan import make_plan
+    from ort_zero.checkpoint.aggregation_plan import make_plan
     from ort_zero.checkpoint.records import Source
 
     source = Source(format="x", root="c", tag="t", step=None, world_size=1, zero_stage=0, tensors=(tensor,), files={},
@@ -141,10 +141,10 @@ def _plan_of(tensor: Tensor, dtype: str = "keep"):
     return make_plan(source, dtype=dtype)
 
 
-def _stream(tmp_path, plan, files) -> stream.Streamer:
+def _stream(tmp_path, plan, files) -> aggregation_stream.Streamer:
     out = open_folder(tmp_path / "out")
     out.make()
-    streamer = stream.Streamer(open_folder(tmp_path / "c"), files, lambda file: (out, file.name), "t")
+    streamer = aggregation_stream.Streamer(open_folder(tmp_path / "c"), files, lambda file: (out, file.name), "t")
     streamer.write(plan.files, 1, lambda file: None)
     return streamer
 
@@ -167,7 +167,9 @@ def test_records_are_checked_without_reading_a_byte_twice(tmp_path, damage):
 
     def check(more=()):
         for record in files["f"].records:
-            stream.check_records(source, files["f"], record, [p for p in [*parts, *more] if p.record == record[0]])
+            aggregation_stream.check_records(
+                source, files["f"], record, [p for p in [*parts, *more] if p.record == record[0]]
+            )
 
     if damage is None:
         check()
@@ -217,7 +219,7 @@ def test_remote_source_and_destination(tmp_path):
 def test_remote_failure_leaves_nothing(monkeypatch):
     fs = fsspec.filesystem("memory")
     write("memory://agg/src")
-    monkeypatch.setattr(stream._Writer, "put", _raises(OSError("quota")))
+    monkeypatch.setattr(aggregation_stream._Writer, "put", _raises(OSError("quota")))
     try:
         with pytest.raises(CheckpointError, match="cannot write memory://agg/out/model.safetensors: quota"):
             aggregate("memory://agg/src", "memory://agg/out")
@@ -269,7 +271,7 @@ def test_a_destination_that_cannot_be_written_is_named(shards, tmp_path, capsys,
 
 
 def test_a_full_disk_is_named_and_leaves_nothing(shards, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(stream._Writer, "put", _raises(OSError(28, "No space left on device")))
+    monkeypatch.setattr(aggregation_stream._Writer, "put", _raises(OSError(28, "No space left on device")))
     assert main(["aggregate", str(shards), str(tmp_path / "out")]) == 2
     assert "out/model.safetensors: No space left on device" in capsys.readouterr().err
     assert names(tmp_path / "out") == []
@@ -296,16 +298,16 @@ def test_an_interrupt_leaves_what_was_there(shards, tmp_path, monkeypatch, forma
     before = {name: (out / name).read_bytes() for name in names(out)}
     if moment == "streaming":
         calls = iter(range(100))
-        put = stream._Writer.put
+        put = aggregation_stream._Writer.put
 
         def interrupted(self, *args):
             if next(calls) == 5:
                 raise KeyboardInterrupt
             put(self, *args)
 
-        monkeypatch.setattr(stream._Writer, "put", interrupted)
+        monkeypatch.setattr(aggregation_stream._Writer, "put", interrupted)
     else:
-        monkeypatch.setattr(stream, "wait", _raises(KeyboardInterrupt()))
+        monkeypatch.setattr(aggregation_stream, "wait", _raises(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         aggregate(shards, out, max_shard_size=200, overwrite=True, format=format)
     assert {name: (out / name).read_bytes() for name in names(out)} == before
@@ -387,7 +389,7 @@ def test_bad_choices_are_status_2_and_one_line(shards, tmp_path, capsys, wrong):
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bf16", "what": "weights+optimizer", "max_shard_size": "20MB"}])
 def test_a_few_chunks_are_held_whatever_the_size(tmp_path, monkeypatch, options):
-    monkeypatch.setattr(stream, "CHUNK", 1 << 20)
+    monkeypatch.setattr(aggregation_stream, "CHUNK", 1 << 20)
     names = [f"t{i}" for i in range(8)]
     write(tmp_path / "c", {(kind, n): torch.ones(1 << 20) for n in names for kind in (MASTER, "exp_avg")})
     tracemalloc.start()
@@ -418,7 +420,7 @@ def test_rank_zero_decides_and_a_failure_is_gathered(shards, tmp_path):
 def test_transformers_loads_the_model_without_a_word(tmp_path, kind, format, limit, monkeypatch):
     import transformers
 
-    monkeypatch.setattr(stream, "CHUNK", 8 << 20)
+    monkeypatch.setattr(aggregation_stream, "CHUNK", 8 << 20)
     torch.manual_seed(3)
     if kind == "gpt2":
         model = transformers.GPT2LMHeadModel(

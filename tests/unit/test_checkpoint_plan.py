@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from ort_zero.checkpoint.plan import Entry, make_header, make_plan, split
+from ort_zero.checkpoint.aggregation_plan import OutputEntry, make_header, make_plan, split
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Optimizer, ParamGroup, Piece, Source, Tensor
 from ort_zero.errors import CheckpointError
 
@@ -75,7 +75,7 @@ def test_the_header_is_what_the_library_reads_and_writes():
     loaded = load(data)
     assert loaded.keys() == values.keys() and all(torch.equal(loaded[n], values[n]) for n in values)
     library = save({"b": values["b"]}, {"format": "pt"})
-    assert make_header([Entry("b", tensor("b", 2, 3), "F32", 0)], {}) == library[:-24]
+    assert make_header([OutputEntry("b", tensor("b", 2, 3), "F32", 0)], {}) == library[:-24]
 
 
 def test_aliases_are_notes_in_the_file_of_their_tensor():

@@ -20,8 +20,8 @@ import torch
 import xxhash
 from isal import isal_zlib
 
+from ort_zero.checkpoint.aggregation_plan import OutputEntry, OutputFile
 from ort_zero.checkpoint.dtypes import itemsize, torch_dtype
-from ort_zero.checkpoint.plan import Entry, OutputFile
 from ort_zero.checkpoint.records import BUFFER, File, Piece
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -56,7 +56,7 @@ class Findings:
 class _Slice(NamedTuple):
     """A range of bytes of one piece, at most a chunk long unless the tensor is strided."""
 
-    entry: Entry
+    entry: OutputEntry
     piece: Piece
     offset: int
     """In the source file."""
@@ -240,7 +240,7 @@ class _Writer:
         for rows in values.split(max(1, CHUNK // row_bytes)):
             self._put(entry, rows, None, scan)
 
-    def _put(self, entry: Entry, values: torch.Tensor, ready: memoryview | None, scan: bool) -> None:
+    def _put(self, entry: OutputEntry, values: torch.Tensor, ready: memoryview | None, scan: bool) -> None:
         finite = not scan or not values.is_floating_point() or all_finite(values)
         if not finite:
             self._findings.not_finite.add(entry.tensor.name)
@@ -266,7 +266,7 @@ def all_finite(values: torch.Tensor) -> bool:
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
-def batches(entries: Iterable[Entry]) -> Iterator[list[_Slice]]:
+def batches(entries: Iterable[OutputEntry]) -> Iterator[list[_Slice]]:
     """Yield the slices of all entries in order, a chunk or less at a time, each with its place in the buffer."""
     batch: list[_Slice] = []
     filled = 0
@@ -281,7 +281,7 @@ def batches(entries: Iterable[Entry]) -> Iterator[list[_Slice]]:
         yield batch
 
 
-def _slices(entries: Iterable[Entry]) -> Iterator[tuple[Entry, Piece, int, int]]:
+def _slices(entries: Iterable[OutputEntry]) -> Iterator[tuple[OutputEntry, Piece, int, int]]:
     for entry in entries:
         for piece in entry.tensor.pieces:
             step = CHUNK if entry.tensor.strides is None else max(1, piece.length)

@@ -16,7 +16,7 @@ from ort_zero.checkpoint.storage import CHUNK, Folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ShardEntry:
     """A range of elements of one tensor, as it lies in this rank's memory."""
 
     name: str
@@ -38,7 +38,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenPiece:
     """A piece that is on disk, and what it is a piece of."""
 
     name: str
@@ -50,11 +50,11 @@ class Written:
 def write_shard(
     folder: Folder,
     name: str,
-    entries: Sequence[Entry],
+    entries: Sequence[ShardEntry],
     metadata: dict[str, str],
     token: str,
     durable: bool = False,
-) -> tuple[File, list[Written]]:
+) -> tuple[File, list[WrittenPiece]]:
     """Write a safetensors file under its partial name; :meth:`Folder.publish` with `token` makes it visible.
 
     Args:
@@ -87,13 +87,13 @@ def write_shard(
                 stream.write(chunk)
             piece = Piece(name, position, entry.nbytes, entry.start, own.hexdigest())
             written.append(
-                Written(name=entry.name, kind=entry.kind, dtype=dtypes.code_of(entry.tensor.dtype), piece=piece)
+                WrittenPiece(name=entry.name, kind=entry.kind, dtype=dtypes.code_of(entry.tensor.dtype), piece=piece)
             )
             position += entry.nbytes
     return File(name=name, size=size, xxh3_128=whole.hexdigest()), written
 
 
-def _header(entries: Sequence[Entry], metadata: dict[str, str]) -> tuple[bytes, int]:
+def _header(entries: Sequence[ShardEntry], metadata: dict[str, str]) -> tuple[bytes, int]:
     """Return the header of a shard and the bytes of the whole file."""
     rows, position = [], 0
     for entry in entries:

@@ -2,7 +2,7 @@
 
 plan = make_plan(source, what="weights", dtype="bf16", max_shard_size="5GB")
 for file in split(plan, rank, world_size):
-    ...  # ort_zero.checkpoint.stream writes it
+    ...  # ort_zero.checkpoint.aggregation_stream writes it
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIMIZER_FORMAT = "ort_zero.optimizer"
 OPTIMIZER_VERSION = 1
 
 
-class Entry(NamedTuple):
+class OutputEntry(NamedTuple):
     """One tensor of an output file."""
 
     name: str
@@ -56,7 +56,7 @@ class OutputFile:
     """"safetensors" or "torch". A torch file's data is laid out as safetensors first, then saved again."""
     header: bytes
     """Of safetensors: length in 8 bytes, JSON, spaces up to a multiple of 8."""
-    entries: tuple[Entry, ...]
+    entries: tuple[OutputEntry, ...]
     """In the order of their offsets, wide types first, so that every tensor is aligned."""
     aliases: Mapping[str, str]
     """Tied names -> the name among `entries`."""
@@ -152,7 +152,7 @@ def split(plan: Plan, rank: int, size: int) -> tuple[OutputFile, ...]:
     return tuple(file for file in plan.files if file.name in mine)
 
 
-def make_header(entries: Iterable[Entry], aliases: Mapping[str, str]) -> bytes:
+def make_header(entries: Iterable[OutputEntry], aliases: Mapping[str, str]) -> bytes:
     """Return the safetensors header of an output file; the tied names `aliases` are notes in it.
 
     Raises:
@@ -236,11 +236,11 @@ def _shards(tensors: list[tuple[str, Tensor, str]], limit: int) -> list[list[tup
     return shards
 
 
-def _lay_out(shard: list[tuple[str, Tensor, str]]) -> tuple[Entry, ...]:
+def _lay_out(shard: list[tuple[str, Tensor, str]]) -> tuple[OutputEntry, ...]:
     entries = []
     offset = 0
     for name, tensor, dtype in sorted(shard, key=lambda item: -itemsize(item[2])):
-        entries.append(Entry(name, tensor, dtype, offset))
+        entries.append(OutputEntry(name, tensor, dtype, offset))
         offset += entries[-1].nbytes
     return tuple(entries)
 
