@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import torch
 from safetensors.torch import load, save
 
+from ort_zero.checkpoint import safetensors_header
 from ort_zero.checkpoint.aggregation_plan import OutputEntry, make_header, make_plan, split
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Optimizer, ParamGroup, Piece, Source, Tensor
+from ort_zero.checkpoint.shard_writer import ShardEntry, write_shard
+from ort_zero.checkpoint.storage import open_folder
 from ort_zero.errors import CheckpointError
 
 
@@ -76,6 +80,16 @@ def test_the_header_is_what_the_library_reads_and_writes():
     assert loaded.keys() == values.keys() and all(torch.equal(loaded[n], values[n]) for n in values)
     library = save({"b": values["b"]}, {"format": "pt"})
     assert make_header([OutputEntry("b", tensor("b", 2, 3), "F32", 0)], {}) == library[:-24]
+
+
+def test_a_header_longer_than_the_library_reads_is_refused_for_either_writer(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", 100)
+    with pytest.raises(CheckpointError, match="too many tensors .*, choose a smaller --max-shard-size"):
+        make_plan(source(tensor("a", 2), tensor("b", 2)))
+    entries = [ShardEntry(name=n, kind=MASTER, start=0, tensor=torch.zeros(2)) for n in "ab"]
+    with pytest.raises(CheckpointError, match='too many tensors .*"sharded": false'):
+        write_shard(open_folder(tmp_path), "shard.safetensors", entries, {}, "t")
+    assert not list(tmp_path.iterdir())
 
 
 def test_aliases_are_notes_in_the_file_of_their_tensor():
@@ -156,6 +170,26 @@ def test_ranks_share_all_files_once_and_evenly(size):
     assert sorted(f.name for share in shares for f in share) == [f.name for f in plan.files]
     loads = [sum(f.size for f in share) for share in shares]
     assert max(loads) - min(loads) <= max(f.size for f in plan.files)
+
+
+def test_the_largest_files_are_dealt_out_first():
+    plan = make_plan(source(*(tensor(n, k) for n, k in (("a", 1000), ("b", 1000), ("c", 2000)))), max_shard_size=4)
+    # smallest first would put the largest file beside another one, three to one
+    assert [[f.entries[0].name for f in split(plan, rank, 2)] for rank in range(2)] == [["c"], ["a", "b"]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_file_can_be_moved_to_a_rank_that_writes_less(seed):
+    draw = random.Random(seed)
+    size = draw.randint(2, 5)
+    tensors = [
+        tensor(f"t{i}", draw.choice([10, 300, 5000, draw.randint(1, 40_000)])) for i in range(draw.randint(2, 30))
+    ]
+    shares = [split(make_plan(source(*tensors), max_shard_size=4), rank, size) for rank in range(size)]
+    loads = [sum(f.size for f in share) for share in shares]
+    for share, written in zip(shares, loads):
+        if share:
+            assert written - min(f.size for f in share) <= min(loads)
 
 
 def test_more_ranks_than_files_leaves_some_without():
