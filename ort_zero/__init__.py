@@ -4,11 +4,23 @@ Put an ``"ort_zero"`` section into the DeepSpeed JSON and start the script as be
 
 * :func:`enable`, :func:`disable`: patch DeepSpeed, put the very objects back.
 * :func:`status`: what is patched, which graph runs, and why.
+* :func:`add_symbolic`, :func:`run_in_torch`: how an operator gets into the graph.
 
 Importing this package imports none of torch, deepspeed, onnxruntime, onnx.
 """
 
+from typing import TYPE_CHECKING
+
 from ort_zero.plugin.lifecycle import disable, enable, status
+from ort_zero.utils.lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from ort_zero.runtime.operators.symbolics import add_symbolic, run_in_torch
+else:
+    # the tables of operators import torch
+    __getattr__ = lazy_attributes(
+        __name__, dict.fromkeys(("add_symbolic", "run_in_torch"), "ort_zero.runtime.operators.symbolics")
+    )
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "disable", "enable", "status"]
+__all__ = ["__version__", "add_symbolic", "disable", "enable", "run_in_torch", "status"]

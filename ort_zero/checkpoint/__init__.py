@@ -1,25 +1,27 @@
 """Sharded ZeRO checkpoints: saving, loading at another world size, aggregation, verification. Needs no onnxruntime."""
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from typing import Any
+from ort_zero.utils.lazy import lazy_attributes
 
-_HOMES = {
-    "save": "saving",
-    "load": "loading",
-    "wait": "saving",
-    "aggregate": "aggregation",
-    "verify": "verification",
-    "load_optimizer_state": "optimizer_state",
-}
-"""Public name: module that holds it. Loaded on first use, so that a reader of manifests imports no torch."""
+if TYPE_CHECKING:
+    from ort_zero.checkpoint.aggregation import aggregate
+    from ort_zero.checkpoint.loading import load
+    from ort_zero.checkpoint.optimizer_state import load_optimizer_state
+    from ort_zero.checkpoint.saving import save, wait
+    from ort_zero.checkpoint.verification import verify
+else:
+    # on demand, so that a reader of manifests imports no torch
+    __getattr__ = lazy_attributes(
+        __name__,
+        {
+            "aggregate": "ort_zero.checkpoint.aggregation",
+            "load": "ort_zero.checkpoint.loading",
+            "load_optimizer_state": "ort_zero.checkpoint.optimizer_state",
+            "save": "ort_zero.checkpoint.saving",
+            "verify": "ort_zero.checkpoint.verification",
+            "wait": "ort_zero.checkpoint.saving",
+        },
+    )
 
-__all__ = list(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__ = ["aggregate", "load", "load_optimizer_state", "save", "verify", "wait"]

@@ -1,25 +1,27 @@
-"""Actions around the modules of a model: ZeRO-3's own hooks, and what users subscribe to.
+"""Actions around the modules of a model: what users subscribe to.
 
 The names of onnxruntime-training's guide are here: ``GlobalSubscriberManager``, ``StatisticsSubscriber``,
 ``SubscriberBase``, ``inspect_activation``; ``python -m ort_zero.hooks.merge_activation_summary``.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import Any
+from ort_zero.utils.lazy import lazy_attributes
 
-_HOMES = {
-    "GlobalSubscriberManager": "ort_zero.statistics.collect.subscriber_manager",
-    "SubscriberBase": "ort_zero.zero3_hooks.subscriber_base",
-    "StatisticsSubscriber": "ort_zero.statistics.collect.subscriber",
-    "inspect_activation": "ort_zero.statistics.collect.subscriber_manager",
-}
-__all__ = list(_HOMES)
+if TYPE_CHECKING:
+    from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
+    from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager, inspect_activation
+    from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
+else:
+    # on demand: statistics import numba and pyarrow
+    __getattr__ = lazy_attributes(
+        __name__,
+        {
+            "GlobalSubscriberManager": "ort_zero.statistics.collect.subscriber_manager",
+            "StatisticsSubscriber": "ort_zero.statistics.collect.subscriber",
+            "SubscriberBase": "ort_zero.zero3_hooks.subscriber_base",
+            "inspect_activation": "ort_zero.statistics.collect.subscriber_manager",
+        },
+    )
 
-
-def __getattr__(name: str) -> Any:
-    # on demand: the plugin imports this package in every DeepSpeed process
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["GlobalSubscriberManager", "StatisticsSubscriber", "SubscriberBase", "inspect_activation"]

@@ -80,6 +80,21 @@ def test_files_that_are_no_modules_are_installed(setup_cfg):
         assert path.match(patterns[package].strip()), path
 
 
+def test_types_are_shipped(setup_cfg):
+    assert "py.typed" in setup_cfg["options.package_data"]["ort_zero"].split()
+    assert (ROOT / "ort_zero/py.typed").is_file()
+
+
+def test_metadata_for_the_index(setup_cfg):
+    meta = setup_cfg["metadata"]
+    assert meta["long_description"] == "file: README.md" and meta["long_description_content_type"] == "text/markdown"
+    assert meta["license"] == "Apache-2.0" and "Apache License" in (ROOT / meta["license_files"]).read_text()
+    links = [meta["url"], *(line.split(" = ")[1] for line in meta["project_urls"].strip().splitlines())]
+    assert len(links) > 2 and all(link.startswith("https://") for link in links)
+    versions_named = re.findall(r"Python :: (3\.\d+)", meta["classifiers"])
+    assert versions_named and all(version in versions.PYTHON for version in versions_named)
+
+
 def test_entry_points(setup_cfg):
     points = setup_cfg["options.entry_points"]
     assert points["console_scripts"].strip() == "ort-zero = ort_zero.cli.main:main"
