@@ -196,9 +196,10 @@ import json, sys
 import torch
 sys.path.insert(0, sys.argv[2])
 from model import Model
-from ort_zero import config, engine
+from ort_zero import config
+from ort_zero.plugin import engine_patch
 torch.manual_seed(0)
-runtime, wrapped = engine.wrap(Model(), config.OrtModuleConfig(cache_dir=sys.argv[1]), stage=0)
+runtime, wrapped = engine_patch.wrap(Model(), config.OrtModuleConfig(cache_dir=sys.argv[1]), stage=0)
 loss = wrapped(torch.ones(2, 4))
 loss.backward()
 print(json.dumps([loss.item(), runtime.status()["transitions"][0]["cache"]]))

@@ -379,7 +379,8 @@ def test_an_argument_that_is_changed_in_place_is_changed_for_the_caller():
 MEMORY = """
 import torch
 from torch import nn
-from ort_zero import config, engine
+from ort_zero import config
+from ort_zero.plugin import engine_patch
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
@@ -392,7 +393,7 @@ class Wide(nn.Module):
             x = torch.tanh(layer(x)) * factor
         return x.mean()
 torch.set_num_threads(1)
-_, wrapped = engine.wrap(Wide(), config.OrtModuleConfig(), stage=0)
+_, wrapped = engine_patch.wrap(Wide(), config.OrtModuleConfig(), stage=0)
 wrapped(torch.ones(2, 64), 1).backward()
 x, levels = torch.randn(80000, 64), [anonymous()]
 for factor in (1, 2, 3, 4):
