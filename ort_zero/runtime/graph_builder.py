@@ -26,7 +26,7 @@ from ort_zero.recompute.optimizer import Decision, MemoryOptimizer
 from ort_zero.runtime.built_graph import BuiltModel, Exported, Graph
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.captured_output import ExporterOutput
-from ort_zero.runtime.export.excluded_modules import KeptInTorch
+from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.fake_weights import full_shape_weights, unchanged_buffers
 from ort_zero.runtime.export.post_export_passes import complete_dropout, seed_dropout
 from ort_zero.runtime.export.post_optimize_passes import unfuse_for_cpu
@@ -69,7 +69,7 @@ class Builder:
         module: torch.nn.Module,
         config: OrtModuleConfig,
         manager: ort_compat.Manager,
-        kept: KeptInTorch,
+        kept: ExcludedModules,
         sums: gather_reduce.Sums,
         cache: ExportCache | None,
         memory_efficient_gradients: bool,

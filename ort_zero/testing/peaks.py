@@ -15,9 +15,9 @@ def start_at_first_run(runtime: Runtime, meter: PeakMeter) -> None:
     Raises:
         RuntimeError: in that run, the system does not let a process put its mark back.
     """
-    original = runtime._guard_runs
+    original = runtime.observe_runs
 
-    def guarded(graph: Any) -> None:
+    def observed(graph: Any) -> None:
         original(graph)
         run = graph.session.agent.run_forward
 
@@ -28,4 +28,4 @@ def start_at_first_run(runtime: Runtime, meter: PeakMeter) -> None:
 
         graph.session.agent.run_forward = first
 
-    runtime._guard_runs = guarded
+    runtime.observe_runs = observed

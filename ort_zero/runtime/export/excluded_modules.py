@@ -18,7 +18,9 @@ import torch
 from torch.func import functional_call
 
 from ort_zero.compat.deepspeed_parameters import full_size
+from ort_zero.compat.tracing import ValueReadError
 from ort_zero.errors import ConfigError, ExportError
+from ort_zero.log import get_logger
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.fake_weights import plain_access
 from ort_zero.zero3_hooks.hook_manager import paused
@@ -75,7 +77,7 @@ def call_numbered(number: int) -> _Call:
     return _calls[number]
 
 
-class KeptInTorch:
+class ExcludedModules:
     """The submodules of one model that stay in PyTorch.
 
     Args:
@@ -111,6 +113,23 @@ class KeptInTorch:
             if type(other) is type(module):
                 self.reasons.setdefault(path, reason)
         return True
+
+    def exclude(self, read: ValueReadError) -> str:
+        """Run the submodule that reads values, and all others of its class, in PyTorch; return why that is a new graph.
+
+        Raises:
+            ExportError: it is the model itself.
+        """
+        if not self.add(read.module, str(read)):
+            raise ExportError(
+                f"{type(self._root).__name__} cannot run in ONNX Runtime: its forward {read}, which a graph "
+                "cannot hold; move that code into a submodule, which then stays in PyTorch by itself, or run the "
+                'model in PyTorch with "ort_zero": {"ortmodule": {"enabled": false}}'
+            ) from None
+        path, share = self.path_of(read.module), self.share()
+        log = get_logger().warning if share > 0.5 else get_logger().info
+        log("%s stays in PyTorch (%.0f %% of the parameters so far): it %s", path, 100 * share, read)
+        return f"{path} stays in PyTorch"
 
     def share(self) -> float:
         """Return the part of the model's parameters that stays in PyTorch, 0 to 1."""

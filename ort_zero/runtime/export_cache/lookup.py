@@ -18,7 +18,7 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltModel, Exported
-from ort_zero.runtime.export.excluded_modules import KeptInTorch
+from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.post_export_passes import with_run_seed
 from ort_zero.runtime.export.pytree import Call
 from ort_zero.runtime.export.tracer import Effects
@@ -57,7 +57,7 @@ class Lookup:
         manager: ort_compat.Manager,
         observed: Observed,
         call: Call,
-        kept: KeptInTorch,
+        kept: ExcludedModules,
     ):
         self.cache = cache
         self.module = module

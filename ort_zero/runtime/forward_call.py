@@ -1,0 +1,191 @@
+"""One forward call of a module in ONNX Runtime, from its arguments to its result or its error.
+
+Called by :class:`ort_zero.runtime.runtime.Runtime`. The ranks agree on each step of a call by the table in
+:mod:`ort_zero.runtime.rank_protocol`; what is done about the graph is decided in
+:mod:`ort_zero.runtime.guards.decide`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.compat.torch_onnx import Unexportable
+from ort_zero.compat.tracing import ValueReadError
+from ort_zero.errors import ExportError, RankError
+from ort_zero.runtime.built_graph import Graph
+from ort_zero.runtime.error_messages import explain
+from ort_zero.runtime.guards import value_guards
+from ort_zero.runtime.guards.keys import Action, Observed, Transition
+from ort_zero.runtime.rank_protocol import Action as RankAction
+from ort_zero.runtime.rank_protocol import BuildAgain, BuildAnew, Decided, Enter, Entered, Ran, Return, Run
+from ort_zero.runtime.transitions import GraphTransitionManager
+
+if TYPE_CHECKING:
+    from ort_zero.runtime.runtime import Runtime
+
+
+class ForwardCall:
+    """One call.
+
+    Args:
+        runtime: of the module.
+        manager: ORT's, of the mode.
+        transitions: holds the graphs of the mode.
+    """
+
+    def __init__(self, runtime: Runtime, manager: ort_compat.Manager, transitions: GraphTransitionManager):
+        self._runtime = runtime
+        self._ranks = runtime.ranks
+        self._manager = manager
+        self._transitions = transitions
+        self._transition = Transition(Action.EXPORT)
+        self._new: Graph | None = None
+        """The graph that this call has built."""
+
+    def run(self, args: tuple, kwargs: dict) -> Any:
+        """Return the result of the module. All ranks, as far as the scope of the call makes them agree."""
+        transitions = self._transitions
+        # before the vote: a rank that fails after it leaves the others alone with their collectives
+        self._arguments = self._runtime.take_apart(self._manager, args, kwargs)
+        observed = self._observe()
+        self._transition = transitions.check(observed)
+        action = self._ranks.advance(self._decided())
+        while not isinstance(action, Return):
+            if isinstance(action, Enter):
+                graph = self._enter(observed)
+                action = self._ranks.advance(Entered(graph.digest))
+            elif isinstance(action, BuildAgain):
+                if action.failed_guard is not None:
+                    self._guard_failed(graph.effects.guards[action.failed_guard][1])
+                graph = self._enter(self._observe())
+                action = self._ranks.advance(Entered(graph.digest))
+            else:
+                assert isinstance(action, Run)
+                tensors, action = self._run_graph(graph)
+        result = self._restore(graph, tensors)
+        self._runtime.end_call(graph, result, args, kwargs)
+        return result
+
+    def failed(self, error: BaseException) -> tuple[BaseException, bool]:
+        """Tell the ranks that wait for this one, and leave a clean state.
+
+        Returns:
+            The error to raise, and whether PyTorch takes over instead.
+        """
+        transitions, state = self._transitions, self._ranks.state
+        for graph in self._runtime.graphs():
+            if graph.table is not None:
+                with contextlib.suppress(Exception):
+                    graph.table.drain()
+        builder = transitions.builder
+        builder.output.replay()
+        if state.builds:
+            transitions.forget(self._new)
+        users_own = builder.tracer is not None and error is builder.tracer.users_error
+        clear = explain(error, self._runtime.module) if state.concerns_building and not users_own else error
+        if state.builds and isinstance(clear, ExportError) and transitions.graphs:
+            reasons = "; ".join(self._transition.reasons)
+            clear = ExportError(f"{clear} [a new graph was needed: {reasons}; earlier ones are kept]")
+        falls_back = self._runtime.config.fallback == "warn" and isinstance(clear, (ExportError, RankError))
+        return clear, self._ranks.fail(str(clear), falls_back).fall_back
+
+    # -- before the run ---------------------------------------------------------------------------------------------
+
+    def _observe(self) -> Observed:
+        return self._transitions.observe(self._arguments, self._runtime.graph_subscribers)
+
+    def _decided(self) -> Decided:
+        """Return what this rank is about to do, for the vote."""
+        transition = self._transition
+        ready = next((g for g in self._transitions.graphs if g.known.number == transition.graph), None)
+        return Decided(
+            builds=transition.action.builds,
+            trainable=zlib.crc32(self._runtime.trainable),
+            graph=zlib.crc32(ready.digest.encode()) if ready is not None else 0,
+        )
+
+    def _force(self, reason: str) -> None:
+        """Export again although the graph fits, or although nothing has changed since an attempt that failed."""
+        self._transition = Transition(Action.EXPORT, (reason,), forced=True)
+
+    def _enter(self, observed: Observed) -> Graph:
+        """Carry out the transition; what a failure teaches is tried again, while other ranks wait for this one."""
+        while True:
+            transition, self._new = self._transition, None
+            try:
+                graph = self._transitions.enter(transition, observed, self._arguments, self._runtime.graph_subscribers)
+            except BaseException as error:
+                reason = self._learned(error)
+                if reason is None:
+                    raise
+                self._force(reason)
+                observed = self._observe()
+                continue
+            if transition.action.builds:
+                self._new = graph
+                self._runtime.observe_runs(graph)
+            return graph
+
+    def _learned(self, error: BaseException) -> str | None:
+        """Return why the module is exported again after `error`, some of it in PyTorch then; None if that is no help.
+
+        Raises:
+            ExportError: all of the module would have to run in PyTorch.
+        """
+        excluded = self._runtime.excluded
+        if isinstance(error, ValueReadError):
+            return excluded.exclude(error)
+        if isinstance(error, Unexportable):
+            module = excluded.module_at(error.path)
+            return excluded.exclude(ValueReadError(module, "calls an operator", str(error)))
+        if not isinstance(error, Exception) or not self._ranks.state.builds:
+            return None
+        return str(error).splitlines()[0] if self._transitions.builder.routes.learn(str(error)) else None
+
+    # -- the run ----------------------------------------------------------------------------------------------------
+
+    def _run_graph(self, graph: Graph) -> tuple[list[torch.Tensor], RankAction]:
+        """Return the outputs of the graph, and what to do next."""
+        self._runtime.graph_is_ready(graph)
+        arguments = self._arguments
+        try:
+            inputs = graph.info.construct_inputs(dict(zip(arguments.names, arguments.tensors, strict=True)))
+            tensors = self._manager.run(graph.session, inputs)
+            first_guard = graph.effects.results + len(graph.effects.changed)
+            guards = graph.effects.guards
+            # behind the values of the guards there may be a token
+            failed = value_guards.first_failed(guards, tensors[first_guard : first_guard + len(guards)])
+        except BaseException as error:
+            reason = self._learned(error)
+            if reason is None:
+                raise
+            self._force(reason)
+            return [], self._ranks.advance(BuildAnew())
+        return tensors, self._ranks.advance(Ran(failed))
+
+    def _guard_failed(self, read: ValueReadError) -> None:
+        """Have the graph exported for the value that Python code takes now; a module whose value changes often goes
+        to PyTorch.
+
+        Raises:
+            ExportError: that module is the model itself.
+        """
+        excluded = self._runtime.excluded
+        self._force(f"{excluded.path_of(read.module)} {read}, and the value has changed")
+        if self._runtime.guard_failures.changes_often(read):
+            excluded.exclude(read)
+
+    def _restore(self, graph: Graph, tensors: list[torch.Tensor]) -> Any:
+        """Do what the module does besides returning a result, and return that."""
+        effects, arguments = graph.effects, self._arguments
+        with torch.no_grad():
+            for i, value in zip(effects.changed, tensors[effects.results :], strict=False):
+                arguments.tensors[i].copy_(value)
+            for module in effects.counting:
+                module.num_batches_tracked.add_(1)  # an update in place that the exporter leaves out
+        return graph.info.restore_outputs(tensors, arguments.objects)

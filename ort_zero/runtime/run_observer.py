@@ -1,0 +1,72 @@
+"""Surrounds the runs of a graph's session: counts them, measures memory, and finds the error that a node raised.
+
+:meth:`ort_zero.runtime.runtime.Runtime.observe_runs` installs it on each new graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.recompute.peak_check import PeakCheck
+from ort_zero.recompute.planning_session import Watch
+from ort_zero.runtime.built_graph import Graph
+from ort_zero.runtime.operators import torch_fallback
+from ort_zero.runtime.zero3 import gather_reduce
+
+
+def observe(
+    graph: Graph,
+    runs: Counter[str],
+    *,
+    device: torch.device,
+    peak_check: PeakCheck | None = None,
+    planning: Watch | None = None,
+) -> None:
+    """Count the completed runs of a graph, and let them raise what a node raised rather than ORT's message about it.
+
+    Args:
+        graph: a new one.
+        runs: counts completed runs by ``"forward"`` and ``"backward"``.
+        device: of the model.
+        peak_check: holds the memory of the first step against the prediction.
+        planning: follows the steps for ``ort-zero memory plan``.
+    """
+    table = graph.table
+
+    def around(phase: str, run: Callable[[], Any]) -> Any:
+        if peak_check is not None:
+            peak_check.before(phase)
+        if planning is not None:
+            planning.before(phase, device)
+        try:
+            result = run()
+        except BaseException as error:
+            raise _nodes_own_error(table, error) from None
+        runs[phase] += 1
+        if peak_check is not None:
+            peak_check.after(phase)
+        if planning is not None:
+            planning.after(phase)
+        return result
+
+    ort_compat.guard_agent(graph.session.agent, around)
+
+
+def _nodes_own_error(table: gather_reduce.Table | None, error: BaseException) -> BaseException:
+    """Return the error that a node raised, in place of ORT's message about it; finish what was gathered ahead."""
+    own = torch_fallback.take_failure()
+    if table is not None:
+        own, table.error = table.error or own, None
+    if own is None:
+        return error
+    if table is None:
+        return own
+    with contextlib.suppress(Exception):
+        table.drain()
+    return own
