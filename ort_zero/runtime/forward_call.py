@@ -9,24 +9,57 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.torch_onnx import Unexportable
 from ort_zero.compat.tracing import ValueReadError
+from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
 from ort_zero.runtime.built_graph import Graph
 from ort_zero.runtime.error_messages import explain
+from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.guards import value_guards
 from ort_zero.runtime.guards.keys import Action, Observed, Transition
+from ort_zero.runtime.rank_agreement import RankAgreement
 from ort_zero.runtime.rank_protocol import Action as RankAction
 from ort_zero.runtime.rank_protocol import BuildAgain, BuildAnew, Decided, Enter, Entered, Ran, Return, Run
 from ort_zero.runtime.transitions import GraphTransitionManager
+from ort_zero.statistics.collect.subscriber_manager import Session
 
-if TYPE_CHECKING:
-    from ort_zero.runtime.runtime import Runtime
+
+class ModuleRuntime(Protocol):
+    """What a forward call needs of :class:`ort_zero.runtime.runtime.Runtime`."""
+
+    module: torch.nn.Module
+    config: OrtModuleConfig
+    ranks: RankAgreement
+    excluded: ExcludedModules
+    guard_failures: value_guards.GuardFailures
+    graph_subscribers: list[Session]
+
+    @property
+    def trainable(self) -> bytes:
+        """``requires_grad`` of each parameter."""
+
+    def graphs(self) -> Iterable[Graph]:
+        """Yield the graphs of all modes."""
+
+    def take_apart(self, manager: ort_compat.Manager, args: tuple, kwargs: dict) -> pytree.Call:
+        """Return the tensors of a call, and the structure of everything else."""
+
+    def observe_runs(self, graph: Graph) -> None:
+        """Surround the runs of a new graph."""
+
+    def graph_is_ready(self, graph: Graph) -> None:
+        """Note that a graph is about to run."""
+
+    def end_call(self, graph: Graph, result: Any, args: tuple, kwargs: dict) -> None:
+        """Note that a call has its result."""
 
 
 class ForwardCall:
@@ -38,7 +71,7 @@ class ForwardCall:
         transitions: holds the graphs of the mode.
     """
 
-    def __init__(self, runtime: Runtime, manager: ort_compat.Manager, transitions: GraphTransitionManager):
+    def __init__(self, runtime: ModuleRuntime, manager: ort_compat.Manager, transitions: GraphTransitionManager):
         self._runtime = runtime
         self._ranks = runtime.ranks
         self._manager = manager
@@ -149,7 +182,7 @@ class ForwardCall:
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
-    def _run_graph(self, graph: Graph) -> tuple[list[torch.Tensor], RankAction]:
+    def _run_graph(self, graph: Graph) -> tuple[Sequence[torch.Tensor], RankAction]:
         """Return the outputs of the graph, and what to do next."""
         self._runtime.graph_is_ready(graph)
         arguments = self._arguments
@@ -180,7 +213,7 @@ class ForwardCall:
         if self._runtime.guard_failures.changes_often(read):
             excluded.exclude(read)
 
-    def _restore(self, graph: Graph, tensors: list[torch.Tensor]) -> Any:
+    def _restore(self, graph: Graph, tensors: Sequence[torch.Tensor]) -> Any:
         """Do what the module does besides returning a result, and return that."""
         effects, arguments = graph.effects, self._arguments
         with torch.no_grad():

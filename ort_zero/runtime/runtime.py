@@ -227,11 +227,20 @@ class Runtime:
 
     def memory_summary(self) -> list[tuple[str, str]]:
         """Return what the newest training graph computes again, and what that brings, line by line."""
-        return status.memory_summary(self)
+        return status.memory_summary(self.memory)
 
     def status(self) -> dict[str, Any]:
         """Return what runs and why, as plain values."""
-        return status.status_of(self)
+        return status.report(
+            self.module,
+            stage=self.stage,
+            fallback_reason=self.fallback_reason,
+            excluded=self.excluded,
+            modes=self.modes,
+            runs=self.runs,
+            transitions=self.history.done,
+            memory=self.memory,
+        )
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 

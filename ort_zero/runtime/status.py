@@ -6,51 +6,71 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from ort_zero.runtime.transitions import GraphTransitionManager, counted
+import torch
 
-if TYPE_CHECKING:
-    from ort_zero.runtime.runtime import Runtime
+from ort_zero.recompute.optimizer import MemoryOptimizer
+from ort_zero.runtime.export.excluded_modules import ExcludedModules
+from ort_zero.runtime.transitions import Done, GraphTransitionManager, counted
 
 
-def status_of(runtime: Runtime) -> dict[str, Any]:
-    """Return what runs and why, as plain values."""
-    policies = [mode.builder.routes for mode in runtime.modes.values()]
+def report(
+    module: torch.nn.Module,
+    *,
+    stage: int,
+    fallback_reason: str | None,
+    excluded: ExcludedModules,
+    modes: Mapping[bool, GraphTransitionManager],
+    runs: Mapping[bool, Counter[str]],
+    transitions: Iterable[Done],
+    memory: MemoryOptimizer | None,
+) -> dict[str, Any]:
+    """Return what runs and why, as plain values.
+
+    Args:
+        module: the user's module.
+        stage: ZeRO stage.
+        fallback_reason: why PyTorch runs the module; None while ONNX Runtime does.
+        excluded: submodules that run in PyTorch.
+        modes: whether for training, to the graphs.
+        runs: whether for training, to completed runs by ``"forward"`` and ``"backward"``.
+        transitions: of all modes, the oldest first.
+        memory: computes activations again; None if nothing was asked for.
+    """
+    transitions = list(transitions)
+    policies = [mode.builder.routes for mode in modes.values()]
     return {
-        "module": type(runtime.module).__name__,
-        "zero_stage": runtime.stage,
-        "backend": "torch" if runtime.fallback_reason else "onnxruntime",
-        "fallbacks": int(runtime.fallback_reason is not None),
-        "fallback_reason": runtime.fallback_reason,
+        "module": type(module).__name__,
+        "zero_stage": stage,
+        "backend": "torch" if fallback_reason else "onnxruntime",
+        "fallbacks": int(fallback_reason is not None),
+        "fallback_reason": fallback_reason,
         "in_torch": {
-            **runtime.excluded.reasons,
+            **excluded.reasons,
             **{name: why for policy in policies for name, why in policy.taken.items()},
         },
         "graphs": {
-            mode.mode: _graphs_of(runtime, mode, runtime.runs[training])
-            for training, mode in runtime.modes.items()
-            if mode.calls
+            mode.mode: _graphs_of(mode, runs[training], transitions) for training, mode in modes.items() if mode.calls
         },
-        "transitions": [done.as_dict() for done in runtime.history.done],
-        "memory": [decision.as_dict() for decision in runtime.memory.decisions] if runtime.memory is not None else [],
+        "transitions": [done.as_dict() for done in transitions],
+        "memory": [decision.as_dict() for decision in memory.decisions] if memory is not None else [],
     }
 
 
-def memory_summary(runtime: Runtime) -> list[tuple[str, str]]:
+def memory_summary(memory: MemoryOptimizer | None) -> list[tuple[str, str]]:
     """Return what the newest training graph computes again, and what that brings, line by line."""
-    if runtime.memory is None or not runtime.memory.decisions:
-        return []
-    return runtime.memory.decisions[-1].in_words()
+    return memory.decisions[-1].in_words() if memory is not None and memory.decisions else []
 
 
-def _graphs_of(runtime: Runtime, mode: GraphTransitionManager, runs: Counter[str]) -> dict[str, Any]:
+def _graphs_of(mode: GraphTransitionManager, runs: Counter[str], transitions: Iterable[Done]) -> dict[str, Any]:
     """Return what the graphs of one mode are and have done; sizes are those of the graph of the last call."""
     counts = Counter(mode.retired)
     for graph in mode.graphs:
         counts.update(counted(graph))
     current = mode.current
-    built = [done for done in runtime.history.done if done.mode == mode.mode and done.transition.action.builds]
+    built = [done for done in transitions if done.mode == mode.mode and done.transition.action.builds]
     return {
         "exports": mode.exports,
         "kept": len(mode.graphs),
