@@ -29,7 +29,7 @@ class OrtModuleConfig(_Strict):
     log_level: str = "INFO"
     """DEBUG, VERBOSE, DEVINFO, INFO, WARNING or ERROR."""
     graph_cache_size: int = Field(default=8, ge=1)
-    """Number of exported graphs kept per mode."""
+    """Most graphs that are held in each mode, training and inference."""
     cache_dir: str | None = None
     """Folder of the export cache; None keeps no cache across runs."""
     save_onnx: str | None = None
@@ -82,7 +82,7 @@ class StatisticsConfig(_Strict):
 
 
 class MemoryConfig(_Strict):
-    """``ort_zero.memory``: recomputation of activations."""
+    """``ort_zero.memory``: which activations are computed again in the backward instead of being held."""
 
     recompute: str | list[str] = "off"
     """off, all, auto, a plan ("FastGelu+:1:12,..." or a list of such items), or the path of a JSON file with one."""
@@ -93,7 +93,7 @@ class MemoryConfig(_Strict):
 
 
 class Config(_Strict):
-    """The whole section."""
+    """The whole ``"ort_zero"`` section."""
 
     enabled: bool = True
     ortmodule: OrtModuleConfig = Field(default_factory=OrtModuleConfig)
@@ -162,8 +162,8 @@ def _explain_all(errors: list[Any]) -> list[str]:
         path = ".".join(p for p in where if "[" not in p and p not in ("str", "none"))
         wrong.setdefault(path, ([], error["input"]))[0].append(error["msg"].removeprefix("Value error, "))
     lines += [
-        f"{SECTION}.{path}: {'; or '.join(words)}, got {value!r}" if path else f"{SECTION}: {'; '.join(words)}"
-        for path, (words, value) in wrong.items()
+        f"{SECTION}.{path}: {'; or '.join(messages)}, got {value!r}" if path else f"{SECTION}: {'; '.join(messages)}"
+        for path, (messages, value) in wrong.items()
     ]
     return lines
 

@@ -4,7 +4,7 @@
 |---|---|
 | ``ORT_ZERO_DISABLE`` | ``1``: the entry point arms nothing and :func:`ort_zero.enable` does nothing |
 | ``ORT_ZERO_CACHE_DIR`` | folder of the built C++ extensions (default ``$XDG_CACHE_HOME/ort_zero``) |
-| ``ORT_ZERO_LOG_LEVEL`` | wins over the section's ``log_level``; an unknown name is refused (:mod:`ort_zero.log`) |
+| ``ORT_ZERO_LOG_LEVEL`` | wins over the section's ``log_level``; an unknown name raises (:mod:`ort_zero.log`) |
 | ``ORT_ZERO_DEBUG`` | ``1``: command line errors keep their traceback |
 | ``ORT_ZERO_MEMORY_SESSION`` | internal: what ``ort-zero memory plan`` wants of the script that it runs, a file |
 | ``ORT_ZERO_WARM_RANKS`` | ``1``: see `fresh` of :func:`ort_zero.testing.ranks.run_on_ranks` |

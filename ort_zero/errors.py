@@ -28,7 +28,7 @@ class ExportError(OrtZeroError):
 
 
 class BridgeError(OrtZeroError):
-    """ONNX Runtime's gradient graph could not be rewritten, or broke a rule of the bridge."""
+    """ONNX Runtime's gradient graph could not be rewritten, or its collectives broke a rule."""
 
 
 class RankError(OrtZeroError):

@@ -1,7 +1,7 @@
 """One level for all that is printed: our logger, ORTModule's logger, ONNX Runtime's own log, the exporter's output.
 
-:data:`LEVELS` is the only table; whoever sets one of these four asks it. Below INFO every rank speaks, from INFO on
-rank 0; errors of every rank pass always. A warning that matters to all ranks is raised as an error where it arises.
+:data:`LEVELS` is the only table; whoever sets one of these four reads it there. Below INFO every rank speaks, from INFO
+on rank 0; errors of every rank pass always. A warning that matters to all ranks is raised as an error where it arises.
 
 Only our own logger is configured, unless the user has put handlers on it before: then its handlers, level and
 propagation stay as they are. The root logger and other libraries' handlers are never touched.
@@ -38,7 +38,7 @@ class Level:
     backend: int
     """Severity from which ONNX Runtime's native log prints: 0 verbose, 1 info, 2 warning, 3 error."""
     exporter: Literal["held", "untouched", "verbose"]
-    """Output of the exporter: held back and replayed if the export fails; let through; let through and asked for."""
+    """Output of the exporter: held back and replayed if the export fails; let through; let through and verbose."""
 
 
 LEVELS = (
@@ -96,7 +96,7 @@ def get_logger() -> logging.Logger:
         handler.addFilter(_RankFilter())
         logger.addHandler(handler)
         logger.propagate = False
-        # called from where nothing may raise; a wrong variable is refused when an engine is made
+        # called from where nothing may raise; a wrong variable raises when an engine is created
         logger.setLevel(_BY_NAME.get(_from_environment() or DEFAULT, _BY_NAME[DEFAULT]).number)
     return logger
 
@@ -116,7 +116,7 @@ def chosen(name: str) -> Level:
     key, value = VARIABLE, os.environ.get(VARIABLE)
     if _from_environment() is None:
         key, value = "ort_zero.ortmodule.log_level", name
-    level = _BY_NAME.get(value.strip().upper())
+    level = _BY_NAME.get((value or "").strip().upper())
     if level is None:
         raise ConfigError(f"{key}: must be one of {', '.join(level_names())}, got {value!r}")
     return level

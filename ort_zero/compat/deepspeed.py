@@ -55,7 +55,7 @@ def partition_group_of(offload: Any) -> Any:
 
 
 def prefetch_window(offload: Any) -> int:
-    """Return ``stage3_prefetch_bucket_size`` in elements."""
+    """Return how many elements ZeRO-3 may gather ahead of their use, ``stage3_prefetch_bucket_size``."""
     return int(offload._prefetch_bucket_sz)
 
 
@@ -65,7 +65,7 @@ def connect_leaf_gradients(engine: Any) -> None:
     DeepSpeed puts no hook on them: a backward hook of the leaf module reduces them together. Where ORT runs the graph,
     that module does not run, and nor does its hook.
     """
-    optimizer = getattr(engine, "optimizer", None)
+    optimizer: Any = getattr(engine, "optimizer", None)
     leaves = getattr(optimizer, "leaf_parameters", None) or {}
     for parameters in leaves.values():
         for parameter in parameters:

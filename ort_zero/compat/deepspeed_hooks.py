@@ -3,9 +3,9 @@
 DeepSpeed defines its hooks as functions nested in ``DeepSpeedZeRoOffload._register_deepspeed_module``, out of reach.
 Their code objects are constants of the outer function; bound to new closures they are DeepSpeed's own hooks, without a
 copy of them here. What the outer function does around them (numbering modules, registering hooks) has no function of
-its own and is done by :func:`number_modules` and :mod:`ort_zero.hooks`. Hence two checks before anything is replaced:
-the nested functions have names, arguments and free variables that can be served, and the code around them uses no name
-that is not accounted for.
+its own and is done by :func:`number_modules` and :mod:`ort_zero.zero3_hooks`. Hence two checks before anything is
+replaced: the nested functions have names, arguments and free variables that can be served, and the code around them
+uses no name that is not accounted for.
 """
 
 from __future__ import annotations
@@ -107,10 +107,6 @@ class HookShape:
     function: FunctionType
     codes: Mapping[str, CodeType]
     """Code of each nested function that gets rebound, by name."""
-
-    def free_variables(self, name: str) -> tuple[str, ...]:
-        """Return the free variables of the nested function `name`."""
-        return self.codes[name].co_freevars
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,7 +267,7 @@ def _probe(function: Any, expected: _Expectation) -> HookShape:
     if code is None:
         raise _unknown(name, "it is no Python function")
     if _arguments(code) != expected.arguments:
-        raise _unknown(name, f"its arguments are {_listed(_arguments(code))}, not {_listed(expected.arguments)}")
+        raise _unknown(name, f"its arguments are {_joined(_arguments(code))}, not {_joined(expected.arguments)}")
     if "count" in expected.arguments:
         defaults = function.__defaults__
         if not (defaults and len(defaults) == 1 and isinstance(defaults[0], list) and len(defaults[0]) == 1):
@@ -279,7 +275,7 @@ def _probe(function: Any, expected: _Expectation) -> HookShape:
     nested = {const.co_name: const for const in code.co_consts if isinstance(const, CodeType)}
     anonymous = {key for key in nested if key.startswith("<")}
     for missing in (key for key in (*expected.functions, *expected.classes) if key not in nested):
-        raise _unknown(name, f"nothing named {missing} is nested in it (it has {_listed(nested)})")
+        raise _unknown(name, f"nothing named {missing} is nested in it (it has {_joined(nested)})")
     for extra in sorted(set(nested) - set(expected.functions) - set(expected.classes) - expected.unused):
         raise _unknown(name, f"{extra} is nested in it" + (", a comprehension or lambda" if extra in anonymous else ""))
     for extra in sorted(set(code.co_names) - expected.names):
@@ -288,8 +284,8 @@ def _probe(function: Any, expected: _Expectation) -> HookShape:
     supplied = {"self", *expected.functions}
     for key, wanted in expected.functions.items():
         if _arguments(nested[key]) != wanted.arguments:
-            found = _listed(_arguments(nested[key]))
-            raise _unknown(name, f"the arguments of nested {key} are {found}, not {_listed(wanted.arguments)}")
+            found = _joined(_arguments(nested[key]))
+            raise _unknown(name, f"the arguments of nested {key} are {found}, not {_joined(wanted.arguments)}")
         for free in nested[key].co_freevars:
             if free not in supplied:
                 raise _unknown(name, f"nested {key} has the free variable {free}")
@@ -304,7 +300,7 @@ def _probe_class(
     methods = {const.co_name: const for const in code.co_consts if isinstance(const, CodeType)}
     # setup_context came within 0.19; before, forward itself kept the count.
     if set(methods) not in (_METHODS, _METHODS - {"setup_context"}):
-        raise _unknown(outer, f"nested class {name} has the methods {_listed(methods)}")
+        raise _unknown(outer, f"nested class {name} has the methods {_joined(methods)}")
     for key, method in methods.items():
         for free in sorted(set(method.co_freevars) - free_allowed):
             raise _unknown(outer, f"nested {name}.{key} has the free variable {free}")
@@ -358,5 +354,5 @@ def _unknown(function: str, what: str) -> PatchError:
     )
 
 
-def _listed(names: Any) -> str:
+def _joined(names: Any) -> str:
     return ", ".join(names) or "nothing"

@@ -196,12 +196,12 @@ class EngineState:
         return getattr(self.optimizer, "loss_scaler", None)
 
     def counters(self) -> dict[str, int]:
-        """Return the engine's counters."""
+        """Return how many steps, samples, skipped steps and micro-steps the engine has counted, by name."""
         names = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
         return {name: int(getattr(self.engine, name)) for name in names}
 
     def set_counters(self, values: dict[str, int]) -> None:
-        """Set the engine's counters."""
+        """Set the engine's counts of steps and samples, as :meth:`counters` returns them."""
         for name, value in values.items():
             setattr(self.engine, name, value)
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import filelock
 
@@ -47,7 +48,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
         "torch_interop_utils.cc",
     ),
 }
-# Stand-ins for torch's umbrella headers, which pull in the whole C++ frontend: a fifth of the time to compile.
+# In place of torch's umbrella headers, which pull in the whole C++ frontend: a fifth of the time to compile.
 _HEADERS: dict[str, str] = {
     "torch/torch.h": """\
 #pragma once
@@ -177,8 +178,8 @@ def load_modules() -> dict[str, ModuleType]:
 def install_into(ortmodule_package: ModuleType) -> None:
     """Make ``from onnxruntime.training.ortmodule.torch_cpp_extensions import <extension>`` find our modules.
 
-    Also clears the error that the package keeps for ``ORTModule()`` when it saw no extension in its own folder; any
-    other kept error stays.
+    Also clears the error that the package stores for ``ORTModule()`` when it saw no extension in its own folder; any
+    other error stays.
 
     Args:
         ortmodule_package: the imported package ``onnxruntime.training.ortmodule``.
@@ -187,13 +188,13 @@ def install_into(ortmodule_package: ModuleType) -> None:
     for name, module in load_modules().items():
         setattr(package, name, module)
         sys.modules[f"{package.__name__}.{name}"] = module
-    kept = getattr(ortmodule_package, "_FALLBACK_INIT_EXCEPTION", None)
-    if kept is not None and "extensions were not detected" in str(kept):
-        ortmodule_package._FALLBACK_INIT_EXCEPTION = None
+    error = getattr(ortmodule_package, "_FALLBACK_INIT_EXCEPTION", None)
+    if error is not None and "extensions were not detected" in str(error):
+        vars(ortmodule_package)["_FALLBACK_INIT_EXCEPTION"] = None
 
 
 class _Progress:
-    """Tells how far the build is: in place on a terminal, else one line at the start and one at the end."""
+    """Prints how far the build is: in place on a terminal, else one line at the start and one at the end."""
 
     def __init__(self, sink: Callable[[str], None] | None):
         self._sink = sink
@@ -422,7 +423,7 @@ def _failure(name: str, status: int, log: Path) -> BuildError:
 
 
 def _load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
+    spec: Any = importlib.util.spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""Tells the user's code from that of libraries."""
+"""Distinguishes the user's code from that of libraries."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 RECOMPUTED = "_recompute"
 """How ORT's memory optimizer ends the name of a copy, and of each value that it makes."""
 BACKWARD = "__backwardpass"
-"""Attribute by which ORT's priorities tell a node of the backward."""
+"""Attribute by which ORT's priorities recognise a node of the backward."""
 BARRIER = "YieldOp"
 """Between forward and backward; what it reads goes to the caller, what it makes comes from there."""
 

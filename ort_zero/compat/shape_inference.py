@@ -1,18 +1,13 @@
-"""ORT's symbolic shape inference (1.19.2, ``onnxruntime/tools/symbolic_shape_infer.py``), made to last.
+"""Runs ORT's symbolic shape inference (1.19.2, ``onnxruntime/tools/symbolic_shape_infer.py``) over a whole model.
 
-Upstream stops at the first operator whose rule fails. Here the results of such an operator get unknown sizes instead.
+Upstream stops at the first operator whose rule fails. Here the results of such an operator get unknown sizes instead,
+see :mod:`ort_zero.compat.shape_inference_rules`.
 """
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Callable
 from typing import Any
-
-from ort_zero.compat.torch_onnx import STOP_GRADIENT
-
-_class: type | None = None
 
 
 def infer_shapes(model: Any, infer_python_op: Callable) -> Any:
@@ -21,9 +16,11 @@ def infer_shapes(model: Any, infer_python_op: Callable) -> Any:
     Args:
         model: ONNX ModelProto.
         infer_python_op: ``(node, input shapes, input types) -> output shapes or None``, with None for unknown sizes;
-            asked about the nodes of PyTorch functions.
+            called for the nodes of PyTorch functions.
     """
-    inference = _inference_class()(2**31 - 1, True, True, 0)
+    from ort_zero.compat.shape_inference_rules import LastingShapeInference
+
+    inference = LastingShapeInference(2**31 - 1, True, True, 0)
     inference.infer_python_op = infer_python_op
     inference._preprocess(model)
     while inference.run_:
@@ -34,87 +31,3 @@ def infer_shapes(model: Any, infer_python_op: Callable) -> Any:
             inference.auto_merge_ = False
     inference._update_output_from_vi()
     return inference.out_mp_
-
-
-def _inference_class() -> type:
-    global _class
-    if _class is not None:
-        return _class
-    import numpy as np
-    from onnx import TensorProto, helper
-    from onnxruntime.tools import symbolic_shape_infer as upstream
-
-    class Inference(upstream.SymbolicShapeInference):
-        infer_python_op: Callable
-
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.aten_op_dispatcher_[STOP_GRADIENT] = self._pass_on_shape_and_type
-            for table in (self.dispatcher_, self.aten_op_dispatcher_):
-                for name, rule in table.items():
-                    table[name] = self._guarded(rule)
-
-        def _guarded(self, rule):
-            @functools.wraps(rule)
-            def run(node):
-                try:
-                    rule(node)
-                except Exception:
-                    for i, name in enumerate(node.output):
-                        self.sympy_data_.pop(name, None)
-                        self._set_unknown(node, i)
-
-            return run
-
-        def _set_unknown(self, node, i):
-            """Give result `i` unknown sizes; where not even its type is known, those of the first argument."""
-            if not node.output[i]:
-                return
-            info = self.known_vi_[node.output[i]]
-            if info.type.WhichOneof("value") not in (None, "tensor_type"):
-                return
-            kind = info.type.tensor_type
-            if not kind.elem_type:
-                kind = self.known_vi_[node.input[0]].type.tensor_type
-            if kind.elem_type and kind.HasField("shape"):
-                sizes = upstream.get_shape_from_sympy_shape(self._new_symbolic_shape(len(kind.shape.dim), node, i))
-                info.CopyFrom(helper.make_tensor_value_info(info.name or node.output[i], kind.elem_type, sizes))
-
-        def _infer_PythonOp(self, node):
-            attributes = {a.name: a for a in node.attribute}
-            ranks = list(attributes["output_tensor_ranks"].ints)
-            types = list(attributes["output_tensor_types"].ints)
-            self.known_vi_[node.output[0]].CopyFrom(
-                helper.make_tensor_value_info(node.output[0], TensorProto.INT64, [])
-            )
-            shapes = [self._get_shape(node, i) for i in range(len(node.input))]
-            kinds = [self.known_vi_[name].type.tensor_type.elem_type for name in node.input]
-            found = self.infer_python_op(node, shapes, kinds)
-            for i, (rank, kind) in enumerate(zip(ranks, types, strict=True)):
-                sizes = list(found[i]) if found is not None else [None] * rank
-                for axis, size in enumerate(sizes):
-                    if size is None or (isinstance(size, str) and size not in self.symbolic_dims_):
-                        sizes[axis] = str(self._new_dim(node, i, axis))
-                name = node.output[i + 1]
-                self.known_vi_[name].CopyFrom(helper.make_tensor_value_info(name, kind, sizes))
-
-        def _new_dim(self, node, i, axis):
-            # the names are parsed as formulas elsewhere
-            return self._new_symbolic_dim(re.sub(r"\W", "_", node.name) + f"_o{i}_d", axis)
-
-        def _add_suggested_merge(self, symbols, apply=False):
-            # upstream asserts that every size is a number or a known symbol; formulas and unknown sizes are neither
-            known = [s for s in symbols if s is not None and (upstream.is_literal(s) or s in self.symbolic_dims_)]
-            if len({str(s) for s in known if upstream.is_literal(s)}) <= 1 < len(known):
-                super()._add_suggested_merge(known, apply)
-
-        def _get_int_or_float_values(self, node, broadcast=False, allow_float_values=False):
-            for i in range(len(node.input)):
-                value = self._try_get_value(node, i)
-                array = np.asarray(value) if value is not None and not isinstance(value, list) else None
-                if array is not None and array.dtype.kind == "f" and not np.isfinite(array).all():
-                    return [None] * len(node.input)  # masks hold infinities, which are no sizes
-            return super()._get_int_or_float_values(node, broadcast, allow_float_values)
-
-    _class = Inference
-    return Inference

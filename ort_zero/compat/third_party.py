@@ -11,11 +11,12 @@ import logging
 import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 _AROUND_OUR_WORK = (
     # a CPU build of onnxruntime says that it has no CUDA version
     (UserWarning, r"WARNING: failed to get cudart_version", r"onnxruntime\.capi\.onnxruntime_validation"),
-    # what ORT's own ZeRO-3 bridge, which is not used, misses in today's DeepSpeed
+    # what ORT's own ZeRO-3 subscriber, which is not used, misses in today's DeepSpeed
     (UserWarning, r"DeepSpeed import error", r"onnxruntime\.training\.utils\.hooks\."),
     # ORTModule reads every attribute of a model, deprecated properties among them
     ((FutureWarning, DeprecationWarning), r"", r"transformers\."),
@@ -70,9 +71,10 @@ def silence() -> None:
 
 def unsilence() -> None:
     """Take the filters of :func:`silence` away again."""
+    filters: Any = warnings.filters  # declared as a sequence, documented as a list
     for entry in _installed:
         with contextlib.suppress(ValueError):
-            warnings.filters.remove(entry)
+            filters.remove(entry)
     _installed.clear()
     # what was decided with them is remembered for each line of code
     with warnings.catch_warnings():

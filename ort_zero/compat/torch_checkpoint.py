@@ -16,10 +16,10 @@ _ENTRIES = (
 
 
 @contextlib.contextmanager
-def watch(found: Callable[[], Any]) -> Iterator[None]:
+def on_checkpointing(found: Callable[[], Any]) -> Iterator[None]:
     """Call `found` (which is to raise) wherever activation checkpointing begins inside the ``with`` block.
 
-    The exporter would trace the non-reentrant form as if it were not there: right numbers, no memory saved, no word.
+    The exporter would trace the non-reentrant form as if it were not there: right numbers, but no memory saved.
     """
 
     class _Trap:

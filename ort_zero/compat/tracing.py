@@ -1,4 +1,4 @@
-"""Watches a module while it is traced: corrects what the tracer gets wrong, finds what no trace can hold."""
+"""Observes a module while it is traced: corrects what the tracer gets wrong, finds what no trace can hold."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from ort_zero.compat.frames import is_foreign
 
+_C: Any = torch._C
 _COMPARISONS = frozenset(
     {torch.Tensor.ne, torch.Tensor.eq, torch.ne, torch.eq, torch.Tensor.__eq__, torch.Tensor.__ne__}
 )
 MOST_VALUES = 256
 """A tensor with more elements that Python reads is data, and no setting."""
-_READS = {
+_READS: dict[Any, str] = {
     torch.Tensor.__bool__: "takes a tensor for a Python bool",
     torch.Tensor.__int__: "takes a tensor for a Python int",
     torch.Tensor.__float__: "takes a tensor for a Python float",
@@ -31,7 +32,7 @@ _READS = {
     torch.Tensor.tolist: "takes a tensor for a Python list",
     torch.Tensor.numpy: "takes a tensor for a NumPy array",
 }
-_COUNTS = {
+_COUNTS: dict[Any, str] = {
     torch.Tensor.__iter__: "loops over a tensor",
     torch.Tensor.__len__: "takes the length of a tensor",
     **dict.fromkeys((torch.Tensor.unbind, torch.unbind), "takes a tensor apart"),
@@ -51,12 +52,12 @@ _DATA_SHAPED = frozenset(
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Hide the tracer from what happens in the block: sizes are plain numbers there, and nothing is recorded."""
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    state = _C._get_tracing_state()
+    _C._set_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        _C._set_tracing_state(state)
 
 
 class ValueReadError(BaseException):
@@ -71,9 +72,9 @@ class ValueReadError(BaseException):
         """The innermost module that ran."""
 
     @classmethod
-    def again(cls, module: torch.nn.Module | None, words: str) -> ValueReadError:
-        """Return the error whose words are `words`."""
-        what, _, where = words.rpartition(" (")
+    def again(cls, module: torch.nn.Module | None, message: str) -> ValueReadError:
+        """Return the error whose message is `message`."""
+        what, _, where = message.rpartition(" (")
         return cls(module, what, where.removesuffix(")"))
 
 
@@ -99,7 +100,7 @@ class Seen(Protocol):
         """Return a result that depends on the arguments."""
 
 
-class _Watch(TorchFunctionMode):
+class _Observer(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.modules: list[torch.nn.Module] = []
@@ -121,11 +122,11 @@ class _Watch(TorchFunctionMode):
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return `result`, computed from a size of an argument if nothing else is: ORT wants no constant results."""
-        value = torch._C._get_value_trace(result)
+        value = _C._get_value_trace(result)
         sized = next((tensor for tensor in given if tensor.dim()), None)
         if sized is None or value.node().kind() == "prim::Param" or self._depends_on_inputs(value):
             return result
-        nothing = sized.size(0) * 0
+        nothing: Any = sized.size(0) * 0  # a tensor while a trace is made
         return result ^ (nothing != 0) if result.dtype == torch.bool else result + nothing.to(result.dtype)
 
     def _depends_on_inputs(self, value: Any) -> bool:
@@ -145,7 +146,8 @@ class _Watch(TorchFunctionMode):
         if func in _COUNTS:
             if len(self.modules) > 1:
                 raise read  # such as a loop over the experts that were hit
-            tensor = tensor.size(0)
+            count: Any = tensor.size(0)  # a tensor while a trace is made
+            tensor = count
         elif tensor.numel() > MOST_VALUES:
             raise read
         self.guards.append(Guard(tensor, tensor.detach().flatten().tolist(), read))
@@ -161,7 +163,7 @@ class _Watch(TorchFunctionMode):
         # what data decides the size of, nonzero() and the like, is the first axis
         if mode == "shape" and _counted_axis(func, args, kwargs) % max(1, args[0].dim()) != 0:
             return None
-        if not self._depends_on_data(torch._C._get_value_trace(args[0]), mode) or _asked_by_ort():
+        if not self._depends_on_data(_C._get_value_trace(args[0]), mode) or _is_read_by_ort():
             return None
         return ValueReadError(self.modules[-1] if self.modules else None, what, _user_line())
 
@@ -218,7 +220,7 @@ def _indexed_by_bool(node: Any) -> bool:
     return any(i.type().kind() == "TensorType" and i.type().scalarType() in ("Bool", "Byte") for i in indices.inputs())
 
 
-def _asked_by_ort() -> bool:
+def _is_read_by_ort() -> bool:
     """Return True if a hook of ORTModule reads: it looks how much of a batch is padding, and both answers are right."""
     frames = (frame.filename for frame in reversed(traceback.extract_stack()))
     caller = next(name for name in frames if name != __file__ and not name.endswith("overrides.py"))
@@ -235,7 +237,7 @@ def _correct(result: Any) -> None:
     """Note in the trace which results have a gradient; the tracer forgets it for convolutions."""
     if isinstance(result, torch.Tensor):
         if result.requires_grad and torch.jit.is_tracing():
-            value = torch._C._get_value_trace(result)
+            value = _C._get_value_trace(result)
             if not value.requiresGrad():
                 value.inferTypeFrom(result)
     elif isinstance(result, (tuple, list)):
@@ -252,35 +254,35 @@ class _DenseOperands(TorchFunctionMode):
 
 @contextlib.contextmanager
 def dense_operands() -> Iterator[None]:
-    """Let operators that check strides accept stand-ins, one element expanded to the shape of a weight."""
+    """Let operators that check strides accept fake weights, one element expanded to the shape of a weight."""
     with _DenseOperands():
         yield
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[Seen]:
-    """Watch the module that is traced inside, and return what is seen.
+    """Observe the module that is traced in the block; yield what the trace does not hold.
 
     Raises:
         ValueReadError: Python code inside depends on more than single values of tensors.
     """
-    watch = _Watch()
+    observer = _Observer()
 
     def enter(module: torch.nn.Module, args: tuple) -> None:
-        watch.modules.append(module)
+        observer.modules.append(module)
         if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.training:
-            watch.normalised.append(module)
+            observer.normalised.append(module)
 
     def leave(module: torch.nn.Module, args: tuple, result: Any) -> None:
-        del watch.modules[-1]
+        del observer.modules[-1]
 
     hooks = [
         torch_module.register_module_forward_pre_hook(enter),
         torch_module.register_module_forward_hook(leave),
     ]
     try:
-        with watch:
-            yield watch
+        with observer:
+            yield observer
     finally:
         for hook in hooks:
             hook.remove()

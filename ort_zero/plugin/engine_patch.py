@@ -32,7 +32,7 @@ def _engine_init(original):
         log.set_level(section.ortmodule.log_level, self)
         third_party.silence()
         if not section.ortmodule.enabled:
-            with backend_context.use("torch"):
+            with backend_context.running_in("torch"):
                 original(self, *args, **kwargs)
             _note(self)
             summary.announce(self, None)
@@ -46,7 +46,7 @@ def _engine_init(original):
             memory_efficient_gradients=section.memory_efficient_gradients,
             memory=section.memory,
         )
-        with backend_context.use("ort"):
+        with backend_context.running_in("ort"):
             original(*bound.args, **bound.kwargs)
         _connect(self, runtime)
         _note(self)
@@ -96,7 +96,7 @@ def wrap(
 
 
 def _memory_request(section: config.MemoryConfig) -> Any:
-    """Return what is asked of the memory optimizer, alike on all ranks.
+    """Return what the memory optimizer is to do, the same on all ranks.
 
     Raises:
         ConfigError: on all ranks, if one cannot read the plan or reads another one.
@@ -140,7 +140,7 @@ def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:
 
 
 def _connect(engine: Any, runtime: Any) -> None:
-    """Tell the runtime what is known only after the engine is made."""
+    """Give the runtime what is known only once the engine exists: its stage, process group and prefetch window."""
     offload = ds_compat.parameter_offload_of(engine)
     runtime.stage = int(engine.zero_optimization_stage())
     if offload is not None:
@@ -172,17 +172,17 @@ def _save_checkpoint(original):
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        asked = given.arguments
+        arguments = given.arguments
         from ort_zero.checkpoint import saving
 
         saving.save(
             self,
-            asked["save_dir"],
-            asked["tag"],
+            arguments["save_dir"],
+            arguments["tag"],
             section.checkpoint.async_save,
-            client_state=asked["client_state"],
-            save_latest=asked["save_latest"],
-            exclude_frozen_parameters=asked["exclude_frozen_parameters"],
+            client_state=arguments["client_state"],
+            save_latest=arguments["save_latest"],
+            exclude_frozen_parameters=arguments["exclude_frozen_parameters"],
         )
         return True
 
@@ -196,23 +196,23 @@ def _load_checkpoint(original):
     def load_checkpoint(self, *args, **kwargs):
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        asked = given.arguments
-        if getattr(self, "ort_zero_section", None) is None or not asked["load_dir"]:
+        arguments = given.arguments
+        if getattr(self, "ort_zero_section", None) is None or not arguments["load_dir"]:
             return original(self, *args, **kwargs)
         from ort_zero.checkpoint import loading
 
-        if not loading.holds_checkpoint(asked["load_dir"], asked["tag"]):
+        if not loading.holds_checkpoint(arguments["load_dir"], arguments["tag"]):
             return original(self, *args, **kwargs)
-        if asked["custom_load_fn"] is not None:
+        if arguments["custom_load_fn"] is not None:
             raise CheckpointError("custom_load_fn is not possible with a sharded checkpoint of ort_zero; leave it out")
         return loading.load(
             self,
-            asked["load_dir"],
-            asked["tag"],
-            strict=asked["load_module_strict"],
-            load_optimizer_states=asked["load_optimizer_states"],
-            load_lr_scheduler_states=asked["load_lr_scheduler_states"],
-            load_module_only=asked["load_module_only"],
+            arguments["load_dir"],
+            arguments["tag"],
+            strict=arguments["load_module_strict"],
+            load_optimizer_states=arguments["load_optimizer_states"],
+            load_lr_scheduler_states=arguments["load_lr_scheduler_states"],
+            load_module_only=arguments["load_module_only"],
         )
 
     return load_checkpoint

@@ -1,4 +1,4 @@
-"""Stands before DeepSpeed's engine when ort_zero could not be enabled: a config that asks for it is refused."""
+"""Where ort_zero could not be enabled: an engine whose config has an enabled section raises the reason."""
 
 from __future__ import annotations
 

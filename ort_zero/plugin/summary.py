@@ -59,7 +59,7 @@ def announce(engine: Any, runtime: Any | None) -> None:
     if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):
         return
     status = runtime.status() if runtime is not None else None
-    plans = getattr(runtime, "memory_summary", tuple)()
+    plans: Sequence[tuple[str, str]] = getattr(runtime, "memory_summary", tuple)()
     if status is None:
         title = f"{type(engine.module).__name__} runs in PyTorch, as the section says"
     elif status["fallback_reason"]:
@@ -114,7 +114,9 @@ def _features(status: Mapping[str, Any] | None, section: config.Config, plans: S
 
 def _costs(status: Mapping[str, Any] | None) -> list[Row]:
     rows: list[Row] = []
-    for mode, graph in (status or {"graphs": {}})["graphs"].items():
+    if status is None:
+        return rows
+    for mode, graph in status["graphs"].items():
         done = [d for d in status["transitions"] if d["mode"] == mode and d["steps"]]
         if not done:
             continue

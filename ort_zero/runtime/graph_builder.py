@@ -166,7 +166,7 @@ class Builder:
             self._timed("export"),
             self.output.held(),
             paused(),
-            torch_checkpoint.watch(self._refuse_checkpointing),
+            torch_checkpoint.on_checkpointing(self._refuse_checkpointing),
             self.kept.as_operators(),
             torch_onnx.routing(self.routes),
             unchanged_buffers(flattened),

@@ -33,7 +33,7 @@ class Patch:
     guard: Callable[[Any], None] | None = None
     """Gets the original object, raises PatchError if its shape is unknown."""
     may_be_new: bool = False
-    """The target need not exist: `build` then gets None, no guard is asked, and restoring removes what was added."""
+    """The target need not exist: `build` then gets None, no guard is called, and restoring removes what was added."""
 
 
 class _Target(Protocol):

@@ -1,4 +1,4 @@
-"""Which engine runs the model whose ZeRO-3 hooks are being set up.
+"""Which backend runs the model whose ZeRO-3 hooks are being set up.
 
 ``None``: no ``"ort_zero"`` section, DeepSpeed's own code runs unchanged. ``"torch"``: PyTorch, through our subscriber.
 ``"ort"``: ONNX Runtime; the hooks are on the user's module all the same, for direct calls. DeepSpeed sets hooks up deep
@@ -11,36 +11,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-MODES = (None, "torch", "ort")
+BACKENDS = (None, "torch", "ort")
 
-_mode: ContextVar[str | None] = ContextVar("ort_zero_hook_mode", default=None)
-
-
-def current() -> str | None:
-    """Return the mode in which ZeRO-3 hooks are set up at the moment."""
-    return _mode.get()
+_backend: ContextVar[str | None] = ContextVar("ort_zero_backend", default=None)
 
 
-def check(mode: str | None) -> str | None:
-    """Return `mode` if it is one of :data:`MODES`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if mode not in MODES:
-        raise ValueError(f"unknown hook mode {mode!r}: must be one of {', '.join(map(repr, MODES))}")
-    return mode
+def current_backend() -> str | None:
+    """Return the backend for which ZeRO-3 hooks are set up at the moment."""
+    return _backend.get()
 
 
 @contextmanager
-def use(mode: str | None) -> Iterator[None]:
-    """Set up ZeRO-3 hooks for `mode` within the ``with`` block.
+def running_in(backend: str | None) -> Iterator[None]:
+    """Set up ZeRO-3 hooks for a model that runs in `backend` within the ``with`` block.
 
     Raises:
-        ValueError: `mode` is not one of :data:`MODES`.
+        ValueError: `backend` is not one of :data:`BACKENDS`.
     """
-    token = _mode.set(check(mode))
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}: must be one of {', '.join(map(repr, BACKENDS))}")
+    token = _backend.set(backend)
     try:
         yield
     finally:
-        _mode.reset(token)
+        _backend.reset(token)

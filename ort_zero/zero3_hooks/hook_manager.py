@@ -27,19 +27,19 @@ def paused() -> Iterator[None]:
 
 
 def is_paused() -> bool:
-    """Return True inside :func:`paused`."""
+    """Return True while the hooks of every manager are paused by :func:`paused`."""
     return _paused
 
 
 @dataclass(slots=True)
 class Handles:
-    """What was registered, in the order of registration."""
+    """The handles of what was registered, in the order of registration."""
 
     module: list[RemovableHandle] = field(default_factory=list)
     tensor: list[RemovableHandle] = field(default_factory=list)
 
     def remove(self) -> None:
-        """Take every hook off."""
+        """Remove every hook that is registered here."""
         for handle in (*self.module, *self.tensor):
             handle.remove()
 
@@ -49,7 +49,7 @@ class SubscriberManager:
 
     Children come before their parent. On one module the order is: module action before forward, module action after
     forward, tensor action after forward, tensor action before forward. It is DeepSpeed's order, so that hooks which
-    run through the manager and hooks of DeepSpeed cannot be told apart by what they see.
+    run through the manager and hooks of DeepSpeed see the same.
     """
 
     def __init__(self, subscribers: Iterable[SubscriberBase]):

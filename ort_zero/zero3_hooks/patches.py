@@ -1,7 +1,7 @@
 """The patches that bring ZeRO-3's hooks under ort_zero, for a :class:`~ort_zero.utils.patching.PatchSet`.
 
-An offload keeps the mode it was set up in (see :mod:`ort_zero.zero3_hooks.backend_context`), so that hooks which are
-registered again later, as TRL and ``deepspeed.runtime.zero.unwrap_model_for_generation`` do, go the same way.
+An offload remembers the backend that it was set up for (see :mod:`ort_zero.zero3_hooks.backend_context`), so that hooks
+which are registered again later, as TRL and ``deepspeed.runtime.zero.unwrap_model_for_generation`` do, go the same way.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ort_zero.compat.ortmodule import is_ortmodule
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
 
-_MODE = "_ort_zero_mode"
+_BACKEND = "_ort_zero_backend"
 _SUBSCRIBER = "_ort_zero_subscriber"
 
 
-def mode_of(offload: Any) -> str | None:
-    """Return the mode in which the hooks of `offload` were set up."""
-    return vars(offload).get(_MODE)
+def backend_of(offload: Any) -> str | None:
+    """Return the backend for which the hooks of `offload` were set up."""
+    return vars(offload).get(_BACKEND)
 
 
 def hooked_root(offload: Any) -> Any:
@@ -46,8 +46,8 @@ def _subscriber(offload: Any) -> Any:
 def _build_setup(original: Callable) -> Callable:
     def setup_zero_stage3_hooks(self: Any) -> None:
         """Set hooks up for the engine that will run the model."""
-        current = backend_context.current()
-        setattr(self, _MODE, current)
+        current = backend_context.current_backend()
+        setattr(self, _BACKEND, current)
         if current is None:
             original(self)
             return
@@ -68,10 +68,10 @@ def _build_setup(original: Callable) -> Callable:
 
 def _build_register(original: Callable) -> Callable:
     def _register_deepspeed_module(self: Any, module: Any, count: list[int] | None = None) -> None:
-        """Register hooks on `module` and below, in the mode that this offload was set up in."""
+        """Register hooks on `module` and below, for the backend that this offload was set up for."""
         if count is None:
             count = deepspeed_hooks.shared_count(original)
-        if mode_of(self) is None:
+        if backend_of(self) is None:
             original(self, module, count)
             return
         if module is self.module:
@@ -87,7 +87,7 @@ def _build_destroy(original: Callable) -> Callable:
     def destroy(self: Any) -> None:
         """Remove the hooks; an engine of ours leaves nothing that keeps its model alive."""
         original(self)
-        if mode_of(self) is not None:
+        if backend_of(self) is not None:
             deepspeed_hooks.pop_root(hooked_root(self))
             deepspeed_hooks.forget_released(self)
 

@@ -1,7 +1,8 @@
 """ZeRO-3 under PyTorch execution: DeepSpeed's own hook functions, run through a subscriber.
 
 DeepSpeed makes two autograd Functions for each module, classes local to a closure that all carry the same qualified
-name. Here there is one for each side of the backward, and what differs by module travels as an argument.
+name. Here there are two for all modules, one that acts before and one that acts after a backward, and what differs by
+module is an argument.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from ort_zero.zero3_hooks.hook_manager import SubscriberManager
 from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
 
 
-class Side:
-    """Takes the place of a module's autograd Function in DeepSpeed's tables: something with ``apply(tensor)``."""
+class BackwardAction:
+    """What runs before or after the backward of one module.
 
-    __slots__ = ("action", "function", "module")
+    It is stored where DeepSpeed stores an autograd Function of the module, and has the one method that is called there.
+    """
 
-    def __init__(self, function: type[torch.autograd.Function], module: torch.nn.Module, action: Callable[[Any], None]):
+    __slots__ = ("function", "module", "run")
+
+    def __init__(self, function: type[torch.autograd.Function], module: torch.nn.Module, run: Callable[[Any], None]):
         self.function = function
         self.module = module
-        self.action = action
+        self.run = run
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` as it passes through the autograd Function of this side."""
+        """Return `tensor` as it passes through the autograd Function."""
         return self.function.apply(tensor, self)
 
 
@@ -35,20 +39,20 @@ class BeforeBackward(torch.autograd.Function):
     """Passes an output through; in backward, first has the module's parameters gathered."""
 
     @staticmethod
-    def forward(tensor: torch.Tensor, side: Side) -> torch.Tensor:
+    def forward(tensor: torch.Tensor, action: BackwardAction) -> torch.Tensor:
         """Return `tensor` as a new node of the graph."""
         return tensor.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         """Count one more use of the module for which a backward may come."""
-        _, ctx.side = inputs
-        deepspeed_hooks.count_use(ctx.side.module)
+        _, ctx.action = inputs
+        deepspeed_hooks.count_use(ctx.action.module)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:
         """Run DeepSpeed's action before the module's backward."""
-        ctx.side.action(ctx.side.module)
+        ctx.action.run(ctx.action.module)
         return (*grads, None)
 
 
@@ -56,38 +60,38 @@ class AfterBackward(torch.autograd.Function):
     """Passes an input through; after the last gradient of the inputs, has the module's parameters released."""
 
     @staticmethod
-    def forward(tensor: torch.Tensor, side: Side) -> torch.Tensor:
+    def forward(tensor: torch.Tensor, action: BackwardAction) -> torch.Tensor:
         """Return `tensor` as a new node of the graph."""
         return tensor.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         """Count one more gradient to wait for."""
-        tensor, ctx.side = inputs
+        tensor, ctx.action = inputs
         if tensor.requires_grad:
-            deepspeed_hooks.count_awaited_gradient(ctx.side.module)
+            deepspeed_hooks.count_awaited_gradient(ctx.action.module)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:
         """Run DeepSpeed's action after the module's backward, once its last gradient is there."""
-        module = ctx.side.module
+        module = ctx.action.module
         if deepspeed_hooks.gradient_arrived(module):
-            ctx.side.action(module)
+            ctx.action.run(module)
         return (*grads, None)
 
 
-class _SidesHandle:
-    """Takes the sides off their modules: left there, they would serve an engine made later with this one's hooks."""
+class _ActionsHandle:
+    """Removes the actions from their modules: left there, a later engine would run this one's hooks."""
 
-    def __init__(self, sides: list[tuple[torch.nn.Module, str, Side]]):
-        self._sides = sides
+    def __init__(self, actions: list[tuple[torch.nn.Module, str, BackwardAction]]):
+        self._actions = actions
 
     def remove(self) -> None:
-        """Take off every side that is still in place."""
-        for module, name, side in self._sides:
-            if module.__dict__.get(name) is side:
+        """Remove every action that no other registration has replaced."""
+        for module, name, action in self._actions:
+            if module.__dict__.get(name) is action:
                 delattr(module, name)
-        self._sides = []
+        self._actions = []
 
 
 class ZeROOffloadSubscriber(SubscriberBase):
@@ -101,34 +105,34 @@ class ZeROOffloadSubscriber(SubscriberBase):
         """
         self.offload = offload
         self.hooks = deepspeed_hooks.rebind(offload)
-        self._sides: list[tuple[torch.nn.Module, str, Side]] = []
+        self._actions: list[tuple[torch.nn.Module, str, BackwardAction]] = []
 
     def register(self, module: torch.nn.Module) -> None:
         """Put the hooks on `module` and below, and hand their handles to the offload, which removes them."""
-        self._sides = []
+        self._actions = []
         handles = SubscriberManager([self]).register(module)
-        deepspeed_hooks.hand_over(self.offload, handles.module, [*handles.tensor, _SidesHandle(self._sides)])
+        deepspeed_hooks.hand_over(self.offload, handles.module, [*handles.tensor, _ActionsHandle(self._actions)])
 
     def children(self, module: torch.nn.Module) -> Iterable[torch.nn.Module]:
         """Return the children, none for a leaf module of DeepSpeed."""
         return () if deepspeed_hooks.is_leaf(module) else module.children()
 
     def prepare(self, module: torch.nn.Module) -> None:
-        """Give `module` the autograd Functions of its two sides, in place of any of an earlier registration."""
-        for name, function, action in (
+        """Store the two actions of `module`; they replace those of an earlier registration."""
+        for name, function, run in (
             (deepspeed_hooks.BEFORE_BACKWARD, BeforeBackward, self.hooks.run_before_backward),
             (deepspeed_hooks.AFTER_BACKWARD, AfterBackward, self.hooks.run_after_backward),
         ):
-            side = Side(function, module, action)
-            setattr(module, name, side)
-            self._sides.append((module, name, side))
+            action = BackwardAction(function, module, run)
+            setattr(module, name, action)
+            self._actions.append((module, name, action))
 
     def pre_forward_module_apply(self, module: torch.nn.Module, args: tuple) -> Any:
-        """Gather the module's parameters."""
+        """Gather the parameters of `module` before its forward."""
         return self.hooks.pre_forward(module, args)
 
     def post_forward_module_apply(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
-        """Release the module's parameters."""
+        """Release the parameters of `module` after its forward."""
         return self.hooks.post_forward(module, args, outputs)
 
     def pre_forward_tensors(self, module: torch.nn.Module, args: tuple) -> Any:

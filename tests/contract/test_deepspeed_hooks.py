@@ -15,8 +15,8 @@ from ort_zero.plugin import lifecycle  # noqa: E402
 from ort_zero.utils.patching import MARKER, PatchSet, resolve  # noqa: E402
 from ort_zero.zero3_hooks import backend_context  # noqa: E402
 from ort_zero.zero3_hooks.hook_manager import paused  # noqa: E402
-from ort_zero.zero3_hooks.patches import PATCHES, mode_of  # noqa: E402
-from ort_zero.zero3_hooks.subscriber import AfterBackward, BeforeBackward, Side  # noqa: E402
+from ort_zero.zero3_hooks.patches import PATCHES, backend_of  # noqa: E402
+from ort_zero.zero3_hooks.subscriber import AfterBackward, BackwardAction, BeforeBackward  # noqa: E402
 
 Offload = parameter_offload.DeepSpeedZeRoOffload
 
@@ -102,7 +102,7 @@ def hooks_on(module):
 
 def test_installed_code_passes_the_probe():
     shape = deepspeed_hooks.probe(Offload._register_deepspeed_module)
-    assert shape.free_variables("_post_forward_module_hook") == ("self",)
+    assert shape.codes["_post_forward_module_hook"].co_freevars == ("self",)
     deepspeed_hooks.probe_setup(Offload.setup_zero_stage3_hooks)
 
 
@@ -167,7 +167,7 @@ def build(patches, use, leaf=False):
     if patches is not None:
         patches.apply()
     try:
-        with backend_context.use(use):
+        with backend_context.running_in(use):
             offload.setup_zero_stage3_hooks()
     finally:
         if patches is not None:
@@ -181,7 +181,7 @@ def test_same_calls_in_same_order_as_deepspeed(use, leaf):
     inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(1), requires_grad=True)
     theirs = build(None, None, leaf)
     ours = build(PatchSet("zero3 hooks", PATCHES), use, leaf)
-    assert mode_of(ours) == use
+    assert backend_of(ours) == use
     assert [getattr(m, "ds_id", None) for m in ours.module.modules()] == [
         getattr(m, "ds_id", None) for m in theirs.module.modules()
     ]
@@ -203,16 +203,16 @@ def test_same_calls_in_same_order_as_deepspeed(use, leaf):
 
 
 def test_one_autograd_class_for_each_side(patched):
-    with backend_context.use("torch"):
+    with backend_context.running_in("torch"):
         offload = Calls(net())
         offload.setup_zero_stage3_hooks()
     for module in offload.module.modules():
-        assert isinstance(module.pre_bwd_fn, Side) and module.pre_bwd_fn.function is BeforeBackward
-        assert isinstance(module.post_bwd_fn, Side) and module.post_bwd_fn.function is AfterBackward
+        assert isinstance(module.pre_bwd_fn, BackwardAction) and module.pre_bwd_fn.function is BeforeBackward
+        assert isinstance(module.post_bwd_fn, BackwardAction) and module.post_bwd_fn.function is AfterBackward
 
 
 def test_removal_leaves_nothing_and_registration_comes_back_the_same_way(patched):
-    with backend_context.use("torch"):
+    with backend_context.running_in("torch"):
         offload = Calls(net())
         offload.setup_zero_stage3_hooks()
     full = hooks_on(offload.module)
@@ -225,14 +225,14 @@ def test_removal_leaves_nothing_and_registration_comes_back_the_same_way(patched
     offload._register_deepspeed_module(offload.module)  # outside of mode.use
     assert offload.param_coordinator.invalid
     assert hooks_on(offload.module) == full
-    assert isinstance(offload.module.pre_bwd_fn, Side)
+    assert isinstance(offload.module.pre_bwd_fn, BackwardAction)
     offload.destroy()
     assert hooks_on(offload.module) == 0
 
 
 def test_a_second_offload_on_the_same_modules_gets_its_own_backward(patched):
     model = net()
-    with backend_context.use("torch"):
+    with backend_context.running_in("torch"):
         first = Calls(model)
         first.setup_zero_stage3_hooks()
         first.destroy()
@@ -244,7 +244,7 @@ def test_a_second_offload_on_the_same_modules_gets_its_own_backward(patched):
 
 
 def test_hooks_stay_still_while_a_module_is_traced(patched):
-    with backend_context.use("ort"):
+    with backend_context.running_in("ort"):
         offload = Calls(net())
         offload.setup_zero_stage3_hooks()
     assert hooks_on(offload.module) == 1 + 4 * 5
@@ -258,7 +258,7 @@ def test_hooks_stay_still_while_a_module_is_traced(patched):
 
 
 def test_a_hooked_module_can_be_deep_copied_without_its_offload(patched):
-    with backend_context.use("torch"):
+    with backend_context.running_in("torch"):
         offload = Calls(net())
         offload.unpicklable = (i for i in ())  # as process groups and streams are
         offload.setup_zero_stage3_hooks()

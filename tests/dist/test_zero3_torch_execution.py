@@ -81,7 +81,7 @@ def _train(scenario, ours):
 
     from ort_zero.utils.patching import PatchSet
     from ort_zero.zero3_hooks import backend_context
-    from ort_zero.zero3_hooks.patches import PATCHES, mode_of
+    from ort_zero.zero3_hooks.patches import PATCHES, backend_of
     from ort_zero.zero3_hooks.subscriber import BeforeBackward
 
     mlp, Reused = _models()
@@ -94,10 +94,10 @@ def _train(scenario, ours):
     if ours:
         patches.apply()
     try:
-        with backend_context.use("torch" if ours else None):
+        with backend_context.running_in("torch" if ours else None):
             engine, *_ = deepspeed.initialize(model=model, config=_config(scenario))
         offload = engine.optimizer.parameter_offload
-        assert mode_of(offload) == ("torch" if ours else None)
+        assert backend_of(offload) == ("torch" if ours else None)
         for module in (model, next(model.children())):
             assert (getattr(module.pre_bwd_fn, "function", None) is BeforeBackward) == ours
 

@@ -80,8 +80,8 @@ def test_the_known_shape_passes():
         "_run_before_backward_function",
         "_run_after_backward_function",
     }
-    assert shape.free_variables("_pre_forward_module_hook") == ("self",)
-    assert shape.free_variables("_pre_backward_module_hook") == ("_bwd_hook_unexpected_inputs_msg",)
+    assert shape.codes["_pre_forward_module_hook"].co_freevars == ("self",)
+    assert shape.codes["_pre_backward_module_hook"].co_freevars == ("_bwd_hook_unexpected_inputs_msg",)
 
 
 def test_classes_of_the_form_without_setup_context_pass():
@@ -151,15 +151,15 @@ def test_something_that_is_no_function_is_refused():
 
 
 def test_mode_holds_within_its_block_only():
-    assert backend_context.current() is None
-    with backend_context.use("torch"):
-        assert backend_context.current() == "torch"
-        with backend_context.use("ort"):
-            assert backend_context.current() == "ort"
-        assert backend_context.current() == "torch"
-    assert backend_context.current() is None
+    assert backend_context.current_backend() is None
+    with backend_context.running_in("torch"):
+        assert backend_context.current_backend() == "torch"
+        with backend_context.running_in("ort"):
+            assert backend_context.current_backend() == "ort"
+        assert backend_context.current_backend() == "torch"
+    assert backend_context.current_backend() is None
     with pytest.raises(ValueError, match="'jax'"):
-        with backend_context.use("jax"):
+        with backend_context.running_in("jax"):
             pass
 
 

@@ -15,7 +15,7 @@ def register_function(name: str, function: type) -> None:
     _pybind_state.register_torch_autograd_function(name, function)
 
 
-def with_all_gradients(function: type) -> type:
+def with_all_gradients(function: Any) -> type:
     """Return the autograd Function `function` with zeros in place of the gradients that its backward leaves out.
 
     ORT asks for the gradient of every input that leads to a weight, and gives None on to the next node as it is.

@@ -24,7 +24,7 @@ from ort_zero.compat.shape_inference import infer_shapes
 
 
 class Manager:
-    """The part of an ORT execution manager that works for the graph layer: exports, builds, runs."""
+    """The part of an ORT execution manager that works for a runner: it exports, builds and runs."""
 
     def __init__(self, manager: Any):
         self.manager = manager
@@ -32,13 +32,13 @@ class Manager:
         self.training = type(manager).__name__ == "TrainingManager"
         self.flattened_module = manager._flattened_module
         self.device: Any = manager._graph_transition_manager._device
-        """Set by the graph layer: engines move a module after it is wrapped."""
+        """Set by the runner: engines move a module after it is wrapped."""
         self.save_onnx = manager._debug_options.save_onnx_models.save
         self.level: log.Level = getattr(manager, "_ort_zero_level", None) or log.chosen(log.DEFAULT)
 
     @property
     def mode(self) -> str:
-        """``"training"`` or ``"inference"``."""
+        """Name of what the manager runs: ``"training"`` or ``"inference"``."""
         return "training" if self.training else "inference"
 
     def export(self, tensors: Mapping[str, Any]) -> tuple[Any, Any, dict[str, dict[int, str]]]:
@@ -61,7 +61,7 @@ class Manager:
             flattened_module=self.flattened_module,
             model_info_for_export=info,
             flatten_module_inputs=list(tensors.values()),
-            # the graph layer keeps buffers; a deep copy of a partitioned model would copy nothing useful
+            # the runner restores buffers; a deep copy of a partitioned model would copy nothing useful
             deepcopy_before_model_export=False,
             device=self.device,
             ortmodule_cache_dir="",
@@ -70,7 +70,7 @@ class Manager:
             enable_embedding_sparse_optimizer=options.enable_embedding_sparse_optimizer,
             onnx_opset_version=options.onnx_opset_version,
             stage3_param_handle=None,
-            # all that is asked of it here: below WARNING the exporter is verbose
+            # all that is read of it here: below WARNING the exporter is verbose
             debug_options=SimpleNamespace(
                 log_level=_logger.LogLevel.VERBOSE if self.level.exporter == "verbose" else _logger.LogLevel.ERROR,
                 torch_exporter_filter=None,
@@ -200,7 +200,7 @@ class Manager:
         return {cluster: (saving, int(frequency)) for cluster, (saving, frequency) in found.items()}
 
     def follow_determinism(self) -> None:
-        """Let sessions that are made from now on be as deterministic as torch is told to be."""
+        """Let sessions that are made from now on be deterministic if torch is set to be."""
         import torch
         from onnxruntime.training import ortmodule
 

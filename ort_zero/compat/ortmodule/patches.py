@@ -51,15 +51,12 @@ def patches() -> tuple[Patch, ...]:
 
 def symbolic_patches(symbolics: Mapping[str, Callable]) -> tuple[Patch, ...]:
     """Return the patches that put `symbolics` into ORT's own table, by ``"domain::name"``."""
-    return tuple(
-        Patch(
-            target=f"{SYMBOLICS}[{name}]",
-            build=lambda _, symbolic=symbolic: symbolic,
-            why="a symbolic that suits ONNX Runtime's gradients",
-            may_be_new=True,
-        )
-        for name, symbolic in symbolics.items()
-    )
+
+    def patch(name: str, symbolic: Callable) -> Patch:
+        why = "a symbolic that suits ONNX Runtime's gradients"
+        return Patch(target=f"{SYMBOLICS}[{name}]", build=lambda _: symbolic, why=why, may_be_new=True)
+
+    return tuple(patch(name, symbolic) for name, symbolic in symbolics.items())
 
 
 def _patch(target: str, build: Callable, why: str) -> Patch:

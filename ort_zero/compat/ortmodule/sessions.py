@@ -15,7 +15,7 @@ _LAID_OUT = frozenset({"Conv", "FusedConv", "MaxPool", "AveragePool", "GlobalMax
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphInfo:
-    """What ORT's graph builder tells about a graph, by the names that ORTModule reads."""
+    """What ORT's graph builder knows of a graph, by the names that ORTModule reads."""
 
     user_output_names: list[str]
     output_grad_indices_non_differentiable: list[int]
@@ -27,8 +27,8 @@ class GraphInfo:
     @classmethod
     def of(cls, info: Any) -> GraphInfo:
         """Return a plain copy of ORT's own."""
-        kinds = {field.name: dict if field.name.endswith("_map") else list for field in fields(cls)}
-        return cls(**{name: kind(getattr(info, name)) for name, kind in kinds.items()})
+        values: dict[str, Any] = {field.name: getattr(info, field.name) for field in fields(cls)}
+        return cls(**{n: dict(value) if n.endswith("_map") else list(value) for n, value in values.items()})
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +36,11 @@ class Session:
     """A graph that can run, and what the managers of ORTModule need to know of it."""
 
     model: Any
-    """The ModelProto that the session was made of."""
+    """The ModelProto that the session runs."""
     info: GraphInfo
     agent: Any
     differentiable: list[int]
-    """Inputs that autograd is told of, by position."""
+    """Positions of the inputs that autograd sees."""
     gradient_map: list[int]
     """Output of the backward for each of them, -1 for none."""
 
@@ -125,7 +125,7 @@ def training_agent(
     Args:
         data: the serialized graph, as it is to run.
         model: ModelProto with the same inputs and outputs.
-        info: what ORT's graph builder tells about it.
+        info: what ORT's graph builder knows of it.
         device: torch.device of the model.
         recompute: what ORT's memory optimizer is to compute again in the backward.
         session_config: options, providers and their options.
@@ -159,11 +159,11 @@ def _share_memory() -> bool:
     """
     from onnxruntime.capi import _pybind_state as C
 
-    place = C.OrtMemoryInfo("Cpu", C.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, C.OrtMemType.DEFAULT)
+    memory = C.OrtMemoryInfo("Cpu", C.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, C.OrtMemType.DEFAULT)
     # by default a block of up to 128 MB more than asked for is given away whole
     settings = C.OrtArenaCfg(0, -1, -1, 1)
     try:
-        C.create_and_register_allocator(place, settings)
+        C.create_and_register_allocator(memory, settings)
     except Exception as error:
         # the user's program has registered one, which is as good
         return "already" in str(error)

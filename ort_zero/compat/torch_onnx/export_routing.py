@@ -18,8 +18,8 @@ class Router(Protocol):
     def before(self, node: TracedNode) -> str | None:
         """Return why `node` cannot be exported, or None to try."""
 
-    def after(self, node: TracedNode, made: list[str]) -> str | None:
-        """Return why the ONNX operators `made` will not do for `node`, or None to keep them."""
+    def after(self, node: TracedNode, operators: list[str]) -> str | None:
+        """Return why the ONNX operators `operators` will not do for `node`, or None to keep them."""
 
     def run_in_torch(self, node: TracedNode, why: str) -> tuple[list[TracedValue], dict]:
         """Return inputs and attributes of the node that runs `node` in PyTorch.
@@ -29,7 +29,7 @@ class Router(Protocol):
         """
 
     def result_sizes(self, node: TracedNode) -> list[list]:
-        """Return the sizes of the results of `node`, None for those that vary; asked after :meth:`run_in_torch`."""
+        """Return the sizes of the results of `node`, None for those that vary; called after :meth:`run_in_torch`."""
 
 
 @contextlib.contextmanager
@@ -226,8 +226,8 @@ def _as_traced(result, node: TracedNode, context):
     for i, (value, out) in enumerate(zip(values, outputs, strict=True)):
         if not isinstance(value, torch._C.Value) or not out.is_tensor or value.type().kind() != "TensorType":
             continue
-        made, wanted = value.type().scalarType(), out.scalar_type
-        if made is not None and wanted in ELEM_TYPES and made != wanted:
+        found, wanted = value.type().scalarType(), out.scalar_type
+        if found is not None and wanted in ELEM_TYPES and found != wanted:
             values[i] = value = context.op("Cast", value, to_i=ELEM_TYPES[wanted][0])
         if node.stops_gradient(out):
             kind = value.type()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ort_zero.compat.torch_onnx.exporter_modules import module_of
 from ort_zero.compat.torch_onnx.traced import TracedNode
@@ -83,7 +84,7 @@ class Symbolic:
 
     @staticmethod
     def slice(g, value, axis: int, start: int, end: int):
-        """Return ``value[start:end]`` along `axis`."""
+        """Return the traced value of ``value[start:end]`` along `axis`."""
         from torch.onnx import symbolic_helper
 
         return symbolic_helper._slice_helper(g, value, axes=[axis], starts=[start], ends=[end])
@@ -93,7 +94,8 @@ class Symbolic:
         """Return the ONNX element type of a dtype as the tracer numbers it."""
         from torch.onnx import JitScalarType  # the facade is kept by every torch so far
 
-        return int(JitScalarType(dtype).onnx_type())
+        kind: Any = JitScalarType(dtype).onnx_type()
+        return int(kind)
 
 
 def _of_several(value) -> bool:

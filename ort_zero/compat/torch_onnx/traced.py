@@ -68,7 +68,7 @@ class TracedValue:
 
     @property
     def value_kind(self) -> str:
-        """``"complex"``, ``"bool"`` or ``"real"``: how a tensor is to be read from the one that stands for it."""
+        """``"complex"``, ``"bool"`` or ``"real"``: how a tensor is to be read from the real one that replaces it."""
         return "complex" if self.is_complex else "bool" if self.scalar_type == "Bool" else "real"
 
     @property
@@ -78,7 +78,7 @@ class TracedValue:
 
     @property
     def requires_grad(self) -> bool:
-        """True if PyTorch would compute a gradient for it; known where the trace was made with gradients on."""
+        """True if PyTorch would compute a gradient for it; known where gradients were on during the trace."""
         return self.is_tensor and self._traced.requiresGrad()
 
     @property
@@ -99,21 +99,21 @@ class TracedValue:
 
     @property
     def elem_type(self) -> int:
-        """ONNX element type of the tensor that stands for it; complex numbers are pairs of real ones."""
+        """ONNX element type of the tensor that replaces it in the graph; complex numbers are pairs of real ones."""
         if not self.is_tensor:
             return {"FloatType": 1, "BoolType": 9}.get(self._traced.type().kind(), 7)
         return ELEM_TYPES[self._scalar_type][0]
 
     @property
     def rank(self) -> int:
-        """Number of axes of the tensor that stands for it."""
+        """Number of axes of the tensor that replaces it in the graph."""
         if not self.is_tensor:
             return 0
         return (self._traced.type().dim() or 0) + self.is_complex
 
     @property
     def dtype(self):
-        """The torch dtype of the tensor that stands for it."""
+        """The torch dtype of the tensor that replaces it in the graph."""
         import torch
 
         if not self.is_tensor:
@@ -122,7 +122,7 @@ class TracedValue:
 
     @property
     def traced_sizes(self) -> list:
-        """The sizes in the trace of the tensor that stands for it; None for unknown ones."""
+        """The sizes in the trace of the tensor that replaces it in the graph; None for unknown ones."""
         sizes = self._traced.type().sizes() if self.is_tensor else []
         return [*(sizes or [None] * (self.rank - self.is_complex)), *([2] if self.is_complex else [])]
 
@@ -211,7 +211,7 @@ class Schema:
         return [a.name if a.kwarg_only else None for a in self._arguments]
 
     def wants_number(self, position: int) -> bool:
-        """Return True if an argument is a number, so that a tensor in its place stands for one."""
+        """Return True if an argument is a number, so that a tensor given for it is one number."""
         return _inner(self._arguments[position].type).kind() in _NUMBERS
 
     def takes(self, values: list[TracedValue]) -> bool:
@@ -242,7 +242,9 @@ def _fits(kind, value: TracedValue) -> bool:
     if value.items is not None or (value.is_constant and isinstance(value.constant, tuple)):
         return wanted == "ListType"
     if value.is_tensor:
-        return wanted == "TensorType" or (value.rank == 0 and wanted in _NUMBERS_OF.get(value.scalar_type, _NUMBERS))
+        return wanted == "TensorType" or (
+            value.rank == 0 and wanted in _NUMBERS_OF.get(value.scalar_type or "", _NUMBERS)
+        )
     if value.is_number:
         return wanted in _NUMBERS
     return wanted not in ("TensorType", "ListType", *_NUMBERS)
@@ -312,4 +314,4 @@ class TracedNode:
 
 _FACTORY = re.compile(r"^prim::|_like$|::new_|::(zeros|ones|full|empty|rand|randn|arange)$")
 STOP_GRADIENT = "detach_copy"
-"""ATen operator in whose place ORT's gradient stops, see :func:`ort_zero.compat.ortmodule.import_ortmodule`."""
+"""ATen operator in whose place ORT's gradient stops, see :mod:`ort_zero.compat.ortmodule.loading`."""
