@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ort_zero.statistics.collect.writer import StatisticsWriter
+from ort_zero.statistics.file_format import StepRows
 from ort_zero.statistics.records import FIRST, SKETCH, Phase
 from ort_zero.statistics.rows import COLUMNS, WIDTH
-from ort_zero.statistics.storage import StatisticsWriter, StepRows
 
 TIME_GOAL = 5.0
 """Seconds."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ort_zero.statistics.collect.tensor_statistics import measure_into, sampled
+from ort_zero.statistics.collect.sampling import sampled
+from ort_zero.statistics.collect.tensor_statistics import measure_into
 from ort_zero.statistics.rows import WIDTH
 
 REPEATS = 7

@@ -10,8 +10,8 @@ from ort_zero.utils.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
+    from ort_zero.statistics.collect.subscriber_base import SubscriberBase
     from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager, inspect_activation
-    from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
 else:
     # on demand: statistics import numba and pyarrow
     __getattr__ = lazy_attributes(
@@ -19,7 +19,7 @@ else:
         {
             "GlobalSubscriberManager": "ort_zero.statistics.collect.subscriber_manager",
             "StatisticsSubscriber": "ort_zero.statistics.collect.subscriber",
-            "SubscriberBase": "ort_zero.zero3_hooks.subscriber_base",
+            "SubscriberBase": "ort_zero.statistics.collect.subscriber_base",
             "inspect_activation": "ort_zero.statistics.collect.subscriber_manager",
         },
     )

@@ -118,9 +118,9 @@ def _memory_request(section: config.MemoryConfig) -> Any:
 
 def _note(engine: Any) -> None:
     """Let subscribers know the stage, also without a section; nothing here may keep an engine from being made."""
-    from ort_zero.statistics.collect.subscriber_manager import note_stage
+    from ort_zero.statistics.collect.subscriber_manager import remember_zero_stage
 
-    note_stage(engine.module, int(engine.zero_optimization_stage()))
+    remember_zero_stage(engine.module, int(engine.zero_optimization_stage()))
 
 
 def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:

@@ -11,7 +11,7 @@ from ort_zero.recompute.optimizer import Decision
 from ort_zero.runtime.export.tracer import Effects
 from ort_zero.runtime.guards.keys import ExportedModelInfo, ExportKey, KnownGraph, PostExportProcessedModelInfo
 from ort_zero.runtime.zero3 import gather_reduce
-from ort_zero.statistics.collect import graph_readers
+from ort_zero.statistics.collect import reader_marks
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class Exported:
     effects: Effects
     differentiable: frozenset[str]
     """Arguments that were traced with gradients."""
-    taps: list[graph_readers.Taps] = field(default_factory=list)
+    readers: list[reader_marks.GraphReaders] = field(default_factory=list)
     read_alone: frozenset[str] = frozenset()
     """Graph inputs that no result depends on: they are there for subscribers."""
 

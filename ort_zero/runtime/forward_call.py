@@ -29,7 +29,7 @@ from ort_zero.runtime.rank_agreement import RankAgreement
 from ort_zero.runtime.rank_protocol import Action as RankAction
 from ort_zero.runtime.rank_protocol import BuildAgain, BuildAnew, Decided, Enter, Entered, Ran, Return, Run
 from ort_zero.runtime.transitions import GraphTransitionManager
-from ort_zero.statistics.collect.subscriber_manager import Session
+from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 
 
 class ModuleRuntime(Protocol):
@@ -40,7 +40,7 @@ class ModuleRuntime(Protocol):
     ranks: RankAgreement
     excluded: ExcludedModules
     guard_failures: value_guards.GuardFailures
-    graph_subscribers: list[Session]
+    graph_subscribers: list[SubscribedModel]
 
     @property
     def trainable(self) -> bytes:

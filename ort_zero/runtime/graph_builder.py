@@ -45,8 +45,8 @@ from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.runtime.zero3.collective_plan import Plan, Weight, small_share
 from ort_zero.runtime.zero3.collective_plan import plan as make_plan
 from ort_zero.runtime.zero3.insert_collectives import TRIGGER, describe, rewrite
-from ort_zero.statistics.collect import graph_readers
-from ort_zero.statistics.collect.subscriber_manager import Session
+from ort_zero.statistics.collect import graph_readers, reader_marks
+from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 from ort_zero.zero3_hooks.hook_manager import paused
 
 
@@ -96,7 +96,13 @@ class Builder:
     # -- export ----------------------------------------------------------------------------------------------------
 
     def make(
-        self, observed: Observed, call: pytree.Call, watching: Sequence[Session], number: int, *, anew: bool = False
+        self,
+        observed: Observed,
+        call: pytree.Call,
+        watching: Sequence[SubscribedModel],
+        number: int,
+        *,
+        anew: bool = False,
     ) -> Graph:
         """Return a new graph for a call: from the export cache, or exported.
 
@@ -123,7 +129,7 @@ class Builder:
             self.lookup.keep(described)  # not before: ORT may have no kernel for what it has built
         return graph
 
-    def export(self, observed: Observed, call: pytree.Call, watching: Sequence[Session]) -> Exported:
+    def export(self, observed: Observed, call: pytree.Call, watching: Sequence[SubscribedModel]) -> Exported:
         """Return the exported module, with its shapes."""
         try:
             model, schema, axes = self._traced(call, watching, all_inputs=True)
@@ -135,7 +141,7 @@ class Builder:
         tracer, marked = self.tracer, self.tracer.marks
         complete_dropout(model)
         seed_dropout(model)
-        read_alone = graph_readers.read_alone(model) if marked else set()
+        read_alone = graph_readers.inputs_for_marks_alone(model) if marked else set()
         with self._timed("shapes"):
             model = self.manager.process(model, infer_python_op)
         names = tuple(given.name for given in model.graph.input)
@@ -149,8 +155,8 @@ class Builder:
         )
         return Exported(observed.export, info, tracer.effects, tracer.differentiable, marked, frozenset(read_alone))
 
-    def _traced(self, call: pytree.Call, watching: Sequence[Session], *, all_inputs: bool) -> tuple:
-        marked = [graph_readers.Taps(session, self.module) for session in watching]
+    def _traced(self, call: pytree.Call, watching: Sequence[SubscribedModel], *, all_inputs: bool) -> tuple:
+        marked = [reader_marks.GraphReaders(model, self.module) for model in watching]
         watched = self.lookup.watching if self.lookup is not None else contextlib.nullcontext
 
         @contextlib.contextmanager
@@ -171,7 +177,7 @@ class Builder:
             torch_onnx.routing(self.routes),
             unchanged_buffers(flattened),
             full_shape_weights(flattened),
-            graph_readers.traced(marked),
+            reader_marks.marking(marked),
             tracer.everything_trainable(flattened),
         ):
             return self.manager.export(dict(zip(call.names, tracer.arguments, strict=True)))
@@ -231,9 +237,9 @@ class Builder:
             with self._timed("bridge"):
                 table, model, gradient = self._rewritten(model, plan, parameters)
             bridge, digest = describe(plan), plan.digest()
-        if exported.taps:
+        if exported.readers:
             graph_readers.register(ort_compat.register_function)
-            graph_readers.place_readers(model)
+            graph_readers.insert_readers(model)
         if decision is not None:
             model = self.memory.arrange(model, sizes, decision)
         run = self._model_info(exported, model, parameters, wanted, inputs, table)

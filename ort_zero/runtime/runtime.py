@@ -43,7 +43,7 @@ from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.rank_agreement import RankAgreement
 from ort_zero.runtime.transitions import GraphTransitionManager, History
 from ort_zero.runtime.zero3 import gather_reduce
-from ort_zero.statistics.collect.subscriber_manager import Session, sessions_of
+from ort_zero.statistics.collect.subscribed_model import SubscribedModel, subscribed_models_in
 
 
 class Runtime:
@@ -96,9 +96,9 @@ class Runtime:
         self.runs: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
         """Completed runs of sessions, by ``"forward"`` and ``"backward"``."""
         self._module_guard: ModelWatch | None = None
-        self._sessions: list[Session] = []
+        self._subscribed: list[SubscribedModel] = []
         """Those who subscribed to this module or a part of it, in this call."""
-        self.graph_subscribers: list[Session] = []
+        self.graph_subscribers: list[SubscribedModel] = []
         """Those of them who want to see tensors of the graph in this call."""
         self._parameters = pytree.parameters_of(module.forward)
         self._training = True
@@ -218,10 +218,10 @@ class Runtime:
         """Show subscribers what the call was given and returned; announce what runs after the first training graph."""
         if self.announce is not None and self._training:
             self._announce()
-        for tapped in graph.exported.taps:
-            tapped.given(args, kwargs)
-        for session in self._sessions:
-            session.end(result)
+        for readers in graph.exported.readers:
+            readers.show_arguments(args, kwargs)
+        for model in self._subscribed:
+            model.end_step(result)
 
     # -- reports ----------------------------------------------------------------------------------------------------
 
@@ -245,18 +245,18 @@ class Runtime:
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
-        self._sessions = sessions_of(self.module)
-        for session in self._sessions:
-            session.begin("onnxruntime")
+        self._subscribed = subscribed_models_in(self.module)
+        for model in self._subscribed:
+            model.begin_step("onnxruntime")
         self.graph_subscribers = [
-            session for session in self._sessions if any(one.acts_on_places() for one in session.active)
+            model for model in self._subscribed if any(one.acts_on_tensors() for one in model.active)
         ]
 
     def _fall_back(self, reason: str, run_in_torch: Callable[[], Any]) -> Any:
         """Run this call and all later ones in PyTorch."""
         self.fallback_reason = reason
-        for session in self._sessions:
-            session.step -= 1  # PyTorch begins it anew
+        for model in self._subscribed:
+            model.step -= 1  # PyTorch begins it anew
         get_logger().warning("running in PyTorch: %s", reason)
         self._announce()
         return run_in_torch()

@@ -28,7 +28,7 @@ from ort_zero.runtime.graph_builder import Builder
 from ort_zero.runtime.guards.decide import decide
 from ort_zero.runtime.guards.keys import Action, ExportKey, Graphs, Observed, ProcessKey, TensorInput, Transition
 from ort_zero.runtime.guards.module_guard import ModelWatch
-from ort_zero.statistics.collect.subscriber_manager import Session
+from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 
 MOST_HISTORY = 1000
 """So many transitions of a model are remembered."""
@@ -108,7 +108,7 @@ class GraphTransitionManager:
 
     # -- check -----------------------------------------------------------------------------------------------------
 
-    def observe(self, call: pytree.Call, watching: Sequence[Session]) -> Observed:
+    def observe(self, call: pytree.Call, watching: Sequence[SubscribedModel]) -> Observed:
         """Return what of a call, and of the module at this moment, decides about graphs."""
         version = self.watch.look()
         tensors = tuple(
@@ -134,7 +134,7 @@ class GraphTransitionManager:
     # -- carry out -------------------------------------------------------------------------------------------------
 
     def enter(
-        self, transition: Transition, observed: Observed, call: pytree.Call, watching: Sequence[Session]
+        self, transition: Transition, observed: Observed, call: pytree.Call, watching: Sequence[SubscribedModel]
     ) -> Graph:
         """Carry out a transition: return the graph to run. An error leaves all graphs as they were."""
         if transition.action is Action.REUSE:
@@ -184,7 +184,9 @@ class GraphTransitionManager:
         def lasts(other: Graph) -> bool:
             # what was made for another tree, or for readers that are gone, will not match again
             same_tree = other.known.export.model.number == graph.known.export.model.number
-            read = all(tap.session() is not None and tap.session().subscribers for tap in other.exported.taps)
+            read = all(
+                (model := readers.model()) is not None and model.subscribers for readers in other.exported.readers
+            )
             # one call has one graph: a forced export replaces the one that did not hold
             return same_tree and read and not _serve_alike(other, graph)
 

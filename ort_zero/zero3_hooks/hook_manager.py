@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
+from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
 
 _paused = False
 
@@ -52,7 +52,7 @@ class SubscriberManager:
     run through the manager and hooks of DeepSpeed see the same.
     """
 
-    def __init__(self, subscribers: Iterable[SubscriberBase]):
+    def __init__(self, subscribers: Iterable[ModuleSubscriber]):
         self.subscribers = tuple(subscribers)
         self.handles: list[Handles] = []
 
@@ -78,7 +78,7 @@ class SubscriberManager:
         self.handles.clear()
 
 
-def _register(subscriber: SubscriberBase, module: Module, handles: Handles) -> None:
+def _register(subscriber: ModuleSubscriber, module: Module, handles: Handles) -> None:
     for child in subscriber.children(module):
         _register(subscriber, child, handles)
     subscriber.prepare(module)
@@ -99,7 +99,5 @@ def _register(subscriber: SubscriberBase, module: Module, handles: Handles) -> N
 
     handles.module.append(module.register_forward_pre_hook(before_module))
     handles.module.append(module.register_forward_hook(after_module))
-    if subscriber.acts_on_outputs():
-        handles.tensor.append(module.register_forward_hook(after_tensors))
-    if subscriber.acts_on_inputs():
-        handles.tensor.append(module.register_forward_pre_hook(before_tensors))
+    handles.tensor.append(module.register_forward_hook(after_tensors))
+    handles.tensor.append(module.register_forward_pre_hook(before_tensors))

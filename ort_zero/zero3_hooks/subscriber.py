@@ -14,7 +14,7 @@ import torch
 
 from ort_zero.compat import deepspeed_hooks
 from ort_zero.zero3_hooks.hook_manager import SubscriberManager
-from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
+from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
 
 
 class BackwardAction:
@@ -94,7 +94,7 @@ class _ActionsHandle:
         self._actions = []
 
 
-class ZeROOffloadSubscriber(SubscriberBase):
+class ZeROOffloadSubscriber(ModuleSubscriber):
     """Gathers and releases the parameters of one ``DeepSpeedZeRoOffload`` around forward and backward."""
 
     def __init__(self, offload: Any):

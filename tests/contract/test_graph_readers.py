@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ort_zero.config import OrtModuleConfig
 from ort_zero.plugin import engine_patch
+from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager, inspect_activation, unwrapped
-from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
 
 
 class Recorder(SubscriberBase):
@@ -24,18 +24,18 @@ class Recorder(SubscriberBase):
         self.start_step, self.end_step = start_step, end_step
         self.seen, self.sources, self.closed = {}, {}, 0
 
-    def _key(self, step, direction, place):
-        call = place.call
-        return step, direction, call.path, call.occurrence, place.kind, place.slot
+    def _key(self, step, direction, slot):
+        call = slot.call
+        return step, direction, call.path, call.occurrence, slot.kind, slot.name
 
-    def forward_place(self, step, place, tensor):
-        key = self._key(step, "forward", place)
+    def forward_slot_apply(self, step, slot, tensor):
+        key = self._key(step, "forward", slot)
         assert key not in self.seen, f"{key} came twice"
         self.seen[key] = (tuple(tensor.shape), tensor.detach().double().norm().item())
-        self.sources[key] = place.source >= 0
+        self.sources[key] = slot.source >= 0
 
-    def backward_place(self, step, place, gradient):
-        self.seen[self._key(step, "backward", place)] = (tuple(gradient.shape), gradient.double().norm().item())
+    def gradient_slot_apply(self, step, slot, gradient):
+        self.seen[self._key(step, "backward", slot)] = (tuple(gradient.shape), gradient.double().norm().item())
 
     def close(self):
         self.closed += 1
@@ -224,11 +224,11 @@ def test_readers_run_as_values_are_made():
     runs = []
 
     class Order(SubscriberBase):
-        def forward_place(self, step, place, tensor):
-            runs.append(place.order)
+        def forward_slot_apply(self, step, slot, tensor):
+            runs.append(slot.order)
 
-        def backward_place(self, step, place, gradient):
-            runs.append(-place.order)
+        def gradient_slot_apply(self, step, slot, gradient):
+            runs.append(-slot.order)
 
     _, run = in_ort(gpt2())
     GlobalSubscriberManager.subscribe(run, [Order()])

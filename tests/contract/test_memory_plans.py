@@ -17,8 +17,8 @@ from ort_zero.errors import ExportError, MemoryPlanError
 from ort_zero.plugin import engine_patch
 from ort_zero.recompute import candidates, graph_edits, peak_memory
 from ort_zero.recompute.graph_model import Flow
+from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
-from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
 
 WORDS, LENGTH, BATCH = 128, 32, 8
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -192,14 +192,14 @@ class Norms(SubscriberBase):
     def __init__(self):
         self.seen: dict[tuple, float] = {}
 
-    def forward_place(self, step, place, tensor):
-        self._keep("forward", step, place, tensor)
+    def forward_slot_apply(self, step, slot, tensor):
+        self._keep("forward", step, slot, tensor)
 
-    def backward_place(self, step, place, gradient):
-        self._keep("backward", step, place, gradient)
+    def gradient_slot_apply(self, step, slot, gradient):
+        self._keep("backward", step, slot, gradient)
 
-    def _keep(self, direction, step, place, tensor):
-        key = (step, direction, place.call.path, place.call.occurrence, place.kind, place.slot)
+    def _keep(self, direction, step, slot, tensor):
+        key = (step, direction, slot.call.path, slot.call.occurrence, slot.kind, slot.name)
         self.seen[key] = tensor.detach().double().norm().item()
 
     def close(self):

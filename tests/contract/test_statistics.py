@@ -20,8 +20,8 @@ from ort_zero.errors import StatisticsError
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, inspect_activation
 from ort_zero.plugin import engine_patch
 from ort_zero.statistics.compare.compare_runs import compare
+from ort_zero.statistics.reader import open_run
 from ort_zero.statistics.records import Phase
-from ort_zero.statistics.storage import open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

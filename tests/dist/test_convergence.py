@@ -12,7 +12,7 @@ import pytest
 from convergence_models import FAULTS, PARTS
 
 from ort_zero.statistics.compare.compare_runs import compare
-from ort_zero.statistics.storage import open_run
+from ort_zero.statistics.reader import open_run
 from ort_zero.testing.ranks import run_on_ranks
 
 MODELS = ("gpt2", "bert", "cnn")

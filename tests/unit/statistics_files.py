@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ort_zero.statistics.collect.writer import StatisticsWriter
+from ort_zero.statistics.file_format import StepRows
 from ort_zero.statistics.records import FILE, FIRST, SKETCH, Phase, Record, Statistics
 from ort_zero.statistics.run_folder import rank_name
-from ort_zero.statistics.storage import StatisticsWriter, StepRows
 
 MANIFEST_OF = {
     "backend": "torch",

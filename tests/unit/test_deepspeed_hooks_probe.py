@@ -8,7 +8,6 @@ from ort_zero.compat import deepspeed_hooks, versions
 from ort_zero.errors import PatchError
 from ort_zero.utils.tree_map import map_tensors
 from ort_zero.zero3_hooks import backend_context
-from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
 
 KNOWN = """
 def _register_deepspeed_module(self, module, count=[0]):
@@ -161,17 +160,6 @@ def test_mode_holds_within_its_block_only():
     with pytest.raises(ValueError, match="'jax'"):
         with backend_context.running_in("jax"):
             pass
-
-
-def test_a_subscriber_visits_tensors_only_for_actions_it_has():
-    class Watching(SubscriberBase):
-        def post_forward_tensor_apply(self, module, tensor):
-            return None
-
-    assert not SubscriberBase().acts_on_inputs()
-    assert not SubscriberBase().acts_on_outputs()
-    assert Watching().acts_on_outputs()
-    assert not Watching().acts_on_inputs()
 
 
 def test_map_tensors_keeps_containers_and_replaces_tensors():

@@ -51,10 +51,10 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"compat", "env", "errors"},
     "onnx_edit": set(),
     # ZeRO-3 in PyTorch, and in a graph of ONNX Runtime
-    "zero3_hooks": {"compat", "utils"},
+    "zero3_hooks": {"compat"},
     "runtime.zero3": {"compat", "errors", "onnx_edit", "utils"},
     # what users collect, and how two runs are compared
-    "statistics": {"env", "errors", "log", "utils"},
+    "statistics": {"errors", "utils"},
     "statistics.collect": {"compat", "distributed", "env", "errors", "log", "onnx_edit", "runtime.zero3", "statistics",
                            "utils", "zero3_hooks"},
     "statistics.compare": {"errors", "statistics", "utils"},
@@ -77,7 +77,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"compat", "env", "errors", "utils"},
     "__init__": {"plugin", "runtime.operators", "utils"},
     "graph": {"runtime.operators"},
-    "hooks": {"statistics.collect", "statistics.compare", "utils", "zero3_hooks"},
+    "hooks": {"statistics.collect", "statistics.compare", "utils"},
     "cli": {"__init__", "checkpoint", "compat", "distributed", "doctor", "env", "errors", "recompute", "statistics",
             "statistics.compare", "utils"},
     "__main__": {"cli"},

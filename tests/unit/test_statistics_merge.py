@@ -21,8 +21,8 @@ from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.compare import merge
 from ort_zero.statistics.compare.merge import merge_activation_summary
+from ort_zero.statistics.file_format import StepRows
 from ort_zero.statistics.records import SKETCH, Phase, Record, Statistics
-from ort_zero.statistics.storage import StepRows
 
 
 def numbers(values: np.ndarray) -> Statistics:

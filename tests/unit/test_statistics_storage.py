@@ -19,10 +19,12 @@ import pytest
 from statistics_files import begin, records, write
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics import storage
+from ort_zero.statistics.collect import writer
+from ort_zero.statistics.file_format import END, HEADER, StepRows
+from ort_zero.statistics.reader import open_run
 from ort_zero.statistics.records import FILE, FIRST, FORMAT_VERSION, MANIFEST, SKETCH, Record
 from ort_zero.statistics.run_folder import CLAIM, LOCK, rank_name
-from ort_zero.statistics.storage import StepRows, open_run
+from ort_zero.statistics.step_index import locate_steps
 
 
 def same(a: Record, b: Record) -> bool:
@@ -47,7 +49,7 @@ def warnings(monkeypatch):
         warning = staticmethod(said.append)
         error = staticmethod(said.append)
 
-    monkeypatch.setattr(storage, "get_logger", lambda: Logger)
+    monkeypatch.setattr(writer, "get_logger", lambda: Logger)
     return said
 
 
@@ -116,7 +118,7 @@ def test_reading_takes_no_more_memory_than_a_few_steps(tmp_path):
             writer.append(step, rows)
     assert writer.size > 40e6
     code = (
-        "import sys\nfrom ort_zero.statistics.storage import open_run\n"
+        "import sys\nfrom ort_zero.statistics.reader import open_run\n"
         "def anonymous():\n"
         "    return int(next(l for l in open('/proc/self/status') if l.startswith('RssAnon')).split()[1]) / 1024\n"
         "before, most, run = anonymous(), 0, open_run(sys.argv[1])\n"
@@ -134,11 +136,11 @@ def test_reading_takes_no_more_memory_than_a_few_steps(tmp_path):
 def test_a_file_cut_at_any_byte_is_read_up_to_its_last_full_step(tmp_path):
     file = write(tmp_path)
     data = file.read_bytes()
-    ends = [len(storage._HEADER)]
+    ends = [len(HEADER)]
     with open(file, "rb") as stream:
-        places, ended, rest = storage._walk(stream, file)
+        places, ended, rest = locate_steps(stream, file)
     ends += [place.offset + place.length for place in places]
-    assert ended and not rest and ends[-1] == len(data) - len(storage._END)
+    assert ended and not rest and ends[-1] == len(data) - len(END)
     for size in range(len(data) - 1, -1, -1):
         os.truncate(file, size)
         run = open_run(tmp_path)
@@ -172,7 +174,7 @@ def test_a_changed_byte_never_comes_out_as_a_number(tmp_path):
 
 def test_zeros_left_by_a_machine_that_went_down_are_no_step(tmp_path):
     file = write(tmp_path)
-    data = file.read_bytes()[: -len(storage._END)]
+    data = file.read_bytes()[: -len(END)]
     file.write_bytes(data + bytes(5000))
     run = open_run(tmp_path)
     assert run.steps_of(0) == (0, 1, 2) and "cut inside a step" in run.notes[0]
@@ -403,9 +405,9 @@ def test_two_runs_that_start_together_never_mix(tmp_path, order, override, warni
             writers.append((run, begin(tmp_path, rank, 2, run, override)))
         except StatisticsError:
             lost.add(run)
-    for run, writer in writers:
-        writer.append(0, StepRows.of(records(0)))
-        writer.close()
+    for run, opened in writers:
+        opened.append(0, StepRows.of(records(0)))
+        opened.close()
         if not writer.steps:
             lost.add(run)
     assert len(lost) == 1, "exactly one of them has to give way"
@@ -557,7 +559,7 @@ def test_ranks_with_other_models_are_a_note(tmp_path):
 
 
 def test_a_missing_package_is_one_line_with_the_way_out():
-    code = "import sys; sys.modules['pyarrow'] = None; import ort_zero.statistics.storage"
+    code = "import sys; sys.modules['pyarrow'] = None; import ort_zero.statistics.reader"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert last.endswith("StatisticsError: pyarrow is not installed: pip install 'ort-zero[statistics]'")

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ort_zero.statistics import rows as layout
 from ort_zero.statistics.collect import tensor_statistics as module
-from ort_zero.statistics.collect.tensor_statistics import measure, measure_into, measure_raw, sampled
+from ort_zero.statistics.collect.sampling import sampled
+from ort_zero.statistics.collect.tensor_statistics import measure, measure_into, measure_raw
 from ort_zero.statistics.records import FIRST
 from ort_zero.statistics.rows import WIDTH, merge, statistics_of
 

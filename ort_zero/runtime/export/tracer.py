@@ -16,7 +16,7 @@ from ort_zero.compat.torch_modules import version_of
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.errors import ExportError
 from ort_zero.runtime.export import pytree
-from ort_zero.statistics.collect import graph_readers
+from ort_zero.statistics.collect import reader_marks
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Tracer:
         self,
         training: bool,
         call: pytree.Call,
-        marks: list[graph_readers.Taps],
+        marks: list[reader_marks.GraphReaders],
         *,
         all_inputs: bool = True,
         watching: Callable[[], AbstractContextManager] = contextlib.nullcontext,
@@ -139,7 +139,7 @@ class Tracer:
             counting=[m for m in seen.normalised if m.num_batches_tracked is not None],
         )
         more = [given[i].detach() for i in changed] + [guard.tensor.detach().flatten() for guard in seen.guards]
-        more += graph_readers.gathered(self.marks)
+        more += reader_marks.joined_tokens(self.marks)
         return tensors + more, schema
 
 

@@ -1,4 +1,4 @@
-"""Where in a step a tensor is seen: the tree of module calls, and the tensors that go in and come out."""
+"""Numbers what a step of a model meets: the tree of module calls, and the tensors that go in and come out of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ort_zero.compat.tracing import untraced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class ModuleCall:
     """One call of one module."""
 
     number: int
@@ -28,27 +28,27 @@ class Call:
     """1 for the module's first call in the step."""
 
     @property
-    def module(self) -> Module:
-        """The module that is called."""
+    def module(self) -> Module | None:
+        """The module that is called; None once it is gone."""
         return self.module_ref()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """One tensor that goes into a call or comes out of it."""
+class TensorSlot:
+    """The position of one tensor among the inputs and outputs of a module call."""
 
     order: int
-    """From 0 within the step, as the code reaches them."""
-    call: Call
+    """From 0 within the step, as the code reaches the tensors."""
+    call: ModuleCall
     kind: str
     """``"input"``, ``"output"`` or ``"inspect"``."""
-    slot: str
+    name: str
     """Which of them: ``""`` for a single one, ``"[0]"``, ``".logits"``; the name given to ``inspect_activation``."""
     source: int
-    """Order of the place where this very tensor was seen first, -1 if it is here."""
+    """Order of the slot where this very tensor was seen first, -1 if it is here."""
 
     @property
-    def module(self) -> Module:
+    def module(self) -> Module | None:
         """The module that is called."""
         return self.call.module
 
@@ -58,24 +58,24 @@ def clean_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in WRAPPER_ATTRIBUTES)
 
 
-class Walk:
-    """Follows the calls below one root and numbers what it meets. One step at a time."""
+class CallTracker:
+    """Follows the calls of the modules below one root and numbers calls and tensors, one step at a time."""
 
     def __init__(self, root: Module):
         self._root = weakref.ref(root)
         self._paths: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
-        self.begin()
+        self.begin_step()
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Forget the step before."""
-        self.places: list[Place] = []
-        self._open: list[Call] = []
+        self.slots: list[TensorSlot] = []
+        self._open: list[ModuleCall] = []
         self._calls = 0
         self._occurrences: dict[str, int] = {}
         self._seen: dict[tuple, tuple[int, StorageWeakRef]] = {}
 
     @property
-    def running(self) -> Call | None:
+    def running(self) -> ModuleCall | None:
         """The innermost call that has begun and not ended."""
         return self._open[-1] if self._open else None
 
@@ -83,23 +83,27 @@ class Walk:
         """Return the path of a module below the root; that of its type if it is not below."""
         found = self._paths.get(module)
         if found is None:
-            for name, part in self._root().named_modules():
+            root = self._root()
+            for name, part in root.named_modules() if root is not None else ():
                 self._paths[part] = clean_path(name)
             found = self._paths.setdefault(module, type(module).__name__)
         return found
 
-    def enter(self, module: Module) -> Call:
-        """Take notice of a call that begins."""
+    def enter(self, module: Module) -> ModuleCall:
+        """Return the call of a module that begins now."""
         path = self.path_of(module)
         self._occurrences[path] = occurrence = self._occurrences.get(path, 0) + 1
         caller = self._open[-1].number if self._open else -1
-        call = Call(self._calls, caller, weakref.ref(module), path, occurrence)
+        call = ModuleCall(self._calls, caller, weakref.ref(module), path, occurrence)
         self._calls += 1
         self._open.append(call)
         return call
 
-    def leave(self, module: Module) -> Call | None:
-        """Take notice of a call that ends; calls within it that an exception ended end too. None if it never began."""
+    def leave(self, module: Module) -> ModuleCall | None:
+        """Return the call of a module that ends now, None if it never began.
+
+        Calls within it that an exception ended end too.
+        """
         if all(call.module is not module for call in self._open):
             return None
         while True:
@@ -107,31 +111,46 @@ class Walk:
             if call.module is module:
                 return call
 
-    def place(self, tensor: torch.Tensor, call: Call, kind: str, slot: str) -> Place:
-        """Return the place of a tensor that the code has reached."""
-        key = _key(tensor)
+    def slot_of(self, tensor: torch.Tensor, call: ModuleCall, kind: str, name: str) -> TensorSlot:
+        """Return a new slot for a tensor that the code has reached.
+
+        Args:
+            tensor: its `source` is the slot where the same memory, shape and version was seen before in this step.
+            call: the call that the tensor goes into or comes out of.
+            kind: ``"input"``, ``"output"`` or ``"inspect"``.
+            name: see :attr:`TensorSlot.name`.
+        """
+        key = _identity(tensor)
         seen = self._seen.get(key)
         source = seen[0] if seen is not None and not seen[1].expired() else -1
-        place = Place(len(self.places), call, kind, slot, source)
-        self.places.append(place)
+        slot = TensorSlot(len(self.slots), call, kind, name, source)
+        self.slots.append(slot)
         if source < 0:
-            self._remember(key, place, tensor)
-        return place
+            self._remember(key, slot, tensor)
+        return slot
 
-    def same(self, place: Place, tensor: torch.Tensor) -> None:
-        """Take `tensor` for the one of `place` from now on."""
-        self._remember(_key(tensor), place, tensor)
+    def set_tensor(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
+        """Treat `tensor` as the one of `slot` from now on."""
+        self._remember(_identity(tensor), slot, tensor)
 
-    def _remember(self, key: tuple, place: Place, tensor: torch.Tensor) -> None:
+    def slots_by_tensor(self) -> dict[int, list[TensorSlot]]:
+        """Return all slots of each tensor of the step, by the order of the first of them."""
+        found = {slot.order: [slot] for slot in self.slots if slot.source < 0}
+        for slot in self.slots:
+            if slot.source >= 0:
+                found[slot.source].append(slot)
+        return found
+
+    def _remember(self, key: tuple, slot: TensorSlot, tensor: torch.Tensor) -> None:
         with torch.no_grad():
-            self._seen[key] = (place.order, StorageWeakRef(tensor.untyped_storage()))
+            self._seen[key] = (slot.order, StorageWeakRef(tensor.untyped_storage()))
 
 
-def _key(tensor: torch.Tensor) -> tuple:
+def _identity(tensor: torch.Tensor) -> tuple:
     """Return what two Python objects share that are the same values: an identity that autograd made anew counts."""
     if torch.jit.is_tracing():
         with untraced():
-            return _key(tensor)
+            return _identity(tensor)
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     memory = tensor.untyped_storage().data_ptr() or id(tensor)

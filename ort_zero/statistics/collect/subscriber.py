@@ -2,89 +2,30 @@
 
 from __future__ import annotations
 
-import platform
-import time
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
-import xxhash
 
-from ort_zero import env
 from ort_zero.compat.deepspeed import held_part
 from ort_zero.compat.deepspeed_parameters import full_shape
-from ort_zero.compat.versions import installed
-from ort_zero.distributed.run_id import run_id
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 from ort_zero.statistics.collect import tensor_statistics
-from ort_zero.statistics.collect.module_calls import Place, clean_path
-from ort_zero.statistics.collect.subscriber_manager import Session, session_of, stage_of
+from ort_zero.statistics.collect.collected_step import CollectedStep
+from ort_zero.statistics.collect.manifest import manifest_of, owned_parameters, rank_and_size
+from ort_zero.statistics.collect.module_calls import TensorSlot
+from ort_zero.statistics.collect.sampling import sampled
+from ort_zero.statistics.collect.subscribed_model import SubscribedModel, subscribed_model
+from ort_zero.statistics.collect.subscriber_base import SubscriberBase
+from ort_zero.statistics.collect.writer import StatisticsWriter
 from ort_zero.statistics.records import Phase
-from ort_zero.statistics.rows import WIDTH
 from ort_zero.statistics.run_folder import rank_name, refuse_used
-from ort_zero.statistics.storage import StatisticsWriter, StepRows
-from ort_zero.zero3_hooks.subscriber_base import SubscriberBase
 
-_PENDING = 8
-"""So many steps may wait for their backward."""
-_PACKAGES = ("torch", "onnxruntime-training", "deepspeed", "transformers", "numpy")
-
-
-_COLUMNS = (
-    "phase", "order", "call", "caller", "occurrence", "source", "module", "kind", "slot", "dtype", "shape",
-    "partitioned",
-)  # fmt: skip
-
-
-class _Step:
-    """What is known of one step."""
-
-    def __init__(self, number: int, rows: int = 128):
-        self.number = number
-        self.columns: list[tuple] = []
-        """Of each row what is no number, in the order of :data:`_COLUMNS`."""
-        self.raw = np.zeros((rows, WIDTH))
-        self.used = 0
-        self.sources: list[tuple[int, int]] = []
-        """Rows that refer to another, and the order of that one."""
-        self.by_order: dict[int, int] = {}
-        self.with_gradient: set[tuple[int, int]] = set()
-        self.awaits_gradients = False
-
-    def next_row(self) -> np.ndarray:
-        """Return an empty row of numbers."""
-        if self.used == len(self.raw):
-            self.raw = np.concatenate([self.raw, np.zeros_like(self.raw)])
-        self.used += 1
-        return self.raw[self.used - 1]
-
-    def describe(
-        self, phase: Phase, order: int, call: int, caller: int, occurrence: int, source: int, module: str, kind: str,
-        slot: str, tensor: torch.Tensor, shape: Any = None, partitioned: bool = False,
-    ) -> None:  # fmt: skip
-        """Add the columns that are not numbers of the row that was taken last."""
-        # one append instead of twelve: this runs some hundred times in a step
-        self.columns.append(
-            (phase, order, call, caller, occurrence, source, module, kind, slot, tensor.dtype,
-             tensor.shape if shape is None else shape, partitioned)
-        )  # fmt: skip
-
-    def finished(self) -> StepRows:
-        """Return the rows, with shapes and types where a row refers to another."""
-        columns = {name: list(values) for name, values in zip(_COLUMNS, zip(*self.columns, strict=True), strict=True)}
-        rows = StepRows(**columns, raw=self.raw[: self.used]) if columns else StepRows()
-        for row, order in self.sources:
-            first = self.by_order.get(order)
-            if first is not None:
-                rows.shape[row], rows.dtype[row] = rows.shape[first], rows.dtype[first]
-        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(rows.dtype)}
-        rows.dtype = [names[dtype] for dtype in rows.dtype]
-        return rows
+_MOST_PENDING = 8
+"""Steps that may wait for their backward."""
 
 
 class StatisticsSubscriber(SubscriberBase):
@@ -122,7 +63,7 @@ class StatisticsSubscriber(SubscriberBase):
     ):
         self._writer: StatisticsWriter | None = None
         self._failed = False
-        self._pending: list[_Step] = []
+        self._pending: list[CollectedStep] = []
         self._rows = 128
         self._gradient_handles: dict[int, Any] = {}
         """By the parameter's number; one may be unfrozen in mid-training."""
@@ -140,7 +81,7 @@ class StatisticsSubscriber(SubscriberBase):
             refuse_used(Path(self.output_dir, rank_name(rank_and_size()[0])))
         tensor_statistics.measure(torch.zeros(1))  # compiled now, not within the first step
 
-    # -- what the session calls -------------------------------------------------------------------------------------
+    # -- what the subscribed model calls -----------------------------------------------------------------------------
 
     def is_active(self, step: int) -> bool:
         """Return True if the actions run in `step`."""
@@ -149,10 +90,10 @@ class StatisticsSubscriber(SubscriberBase):
     def pre_forward_model_apply(self, step: int, model: torch.nn.Module) -> None:
         """Begin a step: write what is over, and measure the parameters."""
         self._flush(all_of_them=False)
-        session = session_of(model)
-        if self._writer is None and not self._open(session):
+        subscribed = subscribed_model(model)
+        if self._writer is None and not self._open(subscribed):
             return
-        current = _Step(step, self._rows)
+        current = CollectedStep(step, self._rows)
         self._pending.append(current)
         if self.parameters != "off":
             owned = owned_parameters(model)
@@ -160,36 +101,36 @@ class StatisticsSubscriber(SubscriberBase):
                 self._measure_parameters(current, owned)
             self._listen_to_gradients(owned)
 
-    def forward_place(self, step: int, place: Place, tensor: torch.Tensor) -> None:
+    def forward_slot_apply(self, step: int, slot: TensorSlot, tensor: torch.Tensor) -> None:
         """Measure one tensor, or note where it was measured."""
         current = self._step(step)
         if current is None:
             return
-        call = place.call
+        call = slot.call
         row = current.next_row()
-        if place.source < 0:
-            current.by_order[place.order] = current.used - 1
+        if slot.source < 0:
+            current.by_order[slot.order] = current.used - 1
             self._measure(row, tensor)
             current.awaits_gradients = current.awaits_gradients or tensor.requires_grad
         else:
-            current.sources.append((current.used - 1, place.source))
+            current.sources.append((current.used - 1, slot.source))
         current.describe(
-            Phase.FORWARD, place.order, call.number, call.caller, call.occurrence, place.source, call.path, place.kind,
-            place.slot, tensor,
+            Phase.FORWARD, slot.order, call.number, call.caller, call.occurrence, slot.source, call.path, slot.kind,
+            slot.name, tensor,
         )  # fmt: skip
 
-    def backward_place(self, step: int, place: Place, gradient: torch.Tensor) -> None:
+    def gradient_slot_apply(self, step: int, slot: TensorSlot, gradient: torch.Tensor) -> None:
         """Measure one gradient."""
         current = self._step(step)
-        key = (int(Phase.BACKWARD), place.order)
+        key = (int(Phase.BACKWARD), slot.order)
         if current is None or key in current.with_gradient:
             return
         current.with_gradient.add(key)
-        call = place.call
+        call = slot.call
         self._measure(current.next_row(), gradient)
         current.describe(
-            Phase.BACKWARD, place.order, call.number, call.caller, call.occurrence, -1, call.path, place.kind,
-            place.slot, gradient,
+            Phase.BACKWARD, slot.order, call.number, call.caller, call.occurrence, -1, call.path, slot.kind,
+            slot.name, gradient,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -206,7 +147,7 @@ class StatisticsSubscriber(SubscriberBase):
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _step(self, number: int) -> _Step | None:
+    def _step(self, number: int) -> CollectedStep | None:
         for step in reversed(self._pending):
             if step.number == number:
                 return step
@@ -223,7 +164,7 @@ class StatisticsSubscriber(SubscriberBase):
         """Write steps whose backward has come, in order; a step without one waits for a while."""
         while self._pending and self._writer is not None:
             step = self._pending[0]
-            waits = step.awaits_gradients and not step.with_gradient and len(self._pending) < _PENDING
+            waits = step.awaits_gradients and not step.with_gradient and len(self._pending) < _MOST_PENDING
             if waits and not all_of_them:
                 return
             self._pending.pop(0)
@@ -234,13 +175,13 @@ class StatisticsSubscriber(SubscriberBase):
                 self._pending.clear()
                 self._stop_listening()
 
-    def _open(self, session: Session) -> bool:
+    def _open(self, subscribed: SubscribedModel) -> bool:
         try:
             self._writer = StatisticsWriter(
                 self.output_dir,
                 *rank_and_size(),
                 override=self.override,
-                manifest=manifest_of(session, self.start_step, self.end_step, self.parameters),
+                manifest=manifest_of(subscribed, self.start_step, self.end_step, self.parameters),
             )
         except StatisticsError as error:
             # a run of hours is worth more than its statistics
@@ -249,11 +190,11 @@ class StatisticsSubscriber(SubscriberBase):
             return False
         return True
 
-    def _measure_parameters(self, current: _Step, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
+    def _measure_parameters(self, current: CollectedStep, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
         for order, (path, name, parameter) in enumerate(owned):
             part, offset, total, partitioned = held_part(parameter)
             if self.parameters == "sample":
-                part, offset = tensor_statistics.sampled(part, offset=offset, total=total)
+                part, offset = sampled(part, offset=offset, total=total)
             self._measure(current.next_row(), part, offset)
             current.describe(
                 Phase.PARAMETER, order, -1, -1, 1, -1, path, "parameter", name, part,
@@ -278,7 +219,7 @@ class StatisticsSubscriber(SubscriberBase):
             current.with_gradient.add(key)
             shape, offset = gradient.shape, 0
             if self.parameters == "sample" and gradient.layout is torch.strided:
-                gradient, offset = tensor_statistics.sampled(gradient)
+                gradient, offset = sampled(gradient)
             self._measure(current.next_row(), gradient, offset)
             current.describe(Phase.PARAMETER_GRADIENT, order, -1, -1, 1, -1, path, "parameter", name, gradient, shape)
 
@@ -288,46 +229,3 @@ class StatisticsSubscriber(SubscriberBase):
         for handle in self._gradient_handles.values():
             handle.remove()
         self._gradient_handles = {}
-
-
-def rank_and_size() -> tuple[int, int]:
-    """Return (rank, world size) of the default process group, before there is one of the launcher's variables."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return env.rank(), env.world_size()
-
-
-def owned_parameters(model: torch.nn.Module) -> list[tuple[str, str, torch.nn.Parameter]]:
-    """Return (path of the owner, name, parameter) in the order of ``named_parameters()``; a shared one comes once."""
-    found = []
-    for full, parameter in model.named_parameters():
-        path, _, name = full.rpartition(".")
-        found.append((clean_path(path), name, parameter))
-    return found
-
-
-def manifest_of(session: Session, start_step: int, end_step: int | None, parameters: str) -> dict[str, Any]:
-    """Return what a reader wants to know of a run."""
-    model = session.root
-    shapes = {}
-    types: Counter[str] = Counter()
-    for path, name, parameter in owned_parameters(model):
-        shape = full_shape(parameter)
-        shapes[f"{path}.{name}" if path else name] = list(shape)
-        types[str(parameter.dtype).removeprefix("torch.")] += int(np.prod(shape, dtype=np.int64))
-    digest = xxhash.xxh3_64_hexdigest(repr(sorted(shapes.items())).encode())
-    versions = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
-    return {
-        "run_id": run_id(),
-        "backend": session.backend,
-        "zero_stage": stage_of(session),
-        "dtype": types.most_common(1)[0][0] if types else "",
-        "model": type(model).__name__,
-        "model_digest": digest,
-        "parameters": shapes,
-        "parameter_statistics": parameters,
-        "start_step": start_step,
-        "end_step": end_step,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"python": platform.python_version(), **versions},
-    }

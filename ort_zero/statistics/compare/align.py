@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ort_zero.errors import StatisticsError
+from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import Phase
-from ort_zero.statistics.storage import Table
 
 Key = tuple[int, str, int, str, str, int]
 """Phase, module, occurrence, kind, slot; the last number tells equal ones apart."""

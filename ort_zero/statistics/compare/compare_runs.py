@@ -37,10 +37,11 @@ from ort_zero.statistics.compare.tolerance import (
     floor_of,
     limits_of,
 )
+from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.naming import call_name, listed, tensor_name
+from ort_zero.statistics.reader import Run, open_run
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import COLUMNS, SKETCH_COLUMNS, WIDTH, merge
-from ort_zero.statistics.storage import Run, Table, open_run
 from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 

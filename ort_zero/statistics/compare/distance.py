@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ort_zero.statistics.compare.align import Pairs
-from ort_zero.statistics.storage import Table
+from ort_zero.statistics.file_format import Table
 
 NO_NUMBER = 4.0
 """Stands for the error where there is none, NaN against numbers for one; larger than any (at most 2)."""

@@ -9,8 +9,8 @@ import numpy as np
 from ort_zero.statistics.compare.align import Pairs, inverse
 from ort_zero.statistics.compare.dataflow import Lineage
 from ort_zero.statistics.compare.distance import NO_NUMBER, SAME, Distances, unsampled
+from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import Phase
-from ort_zero.statistics.storage import Table
 
 UNKNOWN_DRIFT = 1e-2
 """Error of parameters at later steps where they were not collected, or not the same samples of them."""

@@ -12,10 +12,10 @@ from ort_zero.statistics.compare.align import INPUT, OUTPUT, Layout, Pairs, inve
 from ort_zero.statistics.compare.comparison import Difference, Verdict
 from ort_zero.statistics.compare.distance import KIND_NAMES, NO_NUMBER, NUMERIC, SAME, Distances
 from ort_zero.statistics.compare.error_growth import Before, parameters_of
+from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.naming import tensor_name
 from ort_zero.statistics.records import SKETCH, Phase
 from ort_zero.statistics.rows import COLUMNS
-from ort_zero.statistics.storage import Table
 
 ISOLATED = 8
 """So many numbers of a sketch may be off because of single elements."""

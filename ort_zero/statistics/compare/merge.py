@@ -18,10 +18,11 @@ import numpy as np
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.compare.align import Key, Layout, layout_of
 from ort_zero.statistics.compare.distance import sketch_errors
+from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.naming import module_name, tensor_name
+from ort_zero.statistics.reader import Run, open_run
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import COLUMNS, COUNTS
-from ort_zero.statistics.storage import Run, Table, open_run
 from ort_zero.utils.progress import bar
 
 SUMMARY = "summary.csv"

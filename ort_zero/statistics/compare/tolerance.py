@@ -17,8 +17,8 @@ import numpy as np
 from ort_zero.statistics.compare.align import INPUT
 from ort_zero.statistics.compare.dataflow import Lineage, gradient_of_frames
 from ort_zero.statistics.compare.distance import unsampled
+from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import Phase
-from ort_zero.statistics.storage import Table
 
 EPSILON = {
     "float64": 2.0**-52,

@@ -1,0 +1,63 @@
+"""The rows of one step while it is collected, before they are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ort_zero.statistics.file_format import StepRows
+from ort_zero.statistics.records import Phase
+from ort_zero.statistics.rows import WIDTH
+
+_COLUMNS = (
+    "phase", "order", "call", "caller", "occurrence", "source", "module", "kind", "slot", "dtype", "shape",
+    "partitioned",
+)  # fmt: skip
+
+
+class CollectedStep:
+    """What a rank has collected of one step so far."""
+
+    def __init__(self, number: int, rows: int = 128):
+        self.number = number
+        self.columns: list[tuple] = []
+        """Of each row what is no number, in the order of :data:`_COLUMNS`."""
+        self.raw = np.zeros((rows, WIDTH))
+        self.used = 0
+        self.sources: list[tuple[int, int]] = []
+        """Rows that refer to another, and the order of that one."""
+        self.by_order: dict[int, int] = {}
+        self.with_gradient: set[tuple[int, int]] = set()
+        self.awaits_gradients = False
+
+    def next_row(self) -> np.ndarray:
+        """Return an empty row of numbers."""
+        if self.used == len(self.raw):
+            self.raw = np.concatenate([self.raw, np.zeros_like(self.raw)])
+        self.used += 1
+        return self.raw[self.used - 1]
+
+    def describe(
+        self, phase: Phase, order: int, call: int, caller: int, occurrence: int, source: int, module: str, kind: str,
+        slot: str, tensor: torch.Tensor, shape: Any = None, partitioned: bool = False,
+    ) -> None:  # fmt: skip
+        """Add the columns that are not numbers of the row that was taken last."""
+        # one append instead of twelve: this runs some hundred times in a step
+        self.columns.append(
+            (phase, order, call, caller, occurrence, source, module, kind, slot, tensor.dtype,
+             tensor.shape if shape is None else shape, partitioned)
+        )  # fmt: skip
+
+    def finished(self) -> StepRows:
+        """Return the rows, with shapes and types where a row refers to another."""
+        columns = {name: list(values) for name, values in zip(_COLUMNS, zip(*self.columns, strict=True), strict=True)}
+        rows = StepRows(**columns, raw=self.raw[: self.used]) if columns else StepRows()
+        for row, order in self.sources:
+            first = self.by_order.get(order)
+            if first is not None:
+                rows.shape[row], rows.dtype[row] = rows.shape[first], rows.dtype[first]
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in set(rows.dtype)}
+        rows.dtype = [names[dtype] for dtype in rows.dtype]
+        return rows

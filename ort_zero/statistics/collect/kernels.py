@@ -1,0 +1,321 @@
+"""The compiled loops that add the values of a tensor to its row of statistics. Importing this module imports numba.
+
+While a row is filled, its MEAN is that of the values so far, STD holds the sum of the squares of their deviations from
+it, and ABS_MEAN the sum of magnitudes.
+
+Values are read in blocks of :data:`~.sketch_signs.BLOCK`, which stay in the L1 cache for one simple loop per statistic.
+Each loop has one accumulator for each of the 64 columns of the sketch, in the precision of the values: compilers make
+vector instructions of it, and the order of the additions, and so the result, depends on no processor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ort_zero.statistics import extra
+from ort_zero.statistics.collect.sketch_signs import BLOCK, TABLE, splitmix64
+from ort_zero.statistics.records import FIRST, SKETCH
+from ort_zero.statistics.rows import (
+    ABS_MEAN,
+    ELEMENTS,
+    FIRST_AT,
+    INF,
+    L2,
+    MAX,
+    MEAN,
+    MIN,
+    NAN,
+    NEGATIVE,
+    POSITIVE,
+    SKETCH_AT,
+    STD,
+    ZERO,
+)
+
+with extra.required():
+    import numba
+    import numpy as np
+    from numba import types
+
+Kernel = Callable[[np.ndarray, int, np.ndarray, np.ndarray, bool, bool], None]
+"""``kernel(values, offset, row, table, begins, ends)``: add values, of which the first one has the flat index `offset`
+within its tensor, to a row. `begins` clears the row before; `ends` turns its sums into statistics."""
+
+TABLE_32 = TABLE.astype(np.float32).reshape(-1)
+"""The signs within a block, as the kernels take them."""
+# the accumulators of a block
+_TOTAL, _SQUARES, _MAGNITUDE, _LOW, _HIGH, _NEGATIVE, _ZERO, _SKETCH = range(8)
+_ONE = np.uint64(1)
+_mixed = numba.njit(nogil=True)(splitmix64)
+
+
+@numba.njit(nogil=True)
+def _begin(row):
+    """Make a row that of no values."""
+    row[:] = 0.0
+    row[MIN] = np.inf
+    row[MAX] = -np.inf
+    row[FIRST_AT : FIRST_AT + FIRST] = np.nan
+
+
+@numba.njit(nogil=True)
+def _end(row):
+    """Turn the sums of a row into its statistics."""
+    count = row[ELEMENTS] - row[NAN] - row[INF]
+    row[POSITIVE] = count - row[NEGATIVE] - row[ZERO]
+    if count == 0:
+        row[MIN : STD + 1] = np.nan
+        return
+    row[L2] = math.sqrt(row[STD] + count * row[MEAN] * row[MEAN])
+    row[STD] = math.sqrt(row[STD] / count)
+    row[ABS_MEAN] /= count
+
+
+@numba.njit(nogil=True)
+def _add_deviations(rows, centre, columns):
+    for i in range(rows.shape[0]):
+        for j in range(SKETCH):
+            columns[j] += rows[i, j] - centre
+
+
+@numba.njit(nogil=True)
+def _add_squares(rows, centre, columns):
+    for i in range(rows.shape[0]):
+        for j in range(SKETCH):
+            deviation = rows[i, j] - centre
+            columns[j] += deviation * deviation
+
+
+@numba.njit(nogil=True)
+def _add_magnitudes(rows, columns):
+    for i in range(rows.shape[0]):
+        for j in range(SKETCH):
+            columns[j] += abs(rows[i, j])
+
+
+@numba.njit(nogil=True)
+def _lower(rows, columns):
+    for i in range(rows.shape[0]):
+        for j in range(SKETCH):
+            columns[j] = rows[i, j] if rows[i, j] < columns[j] else columns[j]
+
+
+@numba.njit(nogil=True)
+def _raise(rows, columns):
+    for i in range(rows.shape[0]):
+        for j in range(SKETCH):
+            columns[j] = rows[i, j] if rows[i, j] > columns[j] else columns[j]
+
+
+@numba.njit(nogil=True)
+def _count_negative(rows, columns):
+    none, one = rows.dtype.type(0), rows.dtype.type(1)
+    for i in range(rows.shape[0]):
+        for j in range(SKETCH):
+            columns[j] += one if rows[i, j] < none else none
+
+
+@numba.njit(nogil=True)
+def _count_zero(rows, columns):
+    none, one = rows.dtype.type(0), rows.dtype.type(1)
+    for i in range(rows.shape[0]):
+        for j in range(SKETCH):
+            columns[j] += one if rows[i, j] == none else none
+
+
+@numba.njit(nogil=True)
+def _add_to_sketch(rows, signs, columns):
+    for i in range(rows.shape[0]):
+        for j in range(SKETCH):
+            columns[j] += rows[i, j] * signs[i, j]
+
+
+@numba.njit(nogil=True)
+def _add_few(x, start, centre, table, sums):
+    """Add values that do not fill a row of columns to all accumulators."""
+    for i in range(x.size):
+        j = (start + i) % SKETCH
+        sums[_TOTAL, j] += x[i] - centre
+        sums[_SQUARES, j] += (x[i] - centre) * (x[i] - centre)
+        sums[_MAGNITUDE, j] += abs(x[i])
+        sums[_LOW, j] = min(sums[_LOW, j], x[i])
+        sums[_HIGH, j] = max(sums[_HIGH, j], x[i])
+        sums[_NEGATIVE, j] += x[i] < 0
+        sums[_ZERO, j] += x[i] == 0
+        sums[_SKETCH, j] += x[i] * table[start + i]
+
+
+@numba.njit(nogil=True)
+def _scan(x, start, centre, table, sums):
+    """Return the sums over values of one block, of which x[0] is at ``start``, and leave their sketch in ``sums``.
+
+    The sums are of deviations from the centre, of their squares and of magnitudes; then come minimum, maximum, the
+    number of negative values and that of zeros.
+    """
+    sums[:] = 0
+    sums[_LOW] = np.inf
+    sums[_HIGH] = -np.inf
+    head = min(x.size, -start % SKETCH)
+    count = (x.size - head) // SKETCH
+    tail = head + count * SKETCH
+    if count:
+        rows = x[head:tail].reshape((count, SKETCH))
+        _add_deviations(rows, centre, sums[_TOTAL])
+        _add_squares(rows, centre, sums[_SQUARES])
+        _add_magnitudes(rows, sums[_MAGNITUDE])
+        _lower(rows, sums[_LOW])
+        _raise(rows, sums[_HIGH])
+        _count_negative(rows, sums[_NEGATIVE])
+        _count_zero(rows, sums[_ZERO])
+        _add_to_sketch(rows, table[start + head : start + tail].reshape((count, SKETCH)), sums[_SKETCH])
+    _add_few(x[:head], start, centre, table, sums)
+    _add_few(x[tail:], start + tail, centre, table, sums)
+    total, squares, magnitude, negative, zero = 0.0, 0.0, 0.0, 0.0, 0.0
+    low, high = np.inf, -np.inf
+    for j in range(SKETCH):
+        total += sums[_TOTAL, j]
+        squares += sums[_SQUARES, j]
+        magnitude += sums[_MAGNITUDE, j]
+        low = min(low, np.float64(sums[_LOW, j]))
+        high = max(high, np.float64(sums[_HIGH, j]))
+        negative += sums[_NEGATIVE, j]
+        zero += sums[_ZERO, j]
+    return total, squares, magnitude, low, high, negative, zero
+
+
+@numba.njit(nogil=True)
+def _add(count, centre, found, sketch, word, row):
+    """Add the sums over a block of ``count`` finite values to a row (Chan, Golub, LeVeque 1979)."""
+    total, squares, magnitude, low, high, negative, zero = found
+    before = row[ELEMENTS] - row[NAN] - row[INF]
+    delta = centre + total / count - row[MEAN]
+    part = count / (before + count)
+    row[MEAN] += delta * part
+    row[STD] += max(squares - total * total / count, 0.0) + delta * delta * before * part
+    # without a change of sign it follows from sums about the centre, which round less
+    row[ABS_MEAN] += abs(centre * count + total) if low >= 0 or high <= 0 else magnitude
+    row[MIN] = min(row[MIN], low)
+    row[MAX] = max(row[MAX], high)
+    row[NEGATIVE] += negative
+    row[ZERO] += zero
+    for j in range(SKETCH):
+        sign = 1.0 - 2.0 * np.float64((word >> np.uint64(j)) & _ONE)
+        row[SKETCH_AT + j] += sign * sketch[j]
+    row[ELEMENTS] += count
+
+
+@numba.njit(nogil=True)
+def _add_careful(x, start, word, table, row):
+    """Add a block to a row in float64, NaN and inf counted and left out."""
+    values = np.zeros(x.size)
+    finite = np.empty(x.size)
+    count = 0
+    for k in range(x.size):
+        value = np.float64(x[k])
+        if math.isfinite(value):
+            values[k] = value
+            finite[count] = value
+            count += 1
+        else:
+            row[NAN if math.isnan(value) else INF] += 1
+            row[ELEMENTS] += 1
+    if count == 0:
+        return
+    centre = 0.0
+    for k in range(count):
+        centre += finite[k] / count
+    sums = np.empty((8, SKETCH))
+    found = _scan(values, start, centre, table, sums)
+    if count < x.size:
+        found = _scan(finite[:count], 0, centre, table, np.empty((8, SKETCH)))
+    _add(count, centre, found, sums[_SKETCH], word, row)
+
+
+@numba.njit(nogil=True)
+def _add_block(x, start, word, table, sums, row):
+    """Add a block to a row, in the precision of ``x`` if that will do."""
+    some = min(x.size, SKETCH)
+    centre = x.dtype.type(0)
+    for k in range(some):
+        centre += x[k]
+    centre = centre / x.dtype.type(some)
+    found = _scan(x, start, centre, table, sums)
+    total, squares, magnitude, low, high = found[:5]
+    # the limits are those of float32: no sum overflows, and no square that counts underflows; false with NaN and inf
+    fits = squares <= 1e37 and (squares >= 1e-32 * x.size or low == high)
+    if not fits:
+        _add_careful(x, start, word, table, row)
+        return
+    if total * total > 0.5 * squares * x.size:
+        # most of the squares would cancel
+        centre = x.dtype.type(centre + total / x.size)
+        found = _scan(x, start, centre, table, sums)
+    _add(x.size, np.float64(centre), found, sums[_SKETCH], word, row)
+
+
+@numba.njit(nogil=True)
+def _add_values(x, offset, table, row):
+    """Add values to a row, by the blocks of the sketch."""
+    seen = int(row[ELEMENTS])
+    for k in range(min(FIRST - seen, x.size)):
+        row[FIRST_AT + seen + k] = x[k]
+    sums = np.empty((8, SKETCH), x.dtype)
+    at = 0
+    while at < x.size:
+        start = (offset + at) % BLOCK
+        stop = min(at + BLOCK - start, x.size)
+        word = _mixed(np.uint64((offset + at) // BLOCK))
+        _add_block(x[at:stop], start, word, table, sums, row)
+        at = stop
+
+
+def _of_floats(values, offset, row, table, begins, ends):
+    if begins:
+        _begin(row)
+    _add_values(values, offset, table, row)
+    if ends:
+        _end(row)
+
+
+def _of_bfloat16(halves, offset, row, table, begins, ends):
+    """Add bfloat16 values, given as int16, to a row: they are the upper halves of float32 values."""
+    if begins:
+        _begin(row)
+    bits = np.empty(BLOCK, np.uint32)
+    values = bits.view(np.float32)
+    at = 0
+    while at < halves.size:
+        size = min(halves.size - at, BLOCK - (offset + at) % BLOCK)
+        # of a slice, for an index that is a sum might be negative, and the loop is not vectorised
+        part = halves[at : at + size]
+        for k in range(size):
+            bits[k] = np.uint32(np.uint16(part[k])) << np.uint32(16)
+        _add_values(values[:size], offset + at, table, row)
+        at += size
+    if ends:
+        _end(row)
+
+
+_SOURCES = {
+    "float32": (_of_floats, types.float32),
+    "float64": (_of_floats, types.float64),
+    "bfloat16": (_of_bfloat16, types.int16),
+}
+
+
+def compiled(dtype: str) -> Kernel:
+    """Return the compiled kernel for ``"float32"``, ``"float64"`` or ``"bfloat16"``, whose values it takes as int16.
+
+    The machine code is stored for other processes if there is a folder that can be written. It contains the constants
+    of this module and of :mod:`~ort_zero.statistics.rows`, and numba uses it until this file changes.
+    """
+    function, element = _SOURCES[dtype]
+    values = types.Array(element, 1, "C", readonly=False, aligned=True)
+    row, table = types.Array(types.float64, 1, "C"), types.Array(types.float32, 1, "C")
+    signature = types.void(values, types.int64, row, table, types.boolean, types.boolean)
+    try:
+        return numba.njit([signature], nogil=True, cache=True)(function)
+    except Exception:
+        # the code cannot be stored or read back: no folder that can be written, a disk that is full
+        return numba.njit([signature], nogil=True)(function)

@@ -1,0 +1,66 @@
+"""What the manifest of a run says of the run and of its model."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+
+from ort_zero import env
+from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.versions import installed
+from ort_zero.distributed.run_id import run_id
+from ort_zero.statistics.collect.module_calls import clean_path
+from ort_zero.statistics.collect.subscribed_model import SubscribedModel
+from ort_zero.statistics.collect.subscriber_manager import zero_stage_of
+
+_PACKAGES = ("torch", "onnxruntime-training", "deepspeed", "transformers", "numpy")
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return (rank, world size) of the default process group, before there is one of the launcher's variables."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return env.rank(), env.world_size()
+
+
+def owned_parameters(model: torch.nn.Module) -> list[tuple[str, str, torch.nn.Parameter]]:
+    """Return (path of the owner, name, parameter) in the order of ``named_parameters()``; a shared one comes once."""
+    found = []
+    for full, parameter in model.named_parameters():
+        path, _, name = full.rpartition(".")
+        found.append((clean_path(path), name, parameter))
+    return found
+
+
+def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | None, parameters: str) -> dict[str, Any]:
+    """Return what a reader wants to know of a run."""
+    model = subscribed.root
+    shapes = {}
+    types: Counter[str] = Counter()
+    for path, name, parameter in owned_parameters(model):
+        shape = full_shape(parameter)
+        shapes[f"{path}.{name}" if path else name] = list(shape)
+        types[str(parameter.dtype).removeprefix("torch.")] += int(np.prod(shape, dtype=np.int64))
+    digest = xxhash.xxh3_64_hexdigest(repr(sorted(shapes.items())).encode())
+    versions = {name: version for name in _PACKAGES if (version := installed(name)) is not None}
+    return {
+        "run_id": run_id(),
+        "backend": subscribed.backend,
+        "zero_stage": zero_stage_of(model),
+        "dtype": types.most_common(1)[0][0] if types else "",
+        "model": type(model).__name__,
+        "model_digest": digest,
+        "parameters": shapes,
+        "parameter_statistics": parameters,
+        "start_step": start_step,
+        "end_step": end_step,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {"python": platform.python_version(), **versions},
+    }

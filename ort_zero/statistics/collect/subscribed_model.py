@@ -1,0 +1,260 @@
+"""One model with its subscribers: counts its steps, and calls the subscribers' actions on modules and tensors.
+
+Where PyTorch runs the model, module hooks do it. Where ONNX Runtime does, the graph has nodes that show the values
+(see :mod:`ort_zero.statistics.collect.graph_readers`), and the runtime calls :meth:`SubscribedModel.begin_step` and
+:meth:`SubscribedModel.end_step`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from ort_zero.log import get_logger
+from ort_zero.statistics.collect.module_calls import CallTracker, TensorSlot
+from ort_zero.statistics.collect.subscriber_base import SubscriberBase
+from ort_zero.utils.tree_map import map_arguments, map_slots
+from ort_zero.zero3_hooks.hook_manager import is_paused
+
+_by_root: weakref.WeakKeyDictionary[Module, SubscribedModel] = weakref.WeakKeyDictionary()
+running: list[SubscribedModel] = []
+"""Models whose forward runs in PyTorch at the moment, innermost last."""
+_to_close: weakref.WeakSet[SubscriberBase] = weakref.WeakSet()
+
+
+def subscribed_model(root: Module) -> SubscribedModel | None:
+    """Return the subscribers of a user's module, None if it has none."""
+    return _by_root.get(root)
+
+
+def subscribed_models_in(module: Module) -> list[SubscribedModel]:
+    """Return those of a module and of the modules below it that have subscribers."""
+    if not _by_root:
+        return []
+    return [model for part in module.modules() if (model := _by_root.get(part)) is not None]
+
+
+def subscribe(root: Module, subscribers: Sequence[SubscriberBase]) -> SubscribedModel:
+    """Add subscribers to a user's module and return all that it has."""
+    model = _by_root.get(root)
+    if model is None:
+        model = _by_root[root] = SubscribedModel(root)
+    model.add(subscribers)
+    return model
+
+
+class SubscribedModel:
+    """The subscribers of one model, and the step that the model is in.
+
+    Args:
+        root: the user's module.
+    """
+
+    def __init__(self, root: Module):
+        # weakly, and hooks hold this object weakly: neither keeps the other alive
+        self._root = weakref.ref(root)
+        self.subscribers: tuple[SubscriberBase, ...] = ()
+        self.active: tuple[SubscriberBase, ...] = ()
+        """Those that act in the step that runs."""
+        self._for_gradients: tuple[SubscriberBase, ...] = ()
+        """Those of them that act on gradients."""
+        self.step = -1
+        """The step that runs, or that ran last."""
+        self.backend = "torch"
+        """What runs the step: ``"torch"`` or ``"onnxruntime"``."""
+        self.calls = CallTracker(root)
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def root(self) -> Module | None:
+        """The user's module; None once it is gone."""
+        return self._root()
+
+    def add(self, subscribers: Sequence[SubscriberBase]) -> None:
+        """Add subscribers; the first ones put hooks on the modules."""
+        self.subscribers += tuple(subscribers)
+        _to_close.update(subscribers)
+        if not self._handles:
+            self._register_hooks()
+
+    def remove(self) -> None:
+        """Remove all hooks and close the subscribers. May come twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        subscribers, self.subscribers, self.active = self.subscribers, (), ()
+        for subscriber in subscribers:
+            subscriber.close()
+        if self.root is not None and _by_root.get(self.root) is self:
+            del _by_root[self.root]
+
+    # -- a step -----------------------------------------------------------------------------------------------------
+
+    def begin_step(self, backend: str = "torch") -> None:
+        """Begin the forward of a step in ``"torch"`` or ``"onnxruntime"``; close subscribers whose steps are over."""
+        self.step += 1
+        self.backend = backend
+        self.active = tuple(s for s in self.subscribers if s.is_active(self.step))
+        over = [s for s in self.subscribers if s.end_step is not None and s.end_step <= self.step]
+        for subscriber in over:
+            subscriber.close()
+        if over and len(over) == len(self.subscribers):
+            self.remove()
+            return
+        self._for_gradients = tuple(s for s in self.active if s.acts_on_gradients())
+        if not self.active:
+            return
+        self.calls.begin_step()
+        for subscriber in self.active:
+            subscriber.pre_forward_model_apply(self.step, self.root)
+
+    def end_step(self, outputs: Any) -> None:
+        """End the forward of a step."""
+        for subscriber in self.active:
+            subscriber.post_forward_model_apply(self.step, self.root, outputs)
+
+    def show_tensor(self, slot: TensorSlot, tensor: torch.Tensor, *, gradient: bool = True) -> torch.Tensor | None:
+        """Show the active subscribers a tensor.
+
+        Args:
+            slot: where the tensor is seen.
+            tensor: its value.
+            gradient: also show its gradient, once backward has computed it.
+
+        Returns:
+            What the subscribers put in its place, None if they left it.
+        """
+        shown = tensor
+        for subscriber in self.active:
+            new = subscriber.forward_slot_apply(self.step, slot, shown)
+            shown = shown if new is None else new
+        if gradient and slot.source < 0 and self._for_gradients and shown.requires_grad and torch.is_grad_enabled():
+            self._expect_gradient(self.step, slot, shown)
+        return None if shown is tensor else shown
+
+    def show_gradient(self, step: int, slot: TensorSlot, gradient: torch.Tensor) -> None:
+        """Show a gradient to the subscribers that were active in `step`."""
+        if step == self.step:
+            subscribers = self._for_gradients
+        else:
+            subscribers = tuple(s for s in self.subscribers if s.is_active(step) and s.acts_on_gradients())
+        for subscriber in subscribers:
+            subscriber.gradient_slot_apply(step, slot, gradient)
+
+    def _expect_gradient(self, step: int, slot: TensorSlot, tensor: torch.Tensor) -> None:
+        subscribers = self._for_gradients
+
+        # not this object: it leads to the model, and the hook lives as long as the graph
+        def arrived(gradient: torch.Tensor) -> None:
+            for subscriber in subscribers:
+                subscriber.gradient_slot_apply(step, slot, gradient)
+
+        tensor.register_hook(arrived)
+
+    def inspect(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Show a tensor that the code of a module names itself, and return what is to be used in its place."""
+        call = self.calls.running
+        if not self.active or call is None:
+            return tensor
+        result = self.show_tensor(self.calls.slot_of(tensor, call, "inspect", name), tensor)
+        return tensor if result is None else result
+
+    # -- hooks for PyTorch ------------------------------------------------------------------------------------------
+
+    def _register_hooks(self) -> None:
+        reference, root = weakref.ref(self), self.root
+        assert root is not None
+
+        # functions that hold this object weakly: a copy of the module must not copy it
+        def before(module: Module, args: tuple, kwargs: dict) -> Any:
+            here = reference()
+            return None if here is None or is_paused() else here._before(module, args, kwargs)
+
+        def after(module: Module, args: tuple, kwargs: dict, outputs: Any) -> Any:
+            here = reference()
+            return None if here is None or is_paused() else here._after(module, args, outputs)
+
+        for module in root.modules():
+            # before the hooks of others: ZeRO-3 sends inputs through a Function of its own, and what flows back there
+            # is only what the module itself gives back
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+        # a forward that raises leaves nothing open that the next one would take for its caller
+        ended = functools.partial(_forward_ended, reference)
+        self._handles.append(root.register_forward_hook(ended, always_call=True))
+
+    def _before(self, module: Module, args: tuple, kwargs: dict) -> Any:
+        if module is self.root:
+            self.begin_step()
+            if not self._handles:
+                return None  # the last step of all subscribers was the one before
+            running.append(self)
+        if not self.active or not (module is self.root or self.calls.running):
+            return None
+        call = self.calls.enter(module)
+        given = args, kwargs
+        for subscriber in self.active:
+            result = subscriber.pre_forward_module_apply(module, args)
+            args = args if result is None else result
+        args, kwargs = map_arguments(
+            lambda name, tensor: self.show_tensor(self.calls.slot_of(tensor, call, "input", name), tensor), args, kwargs
+        )
+        same = args is given[0] and all(kwargs[key] is given[1][key] for key in kwargs)
+        return None if same else (args, kwargs)
+
+    def _after(self, module: Module, args: tuple, outputs: Any) -> Any:
+        if not self.active:
+            return None
+        call = self.calls.leave(module)
+        if call is None:
+            self._expect_recomputed(module, outputs)
+            return None
+        given = outputs
+        for subscriber in self.active:
+            result = subscriber.post_forward_module_apply(module, args, outputs)
+            outputs = outputs if result is None else result
+        outputs = map_slots(
+            lambda name, tensor: self.show_tensor(self.calls.slot_of(tensor, call, "output", name), tensor), outputs
+        )
+        if module is self.root:
+            self.end_step(outputs)
+        return None if outputs is given else outputs
+
+    def _expect_recomputed(self, module: Module, outputs: Any) -> None:
+        """Await the gradients of a module that activation checkpointing runs again within the backward.
+
+        Where the first run kept no graph, as in reentrant checkpointing, gradients flow through these tensors.
+        """
+        if not torch.is_grad_enabled():
+            return
+        path = self.calls.path_of(module)
+        first = {slot.name: slot for slot in self.calls.slots if slot.call.path == path and slot.kind == "output"}
+
+        def expect(name: str, tensor: torch.Tensor) -> None:
+            if tensor.requires_grad and name in first and first[name].source < 0:
+                self._expect_gradient(self.step, first[name], tensor)
+
+        map_slots(expect, outputs)
+
+
+def _forward_ended(reference: weakref.ref, module: Module, args: tuple, outputs: Any) -> None:
+    here = reference()
+    if here is not None and not is_paused() and here in running:
+        while running.pop() is not here:
+            pass
+
+
+@atexit.register
+def _close_all() -> None:
+    for subscriber in list(_to_close):
+        try:
+            subscriber.close()
+        except Exception as error:
+            get_logger().warning("%s was not closed: %s", type(subscriber).__name__, error)

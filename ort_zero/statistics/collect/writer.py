@@ -1,0 +1,151 @@
+"""Appends the statistics of one rank to its file, step by step."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from ort_zero import env
+from ort_zero.errors import StatisticsError
+from ort_zero.log import get_logger
+from ort_zero.statistics.file_format import END, HEADER, StepRows, encode_step
+from ort_zero.statistics.records import FILE, FORMAT, FORMAT_VERSION, MANIFEST
+from ort_zero.statistics.run_folder import local_folder, rank_name, taken_over, write_json
+
+
+class StatisticsWriter:
+    """Appends the steps of one rank. Nothing that happens to the disk while training goes on raises.
+
+    Attributes:
+        folder: the rank's folder.
+        alive: False after :meth:`close`, or once a step could not be written; the file then ends at a full step.
+        steps: how many steps were written.
+        size: bytes of the file.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike,
+        rank: int,
+        world_size: int,
+        *,
+        override: bool = False,
+        manifest: Mapping[str, Any],
+    ):
+        """Make the rank's folder and its files.
+
+        Args:
+            output_dir: the run's folder, the same for all its ranks; it is made if need be.
+            rank: number of this rank.
+            world_size: number of ranks.
+            override: empty the folder if it belongs to another run; what is not ours stays or is refused.
+            manifest: ``run_id`` (of all ranks of this run, and of no other), ``backend``, ``zero_stage``, ``dtype``,
+                ``model``, ``model_digest``, ``parameters``, and whatever else a reader may want.
+
+        Raises:
+            StatisticsError: another run has the folder, or it cannot be written.
+        """
+        output = local_folder(output_dir)
+        self.folder = output / rank_name(rank)
+        self._manifest = {**manifest, "rank": rank, "world_size": world_size}
+        self._last = -1
+        self._owner = os.getpid()
+        self._descriptor = -1
+        self.alive = False
+        self.steps = self.size = 0
+        try:
+            with taken_over(output, rank, world_size, run_id=str(manifest["run_id"]), override=override):
+                self._create()
+        except OSError as error:
+            raise StatisticsError(
+                f"cannot write statistics into {self.folder}: {error.strerror or error}; choose another output_dir, "
+                "or make room and give this user the right to write there"
+            ) from error
+
+    def _create(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(self.folder / FILE, flags, 0o666)
+        try:
+            _write_all(self._descriptor, HEADER)
+            content = {"format": FORMAT, "format_version": FORMAT_VERSION, **self._manifest}
+            # the manifest comes last: where there is one, there is a file with a header
+            write_json(self.folder / MANIFEST, content)
+        except BaseException:
+            self._close_descriptor()
+            raise
+        self.alive, self.size = True, len(HEADER)
+
+    def append(self, step: int, rows: StepRows) -> None:
+        """Write one whole step; on an error of the file system warn once, and write nothing from then on.
+
+        Raises:
+            ValueError: `step` is not above the last one, or the columns do not have one length.
+        """
+        if step <= self._last:
+            raise ValueError(f"step {step} comes after step {self._last}")
+        # a child that was forked has the descriptor too, but not the file
+        if not self.alive or os.getpid() != self._owner:
+            return
+        data = encode_step(step, rows)
+        self._last = step
+        try:
+            if not os.fstat(self._descriptor).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "the file was deleted, or another run took the folder over")
+            _write_all(self._descriptor, data)
+        except OSError as error:
+            self._give_up(step, error)
+            return
+        self.size += len(data)
+        self.steps += 1
+
+    def _give_up(self, step: int, error: OSError) -> None:
+        with suppress(OSError):  # readers leave out a step that is not whole
+            os.ftruncate(self._descriptor, self.size)
+        self.alive = False
+        self._close_descriptor()
+        # other ranks' warnings are not shown, and this may be the only rank whose disk is full
+        tell = get_logger().warning if env.rank() == 0 else get_logger().error
+        tell(
+            f"statistics end before step {step}, training goes on: cannot write {self.folder / FILE}: "
+            f"{error.strerror or error}; it holds {self.steps} full steps"
+        )
+
+    def close(self) -> None:
+        """End the file properly; further steps are ignored."""
+        if self._descriptor < 0:
+            return
+        if self.alive and os.getpid() == self._owner:
+            try:
+                _write_all(self._descriptor, END)
+                self.size += len(END)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, self.size)
+        self.alive = False
+        self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with suppress(OSError):  # a network file system may tell only now
+                os.close(descriptor)
+
+    def __enter__(self) -> StatisticsWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self._close_descriptor()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    """Write everything; a nearly full disk takes a part first, and fails then."""
+    done = os.write(descriptor, data)
+    while done < len(data):
+        done += os.write(descriptor, data[done:])
