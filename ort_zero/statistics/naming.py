@@ -32,7 +32,7 @@ def span(steps: Sequence[int]) -> str:
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 
-def listed(numbers: Sequence[int]) -> str:
+def number_list(numbers: Sequence[int]) -> str:
     """Return some numbers, which ascend: ``"0 to 4"``, or the first eight of them if some are left out."""
     if not numbers:
         return "none"

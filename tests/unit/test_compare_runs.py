@@ -16,9 +16,10 @@ from torch import nn
 
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.collect.writer import StatisticsWriter
-from ort_zero.statistics.compare.align import _longest_increasing, layout_of, pair
+from ort_zero.statistics.compare.align import _longest_increasing, pair
 from ort_zero.statistics.compare.compare_runs import compare, compare_runs
 from ort_zero.statistics.compare.comparison import KINDS
+from ort_zero.statistics.compare.layout import layout_of
 from ort_zero.statistics.file_format import StepRows
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.rows import COLUMNS

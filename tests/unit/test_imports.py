@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "distributed": {"compat", "env", "errors"},
     "onnx_edit": set(),
     # ZeRO-3 in PyTorch, and in a graph of ONNX Runtime
-    "zero3_hooks": {"compat"},
+    "zero3_hooks": {"compat", "utils"},
     "runtime.zero3": {"compat", "errors", "onnx_edit", "utils"},
     # what users collect, and how two runs are compared
     "statistics": {"errors", "utils"},

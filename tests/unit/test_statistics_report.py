@@ -19,7 +19,7 @@ import pytest
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
 from ort_zero.statistics.compare import report
-from ort_zero.statistics.compare.comparison import Comparison, Difference, Series, Verdict
+from ort_zero.statistics.compare.comparison import Comparison, Difference, FirstDivergence, Series
 from ort_zero.statistics.compare.report import check_target, write_report
 from ort_zero.statistics.records import Phase, RunInfo
 
@@ -106,7 +106,7 @@ def comparison(same: bool = False, modules: int = MODULES, steps: int = STEPS) -
         for rank in range(RANKS)
         for phase in Phase
     ]
-    verdict = Verdict(same=True, text="No record differs by more than rounding explains.")
+    verdict = FirstDivergence(same=True, text="No record differs by more than rounding explains.")
     differences = []
     if not same:
         (bad,) = (s for s in found if (s.step, s.rank, s.phase) == (BAD_STEP, BAD_RANK, Phase.FORWARD))
@@ -118,7 +118,7 @@ def comparison(same: bool = False, modules: int = MODULES, steps: int = STEPS) -
         )  # fmt: skip
         differences = [dataclasses.replace(first, order=n, error=math.nan if n == 2 else n) for n in range(14)]
         text = f"From step {BAD_STEP} on rank {BAD_RANK} differs: {bad.modules[i]} adds an error of its own."
-        verdict = Verdict(same=False, module=bad.modules[i], direction="forward", difference=first, text=text)
+        verdict = FirstDivergence(same=False, module=bad.modules[i], direction="forward", difference=first, text=text)
     return Comparison(
         a=info("runs/pt_out", "torch"),
         b=info("runs/ort_out", "onnxruntime"),

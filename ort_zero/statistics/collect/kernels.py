@@ -315,7 +315,14 @@ def compiled(dtype: str) -> Kernel:
     row, table = types.Array(types.float64, 1, "C"), types.Array(types.float32, 1, "C")
     signature = types.void(values, types.int64, row, table, types.boolean, types.boolean)
     try:
-        return numba.njit([signature], nogil=True, cache=True)(function)
+        kernel = numba.njit(nogil=True, cache=True)(function)
+        try:
+            kernel.compile(signature)
+        except OSError:
+            # a disk that is full: what was compiled cannot be stored, but is there
+            if not kernel.signatures:
+                raise
+        return kernel
     except Exception:
-        # the code cannot be stored or read back: no folder that can be written, a disk that is full
+        # no folder that can be written, or code in it that cannot be read back
         return numba.njit([signature], nogil=True)(function)

@@ -1,97 +1,17 @@
-"""Pairs the records of two runs: which row of one table is which row of the other, and what each was computed from.
-
-The structure of a step hardly ever changes from one step to the next, so that it is made once and used again.
-"""
+"""Pairs the records of two runs: which row of one table is which row of the other."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ort_zero.errors import StatisticsError
+from ort_zero.statistics.compare.layout import Layout
 from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import Phase
-
-Key = tuple[int, str, int, str, str, int]
-"""Phase, module, occurrence, kind, slot; the last number tells equal ones apart."""
-INPUT, OUTPUT, INSPECT, PARAMETER = range(4)
-KIND_CODES = {"input": INPUT, "output": OUTPUT, "inspect": INSPECT, "parameter": PARAMETER}
-_COLUMNS = ("phase", "order", "call", "caller", "occurrence", "source")
-_LISTS = ("module", "kind", "slot", "shape", "dtype")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """One table's structure."""
-
-    table: Table
-    keys: list[Key]
-    kind: np.ndarray
-    measured: np.ndarray
-    """The row that has each row's statistics; -1 if there is none."""
-    sequence: np.ndarray
-    """All rows in the order in which the values came into being."""
-    gradient: np.ndarray
-    """For each row of the forward phase the row of its gradient, -1 without."""
-    forward: np.ndarray
-    """For each row of a gradient its row of the forward phase, -1 without."""
-
-
-def layout_of(table: Table) -> Layout:
-    """Return the structure of a table."""
-    row_of = {}
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        orders = table.order[table.phase == phase]
-        at = np.full(int(orders.max(initial=-1)) + 1, -1, np.int64)
-        at[orders] = np.flatnonzero(table.phase == phase)
-        row_of[phase] = at
-    measured = np.arange(len(table.phase), dtype=np.int64)
-    gradient, forward = np.full(len(measured), -1, np.int64), np.full(len(measured), -1, np.int64)
-    for phase, at in row_of.items():
-        refers = np.flatnonzero((table.phase == phase) & (table.source >= 0))
-        measured[refers] = _look_up(at, table.source[refers])
-    rows = np.flatnonzero(table.phase == Phase.FORWARD)
-    gradient[rows] = _look_up(row_of[Phase.BACKWARD], table.order[rows])
-    rows = np.flatnonzero(table.phase == Phase.BACKWARD)
-    forward[rows] = _look_up(row_of[Phase.FORWARD], table.order[rows])
-    order = np.where(table.phase == Phase.BACKWARD, -table.order, table.order)
-    return Layout(
-        table=table,
-        keys=_keys(table),
-        kind=np.array([KIND_CODES.get(kind, INSPECT) for kind in table.kind], dtype=np.int8),
-        measured=measured,
-        sequence=np.lexsort((order, table.phase)),
-        gradient=gradient,
-        forward=forward,
-    )
-
-
-def same_layout(a: Table, b: Table) -> bool:
-    """Return True if two tables of one run differ in numbers alone."""
-    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in _COLUMNS) and all(
-        getattr(a, name) is getattr(b, name) or getattr(a, name) == getattr(b, name) for name in _LISTS
-    )
-
-
-def _look_up(at: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    found = np.full(len(orders), -1, np.int64)
-    known = orders < len(at)
-    found[known] = at[orders[known]]
-    return found
-
-
-def _keys(table: Table) -> list[Key]:
-    plain = list(zip(table.phase.tolist(), table.module, table.occurrence.tolist(), table.kind, table.slot))
-    seen: Counter = Counter()
-    keys = []
-    for key in plain:
-        keys.append((*key, seen[key]))
-        seen[key] += 1
-    return keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,6 +47,34 @@ class Pairs:
     def phase(self) -> np.ndarray:
         """Phase of each pair."""
         return self.a.table.phase[self.row_a]
+
+    @property
+    def kind(self) -> np.ndarray:
+        """Code of the kind of each pair, see :data:`~.layout.KIND_CODES`."""
+        return self.a.kind[self.row_a]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PairedTables:
+    """The numbers of one step in two runs, with what says which row of one is which row of the other.
+
+    The tables have the layouts of `pairs`, but may be of a later step than the tables in those.
+    """
+
+    pairs: Pairs
+    a: Table
+    b: Table
+
+    def larger_norm(self) -> np.ndarray:
+        """Return for each pair the larger of the two l2 norms of what was measured."""
+        return np.maximum(self.a.l2[self.pairs.measured_a], self.b.l2[self.pairs.measured_b])
+
+    def unsampled(self) -> np.ndarray:
+        """Return how many times larger the norm of a whole tensor is than that of the sample that was measured."""
+        covered = self.a.elements[self.pairs.measured_a]
+        shapes = [self.a.shape[row] for row in self.pairs.row_a.tolist()]
+        whole = np.fromiter((math.prod(shape) for shape in shapes), float, len(shapes))
+        return np.sqrt(np.maximum(np.divide(whole, covered, out=np.ones(len(whole)), where=covered > 0), 1.0))
 
 
 def pair(a: Layout, b: Layout) -> Pairs:
@@ -198,31 +146,23 @@ def _reordered(b: Layout, row_a: np.ndarray, row_b: np.ndarray, phases: np.ndarr
     orders = b.table.order[row_b[forward]]
     if (np.diff(orders) > 0).all():
         return np.zeros(0, np.int64)
-    kept = set(_longest_increasing(orders.tolist()))
-    return forward[[place for place in range(len(forward)) if place not in kept]]
+    in_order = set(_longest_increasing(orders.tolist()))
+    return forward[[index for index in range(len(forward)) if index not in in_order]]
 
 
 def _longest_increasing(values: Sequence[int]) -> list[int]:
-    """Return the places of a longest increasing subsequence (patience sorting: Fredman 1975)."""
+    """Return the indices of a longest increasing subsequence (patience sorting: Fredman 1975)."""
     tails: list[int] = []
-    places: list[int] = []
+    ends: list[int] = []
     before = [-1] * len(values)
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         pile = bisect_left(tails, value)
-        before[place] = places[pile - 1] if pile else -1
+        before[index] = ends[pile - 1] if pile else -1
         tails[pile : pile + 1] = [value]
-        places[pile : pile + 1] = [place]
+        ends[pile : pile + 1] = [index]
     chain = []
-    place = places[-1] if places else -1
-    while place >= 0:
-        chain.append(place)
-        place = before[place]
+    index = ends[-1] if ends else -1
+    while index >= 0:
+        chain.append(index)
+        index = before[index]
     return chain[::-1]
-
-
-def check_references(table: Table, name: str) -> None:
-    """Raise if rows refer to rows that are not there."""
-    rows = np.flatnonzero((table.phase == Phase.FORWARD) & (table.source >= 0))
-    orders = table.order[table.phase == Phase.FORWARD]
-    if not np.isin(table.source[rows], orders).all():
-        raise StatisticsError(f"{name}: step {table.step} refers to records that it does not hold; collect it again")

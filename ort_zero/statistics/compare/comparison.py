@@ -37,8 +37,8 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """Same, or the first divergence."""
+class FirstDivergence:
+    """The first divergence of two runs, or that they are the same."""
 
     same: bool
     module: str = ""
@@ -79,7 +79,8 @@ class Comparison:
     b: RunInfo
     rtol: str
     """``"auto"`` or the number given."""
-    verdict: Verdict
+    verdict: FirstDivergence
+    """Named as in the output of ``--json``."""
     steps: tuple[int, ...]
     """Steps that both runs have, and that were compared."""
     records: int
@@ -91,4 +92,4 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     """What a reader should know: records that only one run has without consequences, ranks left out, cut files."""
     series: list[Series] = field(default_factory=list)
-    """For the report: at most a dozen steps, the ones around the verdict first."""
+    """For the report: at most a dozen steps, the ones around the first divergence first."""

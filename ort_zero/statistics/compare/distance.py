@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ort_zero.statistics.compare.align import Pairs
+from ort_zero.statistics.compare.align import PairedTables
 from ort_zero.statistics.file_format import Table
 
 NO_NUMBER = 4.0
@@ -19,7 +18,7 @@ KIND_NAMES = ("", "shape", "nan", "numeric")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distances:
-    """Of all pairs of a step."""
+    """How far the values of all pairs of a step are apart."""
 
     error: np.ndarray
     """l2 norm of the difference relative to the larger norm; :data:`NO_NUMBER` where there is none."""
@@ -33,8 +32,9 @@ class Distances:
     """True where the numbers cover different parts of a tensor and cannot be compared."""
 
 
-def distances(pairs: Pairs, a: Table, b: Table) -> Distances:
+def distances(tables: PairedTables) -> Distances:
     """Return how far the values of all pairs are apart."""
+    pairs, a, b = tables.pairs, tables.a, tables.b
     rows_a, rows_b = pairs.measured_a, pairs.measured_b
     error = sketch_errors(a, b, rows_a, rows_b)
     norms = _of_larger_norm(abs(a.l2[rows_a] - b.l2[rows_b]), a, b, rows_a, rows_b)
@@ -80,11 +80,3 @@ def _of_larger_norm(difference: np.ndarray, a: Table, b: Table, rows_a: np.ndarr
 def unequal(a: Sequence, b: Sequence, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
     """Return where two lists differ, row by row."""
     return np.fromiter((a[i] != b[j] for i, j in zip(rows_a.tolist(), rows_b.tolist())), bool, len(rows_a))
-
-
-def unsampled(pairs: Pairs, a: Table) -> np.ndarray:
-    """Return how many times larger the norm of a whole tensor is than that of the sample that was measured."""
-    covered = a.elements[pairs.measured_a]
-    shapes = [a.shape[row] for row in pairs.row_a.tolist()]
-    whole = np.fromiter((math.prod(shape) for shape in shapes), float, len(shapes))
-    return np.sqrt(np.maximum(np.divide(whole, covered, out=np.ones(len(whole)), where=covered > 0), 1.0))

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ort_zero.statistics.compare.align import Pairs, inverse
-from ort_zero.statistics.compare.dataflow import Lineage
-from ort_zero.statistics.compare.distance import NO_NUMBER, SAME, Distances, unsampled
-from ort_zero.statistics.file_format import Table
+from ort_zero.statistics.compare.align import PairedTables, Pairs, inverse
+from ort_zero.statistics.compare.dataflow import Dataflow
+from ort_zero.statistics.compare.distance import NO_NUMBER, SAME, Distances
 from ort_zero.statistics.records import Phase
 
-UNKNOWN_DRIFT = 1e-2
+UNKNOWN_ERROR = 1e-2
 """Error of parameters at later steps where they were not collected, or not the same samples of them."""
 UNSEEN = 4.0
 """Adam turns a gradient that is nothing but noise into a whole step. Where gradients agree to a fraction x, about that
@@ -21,7 +20,7 @@ that a sample may have none of them. So many times that is assumed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Before:
+class PreviousStep:
     """The parameters and gradients of a step, kept for the next one."""
 
     step: int
@@ -37,19 +36,20 @@ class Before:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drift:
-    """How far the parameters of two runs are apart as a step begins."""
+class ErrorGrowth:
+    """How far the parameters of two runs are apart as a step begins, as relative errors."""
 
     total: float
     """Of all parameters together."""
-    frame: np.ndarray
+    of_frames: np.ndarray
     """For each frame: what its own parameters bring, at least the total (tied parameters have one owner alone)."""
     unseen: np.ndarray
-    """See :class:`Before`."""
+    """See :class:`PreviousStep`."""
 
 
-def remember(step: int, pairs: Pairs, found: Distances, a: Table, b: Table, unseen: np.ndarray) -> Before:
+def remember(tables: PairedTables, found: Distances, growth: ErrorGrowth) -> PreviousStep:
     """Return what the next step needs of this one."""
+    pairs = tables.pairs
     rows = parameters_of(pairs)
     gradients = np.flatnonzero((pairs.phase == Phase.PARAMETER_GRADIENT) & (found.kind != SAME))
     errors = {pairs.a.keys[pairs.row_a[i]][1:]: found.error[i] for i in gradients.tolist()}
@@ -57,13 +57,13 @@ def remember(step: int, pairs: Pairs, found: Distances, a: Table, b: Table, unse
         gradients = np.flatnonzero((pairs.phase == Phase.BACKWARD) & (found.kind != SAME))
     median = float(np.median(found.error[gradients])) if len(gradients) else np.nan
     keys = [pairs.a.keys[row][1:] for row in pairs.row_a[rows].tolist()]
-    return Before(
-        step=step,
-        sketch_a=a.sketch[pairs.measured_a[rows]],
-        sketch_b=b.sketch[pairs.measured_b[rows]],
+    return PreviousStep(
+        step=tables.a.step,
+        sketch_a=tables.a.sketch[pairs.measured_a[rows]],
+        sketch_b=tables.b.sketch[pairs.measured_b[rows]],
         gradient_errors=np.array([errors.get(key, median) for key in keys]),
         gradient_error=median,
-        unseen=unseen,
+        unseen=growth.unseen,
     )
 
 
@@ -72,43 +72,44 @@ def parameters_of(pairs: Pairs) -> np.ndarray:
     return np.flatnonzero(pairs.phase == Phase.PARAMETER)
 
 
-def drift_of(lineage: Lineage, found: Distances, a: Table, b: Table, before: Before | None) -> Drift:
+def error_growth(
+    dataflow: Dataflow, tables: PairedTables, found: Distances, previous: PreviousStep | None
+) -> ErrorGrowth:
     """Return how far the parameters are apart.
 
     A parameter's error counts as much as its norm has among those of its module: a bias near 0 has a large relative
     error and next to no effect.
 
     Args:
-        lineage: who inherits from whom.
+        dataflow: which frames use which parameters.
+        tables: the numbers of both runs.
         found: the errors of all pairs.
-        a: numbers of the first run.
-        b: numbers of the second run.
-        before: the step before; None at the first.
+        previous: the step before; None at the first.
     """
-    pairs = lineage.pairs
+    pairs, unknown = tables.pairs, UNKNOWN_ERROR if tables.a.step else 0.0
     rows = parameters_of(pairs)
     if not len(rows):
-        unknown = UNKNOWN_DRIFT if a.step else 0.0
-        return Drift(unknown, np.full(lineage.frames, unknown), np.zeros(0))
-    scale = unsampled(pairs, a)[rows]
-    norm = np.maximum(a.l2[pairs.row_a[rows]], b.l2[pairs.row_b[rows]]) * scale
-    unseen = _unseen(pairs, rows, scale, a, before)
-    error = np.where(found.kind[rows] == SAME, UNKNOWN_DRIFT if a.step else 0.0, found.error[rows])
+        return ErrorGrowth(unknown, np.full(dataflow.frames, unknown), np.zeros(0))
+    scale = tables.unsampled()[rows]
+    norm = np.maximum(tables.a.l2[pairs.row_a[rows]], tables.b.l2[pairs.row_b[rows]]) * scale
+    unseen = _unseen(tables, rows, scale, previous)
+    error = np.where(found.kind[rows] == SAME, unknown, found.error[rows])
     gap = np.maximum(error * norm, unseen)
     whole = np.sqrt((norm**2).sum())
     total = float(np.sqrt((gap**2).sum()) / whole) if whole else 0.0
-    absolute, largest = np.zeros(lineage.frames), np.zeros(lineage.frames)
-    place = inverse(rows, len(pairs))[lineage.owned]
-    at = place >= 0
-    np.maximum.at(absolute, lineage.owner[at], gap[place[at]])
-    np.maximum.at(largest, lineage.owner[at], norm[place[at]])
-    own = np.divide(absolute, largest, out=np.zeros(lineage.frames), where=largest > 0)
-    return Drift(total, np.maximum(np.minimum(own, NO_NUMBER), total), unseen)
+    absolute, largest = np.zeros(dataflow.frames), np.zeros(dataflow.frames)
+    parameter = inverse(rows, len(pairs))[dataflow.owners.pair]
+    at = parameter >= 0
+    np.maximum.at(absolute, dataflow.owners.frame[at], gap[parameter[at]])
+    np.maximum.at(largest, dataflow.owners.frame[at], norm[parameter[at]])
+    own = np.divide(absolute, largest, out=np.zeros(dataflow.frames), where=largest > 0)
+    return ErrorGrowth(total, np.maximum(np.minimum(own, NO_NUMBER), total), unseen)
 
 
-def _unseen(pairs: Pairs, rows: np.ndarray, scale: np.ndarray, a: Table, before: Before | None) -> np.ndarray:
-    if before is None or len(before.unseen) != len(rows):
+def _unseen(tables: PairedTables, rows: np.ndarray, scale: np.ndarray, previous: PreviousStep | None) -> np.ndarray:
+    if previous is None or len(previous.unseen) != len(rows):
         return np.zeros(len(rows))
-    change = np.linalg.norm(a.sketch[pairs.measured_a[rows]] - before.sketch_a, axis=1) * scale
-    apart = np.sqrt(np.nan_to_num(before.gradient_errors, nan=1.0))
-    return before.unseen + np.where(scale > 1, UNSEEN * apart * change, 0.0)
+    sketch = tables.a.sketch[tables.pairs.measured_a[rows]]
+    change = np.linalg.norm(sketch - previous.sketch_a, axis=1) * scale
+    apart = np.sqrt(np.nan_to_num(previous.gradient_errors, nan=1.0))
+    return previous.unseen + np.where(scale > 1, UNSEEN * apart * change, 0.0)

@@ -16,8 +16,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare.align import Key, Layout, layout_of
 from ort_zero.statistics.compare.distance import sketch_errors
+from ort_zero.statistics.compare.layout import Key, Layout, layout_of
 from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.naming import module_name, tensor_name
 from ort_zero.statistics.reader import Run, open_run

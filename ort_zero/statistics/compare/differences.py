@@ -1,0 +1,73 @@
+"""Records that differ, as values of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ort_zero.statistics.compare.comparison import Difference
+from ort_zero.statistics.compare.distance import KIND_NAMES, NO_NUMBER
+from ort_zero.statistics.compare.step_comparison import StepComparison
+from ort_zero.statistics.file_format import Table
+from ort_zero.statistics.naming import tensor_name
+from ort_zero.statistics.records import Phase
+from ort_zero.statistics.rows import COLUMNS
+
+
+class RecordView(Mapping):
+    """Shape, dtype and statistics of one record, looked up on demand."""
+
+    __slots__ = ("_table", "_key", "_row")
+    NAMES = ("shape", "dtype", *COLUMNS, "first")
+
+    def __init__(self, table: Table, key: int, row: int):
+        """Show a record.
+
+        Args:
+            table: where it is.
+            key: row of the record.
+            row: row that has its statistics.
+        """
+        self._table, self._key, self._row = table, key, row
+
+    def __getitem__(self, name: str) -> Any:
+        if name == "shape":
+            return list(self._table.shape[self._key])
+        if name == "dtype":
+            return self._table.dtype[self._key]
+        if name == "first":
+            return self._table.first[self._row, : int(self._table.elements[self._row])].tolist()
+        if name in COLUMNS:
+            return getattr(self._table, name)[self._row].item()
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.NAMES)
+
+    def __len__(self) -> int:
+        return len(self.NAMES)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def difference_of(step: StepComparison, index: int, tolerance: float) -> Difference:
+    """Return a pair as a value of its own."""
+    pairs, found = step.pairs, step.distances
+    table, row = pairs.a.table, int(pairs.row_a[index])
+    kind = KIND_NAMES[found.kind[index]] or "dtype"
+    return Difference(
+        step=step.step,
+        rank=step.rank,
+        phase=Phase(int(table.phase[row])),
+        order=int(table.order[row]),
+        module=table.module[row],
+        occurrence=int(table.occurrence[row]),
+        tensor=tensor_name(table.kind[row], table.slot[row]),
+        kind=kind,
+        error=float("nan") if found.error[index] >= NO_NUMBER else float(found.error[index]),
+        tolerance=tolerance,
+        inherited=float(step.inherited[index]),
+        a=RecordView(step.a, row, int(pairs.measured_a[index])),
+        b=RecordView(step.b, int(pairs.row_b[index]), int(pairs.measured_b[index])),
+    )

@@ -1,0 +1,64 @@
+"""Whether the optimizer is what two runs differ in: parameters changed differently though the gradients agree."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ort_zero.statistics.compare.comparison import FirstDivergence
+from ort_zero.statistics.compare.differences import difference_of
+from ort_zero.statistics.compare.distance import SAME
+from ort_zero.statistics.compare.error_growth import PreviousStep, parameters_of
+from ort_zero.statistics.compare.step_comparison import StepComparison
+from ort_zero.statistics.compare.tolerance import epsilons
+from ort_zero.statistics.compare.wording import full_name
+
+MOST_UPDATES = 0.5
+"""Share of parameters that must have changed differently for the optimizer to be named."""
+UPDATE_GAP = 0.03
+"""Smallest relative difference of updates that counts; times of :data:`UPDATE_SPREAD` where gradients differ."""
+UPDATE_SPREAD = 30.0
+"""See :data:`~.error_growth.UNSEEN`: times sqrt(x) the changes may differ."""
+GRADIENTS_AGREE = 1e3
+"""Epsilons of the median gradient error up to which gradients agree."""
+
+
+def find_update_divergence(previous: PreviousStep | None, step: StepComparison) -> tuple[FirstDivergence, int] | None:
+    """Return the first divergence and its pair if most parameters changed differently though the gradients agreed.
+
+    Args:
+        previous: the step before.
+        step: one step of a rank.
+    """
+    pairs, a, b = step.pairs, step.a, step.b
+    rows = parameters_of(pairs)
+    if previous is None or previous.step + 1 != step.step or len(previous.sketch_a) != len(rows):
+        return None
+    epsilon = np.maximum(
+        epsilons(pairs.a.table.dtype)[pairs.row_a[rows]], epsilons(pairs.b.table.dtype)[pairs.row_b[rows]]
+    )
+    if not len(rows) or not previous.gradient_error <= GRADIENTS_AGREE * float(np.median(epsilon)):
+        return None
+    change_a = a.sketch[pairs.measured_a[rows]] - previous.sketch_a
+    change_b = b.sketch[pairs.measured_b[rows]] - previous.sketch_b
+    size = np.maximum(np.linalg.norm(change_a, axis=1), np.linalg.norm(change_b, axis=1))
+    moved = (size > 0) & (step.distances.kind[rows] != SAME)
+    if not moved.any():
+        return None
+    gap = np.linalg.norm(change_a - change_b, axis=1)[moved] / size[moved]
+    norm = np.maximum(a.l2[pairs.measured_a[rows]], b.l2[pairs.measured_b[rows]])[moved]
+    limit = max(UPDATE_GAP, UPDATE_SPREAD * float(np.sqrt(previous.gradient_error))) + 8 * (
+        epsilon[moved] * norm / size[moved]
+    )
+    apart = np.flatnonzero(gap > limit)
+    if len(apart) <= MOST_UPDATES * len(gap):
+        return None
+    number = int(rows[moved][apart[0]])
+    difference = difference_of(step, number, float(limit[apart[0]]))
+    text = (
+        f"step {step.step}, rank {step.rank}, update: {len(apart)} of {len(gap)} parameters changed "
+        f"differently from step {previous.step} to {step.step} (median difference of the changes "
+        f"{np.median(gap):.1e}, {full_name(difference)} first) although the gradients agree to "
+        f"{previous.gradient_error:.1e}: compare learning rate, weight decay, clipping and averaging over ranks"
+    )
+    found = FirstDivergence(same=False, module=difference.module, direction="update", difference=difference, text=text)
+    return found, number

@@ -1,0 +1,113 @@
+"""Which records of a step differ for a reason of their own, and not because of what they were computed from."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ort_zero.statistics.compare.call_tree import CallTree
+from ort_zero.statistics.compare.distance import NUMERIC
+from ort_zero.statistics.compare.layout import OUTPUT
+from ort_zero.statistics.compare.step_comparison import StepComparison
+from ort_zero.statistics.file_format import Table
+from ort_zero.statistics.records import SKETCH, Phase
+
+ISOLATED = 8
+"""So many numbers of a sketch may be off because of single elements."""
+INHERITED_TIMES = 8.0
+"""With a tolerance given as a number: so many times what is inherited is a reason of its own."""
+VANISHED = 1e-6
+"""Root mean square of activations that are next to nothing: what batch normalization makes of channels that hardly vary
+is rounding, of which the numbers of a whole tensor know nothing."""
+REORDERED = 0.3
+"""Least relative error of the same values in another order."""
+REORDERED_VALUES = 1e-4
+"""Relative difference of norm, means and extremes of what may be the same values in another order."""
+REORDERED_RESULTS = 1e-4
+"""Error of the results of the module around, up to which the order did not matter."""
+
+
+def pairs_with_own_error(step: StepComparison, rtol: float | None) -> np.ndarray:
+    """Return the pairs that differ for a reason of their own, in order of execution.
+
+    Args:
+        step: one step of a rank.
+        rtol: a number given by the user; None for what rounding does not explain.
+    """
+    error, inherited = step.distances.error, step.inherited
+    # the optimizer blows noise up: single parameters may be far apart in clean runs
+    may_differ = (step.pairs.phase != Phase.PARAMETER) | step.is_first
+    if rtol is not None:
+        over = step.pairs.own & (error > step.tolerance) & may_differ
+        reason = over & ((inherited <= rtol) | (error > INHERITED_TIMES * inherited))
+        return np.flatnonzero(reason if reason.any() else over)
+    over = step.pairs.own & ((error > step.tolerance) | (step.distances.norm > step.norm_tolerance))
+    over &= may_differ
+    if not step.is_first:
+        over &= ~_vanished(step)
+    gradients = np.flatnonzero(over & (step.pairs.phase == Phase.BACKWARD))
+    over[gradients[_isolated(step, gradients)]] = False
+    over &= ~_only_reordered(step, over)
+    return np.flatnonzero(over)
+
+
+def _vanished(step: StepComparison) -> np.ndarray:
+    """Return True for activations that have vanished in both runs."""
+    pairs, a, b = step.pairs, step.a, step.b
+    rows_a, rows_b = pairs.measured_a, pairs.measured_b
+    size = np.maximum(a.l2[rows_a], b.l2[rows_b]) / np.sqrt(np.maximum(a.elements[rows_a], 1))
+    return (pairs.phase == Phase.FORWARD) & (step.distances.kind == NUMERIC) & (size < VANISHED)
+
+
+def _only_reordered(step: StepComparison, over: np.ndarray) -> np.ndarray:
+    """Return True for values in another order inside of a module whose results agree all the same.
+
+    Experts take their tokens in the order in which a sort leaves equals, which differs; what they return is put back.
+    """
+    pairs, a, b = step.pairs, step.a, step.b
+    found = np.zeros(len(pairs), bool)
+    moved = (step.distances.error >= REORDERED) & (step.distances.kind == NUMERIC)
+    numbers = np.flatnonzero(over & moved & ((pairs.phase == Phase.FORWARD) | (pairs.phase == Phase.BACKWARD)))
+    if not len(numbers):
+        return found
+    table = pairs.a.table
+    outputs = np.flatnonzero((pairs.phase == Phase.FORWARD) & (pairs.a.kind[pairs.row_a] == OUTPUT))
+    worst: dict[int, float] = {}
+    for number in outputs.tolist():
+        call = int(table.call[pairs.row_a[number]])
+        worst[call] = max(worst.get(call, 0.0), float(step.distances.error[number]))
+    calls = CallTree(pairs.a)
+    for number in numbers.tolist():
+        row_a, row_b = int(pairs.measured_a[number]), int(pairs.measured_b[number])
+        if row_a < 0 or row_b < 0 or not _same_values(a, row_a, b, row_b):
+            continue
+        around = calls.chain(int(table.call[pairs.row_a[number]]))[1:]
+        found[number] = any(worst.get(call, 1.0) < REORDERED_RESULTS for call in around)
+    return found
+
+
+def _same_values(a: Table, row_a: int, b: Table, row_b: int) -> bool:
+    """Return True if two tensors may hold the same values in another order."""
+    if a.elements[row_a] != b.elements[row_b]:
+        return False
+    size = max(float(a.l2[row_a]), float(b.l2[row_b]))
+    spread = size / max(float(a.elements[row_a]), 1.0) ** 0.5
+    return all(
+        abs(float(getattr(a, name)[row_a]) - float(getattr(b, name)[row_b])) <= REORDERED_VALUES * scale
+        for name, scale in (("l2", size), ("abs_mean", spread), ("mean", spread), ("min", spread), ("max", spread))
+    )
+
+
+def _isolated(step: StepComparison, numbers: np.ndarray) -> np.ndarray:
+    """Return True for gradients that differ in a few elements alone, behind values that differ by rounding.
+
+    The derivative of ReLU or of a maximum jumps: an input that rounding moves over the border gives or takes a whole
+    element of the gradient. Few elements show in few numbers of the sketch.
+    """
+    pairs, a, b = step.pairs, step.a, step.b
+    rows_a, rows_b = pairs.measured_a[numbers], pairs.measured_b[numbers]
+    gaps = np.sort(np.abs(a.sketch[rows_a] - b.sketch[rows_b]), axis=1)[:, :-ISOLATED]
+    norm = np.maximum(np.maximum(a.l2[rows_a], b.l2[rows_b]), np.finfo(float).tiny)
+    rest = np.linalg.norm(gaps, axis=1) / norm
+    noisy = step.inherited[numbers] > 0
+    numeric = step.distances.kind[numbers] == NUMERIC
+    return noisy & numeric & (rest <= step.tolerance[numbers]) & (a.elements[rows_a] >= ISOLATED * SKETCH)

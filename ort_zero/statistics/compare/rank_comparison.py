@@ -1,0 +1,154 @@
+"""Compares the steps of one rank, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ort_zero.statistics.compare.align import PairedTables, Pairs, pair
+from ort_zero.statistics.compare.conditions import conditions_of
+from ort_zero.statistics.compare.dataflow import Dataflow, dataflow_of
+from ort_zero.statistics.compare.distance import SAME, distances
+from ort_zero.statistics.compare.error_growth import PreviousStep, error_growth, remember
+from ort_zero.statistics.compare.inherited_errors import inherited_errors
+from ort_zero.statistics.compare.layout import Layout, layout_of, same_layout
+from ort_zero.statistics.compare.step_comparison import StepComparison
+from ort_zero.statistics.compare.tolerance import EPSILON, REFERENCE, Conditions, Limits, floor_of, limits_of
+from ort_zero.statistics.file_format import Table
+from ort_zero.statistics.records import Phase
+
+APART = 4 * EPSILON["float32"]
+"""Relative difference of parameters from which they count as trained apart: parts of ranks are added with rounding."""
+VANISHING = 1e3
+"""Condition of gradients that are nothing but rounding errors, such as of the bias of attention's keys: even a
+tolerance given as a number is relative to what they are sums of."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Structure:
+    """What is the same in steps that differ in numbers alone."""
+
+    pairs: Pairs
+    dataflow: Dataflow
+    limits: Limits
+    floor: np.ndarray
+
+
+class _Layouts:
+    """The layouts of the tables that were seen last, of several runs."""
+
+    def __init__(self, runs: int):
+        self._layouts: list[Layout | None] = [None] * runs
+
+    def update(self, run: int, table: Table) -> bool:
+        """Return True if a run's table has another structure than its last one."""
+        layout = self._layouts[run]
+        if layout is not None and same_layout(layout.table, table):
+            return False
+        self._layouts[run] = layout_of(table)
+        return True
+
+    def pair(self, one: int, other: int) -> Pairs:
+        """Return what the last tables of two runs have in common."""
+        a, b = self._layouts[one], self._layouts[other]
+        assert a is not None and b is not None
+        return pair(a, b)
+
+
+class RankComparison:
+    """Compares the steps of one rank in two runs, in ascending order.
+
+    Args:
+        rank: number of the rank.
+        other_dtype: the runs differ in dtype on purpose.
+        rtol: relative error that counts as a difference; None: what rounding does not explain.
+    """
+
+    def __init__(self, rank: int, other_dtype: bool, rtol: float | None):
+        self.rank = rank
+        self.previous: PreviousStep | None = None
+        """The step before the one that is compared."""
+        self._other_dtype, self._rtol = other_dtype, rtol
+        self._layouts = _Layouts(3)
+        self._structure: _Structure | None = None
+        self._reference_pairs: Pairs | None = None
+        self._widest: np.ndarray | None = None
+
+    def compare(self, a: Table, b: Table, reference: Table | None) -> StepComparison:
+        """Return how one step of two runs differs.
+
+        Args:
+            a: the step in the run that is right.
+            b: the step in the other run.
+            reference: the step in a second run of the first one; None without.
+        """
+        structure = self._structure_of(a, b)
+        pairs, dataflow = structure.pairs, structure.dataflow
+        tables = PairedTables(pairs, a, b)
+        found = distances(tables)
+        noise = REFERENCE * (spread := self._spread(pairs, a, reference))
+        growth = error_growth(dataflow, tables, found, self.previous)
+        errors = np.maximum(found.error, spread)
+        inherited = inherited_errors(dataflow, errors, found.kind != SAME, growth.of_frames)
+        conditions = conditions_of(dataflow, structure.limits, tables, parameters_differ=growth.total > APART)
+        floor = np.maximum(structure.floor, noise)
+        tolerance = np.maximum(conditions.tolerance(floor, inherited), noise)
+        return StepComparison(
+            rank=self.rank,
+            tables=tables,
+            distances=found,
+            growth=growth,
+            inherited=inherited,
+            conditions=conditions,
+            floor=floor,
+            tolerance=tolerance if self._rtol is None else _fixed_tolerance(self._rtol, pairs, conditions),
+            norm_tolerance=np.maximum(conditions.norm_tolerance(inherited), noise),
+        )
+
+    def remember(self, step: StepComparison) -> None:
+        """Make a step the one before the next."""
+        self.previous = remember(step.tables, step.distances, step.growth)
+
+    def _structure_of(self, a: Table, b: Table) -> _Structure:
+        changed = [self._layouts.update(run, table) for run, table in enumerate((a, b))]
+        if any(changed) or self._structure is None:
+            pairs = self._layouts.pair(0, 1)
+            dataflow = dataflow_of(pairs)
+            limits = limits_of(dataflow, self._other_dtype)
+            self._structure = _Structure(pairs, dataflow, limits, floor_of(limits))
+            self._reference_pairs = self._widest = None
+        return self._structure
+
+    def _spread(self, pairs: Pairs, a: Table, reference: Table | None) -> np.ndarray:
+        """Return how far two runs of the reference are apart, for each pair; the widest so far where it ended."""
+        widest = self._widest if self._widest is not None else np.zeros(len(pairs))
+        if reference is None:
+            return widest
+        if self._layouts.update(2, reference) or self._reference_pairs is None:
+            self._reference_pairs = self._layouts.pair(0, 2)
+        of_row = np.zeros(len(a.phase))
+        of_row[self._reference_pairs.row_a] = distances(PairedTables(self._reference_pairs, a, reference)).error
+        spread = of_row[pairs.row_a]
+        self._widest = np.maximum(widest, spread)
+        return spread
+
+
+def _fixed_tolerance(rtol: float, pairs: Pairs, conditions: Conditions) -> np.ndarray:
+    vanishing = (pairs.phase == Phase.PARAMETER_GRADIENT) & (conditions.condition > VANISHING)
+    return rtol * np.where(vanishing, conditions.condition, 1.0)
+
+
+def compare_ranks(ranks: Sequence[RankComparison], tables: Sequence[Sequence[Table | None]]) -> list[StepComparison]:
+    """Return how one step of all ranks differs.
+
+    Args:
+        ranks: the comparisons of the ranks.
+        tables: for each rank the step in the first run, in the second one and, if there is one, in the reference.
+    """
+    found = []
+    for rank, (a, b, *more) in zip(ranks, tables):
+        assert a is not None and b is not None
+        found.append(rank.compare(a, b, more[0] if more else None))
+    return found

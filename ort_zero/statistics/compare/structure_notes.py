@@ -1,0 +1,78 @@
+"""What a step of two runs differs in besides numbers: records of one run alone, another order, other dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ort_zero.statistics.compare.step_comparison import StepComparison
+from ort_zero.statistics.file_format import Table
+from ort_zero.statistics.naming import tensor_name
+from ort_zero.statistics.records import Phase
+from ort_zero.utils.text import shortened
+
+
+@dataclass(frozen=True, slots=True)
+class StructureNote:
+    """One kind of difference in structure that a step has."""
+
+    kind: str
+    """Notes of one kind are made once: ``"missing"``, ``"dtype"``, ``"sampled"``, ..."""
+    count: int
+    """Records that count as different; 0 if the note is none of a difference."""
+    text: str
+
+
+def structure_notes(step: StepComparison) -> Iterator[StructureNote]:
+    """Yield what one step of a rank differs in besides numbers."""
+    pairs = step.pairs
+    where = f"step {step.step}, rank {step.rank}"
+    for kind, layout, lone, text in (
+        ("missing", pairs.a, pairs.missing, "only the first run has"),
+        ("extra", pairs.b, pairs.extra, "only the second run has"),
+    ):
+        rows = [row for row in lone.tolist() if not _is_zero_gradient(layout.table, row)]
+        names = [_full_name(layout.table, row) for row in rows]
+        yield StructureNote(kind, len(rows), f"{text} {shortened(names)} ({where})")
+    names = [_full_name(pairs.a.table, row) for row in pairs.row_a[pairs.reordered].tolist()]
+    yield StructureNote("reordered", len(names), f"in another order: {shortened(names)} ({where})")
+    dtypes = np.flatnonzero(step.distances.dtype)
+    names = [
+        f"{_full_name(pairs.a.table, row_a)} ({step.a.dtype[row_a]} and {step.b.dtype[row_b]})"
+        for row_a, row_b in zip(pairs.row_a[dtypes[:3]].tolist(), pairs.row_b[dtypes[:3]].tolist())
+    ]
+    yield StructureNote("dtype", len(dtypes), f"in another dtype: {shortened(names, count=len(dtypes))} ({where})")
+
+
+def notes_on_samples(step: StepComparison) -> Iterator[StructureNote]:
+    """Yield what could not be compared since it was sampled, or not collected."""
+    pairs = step.pairs
+    sampled = np.flatnonzero(step.distances.sampled)
+    if len(sampled):
+        names = ", ".join(_full_name(pairs.a.table, row) for row in pairs.row_a[sampled[:3]].tolist())
+        where = f"step {step.step}, rank {step.rank}"
+        yield StructureNote("sampled", 0, f"not compared, sampled differently: {names} ({where})")
+
+
+def note_on_parameters(step: StepComparison) -> Iterator[StructureNote]:
+    """Yield that parameters were not collected, if they were not."""
+    if not (step.pairs.phase == Phase.PARAMETER).any() and step.step:
+        yield StructureNote(
+            "parameters",
+            0,
+            "parameters were not collected: after step 0 only what differs by far more than drifting parameters could "
+            "is noticed",
+        )
+
+
+def _full_name(table: Table, row: int) -> str:
+    name = ".".join(filter(None, (table.module[row], tensor_name(table.kind[row], table.slot[row]))))
+    return f"the gradient of {name}" if table.phase[row] >= Phase.BACKWARD else name
+
+
+def _is_zero_gradient(table: Table, row: int) -> bool:
+    """Return True for a gradient of zeros: no gradient is the same."""
+    gradient = table.phase[row] >= Phase.BACKWARD and table.source[row] < 0
+    return bool(gradient and table.l2[row] == 0 and table.nan[row] == 0 and table.inf[row] == 0)

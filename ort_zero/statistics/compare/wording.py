@@ -1,0 +1,65 @@
+"""Says in sentences where two runs part, and how."""
+
+from __future__ import annotations
+
+from ort_zero.statistics.compare.comparison import Difference
+from ort_zero.statistics.records import Phase
+
+
+def full_name(difference: Difference) -> str:
+    """Return the name of the tensor that differs, with its module: ``"h.0.attn.output[0]"``."""
+    return ".".join(filter(None, (difference.module, difference.tensor)))
+
+
+def spoken(module: str, occurrence: int = 1) -> str:
+    """Return a module's name for people."""
+    name = module or "the model's own code"
+    return f"{name} (call {occurrence})" if occurrence > 1 else name
+
+
+def sentence_of(
+    difference: Difference, direction: str, module: str, occurrence: int, hint: str,
+    everywhere: bool,
+) -> str:  # fmt: skip
+    """Return the sentence that names a first divergence.
+
+    Args:
+        difference: the first record that differs for a reason of its own.
+        direction: ``"forward"``, ``"backward"`` or ``"input"``.
+        module: the module whose code computed the record.
+        occurrence: which of its calls.
+        hint: what else a reader should know.
+        everywhere: all ranks differ in this step.
+    """
+    where = f"step {difference.step}, rank {difference.rank}, {direction}"
+    what = what_differs(difference)
+    if direction == "input":
+        ranks = "" if everywhere else "; other ranks agree"
+        return f"{where}: the model is given other data: {difference.tensor} {how_it_differs(difference)}{ranks}"
+    verb = "adds the error" if difference.kind == "numeric" else "is where they part"
+    sentence = f"{where}: {spoken(module, occurrence)} {verb}: {what} {how_it_differs(difference)}"
+    return f"{sentence}; {hint}" if hint else sentence
+
+
+def what_differs(difference: Difference) -> str:
+    """Return the tensor that differs as a part of a sentence: ``"the gradient of h.0's input[1]"``."""
+    name = f"{spoken(difference.module, difference.occurrence)}'s {difference.tensor}" if difference.module else (
+        f"the model's {difference.tensor}"
+    )  # fmt: skip
+    if difference.phase in (Phase.BACKWARD, Phase.PARAMETER_GRADIENT):
+        return f"the gradient of {name}"
+    return name
+
+
+def how_it_differs(difference: Difference) -> str:
+    """Return how a tensor differs as the end of a sentence: ``"has shape (2, 3) and (2, 4)"``."""
+    a, b = difference.a, difference.b
+    assert a is not None and b is not None
+    if difference.kind == "shape":
+        return f"has shape {tuple(a['shape'])} and {tuple(b['shape'])}"
+    if difference.kind == "nan":
+        return f"has {a['nan']} NaN and {a['inf']} inf in the first run, {b['nan']} and {b['inf']} in the second"
+    return (
+        f"differs by {difference.error:.1e} (tolerance {difference.tolerance:.1e}, inherited "
+        f"{difference.inherited:.1e}); mean {a['mean']:.4g} / {b['mean']:.4g}, std {a['std']:.4g} / {b['std']:.4g}"
+    )
