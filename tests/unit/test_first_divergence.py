@@ -12,6 +12,7 @@ from statistics_tables import Collector, Precise, Run, train
 from torch import nn
 
 from ort_zero.statistics.compare.compare_runs import compare_runs
+from ort_zero.statistics.compare.tolerance import EPSILON
 from ort_zero.statistics.records import Phase
 
 
@@ -71,6 +72,44 @@ def test_another_epsilon_is_found_under_rounding_that_is_as_large(noise):
     verdict = compare_runs(a, wrong).verdict
     assert verdict.module == "norm", verdict.text
     assert noise < 1e-6 or "the norm differs by 5.0e-06" in verdict.text
+
+
+@pytest.mark.parametrize(("epsilons", "differs"), [(8, False), (32, True)])
+def test_one_operator_may_be_off_by_some_epsilons_and_no_more(epsilons, differs):
+    runs = [train(lambda: Normalized(noise=noise), numbers) for noise in (0.0, epsilons * EPSILON["float32"])]
+    verdict = compare_runs(*runs).verdict
+    assert verdict.same != differs, verdict.text
+    if differs:
+        assert (verdict.module, verdict.direction, verdict.difference.inherited) == ("add", "forward", 0.0)
+        assert verdict.difference.error == pytest.approx(epsilons * EPSILON["float32"], rel=0.3)
+
+
+class Rounded(nn.Module):
+    """Hands a value on in float32 or in another dtype, and computes with it in float32."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.hand_on, self.last = nn.Linear(256, 64), nn.Identity(), nn.Linear(64, 8)
+        self.hand_on.forward = lambda x: x.to(dtype)
+
+    def forward(self, x):
+        return (self.last(self.hand_on(self.first(x)).float()) ** 2).mean()
+
+
+def test_a_coarser_dtype_in_one_run_alone_is_no_excuse():
+    """Both runs are said to be float32: the one that rounds to bfloat16 in one place has a fault there."""
+    runs = [train(lambda: Rounded(dtype), numbers) for dtype in (torch.float32, torch.bfloat16)]
+    for pair in (runs, runs[::-1]):
+        comparison = compare_runs(*pair)
+        verdict = comparison.verdict
+        assert not verdict.same, verdict.text
+        assert (verdict.module, verdict.direction) == ("hand_on", "forward"), verdict.text
+        # far above the tolerance of float32, and within that of bfloat16
+        assert verdict.difference.tolerance < 1e-5 < verdict.difference.error < EPSILON["bfloat16"]
+        assert comparison.counts["dtype"] >= 1
+    runs[1].dtype = "bfloat16"
+    assert compare_runs(*runs).verdict.same
 
 
 @pytest.mark.parametrize("offset", [0.0, 3.0, 10.0])

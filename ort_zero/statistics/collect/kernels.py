@@ -208,28 +208,33 @@ def _add(count, centre, found, sketch, word, row):
 @numba.njit(nogil=True)
 def _add_careful(x, start, word, table, row):
     """Add a block to a row in float64, NaN and inf counted and left out."""
-    values = np.zeros(x.size)
-    finite = np.empty(x.size)
-    count = 0
+    count, centre = 0, 0.0
+    for k in range(x.size):
+        if math.isnan(x[k]):
+            row[NAN] += 1
+        elif math.isinf(x[k]):
+            row[INF] += 1
+        else:
+            count += 1
+            centre += (np.float64(x[k]) - centre) / count
+    row[ELEMENTS] += x.size - count
+    if count == 0:
+        return
+    sketch = np.zeros(SKETCH)
+    total, squares, magnitude, negative, zero = 0.0, 0.0, 0.0, 0.0, 0.0
+    low, high = np.inf, -np.inf
     for k in range(x.size):
         value = np.float64(x[k])
         if math.isfinite(value):
-            values[k] = value
-            finite[count] = value
-            count += 1
-        else:
-            row[NAN if math.isnan(value) else INF] += 1
-            row[ELEMENTS] += 1
-    if count == 0:
-        return
-    centre = 0.0
-    for k in range(count):
-        centre += finite[k] / count
-    sums = np.empty((8, SKETCH))
-    found = _scan(values, start, centre, table, sums)
-    if count < x.size:
-        found = _scan(finite[:count], 0, centre, table, np.empty((8, SKETCH)))
-    _add(count, centre, found, sums[_SKETCH], word, row)
+            total += value - centre
+            squares += (value - centre) * (value - centre)
+            magnitude += abs(value)
+            low = min(low, value)
+            high = max(high, value)
+            negative += value < 0
+            zero += value == 0
+            sketch[(start + k) % SKETCH] += value * table[start + k]
+    _add(count, centre, (total, squares, magnitude, low, high, negative, zero), sketch, word, row)
 
 
 @numba.njit(nogil=True)
@@ -240,18 +245,20 @@ def _add_block(x, start, word, table, sums, row):
     for k in range(some):
         centre += x[k]
     centre = centre / x.dtype.type(some)
-    found = _scan(x, start, centre, table, sums)
-    total, squares, magnitude, low, high = found[:5]
-    # the limits are those of float32: no sum overflows, and no square that counts underflows; false with NaN and inf
-    fits = squares <= 1e37 and (squares >= 1e-32 * x.size or low == high)
-    if not fits:
-        _add_careful(x, start, word, table, row)
-        return
-    if total * total > 0.5 * squares * x.size:
+    for attempt in range(2):
+        found = _scan(x, start, centre, table, sums)
+        total, squares, magnitude, low, high, negative, zero = found
+        # the limits are those of float32: no sum overflows, and no square that counts underflows; false with NaN and
+        # inf
+        fits = squares <= 1e37 and (squares >= 1e-32 * x.size or low == high)
+        if not fits:
+            _add_careful(x, start, word, table, row)
+            return
+        if attempt == 1 or total * total <= 0.5 * squares * x.size:
+            _add(x.size, np.float64(centre), found, sums[_SKETCH], word, row)
+            return
         # most of the squares would cancel
         centre = x.dtype.type(centre + total / x.size)
-        found = _scan(x, start, centre, table, sums)
-    _add(x.size, np.float64(centre), found, sums[_SKETCH], word, row)
 
 
 @numba.njit(nogil=True)

@@ -1,4 +1,4 @@
-"""Every action of a subscriber is called, with the arguments that its base class promises."""
+"""Actions of subscribers are called with what their base class promises, in the steps of their range."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from ort_zero.hooks import GlobalSubscriberManager, SubscriberBase, inspect_activation
+from ort_zero.errors import StatisticsError
+from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, SubscriberBase, inspect_activation
+from ort_zero.statistics.reader import open_run
 from ort_zero.zero3_hooks.hook_manager import SubscriberManager
 from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
 
@@ -175,3 +177,18 @@ def test_every_action_of_a_module_subscriber_is_called():
     around = ["pre_forward_module_apply", "pre_forward_tensors", "post_forward_module_apply", "post_forward_tensors"]
     assert [name for name, module in calls if module is model[0]] == around
     assert [name for name, module in calls if module is model] == around
+
+
+@pytest.mark.parametrize(("start_step", "end_step"), [(3, 3), (4, 3), (0, 0), (-1, 2)])
+def test_a_range_without_steps_is_refused(tmp_path, start_step, end_step):
+    with pytest.raises(StatisticsError, match=f"start_step {start_step}, end_step {end_step}: no step is between them"):
+        StatisticsSubscriber(str(tmp_path / "run"), start_step=start_step, end_step=end_step)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_range_of_one_step_is_collected(tmp_path):
+    model = Net()
+    GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(str(tmp_path), start_step=1, end_step=2)])
+    for _ in range(4):
+        step(model)
+    assert open_run(tmp_path).info.steps == (1,)
