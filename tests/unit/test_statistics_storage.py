@@ -408,7 +408,7 @@ def test_two_runs_that_start_together_never_mix(tmp_path, order, override, warni
     for run, opened in writers:
         opened.append(0, StepRows.of(records(0)))
         opened.close()
-        if not writer.steps:
+        if not opened.steps:
             lost.add(run)
     assert len(lost) == 1, "exactly one of them has to give way"
     run = open_run(tmp_path)
