@@ -19,8 +19,9 @@ from statistics_files import begin, records, write
 
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare import merge
+from ort_zero.statistics.compare import merged_records
 from ort_zero.statistics.compare.merge import merge_activation_summary
+from ort_zero.statistics.compare.merge_folder import SUMMARY
 from ort_zero.statistics.file_format import StepRows
 from ort_zero.statistics.records import SKETCH, Phase, Record, Statistics
 
@@ -109,7 +110,7 @@ def runs(tmp_path) -> tuple[Path, Path]:
 
 
 def summary(folder: Path) -> list[dict[str, str]]:
-    with open(folder / merge.SUMMARY, newline="") as stream:
+    with open(folder / SUMMARY, newline="") as stream:
         return list(csv.DictReader(stream))
 
 
@@ -145,7 +146,7 @@ def test_every_record_of_both_runs_is_in_the_summary_in_execution_order(runs, tm
     [("abc", "abc", "abc"), ("abc", "xaybzc", "xaybzc"), ("abc", "cxa", "abcx"), ("", "xy", "xy"), ("ab", "", "ab")],
 )
 def test_records_of_one_run_alone_come_after_what_comes_before_them_there(a, b, expected):
-    assert "".join(merge._in_both_orders(list(a), list(b))) == expected
+    assert "".join(merged_records.in_both_orders(list(a), list(b))) == expected
 
 
 def test_the_text_is_aligned_and_shows_what_one_run_lacks(runs, tmp_path):
@@ -184,7 +185,7 @@ def test_the_text_is_aligned_and_shows_what_one_run_lacks(runs, tmp_path):
     ],
 )
 def test_relative_differences(a, b, expected):
-    assert merge.relative(np.array([a]), np.array([b])).item() == expected
+    assert merged_records.relative(np.array([a]), np.array([b])).item() == expected
 
 
 def test_tensors_of_other_shapes_have_no_error(tmp_path):

@@ -1,0 +1,122 @@
+"""The records of one step of two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ort_zero.statistics.compare.distance import sketch_errors
+from ort_zero.statistics.compare.layout import Key, Layout
+from ort_zero.statistics.file_format import Table
+from ort_zero.statistics.naming import module_name, tensor_name
+from ort_zero.statistics.records import Phase
+from ort_zero.statistics.rows import COLUMNS
+
+_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.PARAMETER, Phase.PARAMETER_GRADIENT)
+
+
+@dataclass(slots=True)
+class MergedRecord:
+    """One record of both runs; a side that lacks it has None."""
+
+    key: Key
+    rows: tuple[int | None, int | None]
+    numbers: list[tuple | None]
+    differences: tuple | None
+    """Of each number, relative to the larger one; None where a side has none."""
+    error: float | None
+    """l2 norm of the tensors' difference, estimated, relative to the larger norm; None where shapes differ."""
+    same_as: str
+    """The earlier record that has the same tensor in both runs; empty if there is none."""
+
+    @property
+    def state(self) -> str:
+        """``"both"``, ``"only pt"`` or ``"only ort"``."""
+        return "both" if None not in self.rows else "only pt" if self.rows[1] is None else "only ort"
+
+    @property
+    def module(self) -> str:
+        """The module's name, with the number of a later call."""
+        return _module_of(self.key)
+
+    @property
+    def tensor(self) -> str:
+        """The tensor's name, with the number of a later one of that name."""
+        return _tensor_of(self.key)
+
+
+def _tensor_of(key: Key) -> str:
+    _, _, _, kind, slot, again = key
+    name = f"inspect.{slot}" if kind == "inspect" else tensor_name(kind, slot)
+    return f"{name} ({again + 1})" if again else name
+
+
+def _module_of(key: Key) -> str:
+    return module_name(key[1], key[2])
+
+
+def in_both_orders(a: list[Key], b: list[Key]) -> Iterator[Key]:
+    """Yield all keys in the order of `a`, those that only `b` has after what comes before them there."""
+    in_a = set(a)
+    after: dict[Key | None, list[Key]] = {}
+    last = None
+    for key in b:
+        if key in in_a:
+            last = key
+        else:
+            after.setdefault(last, []).append(key)
+    yield from after.get(None, ())
+    for key in a:
+        yield key
+        yield from after.get(key, ())
+
+
+def records_by_phase(layouts: tuple[Layout, Layout]) -> Iterator[tuple[Phase, list[MergedRecord]]]:
+    """Yield each phase with its records in order of execution."""
+    ordered = [[layout.keys[row] for row in layout.sequence.tolist()] for layout in layouts]
+    rows = [{key: row for row, key in enumerate(layout.keys)} for layout in layouts]
+    for phase in _PHASES:
+        keys = list(in_both_orders(*([key for key in side if key[0] == phase] for side in ordered)))
+        if keys:
+            yield phase, _records(layouts, keys, [[row_of.get(key, -1) for key in keys] for row_of in rows])
+
+
+def _records(layouts: tuple[Layout, Layout], keys: list[Key], rows: list[list[int]]) -> list[MergedRecord]:
+    at = [np.array(side, np.int64) for side in rows]
+    own = [np.where(side >= 0, layout.measured[side], -1) for side, layout in zip(at, layouts)]
+    numbers = [_numbers(layout.table, side) for layout, side in zip(layouts, own)]
+    known = (own[0] >= 0) & (own[1] >= 0)
+    columns = [[getattr(layout.table, name)[side] for layout, side in zip(layouts, own)] for name in COLUMNS]
+    differences = list(zip(*(relative(*column).tolist() for column in columns)))
+    errors = sketch_errors(*(layout.table for layout in layouts), *own).tolist()
+    found = []
+    for i, (key, one, other, compared) in enumerate(zip(keys, *rows, known.tolist())):
+        shapes = compared and layouts[0].table.shape[one] == layouts[1].table.shape[other]
+        repeats = compared and own[0][i] != one and own[1][i] != other and errors[i] == 0
+        first = layouts[0].keys[own[0][i]] if repeats else None
+        found.append(
+            MergedRecord(
+                key=key,
+                rows=(None if one < 0 else one, None if other < 0 else other),
+                numbers=[None if own[side][i] < 0 else numbers[side][i] for side in (0, 1)],
+                differences=differences[i] if compared else None,
+                error=errors[i] if shapes else None,
+                same_as=f"{_module_of(first)} {_tensor_of(first)}" if first else "",
+            )
+        )
+    return found
+
+
+def _numbers(table: Table, rows: np.ndarray) -> list[tuple]:
+    return list(zip(*(getattr(table, name)[rows].tolist() for name in COLUMNS)))
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return differences relative to the larger number: 0 for equal ones, inf where only one is NaN or infinite."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        ratio = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    return np.where(same, 0.0, np.where(np.isfinite(ratio), ratio, np.inf))
