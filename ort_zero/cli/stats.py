@@ -167,7 +167,7 @@ def describe(info: RunInfo) -> str:
 
 
 def _table(differences: list[Difference]) -> list[str]:
-    rows = [_HEAD]
+    rows: list[tuple[str, ...]] = [_HEAD]
     for one in differences:
         rows.append(
             (

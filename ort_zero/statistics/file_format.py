@@ -74,7 +74,8 @@ class StepRows:
     def of(cls, records: Sequence[Record]) -> StepRows:
         """Return the rows of some records of one step."""
         names = ("order", "call", "caller", "occurrence", "source", *_TEXTS, "shape", "partitioned")
-        rows = cls(**{name: [getattr(record, name) for record in records] for name in names})
+        columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in names}
+        rows = cls(**columns)
         rows.phase = [int(record.phase) for record in records]
         rows.raw = np.zeros((len(records), WIDTH))
         for line, record in zip(rows.raw, records):
@@ -159,6 +160,7 @@ def encode_step(step: int, rows: StepRows) -> bytes:
         writer.write_batch(_batch(rows), custom_metadata={"ort_zero": _STAMP.format(step, 0)})
     message = bytearray(memoryview(sink.getvalue())[len(HEADER) : -len(END)])
     found = STAMP_PATTERN.search(message)
+    assert found is not None
     message[found.start(2) : found.end(2)] = b"%016x" % xxhash.xxh3_64_intdigest(message)
     return bytes(message)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from ort_zero.statistics import extra
 from ort_zero.statistics.collect.sketch_signs import BLOCK, TABLE, splitmix64
@@ -304,7 +305,7 @@ def _of_bfloat16(halves, offset, row, table, begins, ends):
         _end(row)
 
 
-_SOURCES = {
+_SOURCES: dict[str, tuple[Any, Any]] = {
     "float32": (_of_floats, types.float32),
     "float64": (_of_floats, types.float64),
     "bfloat16": (_of_bfloat16, types.int16),

@@ -42,6 +42,7 @@ def owned_parameters(model: torch.nn.Module) -> list[tuple[str, str, torch.nn.Pa
 def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | None, parameters: str) -> dict[str, Any]:
     """Return what a reader wants to know of a run."""
     model = subscribed.root
+    assert model is not None, "its forward runs"
     shapes = {}
     types: Counter[str] = Counter()
     for path, name, parameter in owned_parameters(model):

@@ -170,7 +170,9 @@ def marking(all_readers: Sequence[GraphReaders]) -> Iterator[None]:
         for readers in all_readers:
             model = readers.model()
             root = model.root if model is not None else None
-            for module in root.modules() if root is not None else ():
+            if root is None:
+                continue
+            for module in root.modules():
                 for handle in _marking_hooks(readers, module, root):
                     stack.callback(handle.remove)
         if all_readers:

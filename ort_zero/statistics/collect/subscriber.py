@@ -18,7 +18,7 @@ from ort_zero.statistics.collect.collected_step import CollectedStep
 from ort_zero.statistics.collect.manifest import manifest_of, owned_parameters, rank_and_size
 from ort_zero.statistics.collect.module_calls import TensorSlot
 from ort_zero.statistics.collect.sampling import sampled
-from ort_zero.statistics.collect.subscribed_model import SubscribedModel, subscribed_model
+from ort_zero.statistics.collect.subscribed_model import subscribed_model
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.writer import StatisticsWriter
 from ort_zero.statistics.records import Phase
@@ -90,8 +90,7 @@ class StatisticsSubscriber(SubscriberBase):
     def pre_forward_model_apply(self, step: int, model: torch.nn.Module) -> None:
         """Begin a step: write what is over, and measure the parameters."""
         self._flush(all_of_them=False)
-        subscribed = subscribed_model(model)
-        if self._writer is None and not self._open(subscribed):
+        if self._writer is None and not self._open(model):
             return
         current = CollectedStep(step, self._rows)
         self._pending.append(current)
@@ -175,7 +174,9 @@ class StatisticsSubscriber(SubscriberBase):
                 self._pending.clear()
                 self._stop_listening()
 
-    def _open(self, subscribed: SubscribedModel) -> bool:
+    def _open(self, model: torch.nn.Module) -> bool:
+        subscribed = subscribed_model(model)
+        assert subscribed is not None, "it calls this action"
         try:
             self._writer = StatisticsWriter(
                 self.output_dir,

@@ -9,6 +9,7 @@ there to be used.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class FrameEntries:
         """Return for each query the first entry of `frames` later than `orders`."""
         return self._search(frames, orders, "right")
 
-    def _search(self, frames: np.ndarray, orders: np.ndarray, side: str) -> np.ndarray:
+    def _search(self, frames: np.ndarray, orders: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:
         span = 1 + max(int(self.order.max(initial=0)), int(orders.max(initial=0)))
         return np.searchsorted(self.frame * span + self.order, frames * span + orders, side)
 

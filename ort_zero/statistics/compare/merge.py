@@ -117,7 +117,7 @@ def _write(runs: tuple[Run, Run], steps: dict[int, list[int]], output: Path, pro
         rows.writerow(summary_head())
         for rank in steps:
             for step, tables in _together(runs, rank, steps[rank]):
-                layouts = tuple(map(layout_of, tables))
+                layouts = (layout_of(tables[0]), layout_of(tables[1]))
                 folder = output / f"step_{step}"
                 folder.mkdir(exist_ok=True)
                 with open(folder / f"rank_{rank}.txt", "w", encoding="utf-8") as text:

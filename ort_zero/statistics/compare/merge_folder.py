@@ -42,15 +42,22 @@ def _is_ours(output: Path) -> bool:
 
 
 def _our_files(entry: Path) -> list[Path]:
-    """Return the files at or in an entry of the folder, all of which an earlier merge wrote."""
-    if entry.is_symlink():
-        files = None
-    elif entry.is_dir():
-        files = sorted(entry.iterdir()) if _STEP_NAME.fullmatch(entry.name) else None
+    """Return the files at or in an entry of the folder, all of which an earlier merge wrote.
+
+    Raises:
+        StatisticsError: something else is there.
+    """
+    files = [entry]
+    if entry.is_dir() and not entry.is_symlink() and _STEP_NAME.fullmatch(entry.name):
+        files = sorted(entry.iterdir())
+        known = [file.is_file() and _is_our_name(file.name) for file in files]
     else:
-        files = [entry] if entry.name in (SUMMARY, MARKER) else None
-    names = (SUMMARY, MARKER)
-    for file in [entry] if files is None else files:
-        if files is None or not (file.name in names or _TEXT_NAME.fullmatch(file.name)) or not file.is_file():
+        known = [not entry.is_symlink() and entry.is_file() and entry.name in (SUMMARY, MARKER)]
+    for file, is_ours in zip(files, known):
+        if not is_ours:
             raise StatisticsError(f"{file} was not written by merge: nothing is deleted; choose another output_dir")
     return files
+
+
+def _is_our_name(name: str) -> bool:
+    return name in (SUMMARY, MARKER) or _TEXT_NAME.fullmatch(name) is not None

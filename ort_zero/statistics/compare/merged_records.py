@@ -90,7 +90,7 @@ def _records(layouts: tuple[Layout, Layout], keys: list[Key], rows: list[list[in
     known = (own[0] >= 0) & (own[1] >= 0)
     columns = [[getattr(layout.table, name)[side] for layout, side in zip(layouts, own)] for name in COLUMNS]
     differences = list(zip(*(relative(*column).tolist() for column in columns)))
-    errors = sketch_errors(*(layout.table for layout in layouts), *own).tolist()
+    errors = sketch_errors(layouts[0].table, layouts[1].table, own[0], own[1]).tolist()
     found = []
     for i, (key, one, other, compared) in enumerate(zip(keys, *rows, known.tolist())):
         shapes = compared and layouts[0].table.shape[one] == layouts[1].table.shape[other]
