@@ -1,7 +1,7 @@
 """Measures what comparing two runs takes: 2 ranks x 100 steps x 1,000 records, time and memory.
 
 The runs are made up in the structure of a real one: calls in a tree, references, gradients, parameters; the second run
-differs by rounding, so that the verdict is "same", and with ``--fault`` by more from step 50 on. The comparison runs
+differs by rounding, so that the result is "same", and with ``--fault`` by more from step 50 on. The comparison runs
 in a process of its own; memory is its largest resident set.
 """
 

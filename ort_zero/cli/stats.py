@@ -139,7 +139,7 @@ def _plain(value: Any) -> Any:
 
 
 def text_of(found: Comparison, html: str | None = None) -> str:
-    """Return a comparison for people: the verdict first."""
+    """Return a comparison for people: the first divergence first."""
     word = "same: " if found.verdict.same else "differs: "
     lines = [word + found.verdict.text.removeprefix(word), ""]
     lines += [f"a: {describe(found.a)}", f"b: {describe(found.b)}"]

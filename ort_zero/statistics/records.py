@@ -1,4 +1,4 @@
-"""What is kept of a tensor, and the columns of a statistics file."""
+"""The statistics of one tensor, the record that they are a part of, and what a run was."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import IntEnum
 SKETCH = 64
 """Numbers in a sketch."""
 FIRST = 8
-"""So many first values are kept."""
+"""How many of the first values of a tensor are in its statistics."""
 FORMAT = "ort_zero statistics"
 """Value of ``format`` in the manifest of a folder that is ours."""
 FORMAT_VERSION = 1
@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 
 
 class Phase(IntEnum):
-    """What a record tells about; within a step the phases are compared in this order."""
+    """What a record is about; within a step the phases are compared in this order."""
 
     PARAMETER = 0
     """A parameter as the step begins."""

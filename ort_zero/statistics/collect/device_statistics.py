@@ -22,10 +22,10 @@ def row_by_torch(values: torch.Tensor, offset: int) -> torch.Tensor:
     finite = ~(nan | inf)
     count = finite.sum()
     some = count.clamp(min=1)
-    kept = torch.where(finite, values, 0.0)
+    known = torch.where(finite, values, 0.0)
     unknown = torch.full((), math.nan, dtype=torch.float64, device=values.device)
-    mean = torch.where(count > 0, kept.sum() / some, unknown)
-    deviation = torch.where(finite, kept - mean, 0.0)
+    mean = torch.where(count > 0, known.sum() / some, unknown)
+    deviation = torch.where(finite, known - mean, 0.0)
     std = torch.where(count > 0, (deviation.square().sum() / some).sqrt(), unknown)
     if values.numel():
         low = torch.where(finite, values, math.inf).min()
@@ -34,10 +34,10 @@ def row_by_torch(values: torch.Tensor, offset: int) -> torch.Tensor:
         low = high = unknown
     numbers = [torch.full_like(unknown, values.numel())]
     numbers += [torch.where(count > 0, low, unknown), torch.where(count > 0, high, unknown), mean, std]
-    numbers += [kept.abs().sum() / some, kept.square().sum().sqrt()]
-    numbers += [(kept < 0).sum(), (kept > 0).sum(), (finite & (kept == 0)).sum(), nan.sum(), inf.sum()]
+    numbers += [known.abs().sum() / some, known.square().sum().sqrt()]
+    numbers += [(known < 0).sum(), (known > 0).sum(), (finite & (known == 0)).sum(), nan.sum(), inf.sum()]
     first = torch.cat([values[:FIRST], unknown.expand(max(FIRST - values.numel(), 0))])
-    return torch.cat([torch.stack([n.double() for n in numbers]), first, _sketch(kept, offset)])
+    return torch.cat([torch.stack([n.double() for n in numbers]), first, _sketch(known, offset)])
 
 
 def _sketch(values: torch.Tensor, offset: int) -> torch.Tensor:

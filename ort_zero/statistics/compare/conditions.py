@@ -28,7 +28,7 @@ _LARGEST_OFFSET = 1e3
 CANCELLATION = 8.0
 """A linear layer with small weights makes values so many times smaller without any cancellation."""
 _SOME_ZEROS = 0.005
-"""Share of zeros in a gradient that tells of ReLU or of a maximum."""
+"""Share of zeros in a gradient from which a ReLU or a maximum is assumed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -105,7 +105,7 @@ class Dataflow:
     forward: np.ndarray
     """Pairs of the forward phase, by time."""
     order: np.ndarray
-    """Place in time of each pair of the forward phase."""
+    """Order of each pair of the forward phase among the records of the phase."""
     frame: np.ndarray
     """For each pair of the forward phase the frame whose code computed it; -1 for the model's own inputs."""
     frame_of_call: dict[int, int]

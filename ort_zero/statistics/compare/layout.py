@@ -15,7 +15,7 @@ from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import Phase
 
 Key = tuple[int, str, int, str, str, int]
-"""Phase, module, occurrence, kind, slot; the last number tells equal ones apart."""
+"""Phase, module, occurrence, kind, slot; the last number distinguishes equal ones."""
 INPUT, OUTPUT, INSPECT, PARAMETER = range(4)
 KIND_CODES = {"input": INPUT, "output": OUTPUT, "inspect": INSPECT, "parameter": PARAMETER}
 _COLUMNS = ("phase", "order", "call", "caller", "occurrence", "source")

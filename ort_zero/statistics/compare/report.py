@@ -88,8 +88,8 @@ def _render(comparison: Comparison) -> str:
 
 
 def _title(comparison: Comparison) -> str:
-    verdict = comparison.verdict
-    found = "same" if verdict.same else f"differs at {verdict.module or 'the root module'}"
+    first = comparison.verdict
+    found = "same" if first.same else f"differs at {first.module or 'the root module'}"
     return f"{found}: {Path(comparison.a.path).name} against {Path(comparison.b.path).name}"
 
 
@@ -146,33 +146,33 @@ def _payload(comparison: Comparison) -> tuple[str, list[str]]:
     sides = (side for one in comparison.series for side in _some(one))
     names = [name for name in _names(sides) if name not in _NOT_SHOWN]
     texts = _Texts()
-    kept: list[dict[str, Any]] = []
+    series: list[dict[str, Any]] = []
     size, left_out, bare = 0, 0, False
     for group in _groups(comparison):
         packed = [_packed(one, names, texts) for one in group]
         cost = len(_squeezed(packed))
-        if not kept and cost > LARGEST:
+        if not series and cost > LARGEST:
             packed, bare = [_packed(one, names, texts, only_differing=True) for one in group], True
             cost = len(_squeezed(packed))
-        if kept and size + cost > LARGEST:
+        if series and size + cost > LARGEST:
             left_out += 1
             continue
-        kept += packed
+        series += packed
         size += cost
     notes = [f"This report leaves out {left_out} pairs of step and rank, to stay small."] if left_out else []
     notes += ["This report has statistics of the records that differ alone, to stay small."] if bare else []
     content = {
         "texts": list(texts.numbers),
         "statistics": names,
-        "series": kept,
-        "verdict": _verdict(comparison),
+        "series": series,
+        "verdict": _divergence(comparison),
         "bare": bare,
     }
     return _squeezed(content), notes
 
 
 def _groups(comparison: Comparison) -> list[list[Series]]:
-    """Return the series by step and rank, that of the verdict first, otherwise in the order given."""
+    """Return the series by step and rank, that of the first divergence first, otherwise in the order given."""
     groups: dict[tuple[int, int], list[Series]] = {}
     for one in comparison.series:
         groups.setdefault((one.step, one.rank), []).append(one)
@@ -222,7 +222,7 @@ def _number(value: Any) -> Any:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _verdict(comparison: Comparison) -> dict[str, Any] | None:
+def _divergence(comparison: Comparison) -> dict[str, Any] | None:
     first = comparison.verdict.difference
     if comparison.verdict.same or first is None:
         return None

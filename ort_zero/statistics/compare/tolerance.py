@@ -125,7 +125,7 @@ class Conditions:
         return np.where(self.exact, np.sqrt(self.amplification * inherited), inexact)
 
     def norm_tolerance(self, inherited: np.ndarray) -> np.ndarray:
-        """Return how far the norms of each pair may be apart, inf where no more is asked than of the error.
+        """Return how far the norms of each pair may be apart, inf where only the error counts.
 
         Rounding errors are about as often up as down, and leave a norm alone: in clean pairs norms differed by at most
         a third of an epsilon. Another epsilon in a normalization moves all elements the same way.
