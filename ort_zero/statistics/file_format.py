@@ -125,7 +125,7 @@ class Table:
         return len(self.module)
 
     def record(self, i: int) -> Record:
-        """Return row `i`."""
+        """Return row `i` as a record with its statistics."""
         source = int(self.source[i])
         return Record(
             step=self.step,

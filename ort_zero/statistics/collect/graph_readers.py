@@ -31,7 +31,7 @@ class ReadValue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graph: int, number: int, is_gradient: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a token."""
+        """Show the value to the readers of the graph with the number `graph`, and return a token."""
         readers = readers_with(graph)
         if readers is not None:
             (readers.show_gradient if is_gradient else readers.show_value)(number, tensor)

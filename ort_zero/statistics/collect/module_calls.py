@@ -67,7 +67,7 @@ class CallTracker:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the step before."""
+        """Number calls and tensors from 0 again, with nothing seen before."""
         self.slots: list[TensorSlot] = []
         self._open: list[ModuleCall] = []
         self._calls = 0

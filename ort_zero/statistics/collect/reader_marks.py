@@ -41,7 +41,7 @@ class ReaderMark(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
-        """Pass the gradient through."""
+        """Return the gradient of the tensor as it came."""
         return gradient, None, None
 
     @staticmethod
@@ -55,7 +55,7 @@ class JoinedTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tokens: torch.Tensor) -> torch.Tensor:
-        """Return a token."""
+        """Return one token that depends on all of them."""
         return torch.zeros_like(token)
 
     @staticmethod
@@ -100,7 +100,7 @@ class GraphReaders:
         self.marked, self.dtypes, self.tokens = [], [], []
 
     def end_trace(self) -> None:
-        """Fill :attr:`slots_of_tensor`."""
+        """Fill :attr:`slots_of_tensor`, since all slots are known now."""
         self.tokens = []
         self.slots_of_tensor = self.calls.slots_by_tensor()
 

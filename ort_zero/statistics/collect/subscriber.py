@@ -119,7 +119,7 @@ class StatisticsSubscriber(SubscriberBase):
         )  # fmt: skip
 
     def gradient_slot_apply(self, step: int, slot: TensorSlot, gradient: torch.Tensor) -> None:
-        """Measure one gradient."""
+        """Measure the gradient of one tensor; a second one of the same tensor is left out."""
         current = self._step(step)
         key = (int(Phase.BACKWARD), slot.order)
         if current is None or key in current.with_gradient:

@@ -45,7 +45,7 @@ class Pairs:
 
     @property
     def phase(self) -> np.ndarray:
-        """Phase of each pair."""
+        """Phase of each pair, see :class:`~ort_zero.statistics.records.Phase`."""
         return self.a.table.phase[self.row_a]
 
     @property

@@ -24,7 +24,7 @@ _LISTS = ("module", "kind", "slot", "shape", "dtype")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """One table's structure."""
+    """The structure of the table of one step of one rank."""
 
     table: Table
     keys: list[Key]

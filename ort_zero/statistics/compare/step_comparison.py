@@ -35,7 +35,7 @@ class StepComparison:
 
     @property
     def step(self) -> int:
-        """Number of the step."""
+        """Number of the step, from 0."""
         return self.tables.a.step
 
     @property
