@@ -209,7 +209,8 @@ def _add(count, centre, found, sketch, word, row):
 @numba.njit(nogil=True)
 def _add_careful(x, start, word, table, row):
     """Add a block to a row in float64, NaN and inf counted and left out."""
-    count, centre = 0, 0.0
+    # parts of the mean, for a sum of large values would overflow
+    count, centre, part = 0, 0.0, 1.0 / x.size
     for k in range(x.size):
         if math.isnan(x[k]):
             row[NAN] += 1
@@ -217,10 +218,11 @@ def _add_careful(x, start, word, table, row):
             row[INF] += 1
         else:
             count += 1
-            centre += (np.float64(x[k]) - centre) / count
+            centre += np.float64(x[k]) * part
     row[ELEMENTS] += x.size - count
     if count == 0:
         return
+    centre *= x.size / count
     sketch = np.zeros(SKETCH)
     total, squares, magnitude, negative, zero = 0.0, 0.0, 0.0, 0.0, 0.0
     low, high = np.inf, -np.inf
