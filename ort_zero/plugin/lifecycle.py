@@ -107,7 +107,10 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Put back the very objects that were there. Engines that exist keep running as they are.
+    """Put back the very objects that were there.
+
+    Engines that exist keep the hooks that they have, and run on where PyTorch runs the model; a model in ONNX Runtime
+    cannot be called any more.
 
     Raises:
         PatchError: somebody patched one of our targets after us; nothing is changed then.

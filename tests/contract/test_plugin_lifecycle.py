@@ -261,6 +261,8 @@ def test_disable_puts_ortmodule_back_too():
         ort_zero.disable()
         after = parts()
         assert len(before) == len(after) and all(a == b for a, b in zip(before, after))
+        message = refused(lambda: model(torch.ones(1, 3)))
+        assert "ort_zero.disable() has taken away the patches" in message, message
         """)
     )
 

@@ -15,6 +15,7 @@ from ort_zero.compat import third_party
 from ort_zero.compat.ortmodule.loading import import_ortmodule
 from ort_zero.compat.ortmodule.manager import Manager
 from ort_zero.compat.ortmodule.runner import ModelRunner, set_runner
+from ort_zero.errors import PatchError
 
 _WITHOUT_EFFECT = {
     "ORTMODULE_LOG_LEVEL": log.VARIABLE,
@@ -121,6 +122,10 @@ def attach(ortmodule: Any, runner: ModelRunner) -> None:
         manager._graph_transition_manager = _Transitions(manager._ort_zero_view)
 
 
+class _UnpatchedError(PatchError, AttributeError):
+    """Upstream's code runs a manager of ours; an AttributeError too, as ``hasattr`` and ``copy`` expect."""
+
+
 class _Transitions:
     """What the rest of ORTModule asks its graph transition manager; all decisions are the runner's."""
 
@@ -132,6 +137,12 @@ class _Transitions:
     @property
     def _device(self) -> Any:
         return self._view.device
+
+    def __getattr__(self, name: str) -> Any:
+        raise _UnpatchedError(
+            f"ORTModule's own code asks for {name}: this model was wrapped while ort_zero was enabled, and "
+            "ort_zero.disable() has taken away the patches that its calls need; call disable() when the model is done"
+        )
 
     def signal_model_changed(self) -> None:
         """Do nothing: the runner looks at the module itself at each call."""
