@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ort_zero.utils.patching import replaced
+
 _ENTRIES = (
     # functools.partial(checkpoint) is common, so the entry itself may be bound already: what it calls is not
     ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator"),
@@ -28,15 +30,9 @@ def on_checkpointing(found: Callable[[], Any]) -> Iterator[None]:
 
         apply = __call__
 
-    saved = []
-    for module_name, name in _ENTRIES:
-        module = sys.modules.get(module_name)
-        if module is not None and hasattr(module, name):
-            saved.append((module, name, getattr(module, name)))
-    try:
-        for module, name, _ in saved:
-            setattr(module, name, _Trap())
+    with contextlib.ExitStack() as replacements:
+        for module_name, name in _ENTRIES:
+            module = sys.modules.get(module_name)
+            if module is not None and hasattr(module, name):
+                replacements.enter_context(replaced(module, name, lambda _: _Trap()))
         yield
-    finally:
-        for module, name, original in saved:
-            setattr(module, name, original)

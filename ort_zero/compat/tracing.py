@@ -154,10 +154,8 @@ class _Observer(TorchFunctionMode):
 
     def _read(self, func: Any, args: tuple, kwargs: dict) -> ValueReadError | None:
         """Return what `func` does if its result is Python's and depends on data."""
-        if func in _COUNTS:
-            mode, what = "shape", _COUNTS[func]
-        else:
-            mode, what = "value", _READS.get(func)
+        mode = "shape" if func in _COUNTS else "value"
+        what = _COUNTS.get(func) or _READS.get(func)
         if what is None or not isinstance(args[0], torch.Tensor) or not torch.jit.is_tracing():
             return None
         # what data decides the size of, nonzero() and the like, is the first axis

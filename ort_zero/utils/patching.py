@@ -8,8 +8,9 @@ an attribute carries the original as ``__wrapped__`` and a marker.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
@@ -246,3 +247,17 @@ def defined_in(module_name: str) -> Callable[[Any], None]:
             )
 
     return guard
+
+
+@contextlib.contextmanager
+def replaced(holder: Any, name: str, build: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace the attribute `name` of `holder` within the block by what `build` makes of the original.
+
+    For replacements that belong to one piece of work, an export for one; those that last are patches of a PatchSet.
+    """
+    original = getattr(holder, name)
+    setattr(holder, name, build(original))
+    try:
+        yield
+    finally:
+        setattr(holder, name, original)

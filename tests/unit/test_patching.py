@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from ort_zero.errors import PatchError
-from ort_zero.utils.patching import MARKER, Patch, PatchSet, defined_in, resolve
+from ort_zero.utils.patching import MARKER, Patch, PatchSet, defined_in, replaced, resolve
 
 NAME = "ort_zero_test_victim"
 SOURCE = """
@@ -215,3 +215,11 @@ def test_an_item_that_a_stranger_replaced_later_is_not_brought_back(victim):
     with pytest.raises(PatchError, match=r"TABLE\[old\] was replaced by builtins.len"):
         wanted.restore()
     assert wanted.active and victim.TABLE["old"] is len and victim.Victim.new_name is ModuleType
+
+
+def test_an_attribute_is_replaced_within_a_block_and_comes_back_after_an_error(victim):
+    before = state(victim)
+    with pytest.raises(ZeroDivisionError), replaced(victim, "function", loud):
+        assert victim.function() == "patched function"
+        raise ZeroDivisionError
+    assert same(state(victim), before)

@@ -27,8 +27,9 @@ class GraphInfo:
     @classmethod
     def of(cls, info: Any) -> GraphInfo:
         """Return a plain copy of ORT's own."""
-        values: dict[str, Any] = {field.name: getattr(info, field.name) for field in fields(cls)}
-        return cls(**{n: dict(value) if n.endswith("_map") else list(value) for n, value in values.items()})
+        kinds: dict[str, Any] = {field.name: dict if field.name.endswith("_map") else list for field in fields(cls)}
+        copies: dict[str, Any] = {name: kind(getattr(info, name)) for name, kind in kinds.items()}
+        return cls(**copies)
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ort_zero.compat.torch_onnx.exporter_modules import module_of
 from ort_zero.compat.torch_onnx.symbolic_helpers import Symbolic, Unexportable
 from ort_zero.compat.torch_onnx.traced import ELEM_TYPES, STOP_GRADIENT, TracedNode, TracedValue
+from ort_zero.utils.patching import replaced
 
 
 class Router(Protocol):
@@ -39,22 +40,11 @@ def routing(router: Router) -> Iterator[None]:
 
     utils = module_of("utils")
     with (
-        _replaced(utils, "_run_symbolic_function", lambda original: _routed(original, router, utils)),
-        _replaced(utils, "select_model_mode_for_export", _keeping_modes),
-        _replaced(torch._C, "_jit_pass_cse", _merging_no_stops),
+        replaced(utils, "_run_symbolic_function", lambda original: _routed(original, router, utils)),
+        replaced(utils, "select_model_mode_for_export", _keeping_modes),
+        replaced(torch._C, "_jit_pass_cse", _merging_no_stops),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(holder: Any, name: str, build: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the attribute `name` of `holder` by what `build` makes of it, within the block."""
-    original = getattr(holder, name)
-    setattr(holder, name, build(original))
-    try:
-        yield
-    finally:
-        setattr(holder, name, original)
 
 
 def _routed(original: Callable, router: Router, utils: Any) -> Callable:
