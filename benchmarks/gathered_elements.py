@@ -79,7 +79,7 @@ def torch_peak(name: str, window: int, options: dict[str, Any], **zero: Any) -> 
 
 def ort_peak(name: str, window: int, options: dict[str, Any]) -> dict[str, int]:
     """Return the peak of ONNX Runtime's ZeRO-3, and what was alive between forward and backward."""
-    from ort_zero.runtime.zero3.gather_reduce import LiveElements
+    from ort_zero.testing.live_elements import LiveElements
 
     engine, runtime = make_engine(build(name, options), 3, ort=True, batch_size=options["batch"], **_zero(window))
     inputs = batch(options, torch.distributed.get_rank())
@@ -93,7 +93,7 @@ def ort_peak(name: str, window: int, options: dict[str, Any]) -> dict[str, int]:
         engine.step()
         after = max(after, live.current)
         if step == 0:
-            runtime.modes[True].current.table.live = live
+            live.count(runtime.modes[True].current.table)
     status = runtime.status()
     graph = status["graphs"]["training"]
     assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0, status

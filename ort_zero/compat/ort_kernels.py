@@ -22,3 +22,19 @@ HEAP = {"SoftmaxCrossEntropyLossInternal": 1, "SoftmaxCrossEntropyLoss": 1, "Lay
 """The same from the heap, in sizes of its first operand: shifted logits, products of matrices that are not merged."""
 FROM_TORCH = frozenset((BARRIER, "ATen", "PythonOp", "PythonOpGrad"))
 """Operators whose results are tensors of PyTorch's, outside of ORT's arena."""
+
+PRODUCTS = frozenset(("MatMul", "FusedMatMul", "Gemm"))
+"""Operators that multiply matrices."""
+NEW_MEMORY = PRODUCTS | {
+    "ReduceSum", "GatherGrad", "ConvGrad", "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"
+}  # fmt: skip
+"""Operators whose kernels write each result into memory of its own, never into that of an input.
+
+Checked for ORT's CPU provider: the planner lets values share memory where a kernel's definition says Alias,
+VariadicAlias, MayInplace or MayStridedOutput (core/framework/allocation_planner.cc), and the definitions of these say
+nothing of the kind (core/providers/cpu/{math/matmul,math/gemm,reduction/reduction_ops}.cc,
+contrib_ops/cpu/fusedmatmul.cc, orttraining/training_ops/cpu/{tensor/gather_grad,nn/conv_grad,nn/layer_norm}.cc).
+The files were read at other commits than that of 1.19.2; a contract test runs the kernels of the installed version.
+"""
+ATEN_NEW_MEMORY = frozenset(("embedding_backward", "aten::embedding_backward"))
+"""The same for the operators of ATen nodes, which return tensors of PyTorch's."""

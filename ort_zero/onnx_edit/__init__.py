@@ -1,1 +1,1 @@
-"""Helpers to read and change ONNX graphs."""
+"""Reads and changes ONNX graphs; knows nothing of ZeRO, recomputation or statistics."""

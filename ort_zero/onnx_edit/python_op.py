@@ -1,4 +1,4 @@
-"""PythonOp nodes that are put into a graph behind ORT's back, and the autograd Functions that they run."""
+"""Makes PythonOp nodes, by which ORT calls an autograd Function, for graphs that ORT has exported already."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import onnx
 from onnx import helper
 
 Value = tuple[str, int, int]
-"""Name, ONNX element type and rank of what a node reads or makes."""
+"""Name, ONNX element type and rank (number of dimensions) of what a node reads or produces."""
 
 _registered: set[str] = set()
 
 
 def register_once(register_function: Callable[[str, type], None], functions: Mapping[str, type]) -> None:
-    """Make autograd Functions known to ORT by their names, those that are not.
+    """Register those autograd Functions with ORT, by their names, that this process has not registered yet.
 
     Args:
         register_function: see :func:`ort_zero.compat.ortmodule.register_function`.

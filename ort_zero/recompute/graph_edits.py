@@ -7,13 +7,14 @@ import json
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import onnx
 from onnx import helper
 
 from ort_zero.compat.ort_kernels import BACKWARD, BARRIER, RECOMPUTED
-from ort_zero.runtime.zero3.collective_plan import all_inputs, sorted_nodes
+from ort_zero.onnx_edit.node_edits import copied, with_nodes, with_values
+from ort_zero.onnx_edit.topology import input_names, topological_order
 
 if TYPE_CHECKING:
     from ort_zero.compat.ortmodule import GraphInfo, Manager, Recompute
@@ -100,14 +101,14 @@ def _with_own_copies(model: onnx.ModelProto, clusters: Collection[str], names: S
     nodes, backward = [], False
     for node in model.graph.node:
         if backward and any(name in again for name in node.input):
-            node = _changed(node, inputs=[again.get(name, name) for name in node.input])
+            node = with_values(node, inputs=[again.get(name, name) for name in node.input])
         backward = backward or node.op_type == BARRIER
         nodes.append(node)
     for node in wanted:
-        copy = _changed(node, outputs=[again[node.output[0]]])
+        copy = with_values(node, outputs=[again[node.output[0]]])
         copy.name += RECOMPUTED
         nodes.append(copy)
-    return in_given_order(_with_nodes(model, nodes), names)
+    return in_given_order(with_nodes(model, nodes), names)
 
 
 def _with_kept_masks(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -132,23 +133,10 @@ def _with_kept_masks(model: onnx.ModelProto) -> onnx.ModelProto:
             made = helper.make_node("DropoutGrad", inputs, node.output[:1], node.name, domain="com.microsoft")
             nodes.append(made)
         elif any(name in kept for name in node.input):
-            nodes.append(_changed(node, inputs=[kept.get(name, name) for name in node.input]))
+            nodes.append(with_values(node, inputs=[kept.get(name, name) for name in node.input]))
         else:
             nodes.append(node)
-    return _with_nodes(model, nodes)
-
-
-def _changed(
-    node: onnx.NodeProto, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None
-) -> onnx.NodeProto:
-    """Return a copy of `node` that reads or makes other values."""
-    result = onnx.NodeProto()
-    result.CopyFrom(node)
-    for field, names in (("input", inputs), ("output", outputs)):
-        if names is not None:
-            result.ClearField(field)
-            getattr(result, field).extend(names)
-    return result
+    return with_nodes(model, nodes)
 
 
 def in_given_order(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
@@ -161,7 +149,7 @@ def in_given_order(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelPr
 
     def ordered() -> list[onnx.NodeProto]:
         nodes = sorted(model.graph.node, key=lambda node: place.get(node.name, len(place)))
-        return sorted_nodes(model.graph, nodes)
+        return topological_order(model.graph, nodes)
 
     nodes = ordered()
     barrier = next((node for node in nodes if node.op_type == BARRIER), None)
@@ -169,7 +157,7 @@ def in_given_order(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelPr
     if late:
         place |= dict.fromkeys(late, place[barrier.name] + 0.5)
         nodes = ordered()
-    return _with_nodes(model, nodes)
+    return with_nodes(model, nodes)
 
 
 def _of_the_backward(nodes: Sequence[onnx.NodeProto], barrier: onnx.NodeProto) -> list[str]:
@@ -182,12 +170,12 @@ def _of_the_backward(nodes: Sequence[onnx.NodeProto], barrier: onnx.NodeProto) -
     needed = set(barrier.input)
     for node in reversed(nodes):
         if not needed.isdisjoint(node.output):
-            needed.update(all_inputs(node))
+            needed.update(input_names(node))
     again: set[str] = set()
     names = []
     for node in itertools.takewhile(lambda node: node is not barrier, nodes):
         copy = node.name.endswith(RECOMPUTED)
-        if copy or not again.isdisjoint(all_inputs(node)):
+        if copy or not again.isdisjoint(input_names(node)):
             again.update(node.output)
             if not copy and needed.isdisjoint(node.output):
                 names.append(node.name)
@@ -204,9 +192,9 @@ def only_copies(model: onnx.ModelProto, kept: Collection[str]) -> onnx.ModelProt
         if node.name in names:
             continue
         if any(name in back for name in node.input):
-            node = _changed(node, inputs=[back.get(name, name) for name in node.input])
+            node = with_values(node, inputs=[back.get(name, name) for name in node.input])
         nodes.append(node)
-    return _with_nodes(model, nodes)
+    return with_nodes(model, nodes)
 
 
 def ordered(model: onnx.ModelProto, order: Sequence[int]) -> onnx.ModelProto:
@@ -220,8 +208,7 @@ def ordered(model: onnx.ModelProto, order: Sequence[int]) -> onnx.ModelProto:
     """
     nodes, backward = [], False
     for i in order:
-        node = onnx.NodeProto()
-        node.CopyFrom(model.graph.node[i])
+        node = copied(model.graph.node[i])
         marked = [attribute for attribute in node.attribute if attribute.name != BACKWARD]
         node.ClearField("attribute")
         node.attribute.extend(marked)
@@ -229,12 +216,4 @@ def ordered(model: onnx.ModelProto, order: Sequence[int]) -> onnx.ModelProto:
             node.attribute.append(helper.make_attribute(BACKWARD, 1))
         backward = backward or node.op_type == BARRIER
         nodes.append(node)
-    return _with_nodes(model, nodes)
-
-
-def _with_nodes(model: onnx.ModelProto, nodes: Sequence[Any]) -> onnx.ModelProto:
-    result = onnx.ModelProto()
-    result.CopyFrom(model)
-    result.graph.ClearField("node")
-    result.graph.node.extend(nodes)
-    return result
+    return with_nodes(model, nodes)

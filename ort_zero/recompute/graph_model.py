@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 
 from ort_zero.compat.ort_kernels import ALIASES, BARRIER, FROM_TORCH, HEAP, RECOMPUTED, SCRATCH
-from ort_zero.runtime.zero3.collective_plan import all_inputs
+from ort_zero.onnx_edit.topology import input_names
 
 _BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 14: 8, 15: 16, 16: 2}
 """Of an element, by ONNX's number of the type."""
@@ -86,7 +86,7 @@ class Flow:
         nodes, alias, barrier = [], {}, -1
         outside: set[int] = set()
         for i, node in enumerate(graph.node):
-            reads = tuple(dict.fromkeys(at(name) for name in all_inputs(node)))
+            reads = tuple(dict.fromkeys(at(name) for name in input_names(node)))
             makes = tuple(at(name) for name in node.output if name)
             if node.op_type == BARRIER:
                 barrier = i

@@ -44,7 +44,7 @@ class Graph:
     exported: Exported
     info: PostExportProcessedModelInfo
     session: ort_compat.Session
-    table: gather_reduce.Table | None
+    table: gather_reduce.CollectiveExecutor | None
     digest: str
     """Of the collectives in the graph; ranks with equal digests perform the same ones in one order."""
     bridge: str | None

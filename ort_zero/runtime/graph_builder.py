@@ -42,9 +42,10 @@ from ort_zero.runtime.guards.keys import (
 )
 from ort_zero.runtime.operators.fallback_policy import Routes, infer_python_op
 from ort_zero.runtime.zero3 import gather_reduce
-from ort_zero.runtime.zero3.collective_plan import Plan, Weight, small_share
-from ort_zero.runtime.zero3.collective_plan import plan as make_plan
-from ort_zero.runtime.zero3.insert_collectives import TRIGGER, describe, rewrite
+from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Weight, plan_collectives, small_share
+from ort_zero.runtime.zero3.gradient_sums import GradientSums
+from ort_zero.runtime.zero3.insert_collectives import insert_collectives
+from ort_zero.runtime.zero3.node_names import TRIGGER
 from ort_zero.statistics.collect import graph_readers, reader_marks
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 from ort_zero.zero3_hooks.hook_manager import paused
@@ -70,7 +71,7 @@ class Builder:
         config: OrtModuleConfig,
         manager: ort_compat.Manager,
         kept: ExcludedModules,
-        sums: gather_reduce.Sums,
+        sums: GradientSums,
         cache: ExportCache | None,
         memory_efficient_gradients: bool,
         memory: MemoryOptimizer | None = None,
@@ -236,7 +237,7 @@ class Builder:
         if plan is not None:
             with self._timed("bridge"):
                 table, model, gradient = self._rewritten(model, plan, parameters)
-            bridge, digest = describe(plan), plan.digest()
+            bridge, digest = str(plan), plan.digest()
         if exported.readers:
             graph_readers.register(ort_compat.register_function)
             graph_readers.insert_readers(model)
@@ -282,29 +283,29 @@ class Builder:
         with self._timed("gradient graph"):
             return BuiltModel(*self.manager.build(info.exported_model, info.onnx_graph_input_names, wanted, inputs))
 
-    def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any]) -> Plan | None:
+    def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any]) -> CollectivePlan | None:
         """Return what the bridge does in a graph, None for nothing."""
         training = self.manager.training
         partitioned = {name: p for name, p in parameters.items() if is_partitioned(p)}
         if partitioned:
             weights = _weights(partitioned)
-            return make_plan(model, weights, training=training, merge_elements=small_share(weights))
+            return plan_collectives(model, weights, training=training, merge_elements=small_share(weights))
         if not self.memory_efficient_gradients or not training:
             return None
         weights = _weights(parameters)
-        merged = min(small_share(weights), gather_reduce.BUCKET)
-        plan = make_plan(model, weights, training=True, gather=False, merge_elements=merged)
+        merged = min(small_share(weights), gather_reduce.BUCKET_ELEMENTS)
+        plan = plan_collectives(model, weights, training=True, gather=False, merge_elements=merged)
         return plan if plan.events else None
 
-    def _rewritten(self, model: onnx.ModelProto, plan: Plan, parameters: dict[str, Any]) -> tuple:
+    def _rewritten(self, model: onnx.ModelProto, plan: CollectivePlan, parameters: dict[str, Any]) -> tuple:
         """Return table, rewritten graph and the gradient of the trigger."""
         gather_reduce.register(ort_compat.register_function)
-        store = DeepSpeedParameters() if plan.takes_weights else PlainParameters()
-        table = gather_reduce.Table(plan, parameters, store, self.prefetch_elements, self.sums)
-        if plan.takes_weights:
+        store = DeepSpeedParameters() if plan.gathers_weights else PlainParameters()
+        table = gather_reduce.CollectiveExecutor(plan, parameters, store, self.prefetch_elements, self.sums)
+        if plan.gathers_weights:
             in_torch = {name for node in model.graph.node if node.op_type == "PythonOp" for name in node.input}
-            table.lends = frozenset(in_torch & set(plan.weights))
-        return table, *rewrite(model, plan, table=table.number, training=self.manager.training)
+            table.weights_read_in_torch = frozenset(in_torch & set(plan.weights))
+        return table, *insert_collectives(model, plan, executor=table.number, training=self.manager.training)
 
     def _model_info(
         self,
@@ -313,7 +314,7 @@ class Builder:
         parameters: dict[str, Any],
         wanted: Sequence[str],
         inputs: Sequence[str],
-        table: gather_reduce.Table | None,
+        table: gather_reduce.CollectiveExecutor | None,
     ) -> PostExportProcessedModelInfo:
         flattened = self.manager.flattened_module
         buffers = dict(flattened.named_buffers())

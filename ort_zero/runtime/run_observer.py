@@ -17,7 +17,7 @@ from ort_zero.recompute.peak_check import PeakCheck
 from ort_zero.recompute.planning_session import Watch
 from ort_zero.runtime.built_graph import Graph
 from ort_zero.runtime.operators import torch_fallback
-from ort_zero.runtime.zero3 import gather_reduce
+from ort_zero.runtime.zero3.gather_reduce import CollectiveExecutor
 
 
 def observe(
@@ -58,7 +58,7 @@ def observe(
     ort_compat.guard_agent(graph.session.agent, around)
 
 
-def _nodes_own_error(table: gather_reduce.Table | None, error: BaseException) -> BaseException:
+def _nodes_own_error(table: CollectiveExecutor | None, error: BaseException) -> BaseException:
     """Return the error that a node raised, in place of ORT's message about it; finish what was gathered ahead."""
     own = torch_fallback.take_failure()
     if table is not None:

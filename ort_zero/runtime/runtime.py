@@ -42,7 +42,8 @@ from ort_zero.runtime.guards.value_guards import GuardFailures
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.rank_agreement import RankAgreement
 from ort_zero.runtime.transitions import GraphTransitionManager, History
-from ort_zero.runtime.zero3 import gather_reduce
+from ort_zero.runtime.zero3 import gathered_weights
+from ort_zero.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel, subscribed_models_in
 
 
@@ -79,7 +80,7 @@ class Runtime:
         self.prefetch_elements = 0
         """Elements that may be gathered ahead of their use."""
         self.ranks = RankAgreement(fallback=config.fallback == "warn")
-        self.sums = gather_reduce.Sums(self.ranks.agree_on_backward)
+        self.sums = GradientSums(self.ranks.agree_on_backward)
         self.fallback_reason: str | None = None
         """Why PyTorch runs the model; None while ONNX Runtime does."""
         self.excluded = ExcludedModules(module, config.exclude)
@@ -278,8 +279,8 @@ class Runtime:
         here: set[int] = set()
 
         def source_of(tensor: torch.Tensor) -> Any:
-            if any(graph.table is not None and graph.table.plan.takes_weights for graph in self.graphs()):
-                return gather_reduce.lent_at(tensor)
+            if any(graph.table is not None and graph.table.plan.gathers_weights for graph in self.graphs()):
+                return gathered_weights.weight_at(tensor)
             if not here:
                 whole = (p for p in self.module.parameters() if not is_partitioned(p))
                 here.update(p.untyped_storage().data_ptr() for p in whole)

@@ -17,11 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from ort_zero import config
+from ort_zero.compat import ort_kernels
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.errors import BridgeError
 from ort_zero.onnx_edit.python_op import python_op
 from ort_zero.plugin import engine_patch
-from ort_zero.runtime.zero3 import collective_plan
 
 
 def wrap(module: nn.Module, on: bool = True):
@@ -401,7 +401,7 @@ def test_kernels_write_where_the_plan_says_that_they_write():
     runtime, wrapped, _ = wrap(stack())
     wrapped(x()).sum().backward()  # ORT has what PythonOp and ATen nodes need
     ort_compat.register_function("test::look", Look)
-    assert set(MAKERS) == collective_plan.ANEW | {"Relu", "Reshape", "Transpose", "ATen"}
+    assert set(MAKERS) == ort_kernels.NEW_MEMORY | {"Relu", "Reshape", "Transpose", "ATen"}
     shared = {name for name in MAKERS if _shares_memory(name, *MAKERS[name])}
     assert shared == {"Relu", "Reshape"}
 

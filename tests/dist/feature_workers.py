@@ -836,7 +836,7 @@ def destroyed(run: Run) -> None:
     run.engine = run.model = None
     gc.collect()
     run.seen["alive"] = [name for name, ref in gone.items() if ref() is not None]
-    run.seen["tables"] = gather_reduce.live_tables()
+    run.seen["tables"] = len(gather_reduce.executors)
     run.runs.clear()
     run.start(make(Critic))
     run.train()

@@ -13,7 +13,7 @@ from torch import nn
 from workers import ds_config, full_parameters, start
 
 import ort_zero
-from ort_zero.runtime.zero3 import gather_reduce
+from ort_zero.runtime.zero3 import gathered_weights
 
 STEPS = 5
 
@@ -124,7 +124,7 @@ def train(name: str, stage: int, ort: bool) -> dict[str, Any]:
         loss = engine(batch(name, step))
         if ort and stage == 3:
             left.append(sum(p.ds_status.name != "NOT_AVAILABLE" for p in model.parameters()))
-            held.append(sum(not lent.gone() for lent in gather_reduce._lent.values()))
+            held.append(gathered_weights.number_alive())
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

@@ -8,18 +8,18 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from ort_zero.errors import BridgeError
+from ort_zero.onnx_edit.topology import topological_order
 from ort_zero.runtime.zero3.collective_plan import (
-    NEAR,
+    MAX_LEVEL_DISTANCE,
+    CollectivePlan,
     Gather,
     Phase,
-    Plan,
     Reduce,
     Weight,
-    analyse,
-    plan,
-    sorted_nodes,
+    plan_collectives,
 )
-from ort_zero.runtime.zero3.insert_collectives import rewrite
+from ort_zero.runtime.zero3.graph_analysis import analyse
+from ort_zero.runtime.zero3.insert_collectives import insert_collectives
 
 SIZE = 4
 FLOAT = TensorProto.FLOAT
@@ -99,12 +99,12 @@ def chain_model(length: int, uses: dict[int, str]) -> onnx.ModelProto:
     return model_of(nodes, ["x", *sorted(set(uses.values()))], [f"h{length}"])
 
 
-def gather_tuples(p: Plan, phase: Phase | None = None) -> list[tuple]:
+def gather_tuples(p: CollectivePlan, phase: Phase | None = None) -> list[tuple]:
     return [(g.phase, g.weights, g.anchor, g.readers) for _, g in p.gathers(phase)]
 
 
 def test_linear_relu_linear_gathers_once_per_phase_and_reduces_each_gradient_where_it_exists():
-    p = plan(mlp(), MLP_WEIGHTS, training=True)
+    p = plan_collectives(mlp(), MLP_WEIGHTS, training=True)
     assert p.events == (
         Gather(phase=F, weights=("a.weight", "a.bias"), anchor="x", readers=(("a_mm",), ("a_out",))),
         Gather(phase=F, weights=("b.weight", "b.bias"), anchor="r", readers=(("b_mm",), ("out",))),
@@ -130,24 +130,24 @@ def test_gradients_of_one_level_are_reduced_together_in_the_order_of_names():
         node("Identity", "g", "a_grad"),
     ]
     model = model_of(nodes, ["x", "z", "a"], ["z_grad", "a_grad"])
-    (_, only), = plan(model, weights_of("z", "a"), training=True).reduces()  # fmt: skip
+    (_, only), = plan_collectives(model, weights_of("z", "a"), training=True).reduces()  # fmt: skip
     assert only == Reduce(phase=B, weights=("a", "z"), gradients=("a_grad", "z_grad"))
 
 
 def test_weights_that_the_graph_has_not_are_ignored():
-    p = plan(mlp(), {**MLP_WEIGHTS, **weights_of("elsewhere")}, training=True)
+    p = plan_collectives(mlp(), {**MLP_WEIGHTS, **weights_of("elsewhere")}, training=True)
     assert set(p.weights) == set(MLP_WEIGHTS)
-    assert p == plan(mlp(), MLP_WEIGHTS, training=True)
+    assert p == plan_collectives(mlp(), MLP_WEIGHTS, training=True)
 
 
 def test_without_training_nothing_is_reduced():
-    p = plan(chain_model(3, {2: "w"}), weights_of("w"), training=False)
+    p = plan_collectives(chain_model(3, {2: "w"}), weights_of("w"), training=False)
     assert p.reduces() == []
     assert gather_tuples(p) == [(F, ("w",), "h1", (("h2",),))]
 
 
 def test_reduces_alone_leave_the_weights_where_they_are():
-    p = plan(mlp(), MLP_WEIGHTS, training=True, gather=False)
+    p = plan_collectives(mlp(), MLP_WEIGHTS, training=True, gather=False)
     assert p.gathers() == []
     assert [r.weights for _, r in p.reduces()] == [("b.bias",), ("a.bias",), ("b.weight",), ("a.weight",)]
 
@@ -158,22 +158,35 @@ def test_reduces_alone_come_in_one_order_whatever_the_graph():
         if made.output[0] == "b.weight_grad":
             made.CopyFrom(node("MatMul", "late r", "b.weight_grad"))
     other.graph.node.append(node("Add", "out_grad_t x_grad", "late"))
-    plans = [plan(model, MLP_WEIGHTS, training=True, gather=False) for model in (mlp(), other)]
+    plans = [plan_collectives(model, MLP_WEIGHTS, training=True, gather=False) for model in (mlp(), other)]
     assert [e.weights for e in plans[0].events] == [e.weights for e in plans[1].events]
     assert plans[0].digest() == plans[1].digest()
-    apart = [plan(model, MLP_WEIGHTS, training=True) for model in (mlp(), other)]
+    apart = [plan_collectives(model, MLP_WEIGHTS, training=True) for model in (mlp(), other)]
     assert apart[0].digest() != apart[1].digest()
 
 
 def test_small_reduces_alone_share_a_node():
-    p = plan(mlp(), MLP_WEIGHTS, training=True, gather=False, merge_elements=SIZE * SIZE)
+    p = plan_collectives(mlp(), MLP_WEIGHTS, training=True, gather=False, merge_elements=SIZE * SIZE)
     assert [r.weights for _, r in p.reduces()] == [("b.bias", "a.bias"), ("b.weight",), ("a.weight",)]
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_reduces_share_a_node_until_it_is_full(gather):
+    names = list("abcdefg")
+    nodes = [node("Sum", f"x {' '.join(names)}", "out"), node("YieldOp", "out", "g0")]
+    for i, name in enumerate(names):  # one level deeper each
+        nodes += [node("Identity", f"g{i}", f"{name}_grad"), node("Relu", f"g{i}", f"g{i + 1}")]
+    model = model_of(nodes, ["x", *names], [f"{name}_grad" for name in names])
+    p = plan_collectives(model, weights_of(*names), training=True, gather=gather, merge_elements=3 * SIZE * SIZE)
+    expected = [tuple("abc"), tuple("def"), ("g",)] if gather else [tuple("gfe"), tuple("dcb"), ("a",)]
+    assert [r.weights for _, r in p.reduces()] == expected
+    assert [r.gradients for _, r in p.reduces()] == [tuple(f"{name}_grad" for name in part) for part in expected]
 
 
 def _own(*nodes) -> frozenset[str]:
     """Return which gradients of u and w share their memory with nothing, in a graph whose backward is `nodes`."""
     model = model_of([node("Relu", "x", "out"), node("YieldOp", "out", "g"), *nodes], "xuw", ["u_grad", "w_grad"])
-    return plan(model, weights_of("u", "w"), training=True, gather=False).own_memory
+    return plan_collectives(model, weights_of("u", "w"), training=True, gather=False).own_memory
 
 
 def test_gradients_that_share_their_memory_are_known():
@@ -203,10 +216,10 @@ def test_of_a_transposed_gradient_only_that_of_a_product_is_sure_to_have_its_own
     assert _own(*twice, node("ReduceSum", "g", "w_grad")) == {"w_grad"}
 
 
-@pytest.mark.parametrize(("distance", "gathers"), [(1, 1), (NEAR, 1), (NEAR + 1, 2)])
+@pytest.mark.parametrize(("distance", "gathers"), [(1, 1), (MAX_LEVEL_DISTANCE, 1), (MAX_LEVEL_DISTANCE + 1, 2)])
 def test_a_far_use_of_a_weight_gathers_again_and_a_near_one_does_not(distance, gathers):
     model = chain_model(distance + 4, {2: "tied.weight", 2 + distance: "tied.weight"})
-    p = plan(model, weights_of("tied.weight"), training=False)
+    p = plan_collectives(model, weights_of("tied.weight"), training=False)
     if gathers == 1:
         expected = [(F, ("tied.weight",), "h1", (("h2", f"h{2 + distance}"),))]
     else:
@@ -218,16 +231,16 @@ def test_a_far_use_of_a_weight_gathers_again_and_a_near_one_does_not(distance, g
 
 
 def test_weights_of_one_module_share_a_gather_only_if_near():
-    near = plan(chain_model(20, {2: "m.u", 5: "m.v"}), weights_of("m.u", "m.v"), training=False)
+    near = plan_collectives(chain_model(20, {2: "m.u", 5: "m.v"}), weights_of("m.u", "m.v"), training=False)
     assert gather_tuples(near) == [(F, ("m.u", "m.v"), "h1", (("h2",), ("h5",)))]
-    far = plan(chain_model(20, {2: "m.u", 15: "m.v"}), weights_of("m.u", "m.v"), training=False)
+    far = plan_collectives(chain_model(20, {2: "m.u", 15: "m.v"}), weights_of("m.u", "m.v"), training=False)
     assert gather_tuples(far) == [(F, ("m.u",), "h1", (("h2",),)), (F, ("m.v",), "h14", (("h15",),))]
-    other = plan(chain_model(20, {2: "m.u", 5: "n.v"}), weights_of("m.u", "n.v"), training=False)
+    other = plan_collectives(chain_model(20, {2: "m.u", 5: "n.v"}), weights_of("m.u", "n.v"), training=False)
     assert gather_tuples(other) == [(F, ("m.u",), "h1", (("h2",),)), (F, ("n.v",), "h4", (("h5",),))]
 
 
 def test_a_tied_weight_is_gathered_at_both_ends_and_reduced_once():
-    length = 2 * NEAR
+    length = 2 * MAX_LEVEL_DISTANCE
     nodes = [
         node("Gather", "wte ids", "h0"),
         *(node("Relu", f"h{i}", f"h{i + 1}") for i in range(length)),
@@ -239,7 +252,7 @@ def test_a_tied_weight_is_gathered_at_both_ends_and_reduced_once():
         node("Add", "h_grad from_head", "wte_grad"),
     ]
     model = model_of(nodes, [value("ids", (SIZE,), TensorProto.INT64), "wte"], ["wte_grad"])
-    assert plan(model, weights_of("wte"), training=True).events == (
+    assert plan_collectives(model, weights_of("wte"), training=True).events == (
         Gather(phase=F, weights=("wte",), anchor="ids", readers=(("h0",),)),
         Gather(phase=F, weights=("wte",), anchor=f"h{length}", readers=(("logits",),)),
         Gather(phase=B, weights=("wte",), anchor="g", readers=(("h_grad",),)),
@@ -255,7 +268,7 @@ def test_the_anchor_is_the_latest_activation_and_in_the_backward_a_backward_one(
         node("YieldOp", "out", "g"),
         node("Sum", "late w g", "x_grad"),
     ]
-    p = plan(model_of(nodes, ["x", "w"], ["x_grad"]), weights_of("w"), training=True)
+    p = plan_collectives(model_of(nodes, ["x", "w"], ["x_grad"]), weights_of("w"), training=True)
     assert [(g.phase, g.anchor) for _, g in p.gathers()] == [(F, "late"), (B, "g")]
 
 
@@ -270,12 +283,12 @@ def test_an_operator_that_reads_weights_and_constants_only_is_no_reader():
         node("MatMul", "h w_2", "out"),
     ]
     model = model_of(nodes, ["x", "w"], ["out"], initializers=[constant])
-    assert gather_tuples(plan(model, weights_of("w"), training=False)) == [(F, ("w",), "h", (("out",),))]
+    assert gather_tuples(plan_collectives(model, weights_of("w"), training=False)) == [(F, ("w",), "h", (("out",),))]
 
 
 def test_a_value_made_of_two_weights_needs_both_at_its_reader():
     nodes = [node("Add", "p.u q.v", "uv"), node("Relu", "x", "h"), node("MatMul", "h uv", "out")]
-    p = plan(model_of(nodes, ["x", "p.u", "q.v"], ["out"]), weights_of("p.u", "q.v"), training=False)
+    p = plan_collectives(model_of(nodes, ["x", "p.u", "q.v"], ["out"]), weights_of("p.u", "q.v"), training=False)
     assert gather_tuples(p) == [(F, ("p.u",), "h", (("out",),)), (F, ("q.v",), "h", (("out",),))]
 
 
@@ -291,9 +304,9 @@ def test_a_random_operator_on_a_weight_is_a_reader_so_that_both_phases_see_one_m
         node("MatMul", "g w_d", "x_grad"),
     ]
     model = model_of(nodes, ["x", "w"], ["w_grad", "x_grad"], initializers=[rate, on])
-    p = plan(model, weights_of("w"), training=True)
+    p = plan_collectives(model, weights_of("w"), training=True)
     assert gather_tuples(p) == [(F, ("w",), None, (("w_d",),))]
-    rewritten, _ = rewrite(model, p, table=0, training=True)
+    rewritten, _ = insert_collectives(model, p, executor=0, training=True)
     assert sum(n.op_type == "Dropout" for n in rewritten.graph.node) == 1
 
 
@@ -304,7 +317,7 @@ def test_noise_added_to_a_weight_is_drawn_once():
         node("Add", "w noise", "noisy"),
         node("MatMul", "x noisy", "out"),
     ]
-    p = plan(model_of(nodes, ["x", "w"], ["out"]), weights_of("w"), training=False)
+    p = plan_collectives(model_of(nodes, ["x", "w"], ["out"]), weights_of("w"), training=False)
     assert gather_tuples(p) == [(F, ("w",), "noise", (("noisy",),))]
 
 
@@ -317,7 +330,7 @@ def test_the_shape_of_a_weight_is_a_constant_and_needs_no_gather():
         node("Sum", "h count last", "out"),
     ]
     model = model_of(nodes, ["x", value("w", (3, 5))], ["out"])
-    p = plan(model, weights_of("w", shape=(3, 5)), training=False)
+    p = plan_collectives(model, weights_of("w", shape=(3, 5)), training=False)
     assert p.events == ()
     assert {"dims", "count", "last"} <= analyse(model.graph, p.weights).constant
 
@@ -334,8 +347,8 @@ def test_shapes_are_folded_to_the_full_shape():
         node("Sum", "h count last dims_t", "out"),
     ]
     model = model_of(nodes, ["x", value("w", (3, 5))], ["out"], infos=[value("w_t", (5, 3))])
-    p = plan(model, weights_of("w", shape=(3, 5)), training=False)
-    rewritten, _ = rewrite(model, p, table=0, training=False)
+    p = plan_collectives(model, weights_of("w", shape=(3, 5)), training=False)
+    rewritten, _ = insert_collectives(model, p, executor=0, training=False)
     folded = {i.name: numpy_helper.to_array(i) for i in rewritten.graph.initializer}
     assert {name: array.tolist() for name, array in folded.items()} == {
         "dims": [3, 5], "count": 15, "last": [5], "dims_t": [5, 3],
@@ -347,9 +360,9 @@ def test_shapes_are_folded_to_the_full_shape():
 def test_a_shape_of_something_made_of_weights_without_a_static_type_is_refused():
     nodes = [node("Transpose", "w", "w_t"), node("Shape", "w_t", "dims"), node("Reshape", "x dims", "out")]
     model = model_of(nodes, ["x", "w"], ["out"])
-    p = plan(model, weights_of("w"), training=False)
+    p = plan_collectives(model, weights_of("w"), training=False)
     with pytest.raises(BridgeError, match="shape of 'w_t'"):
-        rewrite(model, p, table=0, training=False)
+        insert_collectives(model, p, executor=0, training=False)
 
 
 def if_node(weight: str, output: str) -> onnx.NodeProto:
@@ -364,9 +377,9 @@ def if_node(weight: str, output: str) -> onnx.NodeProto:
 def test_weights_captured_by_the_branches_of_an_if_are_gathered_for_it():
     flag = value("flag", (), TensorProto.BOOL)
     model = model_of([node("Relu", "x", "h"), if_node("w", "out")], ["x", flag, "w"], ["out"])
-    p = plan(model, weights_of("w"), training=False)
+    p = plan_collectives(model, weights_of("w"), training=False)
     assert gather_tuples(p) == [(F, ("w",), "h", (("out",),))]
-    rewritten, _ = rewrite(model, p, table=0, training=False)
+    rewritten, _ = insert_collectives(model, p, executor=0, training=False)
     branch_inputs = [
         list(inner.input) for n in rewritten.graph.node if n.op_type == "If" for a in n.attribute for inner in a.g.node
     ]
@@ -385,9 +398,9 @@ def test_weights_captured_by_the_body_of_a_loop_are_gathered_unless_a_name_is_bo
     nodes = [node("Relu", "x", "h"), loop]
     # the graph has an input named like a value that is bound in the body
     model = model_of(nodes, ["x", go, "w", "v", "carried"], ["out"])
-    p = plan(model, weights_of("w", "v", "carried"), training=False)
+    p = plan_collectives(model, weights_of("w", "v", "carried"), training=False)
     assert gather_tuples(p) == [(F, ("v", "w"), "h", (("out",), ("out",)))]
-    rewritten, _ = rewrite(model, p, table=0, training=False)
+    rewritten, _ = insert_collectives(model, p, executor=0, training=False)
     inner = next(n for n in rewritten.graph.node if n.op_type == "Loop").attribute[0].g
     assert list(inner.node[0].input) == ["carried", "w__gathered_0"]
     deepest = inner.node[2].attribute[0].g.node[0]
@@ -398,13 +411,13 @@ def test_weights_captured_by_the_body_of_a_loop_are_gathered_unless_a_name_is_bo
 def test_a_weight_as_an_output_of_the_graph_is_refused_by_name(output):
     model = model_of([node("Transpose", "w", "w_t"), node("MatMul", "x w_t", "h")], ["x", "w"], ["h", output])
     with pytest.raises(BridgeError, match="returns w .*under ZeRO-3"):
-        plan(model, weights_of("w"), training=False)
-    assert plan(model, weights_of("w"), training=False, gather=False).events == ()
+        plan_collectives(model, weights_of("w"), training=False)
+    assert plan_collectives(model, weights_of("w"), training=False, gather=False).events == ()
 
 
 def test_a_frozen_weight_is_gathered_but_its_gradient_is_not_reduced():
     weights = {**MLP_WEIGHTS, **weights_of("a.weight", frozen=("a.weight",))}
-    p = plan(mlp(), weights, training=True)
+    p = plan_collectives(mlp(), weights, training=True)
     assert [r.weights for _, r in p.reduces()] == [("b.bias",), ("b.weight",), ("a.bias",)]
     assert [g.weights for _, g in p.gathers()] == [
         ("a.weight", "a.bias"), ("b.weight", "b.bias"), ("b.weight",), ("a.weight",),
@@ -412,29 +425,42 @@ def test_a_frozen_weight_is_gathered_but_its_gradient_is_not_reduced():
 
 
 def test_equal_graphs_have_equal_digests():
-    assert plan(mlp(), MLP_WEIGHTS, training=True).digest() == plan(mlp(), MLP_WEIGHTS, training=True).digest()
+    one, other = (plan_collectives(mlp(), MLP_WEIGHTS, training=True) for _ in range(2))
+    assert one.digest() == other.digest()
+
+
+def test_the_digest_tells_the_phase_of_a_gather():
+    """The phase decides what is prefetched together: ranks that differ in it would wait for different collectives."""
+    weights = weights_of("w")
+    digests = [
+        CollectivePlan(
+            events=(Gather(phase=phase, weights=("w",), anchor=None, readers=((),)),), weights=weights
+        ).digest()
+        for phase in Phase
+    ]
+    assert digests[0] != digests[1]
 
 
 def test_the_digest_tells_another_order_shape_type_or_set_of_gradients():
     weights = weights_of("u", "v")
 
     def digest(uses, weights=weights):
-        return plan(chain_model(6, uses), weights, training=False).digest()
+        return plan_collectives(chain_model(6, uses), weights, training=False).digest()
 
     base = digest({2: "u", 4: "v"})
     half = {**weights, "u": Weight(name="u", shape=(SIZE, SIZE), elem_type=TensorProto.FLOAT16)}
     other = {
-        "order": plan(chain_model(40, {2: "v", 30: "u"}), weights, training=False).digest(),
-        "same uses, far apart": plan(chain_model(40, {2: "u", 30: "v"}), weights, training=False).digest(),
+        "order": plan_collectives(chain_model(40, {2: "v", 30: "u"}), weights, training=False).digest(),
+        "same uses, far apart": plan_collectives(chain_model(40, {2: "u", 30: "v"}), weights, training=False).digest(),
         "shape": digest({2: "u", 4: "v"}, weights_of("u", "v", shape=(2, 8))),
         "type": digest({2: "u", 4: "v"}, half),
         "fewer": digest({2: "u"}),
     }
     assert base not in other.values()
     assert len(set(other.values())) == len(other)
-    trained = plan(mlp(), MLP_WEIGHTS, training=True).digest()
+    trained = plan_collectives(mlp(), MLP_WEIGHTS, training=True).digest()
     frozen = {**MLP_WEIGHTS, **weights_of("a.weight", frozen=("a.weight",))}
-    assert plan(mlp(), frozen, training=True).digest() != trained
+    assert plan_collectives(mlp(), frozen, training=True).digest() != trained
 
 
 def test_the_order_of_the_nodes_in_the_file_does_not_change_the_plan():
@@ -443,27 +469,27 @@ def test_the_order_of_the_nodes_in_the_file_does_not_change_the_plan():
     copies = [onnx.NodeProto.FromString(n.SerializeToString()) for n in nodes]
     shuffled.graph.ClearField("node")
     shuffled.graph.node.extend(copies)
-    assert plan(shuffled, MLP_WEIGHTS, training=True) == plan(mlp(), MLP_WEIGHTS, training=True)
+    assert plan_collectives(shuffled, MLP_WEIGHTS, training=True) == plan_collectives(mlp(), MLP_WEIGHTS, training=True)
 
 
 def test_neither_the_plan_nor_the_rewrite_changes_its_graph():
     model = mlp()
     before = model.SerializeToString(deterministic=True)
-    rewrite(model, plan(model, MLP_WEIGHTS, training=True), table=0, training=True)
+    insert_collectives(model, plan_collectives(model, MLP_WEIGHTS, training=True), executor=0, training=True)
     assert model.SerializeToString(deterministic=True) == before
 
 
 def test_sorting_refuses_a_cycle_and_a_value_that_nothing_makes():
     cyclic = model_of([node("Add", "x b", "a"), node("Relu", "a", "b")], ["x"], ["b"])
     with pytest.raises(BridgeError, match="cycle through 'n_"):
-        sorted_nodes(cyclic.graph)
+        topological_order(cyclic.graph)
     dangling = model_of([node("Add", "x nowhere", "a")], ["x"], ["a"])
     with pytest.raises(BridgeError, match="'n_a' reads 'nowhere', which nothing makes"):
-        sorted_nodes(dangling.graph)
+        topological_order(dangling.graph)
 
 
 def test_a_long_graph_is_sorted_without_recursion():
     length = 5000
     nodes = [node("Relu", f"h{i}" if i else "x", f"h{i + 1}") for i in range(length)]
     model = model_of(reversed(nodes), ["x"], [f"h{length}"])
-    assert [n.output[0] for n in sorted_nodes(model.graph)] == [f"h{i + 1}" for i in range(length)]
+    assert [n.output[0] for n in topological_order(model.graph)] == [f"h{i + 1}" for i in range(length)]

@@ -1,4 +1,4 @@
-"""The running side of a plan against a store that records every call: order, prefetch, errors, lifetimes."""
+"""The executor of a plan against a store that records every call: order, prefetch, errors, lifetimes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from ort_zero.compat.deepspeed_parameters import PlainParameters
 from ort_zero.onnx_edit import python_op
 from ort_zero.runtime.zero3 import gather_reduce
-from ort_zero.runtime.zero3.collective_plan import Gather, Phase, Plan, Reduce, Weight
+from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Gather, Phase, Reduce, Weight
 from ort_zero.runtime.zero3.gather_reduce import (
+    CollectiveExecutor,
     GatherFunction,
-    LiveElements,
     ReduceFunction,
-    Sums,
-    Table,
-    _tables,
-    live_tables,
+    StartedGather,
+    executors,
     reduced_behind,
     register,
 )
+from ort_zero.runtime.zero3.gradient_sums import GradientSums
+from ort_zero.testing.live_elements import LiveElements
 
 F, B = Phase.FORWARD, Phase.BACKWARD
 SIZE = 10
@@ -101,79 +101,79 @@ def reduce(weights: str) -> Reduce:
     return Reduce(phase=B, weights=tuple(weights), gradients=tuple(f"{w}_grad" for w in weights))
 
 
-def table_of(*events, window: int = 0) -> Table:
+def executor_of(*events, window: int = 0) -> CollectiveExecutor:
     letters = sorted({w for e in events for w in e.weights})
     weights = {w: Weight(name=w, shape=(SIZE,), elem_type=1) for w in letters}
     parameters = {w: Parameter(w, i) for i, w in enumerate(letters)}
-    table = Table(Plan(events=events, weights=weights), parameters, Store(), window)
-    table.by_name = parameters
-    return table
+    executor = CollectiveExecutor(CollectivePlan(events=events, weights=weights), parameters, Store(), window)
+    executor.by_name = parameters
+    return executor
 
 
-def states(table: Table) -> set[str]:
-    return {p.state for p in table.by_name.values()}
+def states(executor: CollectiveExecutor) -> set[str]:
+    return {p.state for p in executor.by_name.values()}
 
 
-def calls(table: Table) -> list[str]:
-    result = [" ".join(call) for call in table.store.calls]
-    table.store.calls.clear()
+def calls(executor: CollectiveExecutor) -> list[str]:
+    result = [" ".join(call) for call in executor.store.calls]
+    executor.store.calls.clear()
     return result
 
 
 def test_without_prefetch_each_gather_starts_waits_and_releases():
-    table = table_of(gather(F, "ab"), gather(F, "c"), gather(B, "c"), reduce("c"), gather(B, "a"), reduce("ab"))
-    first = table.gather(0)
+    executor = executor_of(gather(F, "ab"), gather(F, "c"), gather(B, "c"), reduce("c"), gather(B, "a"), reduce("ab"))
+    first = executor.gather(0)
     assert [w.tolist() for w in first] == [[0.0] * SIZE, [1.0] * SIZE]
-    assert [w.tolist() for w in table.gather(1)] == [[2.0] * SIZE]
-    assert [w.tolist() for w in table.gather(2)] == [[2.0] * SIZE]
-    table.reduce(3, [torch.tensor(5.0)])
-    table.gather(4)
-    table.reduce(5, [torch.tensor(6.0), torch.tensor(7.0)])
-    assert calls(table) == [
+    assert [w.tolist() for w in executor.gather(1)] == [[2.0] * SIZE]
+    assert [w.tolist() for w in executor.gather(2)] == [[2.0] * SIZE]
+    executor.reduce(3, [torch.tensor(5.0)])
+    executor.gather(4)
+    executor.reduce(5, [torch.tensor(6.0), torch.tensor(7.0)])
+    assert calls(executor) == [
         "start ab", "wait ab", "release ab",
         "start c", "wait c", "release c",
         "start c", "wait c", "release c", "reduce c=5",
         "start a", "wait a", "release a", "reduce a=6", "reduce b=7",
     ]  # fmt: skip
-    assert states(table) == {"away"}
+    assert states(executor) == {"away"}
     assert first[0].tolist() == [0.0] * SIZE  # outlives the release
-    done = table.counters
+    done = executor.counters
     assert (done.gathers, done.gathered_elements, done.waits, done.reduces) == (4, 5 * SIZE, 4, 2)
 
 
 def test_a_gathered_weight_has_no_gradient():
-    table = table_of(gather(F, "a"))
-    table.by_name["a"].whole.requires_grad_()
-    (weight,) = table.gather(0)
+    executor = executor_of(gather(F, "a"))
+    executor.by_name["a"].whole.requires_grad_()
+    (weight,) = executor.gather(0)
     assert not weight.requires_grad
 
 
 @pytest.fixture
 def alone(monkeypatch):
     """Every gather that is started ahead has a collective of its own."""
-    monkeypatch.setattr(gather_reduce, "BUCKET", 0)
+    monkeypatch.setattr(gather_reduce, "BUCKET_ELEMENTS", 0)
 
 
 def test_prefetch_starts_the_next_gathers_within_the_window(alone):
-    table = table_of(*(gather(F, w) for w in "abcde"), window=2 * SIZE)
-    found = [table.gather(0)[0][0].item()]
-    assert calls(table) == ["start a", "wait a", "start b", "start c", "release a"]
-    found.append(table.gather(1)[0][0].item())
-    assert calls(table) == ["wait b", "start d", "release b"]
-    found.append(table.gather(2)[0][0].item())
-    assert calls(table) == ["wait c", "start e", "release c"]
-    found += [table.gather(i)[0][0].item() for i in (3, 4)]
-    assert calls(table) == ["wait d", "release d", "wait e", "release e"]
+    executor = executor_of(*(gather(F, w) for w in "abcde"), window=2 * SIZE)
+    found = [executor.gather(0)[0][0].item()]
+    assert calls(executor) == ["start a", "wait a", "start b", "start c", "release a"]
+    found.append(executor.gather(1)[0][0].item())
+    assert calls(executor) == ["wait b", "start d", "release b"]
+    found.append(executor.gather(2)[0][0].item())
+    assert calls(executor) == ["wait c", "start e", "release c"]
+    found += [executor.gather(i)[0][0].item() for i in (3, 4)]
+    assert calls(executor) == ["wait d", "release d", "wait e", "release e"]
     assert found == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert table.counters.waits == 1
-    assert states(table) == {"away"}
+    assert executor.counters.waits == 1
+    assert states(executor) == {"away"}
 
 
 def test_small_gathers_that_are_started_together_share_a_collective():
-    table = table_of(*(gather(F, w) for w in "abcde"), window=2 * SIZE)
-    values = [table.gather(i)[0][0].item() for i in range(5)]
+    executor = executor_of(*(gather(F, w) for w in "abcde"), window=2 * SIZE)
+    values = [executor.gather(i)[0][0].item() for i in range(5)]
     assert values == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert calls(table) == [
+    assert calls(executor) == [
         "start a", "wait a", "start bc", "release a",
         "wait bc", "start d", "release b",
         "start e", "release c",
@@ -182,227 +182,227 @@ def test_small_gathers_that_are_started_together_share_a_collective():
 
 
 def test_a_bucket_is_closed_before_it_grows_too_large(monkeypatch):
-    monkeypatch.setattr(gather_reduce, "BUCKET", 2 * SIZE)
-    table = table_of(*(gather(F, w) for w in ("a", "b", "c", "def", "g")), window=1000)
-    table.gather(0)
-    assert calls(table) == ["start a", "wait a", "start bc", "start def", "start g", "release a"]
+    monkeypatch.setattr(gather_reduce, "BUCKET_ELEMENTS", 2 * SIZE)
+    executor = executor_of(*(gather(F, w) for w in ("a", "b", "c", "def", "g")), window=1000)
+    executor.gather(0)
+    assert calls(executor) == ["start a", "wait a", "start bc", "start def", "start g", "release a"]
 
 
 def test_nothing_is_started_until_half_the_window_is_free_unless_the_next_gather_waits(alone):
-    table = table_of(*(gather(F, w) for w in "abcdefg"), window=3 * SIZE)
-    table.gather(0)
-    assert calls(table)[2:] == ["start b", "start c", "start d", "release a"]
-    table.gather(1)
-    assert calls(table) == ["wait b", "release b"]
-    table.gather(2)
-    assert calls(table) == ["wait c", "start e", "start f", "release c"]
+    executor = executor_of(*(gather(F, w) for w in "abcdefg"), window=3 * SIZE)
+    executor.gather(0)
+    assert calls(executor)[2:] == ["start b", "start c", "start d", "release a"]
+    executor.gather(1)
+    assert calls(executor) == ["wait b", "release b"]
+    executor.gather(2)
+    assert calls(executor) == ["wait c", "start e", "start f", "release c"]
 
 
 @pytest.mark.parametrize("bucket", [0, 1000])
 @pytest.mark.parametrize("window", [0, 5, SIZE, 25, 3 * SIZE, 1000])
 def test_what_is_ahead_of_its_use_never_exceeds_the_window(monkeypatch, window, bucket):
-    monkeypatch.setattr(gather_reduce, "BUCKET", bucket)
+    monkeypatch.setattr(gather_reduce, "BUCKET_ELEMENTS", bucket)
     events = [gather(F, w) for w in ("a", "bc", "d", "efg", "a", "h", "a", "bc")]
-    table = table_of(*events, window=window)
+    executor = executor_of(*events, window=window)
     for index, event in enumerate(events):
-        weights = table.gather(index)
-        assert [w.tolist() for w in weights] == [table.by_name[n].whole.tolist() for n in event.weights]
-        ahead = [p for p in table.by_name.values() if p.state != "away"]
+        weights = executor.gather(index)
+        assert [w.tolist() for w in weights] == [executor.by_name[n].whole.tolist() for n in event.weights]
+        ahead = [p for p in executor.by_name.values() if p.state != "away"]
         assert SIZE * len(ahead) <= window
-    assert states(table) == {"away"}
-    assert table._ahead == {}
+    assert states(executor) == {"away"}
+    assert executor.ahead == {}
 
 
 def test_a_gather_too_large_for_the_window_keeps_those_after_it_from_overtaking():
-    table = table_of(gather(F, "a"), gather(F, "bc"), gather(F, "d"), window=SIZE)
-    table.gather(0)
-    assert calls(table) == ["start a", "wait a", "release a"]
-    table.gather(1)
-    assert calls(table) == ["start bc", "wait bc", "start d", "release bc"]
+    executor = executor_of(gather(F, "a"), gather(F, "bc"), gather(F, "d"), window=SIZE)
+    executor.gather(0)
+    assert calls(executor) == ["start a", "wait a", "release a"]
+    executor.gather(1)
+    assert calls(executor) == ["start bc", "wait bc", "start d", "release bc"]
 
 
 def test_prefetch_never_crosses_a_phase():
-    table = table_of(gather(F, "a"), gather(F, "b"), gather(B, "b"), gather(B, "d"), window=1000)
-    table.gather(0)
-    table.gather(1)
-    assert calls(table) == ["start a", "wait a", "start b", "release a", "wait b", "release b"]
-    assert states(table) == {"away"}
-    table.gather(2)
-    assert calls(table) == ["start b", "wait b", "start d", "release b"]
-    table.gather(3)
-    assert states(table) == {"away"}
+    executor = executor_of(gather(F, "a"), gather(F, "b"), gather(B, "b"), gather(B, "d"), window=1000)
+    executor.gather(0)
+    executor.gather(1)
+    assert calls(executor) == ["start a", "wait a", "start b", "release a", "wait b", "release b"]
+    assert states(executor) == {"away"}
+    executor.gather(2)
+    assert calls(executor) == ["start b", "wait b", "start d", "release b"]
+    executor.gather(3)
+    assert states(executor) == {"away"}
 
 
 def test_a_forward_that_was_not_finished_is_drained_by_the_next_start_of_a_phase():
-    table = table_of(gather(F, "a"), gather(F, "b"), gather(B, "a"), window=1000)
-    table.gather(0)
-    calls(table)
-    table.gather(0)
-    assert calls(table) == ["wait b", "release b", "start a", "wait a", "start b", "release a"]
-    table.gather(2)
-    assert calls(table) == ["wait b", "release b", "start a", "wait a", "release a"]
+    executor = executor_of(gather(F, "a"), gather(F, "b"), gather(B, "a"), window=1000)
+    executor.gather(0)
+    calls(executor)
+    executor.gather(0)
+    assert calls(executor) == ["wait b", "release b", "start a", "wait a", "start b", "release a"]
+    executor.gather(2)
+    assert calls(executor) == ["wait b", "release b", "start a", "wait a", "release a"]
 
 
 def test_a_weight_that_is_used_again_soon_stays_for_it():
-    table = table_of(gather(F, "a"), gather(F, "b"), gather(F, "ac"), window=1000)
-    values = [[w[0].item() for w in table.gather(i)] for i in range(3)]
+    executor = executor_of(gather(F, "a"), gather(F, "b"), gather(F, "ac"), window=1000)
+    values = [[w[0].item() for w in executor.gather(i)] for i in range(3)]
     assert values == [[0.0], [1.0], [0.0, 2.0]]
-    assert calls(table) == ["start a", "wait a", "start bc", "wait bc", "release b", "release ac"]
-    assert states(table) == {"away"}
+    assert calls(executor) == ["start a", "wait a", "start bc", "wait bc", "release b", "release ac"]
+    assert states(executor) == {"away"}
 
 
 def test_drain_leaves_nothing_in_flight_and_nothing_kept():
-    table = table_of(*(gather(F, w) for w in "abca"), window=1000)
-    table.gather(0)
-    assert states(table) == {"here", "flying"}
-    calls(table)
-    table.drain()
-    assert calls(table) == ["wait bc", "release b", "release c", "release a"]
-    assert states(table) == {"away"}
-    table.drain()
-    assert calls(table) == []
+    executor = executor_of(*(gather(F, w) for w in "abca"), window=1000)
+    executor.gather(0)
+    assert states(executor) == {"here", "flying"}
+    calls(executor)
+    executor.drain()
+    assert calls(executor) == ["wait bc", "release b", "release c", "release a"]
+    assert states(executor) == {"away"}
+    executor.drain()
+    assert calls(executor) == []
 
 
 def test_a_parameter_in_flight_for_another_event_is_taken_over():
     """Event 2 was started ahead for a and c; event 1 comes first and needs a alone."""
-    table = table_of(gather(F, "b"), gather(F, "a"), gather(F, "ac"), window=0)
-    both = [table.by_name["a"], table.by_name["c"]]
-    table._ahead[2] = (gather_reduce._Flight(table.store.start(both)), both)
-    calls(table)
-    (weight,) = table.gather(1)
+    executor = executor_of(gather(F, "b"), gather(F, "a"), gather(F, "ac"), window=0)
+    both = [executor.by_name["a"], executor.by_name["c"]]
+    executor.ahead[2] = (StartedGather(executor.store.start(both)), both)
+    calls(executor)
+    (weight,) = executor.gather(1)
     assert weight.tolist() == [0.0] * SIZE
-    assert calls(table) == ["wait ac", "release c", "release a"]
-    assert [w[0].item() for w in table.gather(2)] == [0.0, 2.0]
-    assert states(table) == {"away"}
+    assert calls(executor) == ["wait ac", "release c", "release a"]
+    assert [w[0].item() for w in executor.gather(2)] == [0.0, 2.0]
+    assert states(executor) == {"away"}
 
 
 def test_a_prefetch_leaves_out_what_is_in_flight_already_and_the_later_event_gathers_it_itself():
-    table = table_of(gather(F, "a"), gather(F, "b"), gather(F, "bc"), window=1000)
-    table.gather(0)
-    assert calls(table) == ["start a", "wait a", "start bc", "release a"]
-    table.gather(1)
-    assert [w[0].item() for w in table.gather(2)] == [1.0, 2.0]
-    assert calls(table) == ["wait bc", "release b", "start b", "wait b", "release cb"]
-    assert states(table) == {"away"}
+    executor = executor_of(gather(F, "a"), gather(F, "b"), gather(F, "bc"), window=1000)
+    executor.gather(0)
+    assert calls(executor) == ["start a", "wait a", "start bc", "release a"]
+    executor.gather(1)
+    assert [w[0].item() for w in executor.gather(2)] == [1.0, 2.0]
+    assert calls(executor) == ["wait bc", "release b", "start b", "wait b", "release cb"]
+    assert states(executor) == {"away"}
 
 
 def test_a_parameter_in_flight_outside_the_bridge_is_an_error():
-    table = table_of(gather(F, "a"))
-    table.by_name["a"].state = "flying"
+    executor = executor_of(gather(F, "a"))
+    executor.by_name["a"].state = "flying"
     with pytest.raises(RuntimeError, match="in flight outside the bridge"):
-        table.gather(0)
+        executor.gather(0)
 
 
 def test_a_parameter_that_is_whole_already_is_used_and_left_alone():
-    table = table_of(gather(F, "ab"))
-    kept = table.by_name["a"]
+    executor = executor_of(gather(F, "ab"))
+    kept = executor.by_name["a"]
     kept.state, kept.data = "here", kept.whole
-    assert [w[0].item() for w in table.gather(0)] == [0.0, 1.0]
-    assert calls(table) == ["start b", "wait b", "release b"]
+    assert [w[0].item() for w in executor.gather(0)] == [0.0, 1.0]
+    assert calls(executor) == ["start b", "wait b", "release b"]
     assert kept.state == "here"
 
 
 @pytest.mark.parametrize("fail", [("start", "a"), ("start", "b"), ("wait", "b"), ("start", "d"), ("wait", "d")])
 def test_after_an_error_in_the_store_drain_leaves_nothing_gathered_or_in_flight(alone, fail):
-    table = table_of(*(gather(F, w) for w in "abcda"), window=3 * SIZE)
-    table.store.fail = fail
+    executor = executor_of(*(gather(F, w) for w in "abcda"), window=3 * SIZE)
+    executor.store.fail = fail
     with pytest.raises(OSError, match=f"{fail[0]} {fail[1]} failed"):
         for index in range(5):
-            table.gather(index)
-    table.drain()
-    assert states(table) == {"away"}
-    assert table._ahead == {}
-    values = [table.gather(index)[0][0].item() for index in range(5)]
+            executor.gather(index)
+    executor.drain()
+    assert states(executor) == {"away"}
+    assert executor.ahead == {}
+    values = [executor.gather(index)[0][0].item() for index in range(5)]
     assert values == [0.0, 1.0, 2.0, 3.0, 0.0]
-    assert states(table) == {"away"}
+    assert states(executor) == {"away"}
 
 
 def test_an_error_amid_a_gather_releases_what_that_gather_had_already():
-    table = table_of(gather(F, "a"), gather(F, "bc"), window=1000)
-    had = [table.by_name["b"]]
-    table._ahead[1] = (gather_reduce._Flight(table.store.start(had)), had)
-    table.store.fail = ("start", "c")
+    executor = executor_of(gather(F, "a"), gather(F, "bc"), window=1000)
+    had = [executor.by_name["b"]]
+    executor.ahead[1] = (StartedGather(executor.store.start(had)), had)
+    executor.store.fail = ("start", "c")
     with pytest.raises(OSError, match="start c failed"):
-        table.gather(1)
-    assert states(table) == {"away"}
+        executor.gather(1)
+    assert states(executor) == {"away"}
 
 
 def test_an_error_in_a_prefetch_releases_the_weights_of_its_gather_except_those_kept_for_drain():
-    table = table_of(gather(F, "ab"), gather(F, "ac"), window=1000)
-    table.store.fail = ("start", "c")
+    executor = executor_of(gather(F, "ab"), gather(F, "ac"), window=1000)
+    executor.store.fail = ("start", "c")
     with pytest.raises(OSError, match="start c failed"):
-        table.gather(0)
-    assert [p.state for p in table.by_name.values()] == ["here", "away", "away"]
-    table.drain()
-    assert states(table) == {"away"}
+        executor.gather(0)
+    assert [p.state for p in executor.by_name.values()] == ["here", "away", "away"]
+    executor.drain()
+    assert states(executor) == {"away"}
 
 
 def test_drain_finishes_the_others_when_one_fails_and_raises_at_the_end(alone):
-    table = table_of(*(gather(F, w) for w in "abcd"), window=1000)
-    table.gather(0)
-    calls(table)
-    table.store.fail = ("wait", "b")
+    executor = executor_of(*(gather(F, w) for w in "abcd"), window=1000)
+    executor.gather(0)
+    calls(executor)
+    executor.store.fail = ("wait", "b")
     with pytest.raises(OSError, match="wait b failed"):
-        table.drain()
-    assert calls(table) == ["wait b", "release b", "wait c", "release c", "wait d", "release d"]
-    assert states(table) == {"away"}
+        executor.drain()
+    assert calls(executor) == ["wait b", "release b", "wait c", "release c", "wait d", "release d"]
+    assert states(executor) == {"away"}
 
 
 def test_drain_releases_all_that_shared_a_collective_which_failed():
-    table = table_of(*(gather(F, w) for w in "abcd"), window=1000)
-    table.gather(0)
-    table.store.fail = ("wait", "bcd")
+    executor = executor_of(*(gather(F, w) for w in "abcd"), window=1000)
+    executor.gather(0)
+    executor.store.fail = ("wait", "bcd")
     with pytest.raises(OSError, match="wait bcd failed"):
-        table.drain()
-    assert states(table) == {"away"}
+        executor.drain()
+    assert states(executor) == {"away"}
 
 
-def test_the_node_functions_find_their_table_return_a_token_and_keep_the_error():
-    table = table_of(gather(F, "ab"), reduce("a"))
+def test_the_node_functions_find_their_executor_return_a_token_and_keep_the_error():
+    executor = executor_of(gather(F, "ab"), reduce("a"))
     token = torch.zeros(1)
-    result = GatherFunction.forward(None, table.number, 0, token, torch.ones(3))
+    result = GatherFunction.forward(None, executor.number, 0, token, torch.ones(3))
     assert [t.tolist() for t in result] == [[0.0], [0.0] * SIZE, [1.0] * SIZE]
-    (token,) = ReduceFunction.forward(None, table.number, 1, token, torch.tensor(3.0))
+    (token,) = ReduceFunction.forward(None, executor.number, 1, token, torch.tensor(3.0))
     assert token.tolist() == [0.0]
-    assert calls(table)[-1] == "reduce a=3"
-    table.store.fail = ("reduce", "a=4")
+    assert calls(executor)[-1] == "reduce a=3"
+    executor.store.fail = ("reduce", "a=4")
     with pytest.raises(OSError):
-        ReduceFunction.forward(None, table.number, 1, token, torch.tensor(4.0))
-    assert str(table.error) == "reduce a=4 failed"
-    table.store.fail = ("start", "ab")
+        ReduceFunction.forward(None, executor.number, 1, token, torch.tensor(4.0))
+    assert str(executor.error) == "reduce a=4 failed"
+    executor.store.fail = ("start", "ab")
     with pytest.raises(OSError):
-        GatherFunction.forward(None, table.number, 0, token)
-    assert str(table.error) == "start ab failed"
+        GatherFunction.forward(None, executor.number, 0, token)
+    assert str(executor.error) == "start ab failed"
     for function in (GatherFunction, ReduceFunction):
         with pytest.raises(RuntimeError, match="not differentiable"):
             function.backward(None, token)
 
 
-def test_a_table_is_collected_when_its_graph_drops_it():
+def test_an_executor_is_collected_when_its_graph_drops_it():
     gc.collect()
-    before = live_tables()
-    tables = [table_of(gather(F, "a")) for _ in range(3)]
-    assert live_tables() == before + 3
-    numbers = [t.number for t in tables]
+    before = len(executors)
+    made = [executor_of(gather(F, "a")) for _ in range(3)]
+    assert len(executors) == before + 3
+    numbers = [executor.number for executor in made]
     assert len(set(numbers)) == 3
-    del tables
+    del made
     gc.collect()
-    assert live_tables() == before
-    assert not any(number in _tables for number in numbers)
+    assert len(executors) == before
+    assert not any(number in executors for number in numbers)
     with pytest.raises(KeyError):
         GatherFunction.forward(None, numbers[0], 0, torch.zeros(1))
 
 
 def test_live_elements_counts_what_is_alive_and_its_peak():
     live = LiveElements()
-    table = table_of(gather(F, "ab"), gather(F, "c"))
-    table.live = live
-    first = table.gather(0)
+    executor = executor_of(gather(F, "ab"), gather(F, "c"))
+    live.count(executor)
+    first = executor.gather(0)
     assert [w.tolist() for w in first] == [[0.0] * SIZE, [1.0] * SIZE]
     assert (live.current, live.peak) == (2 * SIZE, 2 * SIZE)
     del first
     assert live.current == 0
-    second = table.gather(1)
+    second = executor.gather(1)
     view = second[0][2:]
     assert (live.current, live.peak) == (SIZE, 2 * SIZE)
     del second
@@ -412,23 +412,25 @@ def test_live_elements_counts_what_is_alive_and_its_peak():
 
 
 def test_live_elements_counts_what_is_ahead_of_its_use_apart():
-    table = table_of(*(gather(F, w) for w in "abc"), window=2 * SIZE)
-    table.live = LiveElements()
-    first = table.gather(0)
-    assert (table.live.peak, table.live.peak_with_ahead) == (SIZE, 3 * SIZE)
+    executor = executor_of(*(gather(F, w) for w in "abc"), window=2 * SIZE)
+    live = LiveElements()
+    live.count(executor)
+    first = executor.gather(0)
+    assert (live.peak, live.peak_with_ahead) == (SIZE, 3 * SIZE)
     del first
-    table.gather(1)
-    table.gather(2)
-    assert (table.live.peak, table.live.peak_with_ahead) == (SIZE, 3 * SIZE)
+    executor.gather(1)
+    executor.gather(2)
+    assert (live.peak, live.peak_with_ahead) == (SIZE, 3 * SIZE)
 
 
 def test_live_elements_leaves_out_what_was_whole_before():
-    table = table_of(gather(F, "ab"))
-    table.live = LiveElements()
-    kept = table.by_name["a"]
+    executor = executor_of(gather(F, "ab"))
+    live = LiveElements()
+    live.count(executor)
+    kept = executor.by_name["a"]
     kept.state, kept.data = "here", kept.whole
-    weights = table.gather(0)
-    assert table.live.current == SIZE
+    weights = executor.gather(0)
+    assert live.current == SIZE
     assert weights[0].data_ptr() == kept.whole.data_ptr()
 
 
@@ -441,40 +443,40 @@ def test_functions_are_registered_once(monkeypatch):
 
 
 class _Run(torch.autograd.Function):
-    """Stands for ORT's autograd Function: its backward runs the reduce events of its table."""
+    """Stands for ORT's autograd Function: its backward runs the reduce events of its executor."""
 
     @staticmethod
-    def forward(ctx, table, gradients, trigger):
-        ctx.table, ctx.gradients = table, gradients
+    def forward(ctx, executor, gradients, trigger):
+        ctx.executor, ctx.gradients = executor, gradients
         return trigger.clone()
 
     @staticmethod
     def backward(ctx, grad):
         for index, values in ctx.gradients.items():
-            ctx.table.reduce(index, [torch.tensor(v) for v in values])
+            ctx.executor.reduce(index, [torch.tensor(v) for v in values])
         return None, None, grad
 
 
-def run_of(table: Table, gradients: dict[int, list[float]]) -> torch.Tensor:
-    return _Run.apply(table, gradients, table.new_trigger("cpu"))
+def run_of(executor: CollectiveExecutor, gradients: dict[int, list[float]]) -> torch.Tensor:
+    return _Run.apply(executor, gradients, executor.new_trigger("cpu"))
 
 
 def test_one_backward_of_two_runs_reduces_each_parameter_once():
-    table = table_of(reduce("b"), reduce("a"))
-    one, two = run_of(table, {0: [1.0], 1: [2.0]}), run_of(table, {0: [10.0], 1: [20.0]})
+    executor = executor_of(reduce("b"), reduce("a"))
+    one, two = run_of(executor, {0: [1.0], 1: [2.0]}), run_of(executor, {0: [10.0], 1: [20.0]})
     (one + two).sum().backward()
-    assert calls(table) == ["reduce b=11!", "reduce a=22!"]
+    assert calls(executor) == ["reduce b=11!", "reduce a=22!"]
 
 
 def test_a_gradient_whose_memory_is_its_own_is_kept_rather_than_copied():
-    plan = Plan(events=(reduce("ab"),), weights={}, takes_weights=False, own_memory=frozenset({"a_grad"}))
+    plan = CollectivePlan(events=(reduce("ab"),), weights={}, gathers_weights=False, own_memory=frozenset({"a_grad"}))
     plan = replace(plan, weights={w: Weight(name=w, shape=(1,), elem_type=1) for w in "ab"})
-    table = Table(plan, {w: torch.nn.Parameter(torch.zeros(1)) for w in "ab"}, PlainParameters())
+    executor = CollectiveExecutor(plan, {w: torch.nn.Parameter(torch.zeros(1)) for w in "ab"}, PlainParameters())
     kept = []
-    table._parameters[0][1].register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    executor._parameters[0][1].register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
     a, b = torch.ones(1), torch.ones(1)
-    table.reduce(0, [a, b])
-    given = [p.grad for p in table._parameters[0]]
+    executor.reduce(0, [a, b])
+    given = [p.grad for p in executor._parameters[0]]
     assert [g.item() for g in given] == [1.0, 1.0] and kept[0] is given[1]
     assert given[0].data_ptr() == a.data_ptr() and given[1].data_ptr() != b.data_ptr()
 
@@ -486,41 +488,45 @@ def test_hooks_run_in_the_order_of_the_event_each_after_what_comes_before_it():
     for name, parameter in parameters.items():
         parameter.register_hook(lambda g, n=name: seen.append(n))
         parameter.register_post_accumulate_grad_hook(lambda p, n=name: seen.append((n, p.grad.item())))
-    plan = Plan(events=(reduce("bca"),), weights=weights, takes_weights=False)
-    Table(plan, parameters, PlainParameters()).reduce(0, [torch.tensor([v]) for v in (1.0, 2.0, 3.0)])
+    plan = CollectivePlan(events=(reduce("bca"),), weights=weights, gathers_weights=False)
+    CollectiveExecutor(plan, parameters, PlainParameters()).reduce(0, [torch.tensor([v]) for v in (1.0, 2.0, 3.0)])
     assert seen == ["b", ("b", 1.0), "c", ("c", 2.0), "a", ("a", 3.0)]
 
 
 def test_lent_memory_is_left_behind_where_nobody_copied_it():
-    plan = Plan(events=(reduce("a"),), weights={"a": Weight(name="a", shape=(1,), elem_type=1)}, takes_weights=False)
+    plan = CollectivePlan(
+        events=(reduce("a"),), weights={"a": Weight(name="a", shape=(1,), elem_type=1)}, gathers_weights=False
+    )
     parameter = torch.nn.Parameter(torch.zeros(1))
     lent = torch.ones(1)
-    Table(plan, {"a": parameter}, PlainParameters()).reduce(0, [lent])
+    CollectiveExecutor(plan, {"a": parameter}, PlainParameters()).reduce(0, [lent])
     lent.fill_(7.0)
     assert parameter.grad.item() == 1.0
 
 
 def test_a_backward_for_inputs_alone_reduces_nothing():
-    table = table_of(reduce("a"))
+    executor = executor_of(reduce("a"))
     x = torch.ones(1, requires_grad=True)
-    run = run_of(table, {0: [1.0]})
+    run = run_of(executor, {0: [1.0]})
     (gradient,) = torch.autograd.grad((run + x).sum(), x, retain_graph=True)
     assert gradient.item() == 1.0
     torch.autograd.grad((run * x).sum(), [x], grad_outputs=torch.tensor(1.0), retain_graph=True)
-    assert calls(table) == [] and table.counters.reduces == 0
+    assert calls(executor) == [] and executor.counters.reduces == 0
     run.sum().backward()
-    assert calls(table) == ["reduce a=1"]
+    assert calls(executor) == ["reduce a=1"]
 
 
 def test_ranks_are_asked_once_in_a_backward_about_all_its_runs():
     asked = []
-    sums = Sums(asked.append)
-    plan = Plan(events=(reduce("a"), reduce("b")), weights={w: Weight(name=w, shape=(1,), elem_type=1) for w in "ab"})
+    sums = GradientSums(asked.append)
+    plan = CollectivePlan(
+        events=(reduce("a"), reduce("b")), weights={w: Weight(name=w, shape=(1,), elem_type=1) for w in "ab"}
+    )
     by_name = {w: Parameter(w, 0) for w in "ab"}
     plans = plan, replace(plan, events=plan.events[:1])
-    tables = [Table(p, by_name, Store(), 0, sums) for p in plans]
+    made = [CollectiveExecutor(p, by_name, Store(), 0, sums) for p in plans]
     for kinds in ((0,), (0,), (1,), (0, 1)):
-        runs = [run_of(tables[kind], {i: [1.0] for i in range(len(tables[kind].plan.events))}) for kind in kinds]
+        runs = [run_of(made[kind], {i: [1.0] for i in range(len(made[kind].plan.events))}) for kind in kinds]
         sum(runs).sum().backward()
     assert len(asked) == 4 and asked[0] == asked[1] and len(set(asked)) == 3
 
@@ -528,50 +534,54 @@ def test_ranks_are_asked_once_in_a_backward_about_all_its_runs():
 def test_parameters_are_found_behind_results():
     weights = {w: Weight(name=w, shape=(1,), elem_type=1) for w in "abc"}
     parameters = {w: torch.nn.Parameter(torch.zeros(1)) for w in "abc"}
-    table = Table(Plan(events=(reduce("ab"),), weights=weights, takes_weights=False), parameters, PlainParameters())
-    other = run_of(table, {0: [1.0, 1.0]})
-    behind = reduced_behind([(run_of(table, {0: [1.0, 1.0]}) * 2).sum().grad_fn])
+    executor = CollectiveExecutor(
+        CollectivePlan(events=(reduce("ab"),), weights=weights, gathers_weights=False), parameters, PlainParameters()
+    )
+    other = run_of(executor, {0: [1.0, 1.0]})
+    behind = reduced_behind([(run_of(executor, {0: [1.0, 1.0]}) * 2).sum().grad_fn])
     assert len(behind) == 2 and {id(p) for p in behind} == {id(parameters["a"]), id(parameters["b"])}
     assert other.requires_grad and reduced_behind([(torch.ones(1, requires_grad=True) * 2).grad_fn]) == []
 
 
 def test_a_backward_waits_for_no_run_that_it_does_not_reach():
-    table = table_of(reduce("a"))
-    dropped = run_of(table, {0: [1.0]})
-    one, two = run_of(table, {0: [2.0]}), run_of(table, {0: [3.0]})
+    executor = executor_of(reduce("a"))
+    dropped = run_of(executor, {0: [1.0]})
+    one, two = run_of(executor, {0: [2.0]}), run_of(executor, {0: [3.0]})
     one.sum().backward()
     two.sum().backward()
-    assert calls(table) == ["reduce a=2", "reduce a=3"]
+    assert calls(executor) == ["reduce a=2", "reduce a=3"]
     dropped.sum().backward()
-    assert calls(table) == ["reduce a=1"]
+    assert calls(executor) == ["reduce a=1"]
 
 
 def test_runs_of_two_graphs_of_one_model_add_up():
-    first = table_of(reduce("ab"))
-    second = Table(first.plan, first.by_name, first.store, 0, first.sums)
-    part = Table(Plan(events=(reduce("b"),), weights=first.plan.weights), first.by_name, first.store, 0, first.sums)
+    first = executor_of(reduce("ab"))
+    second = CollectiveExecutor(first.plan, first.by_name, first.store, 0, first.sums)
+    part = CollectiveExecutor(
+        CollectivePlan(events=(reduce("b"),), weights=first.plan.weights), first.by_name, first.store, 0, first.sums
+    )
     runs = run_of(first, {0: [1.0, 2.0]}), run_of(second, {0: [3.0, 4.0]}), run_of(part, {0: [50.0]})
     sum(runs).sum().backward()
     assert sorted(calls(first)) == ["reduce a=4!", "reduce b=56!"]
 
 
 def test_a_backward_that_failed_leaves_no_sum_behind():
-    table = table_of(reduce("a"))
-    one, two = run_of(table, {0: [1.0]}), run_of(table, {7: [0.0]})
+    executor = executor_of(reduce("a"))
+    one, two = run_of(executor, {0: [1.0]}), run_of(executor, {7: [0.0]})
     with pytest.raises(IndexError):
         (two * one).sum().backward()
-    calls(table)
-    fresh, other = run_of(table, {0: [5.0]}), run_of(table, {0: [6.0]})
+    calls(executor)
+    fresh, other = run_of(executor, {0: [5.0]}), run_of(executor, {0: [6.0]})
     (fresh + other).sum().backward()
-    assert calls(table) == ["reduce a=11!"]
+    assert calls(executor) == ["reduce a=11!"]
 
 
 def test_sums_forget_runs_that_nobody_can_go_back_through():
-    table = table_of(reduce("a"))
+    executor = executor_of(reduce("a"))
     for _ in range(5):
-        run_of(table, {0: [1.0]})
-    kept = run_of(table, {0: [1.0]})
-    assert sum(run.leaf.alive() for run in table.sums._runs) == 1
+        run_of(executor, {0: [1.0]})
+    kept = run_of(executor, {0: [1.0]})
+    assert sum(run.leaf.alive() for run in executor.sums._runs) == 1
     del kept
-    run_of(table, {0: [1.0]})
-    assert len(table.sums._runs) == 1
+    run_of(executor, {0: [1.0]})
+    assert len(executor.sums._runs) == 1

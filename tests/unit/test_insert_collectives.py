@@ -12,20 +12,22 @@ from onnx import TensorProto, helper, numpy_helper
 from test_collective_plan import MLP_WEIGHTS, SIZE, chain_model, gather_tuples, mlp, model_of, node, value, weights_of
 
 from ort_zero.errors import BridgeError
+from ort_zero.onnx_edit.topology import input_names, node_key, topological_order
 from ort_zero.runtime.zero3.collective_plan import (
-    NEAR,
+    MAX_LEVEL_DISTANCE,
+    CollectivePlan,
     Gather,
-    Plan,
     Reduce,
     Weight,
-    all_inputs,
-    analyse,
-    node_key,
-    plan,
-    sorted_nodes,
+    plan_collectives,
 )
-from ort_zero.runtime.zero3.insert_collectives import TRIGGER, check, describe, gathered_name, rewrite, token_name
+from ort_zero.runtime.zero3.graph_analysis import analyse
+from ort_zero.runtime.zero3.insert_collectives import insert_collectives
+from ort_zero.runtime.zero3.node_names import TRIGGER, gathered_name, token_name
+from ort_zero.runtime.zero3.verify import verify
 
+GRAPHS = 40
+"""Random graphs that the property tests look at."""
 OPERATORS: dict[str, Callable] = {
     "Add": np.add,
     "Sub": np.subtract,
@@ -50,7 +52,7 @@ def attribute(n: onnx.NodeProto, name: str):
     return next(helper.get_attribute_value(a) for a in n.attribute if a.name == name)
 
 
-def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], p: Plan | None = None, weights=None):
+def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], p: CollectivePlan | None = None, weights=None):
     """Run the nodes in the order of the file; return the values, and the gradients in the order of their reduction."""
     values = dict(feeds) | {i.name: numpy_helper.to_array(i) for i in model.graph.initializer}
     reduced: list[tuple[str, np.ndarray]] = []
@@ -72,10 +74,10 @@ def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray], p: Plan | None = N
 
 def assert_same_results(
     model: onnx.ModelProto, weights: dict[str, Weight], *, training: bool, seed: int = 0, merge_elements: int = 0
-) -> Plan:
+) -> CollectivePlan:
     """Assert that original and rewritten graph have one outcome: graph outputs, and each gradient reduced once."""
-    p = plan(model, weights, training=training, merge_elements=merge_elements)
-    rewritten, gradient = rewrite(model, p, table=7, training=training)
+    p = plan_collectives(model, weights, training=training, merge_elements=merge_elements)
+    rewritten, gradient = insert_collectives(model, p, executor=7, training=training)
     onnx.checker.check_model(rewritten)
     assert_valid_schedule(rewritten, p)
     generator = np.random.default_rng(seed)
@@ -103,18 +105,18 @@ def assert_same_results(
 
 def sorted_copy(model: onnx.ModelProto) -> onnx.ModelProto:
     result = onnx.ModelProto.FromString(model.SerializeToString())
-    nodes = sorted_nodes(result.graph)
+    nodes = topological_order(result.graph)
     result.graph.ClearField("node")
     result.graph.node.extend(nodes)
     return result
 
 
-def assert_valid_schedule(rewritten: onnx.ModelProto, p: Plan) -> None:
+def assert_valid_schedule(rewritten: onnx.ModelProto, p: CollectivePlan) -> None:
     """Assert, without the token chain, that no event waits for a later one, nor the forward for the backward."""
     before: dict[str, frozenset] = {}  # events and "yield" that a value depends on by data alone
     for n in rewritten.graph.node:
         ours = n.op_type == "PythonOp"
-        names = list(n.input)[1:] if ours else all_inputs(n)
+        names = list(n.input)[1:] if ours else input_names(n)
         depends = frozenset().union(*(before.get(name, frozenset()) for name in names))
         if ours:
             index = attribute(n, "input_int_scalars")[1]
@@ -129,12 +131,12 @@ def assert_valid_schedule(rewritten: onnx.ModelProto, p: Plan) -> None:
 
 def test_the_rewritten_mlp_computes_the_same_values_and_gradients():
     p = assert_same_results(mlp(), MLP_WEIGHTS, training=True)
-    assert describe(p) == "4 weights, 2 gathers forward, 2 backward, 4 reduces"
+    assert str(p) == "4 weights, 2 gathers forward, 2 backward, 4 reduces"
 
 
 def test_inputs_outputs_and_nodes_of_the_rewritten_mlp():
-    p = plan(mlp(), MLP_WEIGHTS, training=True)
-    rewritten, gradient = rewrite(mlp(), p, table=7, training=True)
+    p = plan_collectives(mlp(), MLP_WEIGHTS, training=True)
+    rewritten, gradient = insert_collectives(mlp(), p, executor=7, training=True)
     graph = rewritten.graph
     assert [i.name for i in graph.input] == ["x", TRIGGER]
     assert gradient == token_name(7)
@@ -169,7 +171,9 @@ def test_inputs_outputs_and_nodes_of_the_rewritten_mlp():
 def test_the_type_of_an_anchor_is_that_of_the_graph():
     ids = value("ids", (2, 3), TensorProto.INT64)
     model = model_of([node("Gather", "w ids", "h")], [ids, "w"], [value("h", (2, 3, SIZE))])
-    rewritten, gradient = rewrite(model, plan(model, weights_of("w"), training=False), table=0, training=False)
+    rewritten, gradient = insert_collectives(
+        model, plan_collectives(model, weights_of("w"), training=False), executor=0, training=False
+    )
     assert gradient is None
     gather = rewritten.graph.node[0]
     assert list(gather.input) == [TRIGGER, "ids"]
@@ -180,7 +184,7 @@ def test_the_type_of_an_anchor_is_that_of_the_graph():
 
 def weight_chain_model() -> onnx.ModelProto:
     """Return a graph whose Transpose of a Cast of w is read far and near, in both phases; the nodes have no names."""
-    far = 2 * NEAR
+    far = 2 * MAX_LEVEL_DISTANCE
     nodes = [
         node("Cast", "w", "w_c", to=1),
         node("Transpose", "w_c", "w_t"),
@@ -204,7 +208,7 @@ def test_a_chain_of_weight_only_nodes_is_cloned_for_each_gather_and_shared_by_ne
     assert [(g.phase.value, g.readers) for _, g in p.gathers()] == [
         ("forward", (("h0", "near"),)), ("forward", (("out",),)), ("backward", (("h_grad", "x_grad"),)),
     ]  # fmt: skip
-    rewritten, _ = rewrite(model, p, table=0, training=True)
+    rewritten, _ = insert_collectives(model, p, executor=0, training=True)
     casts = [n for n in rewritten.graph.node if n.op_type == "Cast"]
     transposes = [n for n in rewritten.graph.node if n.op_type == "Transpose"]
     gathers = [i for i, _ in p.gathers()]
@@ -222,16 +226,34 @@ def test_a_chain_of_weight_only_nodes_is_cloned_for_each_gather_and_shared_by_ne
 def test_the_gradient_of_a_frozen_weight_is_pruned_with_its_nodes():
     weights = {**MLP_WEIGHTS, **weights_of("a.weight", frozen=("a.weight",))}
     p = assert_same_results(mlp(), weights, training=True)
-    rewritten, _ = rewrite(mlp(), p, table=0, training=True)
+    rewritten, _ = insert_collectives(mlp(), p, executor=0, training=True)
     made = {out for n in rewritten.graph.node for out in n.output}
     assert "a.weight_grad" not in made
     assert "a_out_grad_t" not in made
     assert {"a.bias_grad", "x_grad"} <= made
 
 
+def test_a_users_python_code_stays_though_nobody_reads_its_result_and_other_nodes_do_not():
+    weights = {**MLP_WEIGHTS, **weights_of("a.weight", frozen=("a.weight",))}
+    model = mlp()
+    model.graph.node.extend(
+        [
+            node("Relu", "r", "for_python"),
+            node("PythonOp", "for_python", "unread", func_name="a_users_log"),
+            node("Relu", "r", "unread_too"),
+        ]
+    )
+    for gather in (True, False):
+        p = plan_collectives(model, weights, training=True, gather=gather)
+        rewritten, _ = insert_collectives(model, p, executor=0, training=True)
+        made = {out for n in rewritten.graph.node for out in n.output}
+        assert {"for_python", "unread"} <= made
+        assert "unread_too" not in made
+
+
 def test_reduces_alone_keep_the_weights_as_inputs():
-    p = plan(mlp(), MLP_WEIGHTS, training=True, gather=False)
-    rewritten, gradient = rewrite(mlp(), p, table=0, training=True)
+    p = plan_collectives(mlp(), MLP_WEIGHTS, training=True, gather=False)
+    rewritten, gradient = insert_collectives(mlp(), p, executor=0, training=True)
     assert [i.name for i in rewritten.graph.input] == [i.name for i in mlp().graph.input] + [TRIGGER]
     assert [o.name for o in rewritten.graph.output] == ["x_grad", gradient]
     assert [n.name for n in rewritten.graph.node if n.op_type == "PythonOp"] == [
@@ -249,9 +271,9 @@ def test_a_branch_that_returns_a_weight_gets_a_node_of_its_own():
     flag = value("flag", (), TensorProto.BOOL)
     choose = helper.make_node("If", ["flag"], ["out"], "choose", then_branch=branches[0], else_branch=branches[1])
     model = model_of([node("Relu", "x", "h"), choose], ["x", flag, "w"], ["out"])
-    p = plan(model, weights_of("w"), training=False)
+    p = plan_collectives(model, weights_of("w"), training=False)
     assert gather_tuples(p)[0][3] == (("out",),)
-    rewritten, _ = rewrite(model, p, table=0, training=False)
+    rewritten, _ = insert_collectives(model, p, executor=0, training=False)
     then = attribute(next(n for n in rewritten.graph.node if n.op_type == "If"), "then_branch")
     assert [(n.op_type, list(n.input), list(n.output)) for n in then.node] == [
         ("Identity", ["w__gathered_0"], [then.output[0].name])
@@ -262,25 +284,25 @@ def test_a_weight_of_which_only_the_shape_is_used_is_no_input_any_more_though_no
     model = model_of([node("Shape", "w", "dims"), node("Reshape", "x dims", "out")], ["x", "w", "unread"], ["out"])
     p = assert_same_results(model, weights_of("w", "unread"), training=False)
     assert p.events == ()
-    rewritten, _ = rewrite(model, p, table=0, training=False)
+    rewritten, _ = insert_collectives(model, p, executor=0, training=False)
     assert [i.name for i in rewritten.graph.input] == ["x", TRIGGER]
 
 
 def test_a_graph_is_not_rewritten_twice():
-    p = plan(mlp(), MLP_WEIGHTS, training=True)
-    rewritten, _ = rewrite(mlp(), p, table=0, training=True)
+    p = plan_collectives(mlp(), MLP_WEIGHTS, training=True)
+    rewritten, _ = insert_collectives(mlp(), p, executor=0, training=True)
     with pytest.raises(BridgeError, match="rewritten already"):
-        rewrite(rewritten, p, table=0, training=True)
+        insert_collectives(rewritten, p, executor=0, training=True)
 
 
 def broken(change: Callable[[onnx.GraphProto], None]) -> str:
-    """Return what check says about the rewritten MLP after `change`."""
-    p = plan(mlp(), MLP_WEIGHTS, training=True)
-    rewritten, _ = rewrite(mlp(), p, table=0, training=True)
-    check(rewritten, p)
+    """Return what verify says about the rewritten MLP after `change`."""
+    p = plan_collectives(mlp(), MLP_WEIGHTS, training=True)
+    rewritten, _ = insert_collectives(mlp(), p, executor=0, training=True)
+    verify(rewritten, p)
     change(rewritten.graph)
     with pytest.raises(BridgeError) as error:
-        check(rewritten, p)
+        verify(rewritten, p)
     return str(error.value)
 
 
@@ -288,11 +310,11 @@ def of(graph: onnx.GraphProto, name: str) -> onnx.NodeProto:
     return next(n for n in graph.node if n.name == name or name in n.output)
 
 
-def test_check_finds_a_weight_that_is_still_an_input():
+def test_verify_finds_a_weight_that_is_still_an_input():
     assert broken(lambda g: g.input.append(value("a.weight"))) == "weights are still graph inputs: ['a.weight']"
 
 
-def test_check_finds_a_node_that_still_reads_a_weight():
+def test_verify_finds_a_node_that_still_reads_a_weight():
     def change(graph):
         graph.initializer.append(numpy_helper.from_array(np.zeros((SIZE, SIZE), np.float32), "b.weight"))
         of(graph, "r_grad").input[1] = "b.weight"
@@ -300,7 +322,7 @@ def test_check_finds_a_node_that_still_reads_a_weight():
     assert broken(change) == "node 'n_r_grad' still reads the weight 'b.weight'"
 
 
-def test_check_finds_a_backward_node_that_reads_what_the_forward_gathered():
+def test_verify_finds_a_backward_node_that_reads_what_the_forward_gathered():
     def change(graph):
         of(graph, "r_grad").input[1] = gathered_name("b.weight", 1)
 
@@ -308,33 +330,33 @@ def test_check_finds_a_backward_node_that_reads_what_the_forward_gathered():
     assert message == "backward node 'n_r_grad' reads 'b.weight__gathered_1', which the forward gathered"
 
 
-def test_check_finds_a_backward_node_that_reads_something_made_of_the_forwards_weight():
+def test_verify_finds_a_backward_node_that_reads_something_made_of_the_forwards_weight():
     def change(graph):
         of(graph, "r_grad").input[1] = of(graph, "b_mm").input[1]
 
     assert "backward node 'n_r_grad' reads 'b_t__copy" in broken(change)
 
 
-def test_check_finds_a_second_reduction():
+def test_verify_finds_a_second_reduction():
     def change(graph):
         of(graph, "ort_zero_reduce_7").input.append("b.bias_grad")
 
     assert broken(change) == "the gradient of 'b.bias' is reduced 2 times, not once"
 
 
-def test_check_finds_a_missing_reduction():
+def test_verify_finds_a_missing_reduction():
     def change(graph):
         del of(graph, "ort_zero_reduce_3").input[1]
 
     assert broken(change) == "the gradient of 'b.bias' is reduced 0 times, not once"
 
 
-def test_check_finds_a_gradient_that_is_reduced_and_an_output():
+def test_verify_finds_a_gradient_that_is_reduced_and_an_output():
     message = broken(lambda g: g.output.append(value("b.bias_grad", (SIZE,))))
     assert "gradient of 'b.bias'" in message
 
 
-def test_check_finds_a_broken_token_chain():
+def test_verify_finds_a_broken_token_chain():
     def skip(graph):
         of(graph, "ort_zero_reduce_5").input[0] = token_name(3)
 
@@ -351,7 +373,7 @@ def test_check_finds_a_broken_token_chain():
     assert broken(lose) == "event 7 is not in the token chain"
 
 
-def test_check_finds_an_event_that_happens_twice():
+def test_verify_finds_an_event_that_happens_twice():
     def change(graph):
         twin = onnx.NodeProto.FromString(of(graph, "ort_zero_reduce_3").SerializeToString())
         del twin.input[1:]
@@ -361,14 +383,14 @@ def test_check_finds_an_event_that_happens_twice():
     assert broken(change) == "event 3 happens twice"
 
 
-def test_check_finds_a_cycle():
+def test_verify_finds_a_cycle():
     def change(graph):
         of(graph, "ort_zero_gather_0").input[1] = "r"
 
     assert "cycle" in broken(change)
 
 
-def test_check_finds_a_value_that_nothing_makes():
+def test_verify_finds_a_value_that_nothing_makes():
     def change(graph):
         graph.node.remove(of(graph, "r"))
 
@@ -376,10 +398,10 @@ def test_check_finds_a_value_that_nothing_makes():
 
 
 def test_a_plan_of_another_graph_is_refused():
-    p = plan(chain_model(4, {2: "w"}), weights_of("w"), training=False)
+    p = plan_collectives(chain_model(4, {2: "w"}), weights_of("w"), training=False)
     far = chain_model(40, {2: "w", 30: "w"})
     with pytest.raises(BridgeError, match="no gather serves 'w' at node 'n_h30'"):
-        rewrite(far, p, table=0, training=False)
+        insert_collectives(far, p, executor=0, training=False)
 
 
 def random_training_graph(seed: int) -> tuple[onnx.ModelProto, dict[str, Weight]]:
@@ -425,7 +447,7 @@ def random_training_graph(seed: int) -> tuple[onnx.ModelProto, dict[str, Weight]
             elif kind < 0.7:
                 values.append(add("Mul", latest, r.choice(constants)))
             elif kind < 0.85:
-                for _ in range(r.randint(1, 2 * NEAR)):
+                for _ in range(r.randint(1, 2 * MAX_LEVEL_DISTANCE)):
                     values.append(add("Tanh", values[-1]))
             else:
                 values.append(add("Add", latest, r.choice(others or values)))
@@ -453,7 +475,7 @@ def random_training_graph(seed: int) -> tuple[onnx.ModelProto, dict[str, Weight]
     return model, weights
 
 
-def assert_readers_are_covered_once(model: onnx.ModelProto, p: Plan) -> None:
+def assert_readers_are_covered_once(model: onnx.ModelProto, p: CollectivePlan) -> None:
     """Assert that each (weight, reader) is in exactly one gather, that of the reader's phase."""
     a = analyse(model.graph, p.weights)
     seen: dict[tuple[str, str], str] = {}
@@ -464,43 +486,45 @@ def assert_readers_are_covered_once(model: onnx.ModelProto, p: Plan) -> None:
                 seen[weight, key] = gather.phase.value
     for n in a.order:
         key = node_key(n)
-        if key in a.made_of or key in a.constant:
+        if key in a.source_weights or key in a.constant:
             continue
-        for weight in {w for name in all_inputs(n) for w in a.made_of.get(name, ())}:
+        for weight in {w for name in input_names(n) for w in a.source_weights.get(name, ())}:
             phase = "backward" if key in a.backward and n.op_type != "YieldOp" else "forward"
             assert seen.pop((weight, key)) == phase
     assert seen == {}
 
 
-@pytest.mark.parametrize("merge", [0, 100, 10**6])
-@pytest.mark.parametrize("start", range(0, 200, 20))
-def test_random_graphs_keep_every_rule_and_compute_the_same(start, merge):
-    for seed in range(start, start + 20):
-        model, weights = random_training_graph(seed)
-        before = model.SerializeToString(deterministic=True)
-        p = assert_same_results(model, weights, training=True, seed=seed, merge_elements=merge)
-        assert_readers_are_covered_once(model, p)
-        first, _ = rewrite(model, p, table=0, training=True)
-        again, same_weights = random_training_graph(seed)
-        second, _ = rewrite(
-            again, plan(again, same_weights, training=True, merge_elements=merge), table=0, training=True
-        )
-        serialized = first.SerializeToString(deterministic=True)
-        assert serialized == second.SerializeToString(deterministic=True), seed
-        assert model.SerializeToString(deterministic=True) == before, seed
-        names = [n.name for n in first.graph.node if n.name]
-        assert len(names) == len(set(names)), seed
-        reduced = {g for _, e in p.reduces() for g in e.gradients}
-        outputs = {o.name for o in model.graph.output}
-        assert reduced == {f"{w}_grad" for w, info in weights.items() if info.trainable} & outputs, seed
+def test_random_graphs_keep_every_rule_and_compute_the_same():
+    for seed in range(GRAPHS):
+        for merge in (0, 100, 10**6):
+            print(f"graph {seed}, merge_elements {merge}")  # the last line names the case that failed
+            assert_every_rule_is_kept(seed, merge)
+
+
+def assert_every_rule_is_kept(seed: int, merge: int) -> None:
+    model, weights = random_training_graph(seed)
+    before = model.SerializeToString(deterministic=True)
+    p = assert_same_results(model, weights, training=True, seed=seed, merge_elements=merge)
+    assert_readers_are_covered_once(model, p)
+    first, _ = insert_collectives(model, p, executor=0, training=True)
+    again, same_weights = random_training_graph(seed)
+    same = plan_collectives(again, same_weights, training=True, merge_elements=merge)
+    second, _ = insert_collectives(again, same, executor=0, training=True)
+    assert first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
+    assert model.SerializeToString(deterministic=True) == before
+    names = [n.name for n in first.graph.node if n.name]
+    assert len(names) == len(set(names))
+    reduced = {g for _, e in p.reduces() for g in e.gradients}
+    outputs = {o.name for o in model.graph.output}
+    assert reduced == {f"{w}_grad" for w, info in weights.items() if info.trainable} & outputs
 
 
 def test_merged_events_hold_no_more_elements_than_allowed():
     fewer = 0
-    for seed in range(60):
+    for seed in range(GRAPHS):
         model, weights = random_training_graph(seed)
-        apart = plan(model, weights, training=True)
-        merged = plan(model, weights, training=True, merge_elements=100)
+        apart = plan_collectives(model, weights, training=True)
+        merged = plan_collectives(model, weights, training=True, merge_elements=100)
         fewer += len(merged.events) < len(apart.events)
         largest = max((sum(weights[w].numel for w in e.weights) for e in apart.events), default=0)
         for event in merged.events:
@@ -511,18 +535,18 @@ def test_merged_events_hold_no_more_elements_than_allowed():
 def test_random_graphs_are_worth_their_name():
     """The generator makes what the property test is for: far reuse, shared gathers, weight-only chains, frozen ones."""
     found = dict.fromkeys(("far", "shared", "chain", "frozen", "yielded weight", "shape", "backward"), 0)
-    for seed in range(200):
+    for seed in range(GRAPHS):
         model, weights = random_training_graph(seed)
-        p = plan(model, weights, training=True)
+        p = plan_collectives(model, weights, training=True)
         phases = [(w, g.phase) for _, g in p.gathers() for w in g.weights]
         found["far"] += len(phases) != len(set(phases))
         found["shared"] += any(len(g.weights) > 1 for _, g in p.gathers())
         found["backward"] += any(phase.value == "backward" for _, phase in phases)
         a = analyse(model.graph, p.weights)
-        found["chain"] += len(a.made_of) > len(p.weights)
+        found["chain"] += len(a.source_weights) > len(p.weights)
         found["frozen"] += any(not w.trainable for w in weights.values())
         yielded = next(n for n in model.graph.node if n.op_type == "YieldOp")
-        found["yielded weight"] += any(name in a.made_of for name in yielded.input)
+        found["yielded weight"] += any(name in a.source_weights for name in yielded.input)
         found["shape"] += any(n.op_type == "Shape" for n in model.graph.node)
         assert all(isinstance(e, (Gather, Reduce)) for e in p.events)
-    assert min(found.values()) >= 10, found
+    assert min(found.values()) >= 3, found

@@ -1,11 +1,11 @@
-"""Which weights to gather where in ORT's gradient graph, and when to hand over which gradient: a pure function.
+"""Plans which weights to gather where in ORT's graph, and when to reduce which gradient: a pure function.
 
 ORT's graph has every weight as a graph input and every weight's gradient as a graph output. Under ZeRO-3 no rank holds
 a whole weight, so each *use* of a weight has to read the output of a **gather**, and each gradient goes into a
 **reduce** the moment it exists. The plan lists these events in the one order in which every rank performs them.
 
 The order is a valid schedule by construction. ``level`` is the longest path from the graph's inputs. A gather is
-anchored to an activation that its first consumer reads, so all that depends on the gather has a higher level than the
+anchored to an activation that its first reader reads, so all that depends on the gather has a higher level than the
 anchor; a reduce comes at the level of its gradient. Hence a path from an event's output to an earlier event's input
 would have to descend in level, which is impossible. Forward events come before backward ones: an anchor in the forward
 part does not depend on any backward value.
@@ -15,39 +15,20 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce as fold
 
 import onnx
 
 from ort_zero.errors import BridgeError
+from ort_zero.onnx_edit.topology import input_names, node_key, nodes_reached_from
+from ort_zero.runtime.zero3.gradient_memory import gradients_with_own_memory
+from ort_zero.runtime.zero3.graph_analysis import GraphAnalysis, analyse
 
-PRODUCTS = frozenset(("MatMul", "FusedMatMul", "Gemm"))
-ANEW = PRODUCTS | {
-    "ReduceSum", "GatherGrad", "ConvGrad", "LayerNormalizationGrad", "SimplifiedLayerNormalizationGrad"
-}  # fmt: skip
-"""Operators whose kernels write each result into memory of its own, never into that of an input.
-
-Checked for ORT's CPU provider: the planner lets values share memory where a kernel's definition says Alias,
-VariadicAlias, MayInplace or MayStridedOutput (core/framework/allocation_planner.cc), and the definitions of these say
-nothing of the kind (core/providers/cpu/{math/matmul,math/gemm,reduction/reduction_ops}.cc,
-contrib_ops/cpu/fusedmatmul.cc, orttraining/training_ops/cpu/{tensor/gather_grad,nn/conv_grad,nn/layer_norm}.cc).
-The files were read at other commits than that of 1.19.2; a contract test runs the kernels of the installed version.
-"""
-_ATEN_ANEW = frozenset(("embedding_backward", "aten::embedding_backward"))
-"""The same for operators of ATen nodes, which return tensors of PyTorch's."""
-
-NEAR = 8
+MAX_LEVEL_DISTANCE = 8
 """Uses of a weight within so many levels share one gather; a farther use gathers again, so nothing is kept between."""
-
-SOURCES = ("YieldOp", "PythonOp", "PythonOpGrad")
-"""Operators whose outputs are never made of weights only: what they do is not known, or happens once."""
-_RANDOM = frozenset(
-    ("Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial",
-     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "multinomial", "bernoulli")
-)  # fmt: skip
-"""Operators (the last two of ATen nodes) that draw anew each time: a copy for the backward would draw otherwise."""
 
 
 class Phase(enum.Enum):
@@ -71,10 +52,7 @@ class Weight:
     @property
     def numel(self) -> int:
         """Number of elements of the full weight."""
-        size = 1
-        for dim in self.shape:
-            size *= dim
-        return size
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +64,8 @@ class Gather:
     anchor: str | None
     """Activation that must exist before the gather runs; None: at the start."""
     readers: tuple[tuple[str, ...], ...]
-    """For each weight the keys (see :func:`node_key`) of the nodes that read it, or something made of it only."""
+    """For each weight the keys (see :func:`~ort_zero.onnx_edit.topology.node_key`) of the nodes that read it, or
+    something computed from weights only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,17 +80,16 @@ class Reduce:
 
 
 Event = Gather | Reduce
-_NOTHING = Reduce(phase=Phase.BACKWARD, weights=(), gradients=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class CollectivePlan:
     """The events of one graph in execution order."""
 
     events: tuple[Event, ...]
     weights: Mapping[str, Weight]
-    takes_weights: bool = True
-    """Whether the weights stop being graph inputs, be they gathered anywhere or not."""
+    gathers_weights: bool = True
+    """Whether the weights are partitioned, so that they stop being graph inputs, be they gathered anywhere or not."""
     own_memory: frozenset[str] = frozenset()
     """Gradients that share their memory with no other value of the graph: the parameter may keep it."""
 
@@ -136,134 +114,31 @@ class Plan:
                 h.update(f"{name}{w.shape}{w.elem_type}".encode())
         return h.hexdigest()
 
-
-def captured_inputs(node: onnx.NodeProto) -> list[str]:
-    """Return the outer values that the bodies of an If, Loop or Scan node read without naming them as inputs."""
-    free: list[str] = []
-    for body in bodies(node):
-        bound = {i.name for i in body.input} | {i.name for i in body.initializer}
-        for inner in body.node:
-            for name in all_inputs(inner):
-                if name not in bound and name not in free:
-                    free.append(name)
-            bound.update(inner.output)
-        for output in body.output:
-            if output.name not in bound and output.name not in free:
-                free.append(output.name)
-    return free
-
-
-def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """Yield the sub-graphs of a node."""
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            yield from attribute.graphs
-
-
-def all_inputs(node: onnx.NodeProto) -> list[str]:
-    """Return the names of all values that a node reads, those of its sub-graphs included."""
-    return [name for name in node.input if name] + captured_inputs(node)
-
-
-def is_random(node: onnx.NodeProto) -> bool:
-    """Return True if running the node twice gives two results."""
-    name = node.op_type
-    if name == "ATen":
-        name = next((a.s.decode() for a in node.attribute if a.name == "operator"), name)
-    return name in _RANDOM or any(is_random(inner) for body in bodies(node) for inner in body.node)
-
-
-def node_key(node: onnx.NodeProto) -> str:
-    """Return a name that is unique in the graph: that of the first output."""
-    return next(name for name in node.output if name)
-
-
-def sorted_nodes(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto] | None = None) -> list[onnx.NodeProto]:
-    """Return the nodes in a stable topological order.
-
-    Raises:
-        BridgeError: the graph has a cycle, or a node reads a value that nothing makes.
-    """
-    nodes = list(graph.node if nodes is None else nodes)
-    made_by = {out: i for i, node in enumerate(nodes) for out in node.output if out}
-    known = {i.name for i in graph.input} | {i.name for i in graph.initializer}
-    state = [0] * len(nodes)  # 0 new, 1 open, 2 done
-    order: list[onnx.NodeProto] = []
-    for root in range(len(nodes)):
-        stack = [(root, iter(all_inputs(nodes[root])))] if state[root] == 0 else []
-        while stack:
-            index, inputs = stack[-1]
-            state[index] = 1
-            for name in inputs:
-                source = made_by.get(name)
-                if source is None:
-                    if name not in known:
-                        raise BridgeError(f"node {nodes[index].name!r} reads {name!r}, which nothing makes")
-                elif state[source] == 1:
-                    raise BridgeError(f"the graph has a cycle through {nodes[source].name!r}")
-                elif state[source] == 0:
-                    stack.append((source, iter(all_inputs(nodes[source]))))
-                    break
-            else:
-                state[index] = 2
-                order.append(nodes[index])
-                stack.pop()
-    return order
+    def __str__(self) -> str:
+        gathers = self.gathers()
+        backward = sum(1 for _, g in gathers if g.phase is Phase.BACKWARD)
+        return (
+            f"{len(self.weights)} weights, {len(gathers) - backward} gathers forward, {backward} backward, "
+            f"{len(self.reduces())} reduces"
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Analysis:
-    """What is known of each node and value before anything is decided."""
+class _Placed:
+    """An event with what decides its place in the execution order."""
 
-    order: list[onnx.NodeProto]
-    node_level: dict[str, int]
-    value_level: dict[str, int]
-    backward: set[str]
-    """Values that exist only after the forward's outputs were handed to the user."""
-    constant: set[str]
-    made_of: dict[str, frozenset[str]]
-    """Weights that a weight-only value is made of; a weight is made of itself."""
+    place: tuple
+    event: Event
 
 
-def analyse(graph: onnx.GraphProto, weights: Mapping[str, Weight]) -> Analysis:
-    """Classify the values of `graph`: their level, phase, and whether they are made of weights or constants only."""
-    order = sorted_nodes(graph)
-    node_level: dict[str, int] = {}
-    value_level: dict[str, int] = {}
-    backward: set[str] = set()
-    constant = {i.name for i in graph.initializer}
-    inputs = {i.name for i in graph.input}
-    made_of = {name: frozenset((name,)) for name in weights if name in inputs}
-    for node in order:
-        ins = all_inputs(node)
-        level = 1 + max((value_level.get(name, 0) for name in ins), default=0)
-        node_level[node_key(node)] = level
-        outs = [name for name in node.output if name]
-        value_level.update(dict.fromkeys(outs, level))
-        if node.op_type == "YieldOp" or any(name in backward for name in ins):
-            backward.update(outs)
-        if node.op_type in SOURCES or is_random(node):
-            continue
-        if node.op_type in ("Shape", "Size") and node.input[0] in made_of:
-            constant.update(outs)
-        elif all(name in constant for name in ins) and (ins or node.op_type == "Constant"):
-            constant.update(outs)
-        elif any(name in made_of for name in ins) and all(name in constant or name in made_of for name in ins):
-            weights_in = frozenset().union(*(made_of[name] for name in ins if name in made_of))
-            made_of.update(dict.fromkeys(outs, weights_in))
-    return Analysis(order, node_level, value_level, backward, constant, made_of)
-
-
-def plan(
+def plan_collectives(
     model: onnx.ModelProto,
     weights: Mapping[str, Weight],
     *,
     training: bool,
     gather: bool = True,
     merge_elements: int = 0,
-) -> Plan:
+) -> CollectivePlan:
     """Return the events that `model` needs so that none of `weights` is a graph input any more.
 
     Args:
@@ -276,232 +151,30 @@ def plan(
             about 0.1 ms of its own. 0 merges nothing.
 
     Raises:
-        BridgeError: a graph output is made of weights only.
+        BridgeError: a graph output is computed from weights only.
     """
     graph = model.graph
-    present = {i.name for i in graph.input}
-    weights = {name: w for name, w in weights.items() if name in present}
-    a = analyse(graph, weights)
-    events: list[tuple[tuple, Event]] = []
+    inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
+    weights = {name: w for name, w in weights.items() if name in inputs}
+    analysis = analyse(graph, weights)
+    placed: list[_Placed] = []
     if gather:
-        for output in graph.output:
-            if output.name in a.made_of:
-                raise BridgeError(
-                    f"the module returns {', '.join(sorted(a.made_of[output.name]))} (or something made of it alone); "
-                    "under ZeRO-3 a weight cannot be an output of the graph: return an activation instead"
-                )
-        events += _gathers(a)
+        _refuse_weight_outputs(graph, analysis)
+        placed += _gathers(analysis)
     if training:
-        outputs = {o.name for o in graph.output}
-        events += _reduces(a, outputs, weights) if gather else _reduces_in_order(a, outputs, weights)
-    events.sort(key=lambda item: item[0])
+        trained = [name for name, w in weights.items() if w.trainable and f"{name}_grad" in outputs]
+        placed += _reduces_by_level(analysis, trained) if gather else _reduces_by_name(analysis, outputs, trained)
+    placed.sort(key=lambda item: item.place)
+    events = [item.event for item in placed]
     if merge_elements:
-        events = _merge(events, weights, merge_elements)
-    gradients = {g for _, event in events if isinstance(event, Reduce) for g in event.gradients}
-    return Plan(
-        events=tuple(event for _, event in events),
+        events = _merged(events, weights, merge_elements)
+    gradients = {g for event in events if isinstance(event, Reduce) for g in event.gradients}
+    return CollectivePlan(
+        events=tuple(events),
         weights=weights,
-        takes_weights=gather,
-        own_memory=frozenset(_own_memory(a.order, {o.name for o in graph.output} - gradients, gradients)),
+        gathers_weights=gather,
+        own_memory=gradients_with_own_memory(analysis.order, outputs - gradients, gradients),
     )
-
-
-def _merge(events: list[tuple[tuple, Event]], weights: Mapping[str, Weight], limit: int) -> list[tuple[tuple, Event]]:
-    """Return sorted events in which neighbours of one kind and phase share a node while they stay small.
-
-    A gather moves up to the first of its group, a reduce down to the last: the levels of a gather's readers only lie
-    higher above its anchor, those of a reduce's gradients deeper below it, so the order stays a valid schedule.
-    """
-    merged: list[tuple[tuple, Event]] = []
-    open_gather: int | None = None
-    open_reduce: int | None = None
-    room_gather = room_reduce = 0
-    for key, event in events:
-        size = sum(weights[name].numel for name in event.weights)
-        if isinstance(event, Gather):
-            if open_gather is not None:
-                first_key, first = merged[open_gather]
-                assert isinstance(first, Gather)
-                if first.phase is event.phase and size <= room_gather and not set(first.weights) & set(event.weights):
-                    both = replace(first, weights=first.weights + event.weights, readers=first.readers + event.readers)
-                    merged[open_gather] = (first_key, both)
-                    room_gather -= size
-                    continue
-            merged.append((key, event))
-            open_gather, room_gather = len(merged) - 1, limit - size
-        else:
-            if open_reduce is not None and size <= room_reduce:
-                _, first = merged[open_reduce]
-                assert isinstance(first, Reduce)
-                merged[open_reduce] = (merged[open_reduce][0], _NOTHING)
-                event = replace(
-                    event,
-                    weights=first.weights + event.weights,
-                    gradients=first.gradients + event.gradients,
-                    after=tuple(dict.fromkeys(first.after + event.after)),
-                )
-                room_reduce -= size
-            else:
-                room_reduce = limit - size
-            merged.append((key, event))
-            open_reduce = len(merged) - 1
-    return [item for item in merged if item[1] is not _NOTHING]
-
-
-def _gathers(a: Analysis) -> list[tuple[tuple, Gather]]:
-    readers: dict[tuple[str, Phase], list[str]] = {}
-    by_key = {}
-    for node in a.order:
-        if any(out in a.made_of for out in node.output if out):
-            continue
-        key = node_key(node)
-        if node.op_type in ("Shape", "Size") and key in a.constant:
-            continue
-        by_key[key] = node
-        read = {w for name in all_inputs(node) if name in a.made_of for w in a.made_of[name]}
-        phase = Phase.BACKWARD if node.op_type != "YieldOp" and key in a.backward else Phase.FORWARD
-        for weight in sorted(read):
-            readers.setdefault((weight, phase), []).append(key)
-
-    groups: dict[tuple[Phase, str], list[tuple[int, str, list[str]]]] = {}
-    for (weight, phase), keys in readers.items():
-        keys.sort(key=lambda k: (a.node_level[k], k))
-        clusters = [[keys[0]]]
-        for key in keys[1:]:
-            if a.node_level[key] - a.node_level[clusters[-1][-1]] > NEAR:
-                clusters.append([key])
-            else:
-                clusters[-1].append(key)
-        module = weight.rpartition(".")[0]
-        for cluster in clusters:
-            groups.setdefault((phase, module), []).append((a.node_level[cluster[0]], weight, cluster))
-
-    events = []
-    for (phase, module), uses in groups.items():
-        uses.sort(key=lambda use: (use[0], use[1]))
-        merged = [[uses[0]]]
-        for use in uses[1:]:
-            again = any(use[1] == other[1] for other in merged[-1])
-            if again or use[0] - merged[-1][0][0] > NEAR:
-                merged.append([use])
-            else:
-                merged[-1].append(use)
-        for part in merged:
-            first = min((cluster[0] for _, _, cluster in part), key=lambda k: (a.node_level[k], k))
-            anchor = _anchor(a, by_key[first], phase)
-            event = Gather(
-                phase=phase,
-                weights=tuple(weight for _, weight, _ in part),
-                anchor=anchor,
-                readers=tuple(tuple(cluster) for _, _, cluster in part),
-            )
-            level = a.value_level.get(anchor, 0) if anchor else 0
-            events.append(((phase is Phase.BACKWARD, level, 0, module, part[0][1]), event))
-    return events
-
-
-def _anchor(a: Analysis, node: onnx.NodeProto, phase: Phase) -> str | None:
-    names = [n for n in all_inputs(node) if n not in a.made_of and n not in a.constant]
-    if phase is Phase.BACKWARD:
-        names = [n for n in names if n in a.backward]
-    return max(names, key=lambda n: (a.value_level.get(n, 0), n), default=None)
-
-
-def _reduces(a: Analysis, outputs: set[str], weights: Mapping[str, Weight]) -> list[tuple[tuple, Reduce]]:
-    at_level: dict[int, list[str]] = {}
-    for name, weight in weights.items():
-        if weight.trainable and f"{name}_grad" in outputs:
-            at_level.setdefault(a.value_level.get(f"{name}_grad", 0), []).append(name)
-    events = []
-    for level, names in at_level.items():
-        names.sort()
-        event = Reduce(phase=Phase.BACKWARD, weights=tuple(names), gradients=tuple(f"{name}_grad" for name in names))
-        events.append(((True, level, 1, names[0], ""), event))
-    return events
-
-
-def _reduces_in_order(a: Analysis, outputs: set[str], weights: Mapping[str, Weight]) -> list[tuple[tuple, Reduce]]:
-    given = [name for name, weight in weights.items() if weight.trainable and f"{name}_grad" in outputs]
-    readers = _late_readers(a, outputs)
-    return [
-        (
-            (at,),
-            Reduce(
-                phase=Phase.BACKWARD,
-                weights=(name,),
-                gradients=(f"{name}_grad",),
-                after=tuple(out for out in readers.get(name, ()) if out != f"{name}_grad"),
-            ),
-        )
-        for at, name in enumerate(reversed(given))
-    ]
-
-
-def _late_readers(a: Analysis, outputs: set[str]) -> dict[str, list[str]]:
-    """Return by weight what nodes make of it that the module's results do not need, so that they may run late."""
-    results = {name for node in a.order if node.op_type == "YieldOp" for name in all_inputs(node)}
-    early, needed = _ancestors(a, results), _ancestors(a, outputs)
-    readers: dict[str, list[str]] = {}
-    for node in a.order:
-        key = node_key(node)
-        if node.op_type in ("YieldOp", "Shape", "Size") or key in a.made_of or key in early or key not in needed:
-            continue
-        for weight in sorted({w for name in all_inputs(node) for w in a.made_of.get(name, ())}):
-            readers.setdefault(weight, []).append(key)
-    return readers
-
-
-def _ancestors(a: Analysis, names: set[str]) -> set[str]:
-    """Return the keys of the nodes on which the values `names` depend."""
-    wanted, found = set(names), set()
-    for node in reversed(a.order):
-        if any(out in wanted for out in node.output if out):
-            found.add(node_key(node))
-            wanted.update(all_inputs(node))
-    return found
-
-
-def _writes_anew(node: onnx.NodeProto, made_by: Mapping[str, onnx.NodeProto], times_read: Mapping[str, int]) -> bool:
-    if node.op_type == "ATen":
-        return any(a.name == "operator" and a.s.decode() in _ATEN_ANEW for a in node.attribute)
-    if node.op_type == "Transpose":
-        # ORT optimizes the graph once more: of two Transposes nothing may be left, of one and a product a product is
-        product = made_by.get(node.input[0])
-        return product is not None and product.op_type in PRODUCTS and times_read[node.input[0]] == 1
-    return node.op_type in ANEW
-
-
-def _own_memory(order: Sequence[onnx.NodeProto], outputs: set[str], gradients: set[str]) -> set[str]:
-    """Return those of `gradients` that nothing else reads, and whose memory is theirs alone.
-
-    ORT computes equal expressions once: values that are equal by what makes them count as one value.
-    """
-    classes: dict[tuple, int] = {}
-    class_of: dict[str, int] = {}
-    size: dict[int, int] = {}
-    made_by: dict[str, onnx.NodeProto] = {}
-    read: Counter[str] = Counter(outputs)
-    for node in order:
-        names = all_inputs(node)
-        read.update(names)
-        for name in names:
-            class_of.setdefault(name, classes.setdefault((name,), len(classes)))
-        attributes = tuple(sorted(a.SerializeToString() for a in node.attribute))
-        same = (node.op_type, node.domain, attributes, tuple(class_of[name] for name in names))
-        for at, out in enumerate(node.output):
-            if not out:
-                continue
-            made_by[out] = node
-            class_of[out] = classes.setdefault((*same, at), len(classes))
-            size[class_of[out]] = size.get(class_of[out], 0) + 1
-    return {
-        name
-        for name in gradients
-        if name in made_by
-        and name not in read
-        and size[class_of[name]] == 1
-        and _writes_anew(made_by[name], made_by, read)
-    }
 
 
 def small_share(weights: Mapping[str, Weight]) -> int:
@@ -510,3 +183,206 @@ def small_share(weights: Mapping[str, Weight]) -> int:
     So a group of small weights never decides the peak of gathered elements.
     """
     return max((w.numel for w in weights.values()), default=0) // 4
+
+
+def _refuse_weight_outputs(graph: onnx.GraphProto, analysis: GraphAnalysis) -> None:
+    for output in graph.output:
+        sources = analysis.source_weights.get(output.name)
+        if sources is not None:
+            raise BridgeError(
+                f"the module returns {', '.join(sorted(sources))} (or something made of it alone); "
+                "under ZeRO-3 a weight cannot be an output of the graph: return an activation instead"
+            )
+
+
+# -- gathers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """Nodes of one phase, near each other, that read one weight."""
+
+    level: int
+    """Of the first reader."""
+    weight: str
+    readers: list[str]
+    """Keys of the nodes, the first to run first."""
+
+
+def _gathers(analysis: GraphAnalysis) -> list[_Placed]:
+    """Return a gather for each group of nearby uses of one module's weights, apart for forward and backward."""
+    nodes = {node_key(node): node for node in analysis.order}
+    placed = []
+    for (phase, module), uses in _uses_by_module(analysis).items():
+        for group in _nearby_uses(uses):
+            first = min((use.readers[0] for use in group), key=lambda key: (analysis.node_level[key], key))
+            anchor = _anchor(analysis, nodes[first], phase)
+            event = Gather(
+                phase=phase,
+                weights=tuple(use.weight for use in group),
+                anchor=anchor,
+                readers=tuple(tuple(use.readers) for use in group),
+            )
+            level = analysis.value_level.get(anchor, 0) if anchor else 0
+            placed.append(_Placed((phase is Phase.BACKWARD, level, 0, module, group[0].weight), event))
+    return placed
+
+
+def _uses_by_module(analysis: GraphAnalysis) -> dict[tuple[Phase, str], list[_Use]]:
+    """Return the uses of each module's weights in each phase; readers of a weight that are far apart are two uses."""
+    found: dict[tuple[Phase, str], list[_Use]] = {}
+    for (weight, phase), keys in _readers(analysis).items():
+        keys.sort(key=lambda key: (analysis.node_level[key], key))
+        near = [[keys[0]]]
+        for key in keys[1:]:
+            if analysis.node_level[key] - analysis.node_level[near[-1][-1]] > MAX_LEVEL_DISTANCE:
+                near.append([key])
+            else:
+                near[-1].append(key)
+        module = weight.rpartition(".")[0]
+        uses = [_Use(analysis.node_level[readers[0]], weight, readers) for readers in near]
+        found.setdefault((phase, module), []).extend(uses)
+    return found
+
+
+def _readers(analysis: GraphAnalysis) -> dict[tuple[str, Phase], list[str]]:
+    """Return for each weight and phase the keys of the nodes that need it, without those that are cloned for others."""
+    readers: dict[tuple[str, Phase], list[str]] = {}
+    for node in analysis.order:
+        key = node_key(node)
+        if analysis.is_weight_only(node) or (node.op_type in ("Shape", "Size") and key in analysis.constant):
+            continue
+        phase = Phase.BACKWARD if node.op_type != "YieldOp" and key in analysis.backward else Phase.FORWARD
+        for weight in sorted(analysis.weights_read_by(node)):
+            readers.setdefault((weight, phase), []).append(key)
+    return readers
+
+
+def _nearby_uses(uses: Iterable[_Use]) -> list[list[_Use]]:
+    """Return the uses of one module's weights in groups that share a gather: near each other, no weight twice."""
+    first, *rest = sorted(uses, key=lambda use: (use.level, use.weight))
+    groups = [[first]]
+    for use in rest:
+        again = any(use.weight == other.weight for other in groups[-1])
+        if again or use.level - groups[-1][0].level > MAX_LEVEL_DISTANCE:
+            groups.append([use])
+        else:
+            groups[-1].append(use)
+    return groups
+
+
+def _anchor(analysis: GraphAnalysis, node: onnx.NodeProto, phase: Phase) -> str | None:
+    """Return the latest activation that `node` reads, one of the backward there; None if it reads no activation."""
+    names = [n for n in input_names(node) if n not in analysis.source_weights and n not in analysis.constant]
+    if phase is Phase.BACKWARD:
+        names = [n for n in names if n in analysis.backward]
+    return max(names, key=lambda n: (analysis.value_level.get(n, 0), n), default=None)
+
+
+# -- reduces -----------------------------------------------------------------------------------------------------------
+
+
+def _reduces_by_level(analysis: GraphAnalysis, trained: Sequence[str]) -> list[_Placed]:
+    """Return a reduce for each level at which gradients of the weights `trained` come to exist."""
+    at_level: dict[int, list[str]] = {}
+    for name in trained:
+        at_level.setdefault(analysis.value_level.get(f"{name}_grad", 0), []).append(name)
+    placed = []
+    for level, names in at_level.items():
+        names.sort()
+        event = Reduce(phase=Phase.BACKWARD, weights=tuple(names), gradients=tuple(f"{name}_grad" for name in names))
+        placed.append(_Placed((True, level, 1, names[0], ""), event))
+    return placed
+
+
+def _reduces_by_name(analysis: GraphAnalysis, outputs: Collection[str], trained: Sequence[str]) -> list[_Placed]:
+    """Return a reduce for each of the weights `trained`, the last one first, wherever in the graph its gradient is."""
+    readers = _late_readers(analysis, outputs)
+    return [
+        _Placed(
+            (place,),
+            Reduce(
+                phase=Phase.BACKWARD,
+                weights=(name,),
+                gradients=(f"{name}_grad",),
+                after=tuple(value for value in readers.get(name, ()) if value != f"{name}_grad"),
+            ),
+        )
+        for place, name in enumerate(reversed(trained))
+    ]
+
+
+def _late_readers(analysis: GraphAnalysis, outputs: Collection[str]) -> dict[str, list[str]]:
+    """Return by weight what nodes compute from it that the module's results do not need, so that they may run late."""
+    order = analysis.order
+    results = {name for node in order if node.op_type == "YieldOp" for name in input_names(node)}
+    early, needed = ({node_key(n) for n in nodes_reached_from(order, names)} for names in (results, outputs))
+    readers: dict[str, list[str]] = {}
+    for node in order:
+        key = node_key(node)
+        if (
+            node.op_type in ("YieldOp", "Shape", "Size")
+            or key in analysis.source_weights
+            or key in early
+            or key not in needed
+        ):
+            continue
+        for weight in sorted(analysis.weights_read_by(node)):
+            readers.setdefault(weight, []).append(key)
+    return readers
+
+
+# -- merging -----------------------------------------------------------------------------------------------------------
+
+
+def _merged(events: Sequence[Event], weights: Mapping[str, Weight], limit: int) -> list[Event]:
+    """Return events in which neighbours of one kind and phase share a node while they hold at most `limit` elements.
+
+    A gather moves up to the first of its group, a reduce down to the last: the levels of a gather's readers only lie
+    higher above its anchor, those of a reduce's gradients deeper below it, so the order stays a valid schedule.
+    """
+    gathers = [i for i, event in enumerate(events) if isinstance(event, Gather)]
+    reduces = [i for i, event in enumerate(events) if isinstance(event, Reduce)]
+    size = [sum(weights[name].numel for name in event.weights) for event in events]
+
+    def may_join(group: Sequence[int], i: int) -> bool:
+        gathered = {name for j in group for name in events[j].weights}
+        return events[group[0]].phase is events[i].phase and gathered.isdisjoint(events[i].weights)
+
+    at = {
+        group[0]: fold(_both_gathers, (events[i] for i in group)) for group in _groups(gathers, size, limit, may_join)
+    }
+    for group in _groups(reduces, size, limit, lambda group, i: True):
+        at[group[-1]] = fold(_both_reduces, (events[i] for i in group))
+    return [at[i] for i in sorted(at)]
+
+
+def _groups(
+    indices: Sequence[int], size: Sequence[int], limit: int, may_join: Callable[[Sequence[int], int], bool]
+) -> list[list[int]]:
+    """Return `indices` in runs whose sizes add up to `limit` at most; what is larger stands alone."""
+    groups: list[list[int]] = []
+    room = 0
+    for i in indices:
+        if groups and size[i] <= room and may_join(groups[-1], i):
+            groups[-1].append(i)
+            room -= size[i]
+        else:
+            groups.append([i])
+            room = limit - size[i]
+    return groups
+
+
+def _both_gathers(one: Event, other: Event) -> Event:
+    assert isinstance(one, Gather) and isinstance(other, Gather)
+    return replace(one, weights=one.weights + other.weights, readers=one.readers + other.readers)
+
+
+def _both_reduces(one: Event, other: Event) -> Event:
+    assert isinstance(one, Reduce) and isinstance(other, Reduce)
+    return replace(
+        other,
+        weights=one.weights + other.weights,
+        gradients=one.gradients + other.gradients,
+        after=tuple(dict.fromkeys(one.after + other.after)),
+    )

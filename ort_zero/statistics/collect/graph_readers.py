@@ -19,7 +19,7 @@ import torch
 from onnx import TensorProto, helper
 
 from ort_zero.onnx_edit.python_op import python_op, register_once
-from ort_zero.runtime.zero3.collective_plan import all_inputs
+from ort_zero.onnx_edit.topology import input_names
 from ort_zero.statistics.collect.reader_marks import TOKEN_TYPE, JoinedTokens, ReaderMark, readers_with, token
 
 READ = "ort_zero.statistics.collect.graph_readers:read"
@@ -74,7 +74,7 @@ def inputs_for_marks_alone(model: onnx.ModelProto) -> set[str]:
             continue
         reached.add(name)
         if node is not None:
-            stack += all_inputs(node)
+            stack += input_names(node)
     return {given.name for given in model.graph.input} - reached
 
 

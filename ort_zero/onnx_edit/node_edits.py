@@ -1,0 +1,72 @@
+"""Changes nodes and models of ONNX; every function but :func:`rename_inputs` leaves what it is given as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import onnx
+from google.protobuf.message import Message
+from onnx import helper
+
+from ort_zero.onnx_edit.topology import subgraphs
+
+M = TypeVar("M", bound=Message)
+
+
+def copied(message: M) -> M:
+    """Return a deep copy of a protobuf message: a model, a node, the type of a value."""
+    result = type(message)()
+    result.CopyFrom(message)
+    return result
+
+
+def with_values(
+    node: onnx.NodeProto, inputs: Sequence[str] | None = None, outputs: Sequence[str] | None = None
+) -> onnx.NodeProto:
+    """Return a copy of `node` that reads or produces other values; None leaves those as they are."""
+    result = copied(node)
+    for field, names in (("input", inputs), ("output", outputs)):
+        if names is not None:
+            result.ClearField(field)
+            getattr(result, field).extend(names)
+    return result
+
+
+def with_nodes(model: onnx.ModelProto, nodes: Iterable[Any]) -> onnx.ModelProto:
+    """Return a copy of `model` that consists of `nodes`, in their order."""
+    nodes = list(nodes)
+    result = copied(model)
+    result.graph.ClearField("node")
+    result.graph.node.extend(nodes)
+    return result
+
+
+def replace_field(message: Message, field: str, content: Iterable[Any]) -> None:
+    """Put `content` in place of what a repeated field of `message` holds; changes `message`."""
+    content = [copied(item) for item in content]  # some of it may be what the field holds
+    message.ClearField(field)
+    getattr(message, field).extend(content)
+
+
+def rename_inputs(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
+    """Rename the values that `node` reads, in its bodies too unless a name is bound there; changes `node`.
+
+    Args:
+        node: to be changed.
+        names: new names by old ones.
+    """
+    for i, name in enumerate(node.input):
+        if name in names:
+            node.input[i] = names[name]
+    for body in subgraphs(node):
+        bound = {i.name for i in body.input} | {i.name for i in body.initializer}
+        bound |= {out for inner in body.node for out in inner.output}
+        inside = {old: new for old, new in names.items() if old not in bound}
+        for inner in body.node:
+            rename_inputs(inner, inside)
+        for output in body.output:
+            if output.name in inside:
+                # a body's output must be produced in the body
+                inner = helper.make_node("Identity", [inside[output.name]], [output.name])
+                body.node.append(inner)
