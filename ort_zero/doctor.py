@@ -29,7 +29,7 @@ class Problem:
 
     what: str
     fix: str
-    """One command line."""
+    """The command line that solves it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

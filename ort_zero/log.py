@@ -30,9 +30,9 @@ class Level:
 
     name: str
     number: int
-    """Of our logger."""
+    """Number of the level among those of Python's logging, for our logger."""
     all_ranks: bool
-    """Whether every rank speaks, or rank 0 alone."""
+    """True if every rank prints, False if rank 0 alone does, errors excepted."""
     ortmodule: str
     """Name of the level among ORTModule's own, which sets its Python logger."""
     backend: int

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.compat.ortmodule import is_ortmodule
 from ort_zero.errors import CheckpointError
 
@@ -26,7 +27,7 @@ class Span:
     start: int
     """First element in the flattened parameter."""
     length: int
-    """Elements."""
+    """Number of elements."""
     offset: int
     """First element in the flat buffer."""
 
@@ -38,7 +39,7 @@ class Flat:
     group: int
     """Index of the parameter group."""
     master: torch.Tensor
-    """1-D, padding included."""
+    """The fp32 masters, 1-D, padding included."""
     key: Any
     """The object under which the optimizer keeps the state."""
     spans: tuple[Span, ...]
@@ -80,8 +81,7 @@ class EngineState:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a parameter."""
-        parameter = self.parameters[name]
-        return tuple(getattr(parameter, "ds_shape", parameter.shape))
+        return full_shape(self.parameters[name])
 
     def aliases(self) -> dict[str, str]:
         """Return the tied parameters: every further name -> the name that :attr:`parameters` has."""
@@ -111,7 +111,7 @@ class EngineState:
         return self.optimizer if self.stage == 0 or self.optimizer is None else self.optimizer.optimizer
 
     def state_of(self, flat: Flat) -> dict[str, Any]:
-        """Return the live optimizer state of a flat buffer, made if there is none yet."""
+        """Return the live optimizer state of a flat buffer, created if there is none yet."""
         return self.base_optimizer().state[flat.key]
 
     def elementwise(self, flat: Flat) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Elements."""
+    """Distance between neighbours along each axis, in elements."""
     storage_offset: int
     """Bytes from the start of the file to the storage it is a view of."""
 

@@ -12,7 +12,7 @@ patch_sets: dict[str, PatchSet] = {}
 """The patches of each patched dependency: ``"deepspeed"``, ``"torch.onnx"``, ``"onnxruntime"``, and
 ``"refused_section"`` where the plugin could not be enabled."""
 _runtimes: list[weakref.ref] = []
-"""In the order in which the models were wrapped."""
+"""The runtimes of wrapped models, in the order in which the models were wrapped."""
 
 
 def patch_ortmodule() -> None:

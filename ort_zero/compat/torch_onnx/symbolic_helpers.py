@@ -16,7 +16,7 @@ class Unexportable(BaseException):
     """
 
     path = ""
-    """Of the module that calls the operator."""
+    """Path of the module that calls the operator, ``""`` for the model itself."""
 
 
 class Symbolic:
