@@ -1,6 +1,6 @@
 """Carries out the collectives of :mod:`ort_zero.runtime.rank_protocol` for the forward calls of one module.
 
-:class:`ort_zero.runtime.runtime.Runtime` owns one :class:`RankAgreement`; a forward call tells it what happened, and
+:class:`ort_zero.runtime.runtime.Runtime` owns one :class:`RankAgreement`; a forward call reports what happened, and
 learns what to do next, or gets the one error that all ranks raise.
 """
 
@@ -112,7 +112,7 @@ class RankAgreement:
         return action.plan if action.shared else make()
 
     def agree_on_backward(self, digest: int) -> None:
-        """Raise unless all ranks reduce the same gradients: ZeRO-2 fills its buckets as they come, and asks nobody.
+        """Raise unless all ranks reduce the same gradients: ZeRO-2 fills its buckets as they come.
 
         All ranks must call this in every backward under ZeRO-2.
 

@@ -52,8 +52,8 @@ STOPPED             Failed      always                                          
 ==================  ==========  ==============================================  ==================  ===================
 
 In the phases that wait for a collective (VOTING, VOTING_FAILURE, HEARING_FAILURE, REPORTING_FAILURE, SHARING_PLAN,
-COMPARING_GRAPHS, CHECKING_GUARDS) ``Failed`` means that the collective itself raised: the rank stops with its own error
-and enters no other collective.
+COMPARING_GRAPHS, CHECKING_GUARDS) ``Failed`` means that the collective itself raised: the rank raises that error,
+enters no other collective, and does not fall back to PyTorch, since it cannot know what the others do.
 
 Rules that the table keeps, and the simulation in the tests checks:
 
@@ -204,18 +204,18 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """A vote is over."""
+    """A vote is over, and this rank knows the votes of all."""
 
     votes: Sequence[Vote]
-    """By rank."""
+    """The vote of each rank, rank 0 first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """An exchange is over."""
+    """An exchange is over, and this rank knows the reports of all."""
 
     reports: Sequence[Report]
-    """By rank."""
+    """The report of each rank, rank 0 first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class Entered:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The graph has run."""
+    """The graph has run on this rank."""
 
     failed_guard: int | None = None
     """Index of the first guard that does not hold, -1 if all of them hold; None for a graph without guards."""
@@ -263,7 +263,7 @@ Event = Decided | Votes | Reports | PlanMade | Entered | Ran | BuildAnew | Faile
 
 
 class Problem(enum.Enum):
-    """Why a call stops."""
+    """Why a call ends without a result of the graph."""
 
     OWN_ERROR = "own error"
     """This rank has raised an exception itself."""
@@ -346,7 +346,7 @@ Action = CastVote | Exchange | Enter | UsePlan | Run | BuildAgain | Return | Sto
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """One rank in one call."""
+    """Where one rank is in one call, and what it has learnt so far."""
 
     scope: Scope
     phase: Phase = Phase.PREPARING
@@ -357,11 +357,11 @@ class State:
     builds: bool = False
     """Whether this call builds a graph on this rank; its first run is the last part of that."""
     digest: str = ""
-    """COMPARING_GRAPHS: of the graph that is ready."""
+    """COMPARING_GRAPHS: digest of the collectives in the graph that is ready."""
     failure: Failure | None = None
-    """VOTING_FAILURE, REPORTING_FAILURE: of this rank."""
+    """VOTING_FAILURE, REPORTING_FAILURE: the failure of this rank."""
     stop: Stop | None = None
-    """STOPPED: the decision."""
+    """STOPPED: how the call ends."""
 
     @property
     def concerns_building(self) -> bool:
@@ -375,12 +375,11 @@ def step(state: State, event: Event) -> tuple[State, Action]:
     Raises:
         ValueError: the table has no row for the event in this phase.
     """
-    kind = type(event)
-    if kind is Failed and state.phase in _WAITING:
-        return _stop(state, _own_error(event))
-    handler = _HANDLERS.get((state.phase, kind))
+    handler = _HANDLERS.get((state.phase, type(event)))
     if handler is None:
-        raise ValueError(f"{kind.__name__} cannot happen while a rank is {state.phase.value}")
+        if isinstance(event, Failed) and state.phase in _WAITING:
+            return _stop(state, Stop(Problem.OWN_ERROR))  # PyTorch takes over on all ranks or on none
+        raise ValueError(f"{type(event).__name__} cannot happen while a rank is {state.phase.value}")
     return handler(state, event)
 
 

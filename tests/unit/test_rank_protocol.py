@@ -385,8 +385,8 @@ def test_an_event_that_the_table_does_not_know_is_refused():
     [Phase.VOTING, Phase.VOTING_FAILURE, Phase.HEARING_FAILURE, Phase.REPORTING_FAILURE, Phase.SHARING_PLAN,
      Phase.COMPARING_GRAPHS, Phase.CHECKING_GUARDS],
 )  # fmt: skip
-def test_a_collective_that_raises_is_followed_by_no_other(phase):
-    after, action = step(state(phase), Failed("connection closed", False))
+def test_a_collective_that_raises_is_followed_by_no_other_and_no_fallback(phase):
+    after, action = step(state(phase), Failed("connection closed", True))
     assert after.phase is Phase.STOPPED and action == Stop(Problem.OWN_ERROR)
 
 
