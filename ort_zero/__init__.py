@@ -15,11 +15,16 @@ from ort_zero.plugin.lifecycle import disable, enable, status
 from ort_zero.utils.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from ort_zero.runtime.operators.symbolics import add_symbolic, run_in_torch
+    from ort_zero.runtime.operators.fallback_table import run_in_torch
+    from ort_zero.runtime.operators.symbolics import add_symbolic
 else:
     # the tables of operators import torch
     __getattr__ = lazy_attributes(
-        __name__, dict.fromkeys(("add_symbolic", "run_in_torch"), "ort_zero.runtime.operators.symbolics")
+        __name__,
+        {
+            "add_symbolic": "ort_zero.runtime.operators.symbolics",
+            "run_in_torch": "ort_zero.runtime.operators.fallback_table",
+        },
     )
 
 __version__ = "0.1.0"

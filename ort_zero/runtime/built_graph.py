@@ -1,4 +1,7 @@
-"""What the building of a graph goes through: an exported module, its gradient graph, a graph that runs."""
+"""What the building of a graph passes on: an exported module, the gradient graph of it, a graph that can run.
+
+:mod:`ort_zero.runtime.graph_builder` makes them; the transitions and the export cache keep them.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ from ort_zero.statistics.collect import reader_marks
 
 @dataclass(slots=True, eq=False)
 class BuiltModel:
-    """What ORT made of an exported module: the gradient graph (training) or forward graph, before any edit of ours."""
+    """What ORT builds from an exported module: the gradient graph, or for inference the forward graph, unedited."""
 
     model: onnx.ModelProto
     info: ort_compat.GraphInfo
 
 
 @dataclass(slots=True, eq=False)
-class Exported:
-    """A module that has been exported; several graphs may be made of it."""
+class ExportedModule:
+    """A module that has been exported; several graphs may be built from it."""
 
     key: ExportKey
     info: ExportedModelInfo
@@ -32,26 +35,29 @@ class Exported:
     differentiable: frozenset[str]
     """Arguments that were traced with gradients."""
     readers: list[reader_marks.GraphReaders] = field(default_factory=list)
-    read_alone: frozenset[str] = frozenset()
+    """One for each subscriber that reads values in the graph."""
+    only_read: frozenset[str] = frozenset()
     """Graph inputs that no result depends on: they are there for subscribers."""
 
 
 @dataclass(slots=True, eq=False)
-class Graph:
-    """A graph that can run."""
+class BuiltGraph:
+    """A graph that can run, with the session that runs it."""
 
     known: KnownGraph
-    exported: Exported
+    exported: ExportedModule
     info: PostExportProcessedModelInfo
     session: ort_compat.Session
     table: gather_reduce.CollectiveExecutor | None
     digest: str
     """Of the collectives in the graph; ranks with equal digests perform the same ones in one order."""
     bridge: str | None
+    """The collectives in the graph, for people; None without any."""
     nodes: int
     python_ops: int
+    """Nodes that run Python code: operators in PyTorch, gathers and reduces, readers."""
     memory: Decision | None = None
-    """What is computed again in the backward, None if nothing was asked for."""
+    """What the backward computes again; None if the configuration asks for no recomputation."""
 
     @property
     def effects(self) -> Effects:

@@ -1,4 +1,7 @@
-"""Turns what ORT or the exporter raised into one message that names the cause and the way out."""
+"""Turns what ORT or the exporter raised into one message that names the cause and the way out.
+
+A forward call explains each error that stops a module from being exported or a graph from being built.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One forward call of a module in ONNX Runtime, from its arguments to its result or its error.
+"""Carries out one forward call of a module in ONNX Runtime, from its arguments to its result or its error.
 
 Called by :class:`ort_zero.runtime.runtime.Runtime`. The ranks agree on each step of a call by the table in
 :mod:`ort_zero.runtime.rank_protocol`; what is done about the graph is decided in
@@ -19,7 +19,7 @@ from ort_zero.compat.torch_onnx import Unexportable
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
-from ort_zero.runtime.built_graph import Graph
+from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.error_messages import explain
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
@@ -44,26 +44,26 @@ class ModuleRuntime(Protocol):
 
     @property
     def trainable(self) -> bytes:
-        """``requires_grad`` of each parameter."""
+        """``requires_grad`` of each parameter, one byte each."""
 
-    def graphs(self) -> Iterable[Graph]:
+    def graphs(self) -> Iterable[BuiltGraph]:
         """Yield the graphs of all modes."""
 
     def take_apart(self, manager: ort_compat.Manager, args: tuple, kwargs: dict) -> pytree.Call:
         """Return the tensors of a call, and the structure of everything else."""
 
-    def observe_runs(self, graph: Graph) -> None:
+    def observe_runs(self, graph: BuiltGraph) -> None:
         """Surround the runs of a new graph."""
 
-    def graph_is_ready(self, graph: Graph) -> None:
+    def graph_is_ready(self, graph: BuiltGraph) -> None:
         """Note that a graph is about to run."""
 
-    def end_call(self, graph: Graph, result: Any, args: tuple, kwargs: dict) -> None:
+    def end_call(self, graph: BuiltGraph, result: Any, args: tuple, kwargs: dict) -> None:
         """Note that a call has its result."""
 
 
 class ForwardCall:
-    """One call.
+    """Carries out one call.
 
     Args:
         runtime: of the module.
@@ -77,7 +77,7 @@ class ForwardCall:
         self._manager = manager
         self._transitions = transitions
         self._transition = Transition(Action.EXPORT)
-        self._new: Graph | None = None
+        self._new: BuiltGraph | None = None
         """The graph that this call has built."""
 
     def run(self, args: tuple, kwargs: dict) -> Any:
@@ -146,7 +146,7 @@ class ForwardCall:
         """Export again although the graph fits, or although nothing has changed since an attempt that failed."""
         self._transition = Transition(Action.EXPORT, (reason,), forced=True)
 
-    def _enter(self, observed: Observed) -> Graph:
+    def _enter(self, observed: Observed) -> BuiltGraph:
         """Carry out the transition; what a failure teaches is tried again, while other ranks wait for this one."""
         while True:
             transition, self._new = self._transition, None
@@ -178,11 +178,11 @@ class ForwardCall:
             return excluded.exclude(ValueReadError(module, "calls an operator", str(error)))
         if not isinstance(error, Exception) or not self._ranks.state.builds:
             return None
-        return str(error).splitlines()[0] if self._transitions.builder.routes.learn(str(error)) else None
+        return str(error).splitlines()[0] if self._transitions.builder.fallback_policy.learn(str(error)) else None
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
-    def _run_graph(self, graph: Graph) -> tuple[Sequence[torch.Tensor], RankAction]:
+    def _run_graph(self, graph: BuiltGraph) -> tuple[Sequence[torch.Tensor], RankAction]:
         """Return the outputs of the graph, and what to do next."""
         self._runtime.graph_is_ready(graph)
         arguments = self._arguments
@@ -213,12 +213,14 @@ class ForwardCall:
         if self._runtime.guard_failures.changes_often(read):
             excluded.exclude(read)
 
-    def _restore(self, graph: Graph, tensors: Sequence[torch.Tensor]) -> Any:
+    def _restore(self, graph: BuiltGraph, tensors: Sequence[torch.Tensor]) -> Any:
         """Do what the module does besides returning a result, and return that."""
         effects, arguments = graph.effects, self._arguments
         with torch.no_grad():
             for i, value in zip(effects.changed, tensors[effects.results :], strict=False):
                 arguments.tensors[i].copy_(value)
             for module in effects.counting:
-                module.num_batches_tracked.add_(1)  # an update in place that the exporter leaves out
+                tracked = module.num_batches_tracked
+                assert isinstance(tracked, torch.Tensor)
+                tracked.add_(1)  # an update in place that the exporter leaves out
         return graph.info.restore_outputs(tensors, arguments.objects)

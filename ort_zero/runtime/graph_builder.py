@@ -1,6 +1,7 @@
-"""Makes a graph that runs: export, shapes, gradient graph, bridge, session.
+"""Builds a graph that can run: export, shapes, gradient graph, collectives, session.
 
-Nothing here talks to other ranks.
+:class:`ort_zero.runtime.transitions.GraphTransitionManager` calls it. Nothing here communicates, but for the
+recomputation plan that the memory optimizer shares.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ort_zero.compat.torch_modules import buffer_table
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.recompute.optimizer import Decision, MemoryOptimizer
-from ort_zero.runtime.built_graph import BuiltModel, Exported, Graph
+from ort_zero.runtime.built_graph import BuiltGraph, BuiltModel, ExportedModule
 from ort_zero.runtime.export import pytree
-from ort_zero.runtime.export.captured_output import ExporterOutput
+from ort_zero.runtime.export.captured_output import CapturedOutput
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
-from ort_zero.runtime.export.fake_weights import full_shape_weights, unchanged_buffers
+from ort_zero.runtime.export.fake_weights import fake_weights, unchanged_buffers
 from ort_zero.runtime.export.post_export_passes import complete_dropout, seed_dropout
 from ort_zero.runtime.export.post_optimize_passes import unfuse_for_cpu
 from ort_zero.runtime.export.tracer import Tracer
@@ -40,7 +41,7 @@ from ort_zero.runtime.guards.keys import (
     PostExportProcessedModelInfo,
     ProcessKey,
 )
-from ort_zero.runtime.operators.fallback_policy import Routes, infer_python_op
+from ort_zero.runtime.operators.fallback_policy import FallbackPolicy, infer_python_op
 from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Weight, plan_collectives, small_share
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
@@ -51,16 +52,16 @@ from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 from ort_zero.zero3_hooks.hook_manager import paused
 
 
-class Builder:
-    """Makes the graphs of one mode of a model.
+class GraphBuilder:
+    """Builds the graphs of one mode of a model.
 
     Args:
         module: the user's module.
         config: the section's ``ortmodule`` part.
         manager: ORT's, of the mode.
-        kept: submodules that stay in PyTorch.
+        excluded: submodules that run in PyTorch.
         sums: of the gradients of all graphs of the model.
-        cache: graphs of earlier runs.
+        cache: holds the graphs of earlier runs; None without one.
         memory_efficient_gradients: put reduce nodes into the training graph also where no weight is partitioned.
         memory: computes activations again; None for keeping all of them.
     """
@@ -70,7 +71,7 @@ class Builder:
         module: torch.nn.Module,
         config: OrtModuleConfig,
         manager: ort_compat.Manager,
-        kept: ExcludedModules,
+        excluded: ExcludedModules,
         sums: GradientSums,
         cache: ExportCache | None,
         memory_efficient_gradients: bool,
@@ -81,107 +82,118 @@ class Builder:
         self.module = module
         self.config = config
         self.manager = manager
-        self.kept = kept
+        self.excluded = excluded
         self.sums = sums
-        self.routes = Routes(manager.training, ort_compat.register_function)
+        self.fallback_policy = FallbackPolicy(manager.training, ort_compat.register_function)
         self.prefetch_elements = 0
         self.seconds: dict[str, float] = {}
-        """Time that each step of the last graph took."""
+        """Seconds that each step of the last graph took."""
         self.tracer: Tracer | None = None
-        """Of the export that runs, or was the last."""
-        self.output = ExporterOutput(hold=manager.level.exporter == "held")
+        """Follows the export that runs, or the last one; None before the first."""
+        self.output = CapturedOutput(hold=manager.level.exporter == "held")
         self.cache = cache
         self.lookup: Lookup | None = None
-        """Of the graph that is made, or was the last."""
+        """Looks up the graph that is being built, or the last one, in the export cache; None without one."""
 
     # -- export ----------------------------------------------------------------------------------------------------
 
-    def make(
+    def build(
         self,
         observed: Observed,
         call: pytree.Call,
-        watching: Sequence[SubscribedModel],
+        subscribers: Sequence[SubscribedModel],
         number: int,
         *,
         anew: bool = False,
-    ) -> Graph:
+    ) -> BuiltGraph:
         """Return a new graph for a call: from the export cache, or exported.
 
         Args:
-            observed: the call.
-            call: the same, taken apart.
-            watching: who reads values in the graph.
+            observed: keys of the call.
+            call: the same call, taken apart.
+            subscribers: who reads values in the graph.
             number: of the new graph.
             anew: do not look into the export cache: what it has may be what did not hold.
+
+        Raises:
+            ExportError: the module cannot run in ONNX Runtime.
         """
         self._refuse_unsupported()
         if self.cache is None:
-            return self.process(self.export(observed, call, watching), observed.process, number, call)
+            return self.process(self.export(observed, call, subscribers), observed.process, number, call)
         with self._timed("cache"):
-            self.lookup = Lookup(self.cache, self.module, self.manager, observed, call, self.kept)
-            found = None if anew else self.lookup.find(self.routes)
+            self.lookup = Lookup(self.cache, self.module, self.manager, observed, call, self.excluded)
+            found = None if anew else self.lookup.find(self.fallback_policy)
         if found is not None:
             return self.process(found[0], observed.process, number, call, found[1])
-        exported = self.export(observed, call, watching)
+        exported = self.export(observed, call, subscribers)
         built = self._built(exported, observed.process)
-        described = self.lookup.describe(exported, built, self.routes)
+        described = self.lookup.describe(exported, built, self.fallback_policy)
         graph = self.process(exported, observed.process, number, call, built)
         with self._timed("keep"):
             self.lookup.keep(described)  # not before: ORT may have no kernel for what it has built
         return graph
 
-    def export(self, observed: Observed, call: pytree.Call, watching: Sequence[SubscribedModel]) -> Exported:
-        """Return the exported module, with its shapes."""
+    def export(self, observed: Observed, call: pytree.Call, subscribers: Sequence[SubscribedModel]) -> ExportedModule:
+        """Return the exported module, with its shapes inferred."""
+        tracer = self.tracer = self._tracer(call, subscribers, all_inputs=True)
         try:
-            model, schema, axes = self._traced(call, watching, all_inputs=True)
+            model, schema, axes = self._traced(tracer)
         except Exception:
             # PyTorch has no gradient of a loss for its target, and refuses one that wants it
-            if self.tracer.refused is None or self.tracer.differentiable == wanted_of(call):
+            if tracer.trace_error is None or tracer.differentiable == wanted_of(call):
                 raise
-            model, schema, axes = self._traced(call, watching, all_inputs=False)
-        tracer, marked = self.tracer, self.tracer.marks
+            tracer = self.tracer = self._tracer(call, subscribers, all_inputs=False)
+            model, schema, axes = self._traced(tracer)
         complete_dropout(model)
         seed_dropout(model)
-        read_alone = graph_readers.inputs_for_marks_alone(model) if marked else set()
+        only_read = frozenset(graph_readers.inputs_for_marks_alone(model) if tracer.readers else ())
         with self._timed("shapes"):
             model = self.manager.process(model, infer_python_op)
         names = tuple(given.name for given in model.graph.input)
         info = ExportedModelInfo(
-            module_forward_input_schema=observed.export.structure,
             module_forward_output_schema=schema,
             onnx_graph_input_names=names,
             onnx_graph_input_names_user_defined=tuple(name for name in call.names if name in set(names)),
             dynamic_axes_map=axes,
             exported_model=model.SerializeToString(),
         )
-        return Exported(observed.export, info, tracer.effects, tracer.differentiable, marked, frozenset(read_alone))
+        return ExportedModule(observed.export, info, tracer.effects, tracer.differentiable, tracer.readers, only_read)
 
-    def _traced(self, call: pytree.Call, watching: Sequence[SubscribedModel], *, all_inputs: bool) -> tuple:
-        marked = [reader_marks.GraphReaders(model, self.module) for model in watching]
-        watched = self.lookup.watching if self.lookup is not None else contextlib.nullcontext
+    def _tracer(self, call: pytree.Call, subscribers: Sequence[SubscribedModel], *, all_inputs: bool) -> Tracer:
+        """Return what follows the export of a call.
+
+        Args:
+            call: the call.
+            subscribers: who reads values in the graph.
+            all_inputs: whether arguments are traced with gradients that want none in this call.
+        """
+        readers = [reader_marks.GraphReaders(model, self.module) for model in subscribers]
+        code_followed = self.lookup.watching if self.lookup is not None else contextlib.nullcontext
 
         @contextlib.contextmanager
         def as_pytorch_runs_it() -> Iterator[None]:
-            with watched(), self.output.lifted():
+            with code_followed(), self.output.passed_through():
                 yield
 
-        tracer = self.tracer = Tracer(
-            self.manager.training, call, marked, all_inputs=all_inputs, watching=as_pytorch_runs_it
-        )
+        return Tracer(self.manager.training, call, readers, all_inputs=all_inputs, pytorch_context=as_pytorch_runs_it)
+
+    def _traced(self, tracer: Tracer) -> tuple:
+        """Return the exported model, the structure of its results, and the names of its dynamic axes."""
         flattened = self.manager.flattened_module
         with (
             self._timed("export"),
-            self.output.held(),
+            self.output.captured(),
             paused(),
             torch_checkpoint.on_checkpointing(self._refuse_checkpointing),
-            self.kept.as_operators(),
-            torch_onnx.routing(self.routes),
+            self.excluded.as_operators(),
+            torch_onnx.routing(self.fallback_policy),
             unchanged_buffers(flattened),
-            full_shape_weights(flattened),
-            reader_marks.marking(marked),
+            fake_weights(flattened),
+            reader_marks.marking(tracer.readers),
             tracer.everything_trainable(flattened),
         ):
-            return self.manager.export(dict(zip(call.names, tracer.arguments, strict=True)))
+            return self.manager.export(dict(zip(tracer.call.names, tracer.arguments, strict=True)))
 
     def _refuse_unsupported(self) -> None:
         """Raise for a module that is known to fail, before minutes are spent on its export."""
@@ -195,6 +207,7 @@ class Builder:
                 )
 
     def _refuse_checkpointing(self) -> None:
+        """Raise for a module that calls torch's activation checkpointing while it is traced."""
         raise ExportError(
             f"{type(self.module).__name__} uses torch activation checkpointing, which an ONNX graph cannot contain: "
             "switch it off (model.gradient_checkpointing_disable(), or drop the call of checkpoint()) and let ONNX "
@@ -206,20 +219,20 @@ class Builder:
 
     def process(
         self,
-        exported: Exported,
+        exported: ExportedModule,
         process: ProcessKey,
         number: int,
         call: pytree.Call,
         built: BuiltModel | None = None,
-    ) -> Graph:
+    ) -> BuiltGraph:
         """Return a graph that runs the exported module with the gradients that `process` asks for.
 
         Args:
             exported: see :meth:`export`.
-            process: see :class:`ProcessKey`.
+            process: what the gradient graph depends on.
             number: of the new graph.
-            call: the first that it is to run; tells how large things are.
-            built: ORT's gradient graph, if it is there already.
+            call: the first that it is to run; its sizes are those that memory is planned for.
+            built: ORT's gradient graph, if there is one already.
         """
         manager = self.manager
         built = built or self._built(exported, process)
@@ -231,7 +244,7 @@ class Builder:
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
         if self.memory is not None:
             with self._timed("memory plan"):
-                model, decision = self._recomputed(model, info, sizes, parameters)
+                model, decision = self._recomputed(self.memory, model, info, sizes, parameters)
         table, bridge, digest, gradient = None, None, "no bridge", None
         plan = self._plan(model, parameters)
         if plan is not None:
@@ -241,12 +254,12 @@ class Builder:
         if exported.readers:
             graph_readers.register(ort_compat.register_function)
             graph_readers.insert_readers(model)
-        if decision is not None:
+        if self.memory is not None and decision is not None:
             model = self.memory.arrange(model, sizes, decision)
         run = self._model_info(exported, model, parameters, wanted, inputs, table)
         self._save(model)
         session = self._session(run, model, info, gradient, in_order=decision is not None)
-        return Graph(
+        return BuiltGraph(
             known=KnownGraph(number, exported.key, process, exported.differentiable),
             exported=exported,
             info=run,
@@ -260,31 +273,38 @@ class Builder:
         )
 
     def _recomputed(
-        self, model: onnx.ModelProto, info: Any, sizes: dict[str, int], parameters: dict[str, Any]
+        self,
+        memory: MemoryOptimizer,
+        model: onnx.ModelProto,
+        info: Any,
+        sizes: dict[str, int],
+        parameters: dict[str, Any],
     ) -> tuple[onnx.ModelProto, Decision]:
+        """Return the gradient graph that computes activations again, and the plan for it."""
         partitioned = {name for name, p in parameters.items() if is_partitioned(p)}
         leave = parameters if self.memory_efficient_gradients else partitioned
         released = [f"{name}_grad" for name in leave]
-        return self.memory.recompute(self.manager, model, info, sizes, partitioned=partitioned, released=released)
+        return memory.recompute(self.manager, model, info, sizes, partitioned=partitioned, released=released)
 
-    def _wanted(self, exported: Exported, process: ProcessKey) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _wanted(self, exported: ExportedModule, process: ProcessKey) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the graph inputs whose gradient is wanted, and the arguments among them."""
         if not self.manager.training:
             return (), ()
-        names = [name for name in exported.info.onnx_graph_input_names if name not in exported.read_alone]
+        names = [name for name in exported.info.onnx_graph_input_names if name not in exported.only_read]
         inputs = tuple(name for name in process.inputs if name in names)
         parameters = self.manager.flattened_module.named_parameters()
         trained = {name for name, p in parameters if p.requires_grad} | set(inputs)
         return tuple(name for name in names if name in trained), inputs
 
-    def _built(self, exported: Exported, process: ProcessKey) -> BuiltModel:
+    def _built(self, exported: ExportedModule, process: ProcessKey) -> BuiltModel:
+        """Return ORT's gradient graph of an exported module; for inference, its forward graph."""
         wanted, inputs = self._wanted(exported, process)
         info = exported.info
         with self._timed("gradient graph"):
             return BuiltModel(*self.manager.build(info.exported_model, info.onnx_graph_input_names, wanted, inputs))
 
     def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any]) -> CollectivePlan | None:
-        """Return what the bridge does in a graph, None for nothing."""
+        """Return which collectives a graph needs and where, None if it needs none."""
         training = self.manager.training
         partitioned = {name: p for name, p in parameters.items() if is_partitioned(p)}
         if partitioned:
@@ -298,7 +318,7 @@ class Builder:
         return plan if plan.events else None
 
     def _rewritten(self, model: onnx.ModelProto, plan: CollectivePlan, parameters: dict[str, Any]) -> tuple:
-        """Return table, rewritten graph and the gradient of the trigger."""
+        """Return the table that carries out the collectives, the graph with them, and the gradient of the trigger."""
         gather_reduce.register(ort_compat.register_function)
         store = DeepSpeedParameters() if plan.gathers_weights else PlainParameters()
         table = gather_reduce.CollectiveExecutor(plan, parameters, store, self.prefetch_elements, self.sums)
@@ -309,7 +329,7 @@ class Builder:
 
     def _model_info(
         self,
-        exported: Exported,
+        exported: ExportedModule,
         model: onnx.ModelProto,
         parameters: dict[str, Any],
         wanted: Sequence[str],
@@ -359,6 +379,7 @@ class Builder:
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _save(self, model: onnx.ModelProto) -> None:
+        """Write the graph that runs into the folder that the configuration names. Rank 0 only."""
         if self.config.save_onnx is None or env.rank() != 0:
             return
         folder = Path(self.config.save_onnx)
@@ -370,6 +391,8 @@ class Builder:
 
 
 class _Timed:
+    """Notes how many seconds its block takes."""
+
     def __init__(self, seconds: dict[str, float], step: str):
         self.seconds, self.step = seconds, step
 

@@ -15,13 +15,13 @@ import torch
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.recompute.peak_check import PeakCheck
 from ort_zero.recompute.planning_session import Watch
-from ort_zero.runtime.built_graph import Graph
+from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.zero3.gather_reduce import CollectiveExecutor
 
 
 def observe(
-    graph: Graph,
+    graph: BuiltGraph,
     runs: Counter[str],
     *,
     device: torch.device,

@@ -31,13 +31,13 @@ from ort_zero.recompute.peak_check import PeakCheck
 from ort_zero.recompute.planning_session import EndedError, Watch
 from ort_zero.recompute.planning_session import Session as PlanningSession
 from ort_zero.runtime import run_observer, status
-from ort_zero.runtime.built_graph import Graph
+from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export_cache.store import ExportCache
 from ort_zero.runtime.forward_call import ForwardCall
-from ort_zero.runtime.graph_builder import Builder
-from ort_zero.runtime.guards.module_guard import ModelWatch
+from ort_zero.runtime.graph_builder import GraphBuilder
+from ort_zero.runtime.guards.module_guard import ModuleGuard
 from ort_zero.runtime.guards.value_guards import GuardFailures
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.rank_agreement import RankAgreement
@@ -96,7 +96,7 @@ class Runtime:
         """Whether for training, to what holds the graphs."""
         self.runs: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
         """Completed runs of sessions, by ``"forward"`` and ``"backward"``."""
-        self._module_guard: ModelWatch | None = None
+        self._module_guard: ModuleGuard | None = None
         self._subscribed: list[SubscribedModel] = []
         """Those who subscribed to this module or a part of it, in this call."""
         self.graph_subscribers: list[SubscribedModel] = []
@@ -142,16 +142,18 @@ class Runtime:
 
     def run_module(self, module: torch.nn.Module, tensors: tuple) -> tuple[list[torch.Tensor], Any]:
         """Run the module for the exporter, on its arguments, put together."""
-        return self.modes[self._training].builder.tracer.run_module(module, tensors)
+        tracer = self.modes[self._training].builder.tracer
+        assert tracer is not None, "only an export runs the flattened module"
+        return tracer.run_module(module, tensors)
 
     # -- called by the forward call ---------------------------------------------------------------------------------
 
     def find_mode(self, manager: ort_compat.Manager) -> GraphTransitionManager:
         """Return what holds the graphs of the manager's mode."""
         if self._module_guard is None:
-            self._module_guard = ModelWatch(self.module)
+            self._module_guard = ModuleGuard(self.module)
         if manager.training not in self.modes:
-            builder = Builder(
+            builder = GraphBuilder(
                 self.module,
                 self.config,
                 manager,
@@ -191,12 +193,12 @@ class Runtime:
         """``requires_grad`` of each parameter, as the module guard last saw it."""
         return self._module_guard.trainable if self._module_guard is not None else b""
 
-    def graphs(self) -> Iterator[Graph]:
+    def graphs(self) -> Iterator[BuiltGraph]:
         """Yield the graphs of all modes."""
         for mode in self.modes.values():
             yield from mode.graphs
 
-    def observe_runs(self, graph: Graph) -> None:
+    def observe_runs(self, graph: BuiltGraph) -> None:
         """Count the runs of a new graph, check their memory, and let them raise what a node raised."""
         device = self._module_guard.device if self._module_guard is not None else torch.device("cpu")
         check = None
@@ -206,7 +208,7 @@ class Runtime:
         planning = self._planning if self._training else None
         run_observer.observe(graph, self.runs[self._training], device=device, peak_check=check, planning=planning)
 
-    def graph_is_ready(self, graph: Graph) -> None:
+    def graph_is_ready(self, graph: BuiltGraph) -> None:
         """Note that a graph is about to run.
 
         Raises:
@@ -215,7 +217,7 @@ class Runtime:
         if self._planning is not None:
             self._planning.built(self._training, graph.memory)
 
-    def end_call(self, graph: Graph, result: Any, args: tuple, kwargs: dict) -> None:
+    def end_call(self, graph: BuiltGraph, result: Any, args: tuple, kwargs: dict) -> None:
         """Show subscribers what the call was given and returned; announce what runs after the first training graph."""
         if self.announce is not None and self._training:
             self._announce()
@@ -239,7 +241,7 @@ class Runtime:
             excluded=self.excluded,
             modes=self.modes,
             runs=self.runs,
-            transitions=self.history.done,
+            transitions=self.history.completed,
             memory=self.memory,
         )
 
@@ -263,7 +265,7 @@ class Runtime:
         return run_in_torch()
 
     def _announce(self) -> None:
-        """Let whoever waits for it tell what runs; a failure of that is no reason to end a training."""
+        """Call :attr:`announce`, once; an error in it is no reason to end a training."""
         announce, self.announce = self.announce, None
         try:
             if announce is not None:
@@ -272,9 +274,9 @@ class Runtime:
             get_logger().debug("no summary", exc_info=True)
 
     def _sources(self) -> Callable[[torch.Tensor], Any]:
-        """Return who tells which memory is a weight's, for nodes that run in PyTorch.
+        """Return a function that finds the weight behind a tensor, for nodes that run in PyTorch.
 
-        See :mod:`ort_zero.runtime.operators.torch_fallback`.
+        See :func:`ort_zero.runtime.operators.torch_fallback.sources`.
         """
         here: set[int] = set()
 

@@ -1,6 +1,6 @@
-"""What a module's runtime tells about itself: the graphs, why they were built, and what has run.
+"""Reports on a module's runtime as plain values: the graphs, why they were built, and what has run.
 
-``ort_zero.status()`` and the summary that is printed after the first step show it.
+``ort_zero.status()`` and the summary after the first step show it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
-from ort_zero.runtime.transitions import Done, GraphTransitionManager, counted
+from ort_zero.runtime.transitions import CompletedTransition, GraphTransitionManager, counted
 
 
 def report(
@@ -24,7 +24,7 @@ def report(
     excluded: ExcludedModules,
     modes: Mapping[bool, GraphTransitionManager],
     runs: Mapping[bool, Counter[str]],
-    transitions: Iterable[Done],
+    transitions: Iterable[CompletedTransition],
     memory: MemoryOptimizer | None,
 ) -> dict[str, Any]:
     """Return what runs and why, as plain values.
@@ -37,10 +37,10 @@ def report(
         modes: whether for training, to the graphs.
         runs: whether for training, to completed runs by ``"forward"`` and ``"backward"``.
         transitions: of all modes, the oldest first.
-        memory: computes activations again; None if nothing was asked for.
+        memory: computes activations again; None if the configuration asks for no recomputation.
     """
     transitions = list(transitions)
-    policies = [mode.builder.routes for mode in modes.values()]
+    policies = [mode.builder.fallback_policy for mode in modes.values()]
     return {
         "module": type(module).__name__,
         "zero_stage": stage,
@@ -49,7 +49,7 @@ def report(
         "fallback_reason": fallback_reason,
         "in_torch": {
             **excluded.reasons,
-            **{name: why for policy in policies for name, why in policy.taken.items()},
+            **{name: why for policy in policies for name, why in policy.reasons.items()},
         },
         "graphs": {
             mode.mode: _graphs_of(mode, runs[training], transitions) for training, mode in modes.items() if mode.calls
@@ -64,7 +64,9 @@ def memory_summary(memory: MemoryOptimizer | None) -> list[tuple[str, str]]:
     return memory.decisions[-1].in_words() if memory is not None and memory.decisions else []
 
 
-def _graphs_of(mode: GraphTransitionManager, runs: Counter[str], transitions: Iterable[Done]) -> dict[str, Any]:
+def _graphs_of(
+    mode: GraphTransitionManager, runs: Counter[str], transitions: Iterable[CompletedTransition]
+) -> dict[str, Any]:
     """Return what the graphs of one mode are and have done; sizes are those of the graph of the last call."""
     counts = Counter(mode.retired)
     for graph in mode.graphs:

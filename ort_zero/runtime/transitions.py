@@ -1,4 +1,4 @@
-"""The state machine of one mode of a model: which graph runs for a call, and the graphs that are kept.
+"""Holds the graphs of one mode of a model, and brings in the one that a call needs.
 
 ::
 
@@ -22,20 +22,20 @@ from typing import Any
 import torch
 
 from ort_zero.log import get_logger
-from ort_zero.runtime.built_graph import Graph
+from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.export import pytree
-from ort_zero.runtime.graph_builder import Builder
+from ort_zero.runtime.graph_builder import GraphBuilder
 from ort_zero.runtime.guards.decide import decide
 from ort_zero.runtime.guards.keys import Action, ExportKey, Graphs, Observed, ProcessKey, TensorInput, Transition
-from ort_zero.runtime.guards.module_guard import ModelWatch
+from ort_zero.runtime.guards.module_guard import ModuleGuard
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 
-MOST_HISTORY = 1000
-"""So many transitions of a model are remembered."""
+MOST_TRANSITIONS = 1000
+"""Transitions of a model that are remembered, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedTransition:
     """A transition that was carried out."""
 
     call: int
@@ -48,10 +48,10 @@ class Done:
     steps: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the work."""
     cache: str | None = None
-    """What the export cache said; None without one."""
+    """Whether the export cache had the graph, and why not; None without a cache."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the transition as plain values, for ``ort_zero.status()``."""
         return {
             "call": self.call,
             "mode": self.mode,
@@ -65,61 +65,62 @@ class Done:
 
 
 class History:
-    """What the graphs of one model went through; numbers the graphs."""
+    """Remembers the transitions of one model, and numbers its graphs."""
 
     def __init__(self) -> None:
-        self.done: deque[Done] = deque(maxlen=MOST_HISTORY)
+        self.completed: deque[CompletedTransition] = deque(maxlen=MOST_TRANSITIONS)
         self.graphs = 0
-        """Number of the newest graph."""
+        """Number of the newest graph; graphs count from 1."""
 
 
 class GraphTransitionManager:
-    """Holds the graphs of one mode, last used first.
+    """Holds the graphs of one mode, last used first, and carries out what the guards decide.
 
     Args:
-        builder: makes graphs.
-        watch: of the user's module, shared by the modes.
+        builder: builds graphs.
+        module_guard: of the user's module, shared by the modes.
         history: shared by the modes.
-        size: so many graphs are kept.
+        capacity: graphs that may be held at a time.
     """
 
-    def __init__(self, builder: Builder, watch: ModelWatch, history: History, size: int):
+    def __init__(self, builder: GraphBuilder, module_guard: ModuleGuard, history: History, capacity: int):
         self.builder = builder
-        self.watch = watch
+        self.module_guard = module_guard
         self.history = history
-        self.size = size
-        self.graphs: list[Graph] = []
+        self.capacity = capacity
+        self.graphs: list[BuiltGraph] = []
         self.memory_plan = str(builder.memory.request) if builder.memory is not None else ""
         self.calls = 0
         self.exports = 0
         self.retired: Counter[str] = Counter()
-        """What the tables of graphs that are gone have counted."""
-        self._told: set[tuple[int, int]] = set()
+        """Counters of the graphs that are gone, see :func:`counted`."""
+        self._logged_switches: set[tuple[int, int]] = set()
+        """Pairs of graph numbers, from and to."""
 
     @property
     def mode(self) -> str:
-        """``"training"`` or ``"inference"``."""
+        """Name of the mode: ``"training"`` or ``"inference"``."""
         return self.builder.manager.mode
 
     @property
-    def current(self) -> Graph | None:
+    def current(self) -> BuiltGraph | None:
         """The graph of the last call."""
         return self.graphs[0] if self.graphs else None
 
     # -- check -----------------------------------------------------------------------------------------------------
 
-    def observe(self, call: pytree.Call, watching: Sequence[SubscribedModel]) -> Observed:
+    def observe(self, call: pytree.Call, subscribers: Sequence[SubscribedModel]) -> Observed:
         """Return what of a call, and of the module at this moment, decides about graphs."""
-        version = self.watch.look()
+        version = self.module_guard.check()
         tensors = tuple(
             [_tensor_input(name, t.dtype, t.dim()) for name, t in zip(call.names, call.tensors, strict=True)]
         )
         training = self.builder.manager.training
         wanted = tuple([n for n, t in zip(call.names, call.tensors, strict=True) if t.requires_grad])
         return Observed(
-            ExportKey(call.structure, tensors, version, tuple(watching)),
+            ExportKey(call.structure, tensors, version, tuple(subscribers)),
             ProcessKey(
-                frozen=self.watch.frozen if training else (),
+                frozen=self.module_guard.frozen if training else (),
                 inputs=wanted if training else (),
                 memory_plan=self.memory_plan,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -134,9 +135,9 @@ class GraphTransitionManager:
     # -- carry out -------------------------------------------------------------------------------------------------
 
     def enter(
-        self, transition: Transition, observed: Observed, call: pytree.Call, watching: Sequence[SubscribedModel]
-    ) -> Graph:
-        """Carry out a transition: return the graph to run. An error leaves all graphs as they were."""
+        self, transition: Transition, observed: Observed, call: pytree.Call, subscribers: Sequence[SubscribedModel]
+    ) -> BuiltGraph:
+        """Carry out a transition and return the graph to run. An error leaves all graphs as they were."""
         if transition.action is Action.REUSE:
             return self.graphs[0]
         started = time.perf_counter()
@@ -148,7 +149,7 @@ class GraphTransitionManager:
             self.builder.lookup = None
             number = self.history.graphs + 1
             if transition.action is Action.EXPORT:
-                graph = self.builder.make(observed, call, watching, number, anew=transition.forced)
+                graph = self.builder.build(observed, call, subscribers, number, anew=transition.forced)
             else:
                 exported = self._numbered(transition.graph).exported
                 graph = self.builder.process(exported, observed.process, number, call)
@@ -158,7 +159,7 @@ class GraphTransitionManager:
         before = self.current
         self._put_first(graph)
         lookup = self.builder.lookup if transition.action is Action.EXPORT else None
-        done = Done(
+        done = CompletedTransition(
             self.calls,
             self.mode,
             graph.known.number,
@@ -167,47 +168,55 @@ class GraphTransitionManager:
             dict(steps),
             lookup.words if lookup is not None else None,
         )
-        self.history.done.append(done)
-        self._tell(done, graph, before)
+        self.history.completed.append(done)
+        self._log(done, graph, before)
         return graph
 
-    def forget(self, graph: Graph | None) -> None:
-        """Drop a graph."""
+    def forget(self, graph: BuiltGraph | None) -> None:
+        """Drop a graph that did not run, if it is held."""
         if graph in self.graphs:
             self.graphs.remove(graph)
             self._retire(graph)
 
-    def _numbered(self, number: int | None) -> Graph:
+    def _numbered(self, number: int | None) -> BuiltGraph:
         return next(graph for graph in self.graphs if graph.known.number == number)
 
-    def _put_first(self, graph: Graph) -> None:
-        def lasts(other: Graph) -> bool:
-            # what was made for another tree, or for readers that are gone, will not match again
+    def _put_first(self, graph: BuiltGraph) -> None:
+        def may_match_again(other: BuiltGraph) -> bool:
+            # what was built for another tree, or for subscribers that are gone, will not match again
             same_tree = other.known.export.model.number == graph.known.export.model.number
-            read = all(
-                (model := readers.model()) is not None and model.subscribers for readers in other.exported.readers
-            )
+            models = (readers.model() for readers in other.exported.readers)
+            read = all(model is not None and model.subscribers for model in models)
             # one call has one graph: a forced export replaces the one that did not hold
             return same_tree and read and not _serve_alike(other, graph)
 
         before = self.graphs
-        self.graphs = [graph, *(other for other in before if other is not graph and lasts(other))][: self.size]
+        self.graphs = [graph, *(other for other in before if other is not graph and may_match_again(other))][
+            : self.capacity
+        ]
         for other in before:
             if other not in self.graphs:
                 self._retire(other)
 
-    def _retire(self, graph: Graph) -> None:
+    def _retire(self, graph: BuiltGraph) -> None:
         self.retired.update(counted(graph))
 
-    def _tell(self, done: Done, graph: Graph, before: Graph | None) -> None:
+    def _log(self, done: CompletedTransition, graph: BuiltGraph, before: BuiltGraph | None) -> None:
+        """Write a line about a transition.
+
+        Args:
+            done: the transition.
+            graph: the one that runs now.
+            before: the one that ran before, None for the first call.
+        """
         log = get_logger()
         name = f"{type(self.builder.module).__name__} {self.mode} graph {graph.known.number}"
         why = "; ".join(done.transition.reasons) or "no reason"
         if done.transition.action is Action.SWITCH:
             pair = (before.known.number if before else 0, graph.known.number)
-            # who alternates at every step is told of each turn once
-            level = log.debug if pair in self._told else log.info
-            self._told.add(pair)
+            # who alternates at every step reads of each pair once
+            level = log.debug if pair in self._logged_switches else log.info
+            self._logged_switches.add(pair)
             level("%s: used again (%s)", name, why)
             return
         verb = "re-processed"
@@ -221,12 +230,12 @@ class GraphTransitionManager:
 
 @functools.lru_cache(maxsize=4096)
 def _tensor_input(name: str, dtype: torch.dtype, rank: int) -> TensorInput:
-    """Return the record; making a frozen one takes longer than finding it."""
+    """Return the key of one tensor; making a frozen record takes longer than finding it."""
     return TensorInput(name, str(dtype), rank)
 
 
-def counted(graph: Graph) -> dict[str, int]:
-    """Return what the bridge of a graph has done."""
+def counted(graph: BuiltGraph) -> dict[str, int]:
+    """Return how many gathers and reduces a graph has done, and the elements that it gathered."""
     if graph.table is None:
         return {"gathers": 0, "gathered_elements": 0, "reduces": 0}
     counters = graph.table.counters
@@ -237,5 +246,5 @@ def counted(graph: Graph) -> dict[str, int]:
     }
 
 
-def _serve_alike(one: Graph, other: Graph) -> bool:
+def _serve_alike(one: BuiltGraph, other: BuiltGraph) -> bool:
     return one.known.export.matches(other.known.export) and one.known.process == other.known.process

@@ -11,7 +11,7 @@ from torch import nn
 from ort_zero import config
 from ort_zero.errors import ExportError
 from ort_zero.plugin import engine_patch
-from ort_zero.runtime.graph_builder import Builder
+from ort_zero.runtime.graph_builder import GraphBuilder
 
 
 class Model(nn.Module):
@@ -30,7 +30,7 @@ class Model(nn.Module):
     ("dtype", "elem_type"), [(torch.float16, TensorProto.FLOAT16), (torch.bfloat16, TensorProto.BFLOAT16)]
 )
 def test_the_gradient_graph_has_the_types_of_the_weights(tmp_path, monkeypatch, dtype, elem_type):
-    monkeypatch.setattr(Builder, "_refuse_unsupported", lambda self: None)
+    monkeypatch.setattr(GraphBuilder, "_refuse_unsupported", lambda self: None)
     module = Model().to(dtype)
     _, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(save_onnx=str(tmp_path / "new" / "folder")), stage=0)
     try:

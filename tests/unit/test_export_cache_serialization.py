@@ -182,7 +182,7 @@ def test_structures_of_results_come_back_equal():
     value = {"a": (torch.ones(1), shared, shared), "b": Pair(torch.Size([2]), [3, None, Frozen(torch.ones(2))])}
     tensors, schema = flatten(value, drop_caches=True, known={id(shared): 4})
     back = through_json(schema)
-    assert back == schema and "origin=4" in repr(back) and "_Size" in repr(back) and "_Again" in repr(back)
+    assert back == schema and "origin=4" in repr(back) and "_Size" in repr(back) and "_Reference" in repr(back)
     made = unflatten(tensors, back, [None] * 4 + [State(None)])
     assert made["a"][1] is made["a"][2] and type(made["b"]) is Pair and made["b"].left == (2,)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ort_zero.runtime.operators.fallback_policy import Routes
+from ort_zero.runtime.operators.fallback_policy import FallbackPolicy
 
 
 class Node:
@@ -14,8 +14,8 @@ class Node:
         self.outputs = [type("Value", (), {"requires_grad": requires_grad})()]
 
 
-def routes(training: bool = True) -> Routes:
-    return Routes(training, lambda name, function: None)
+def routes(training: bool = True) -> FallbackPolicy:
+    return FallbackPolicy(training, lambda name, function: None)
 
 
 @pytest.mark.parametrize(

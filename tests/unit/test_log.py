@@ -16,7 +16,7 @@ from ort_zero import config, log
 from ort_zero.compat import ortmodule, third_party
 from ort_zero.errors import ConfigError
 from ort_zero.plugin import summary
-from ort_zero.runtime.export.captured_output import ExporterOutput
+from ort_zero.runtime.export.captured_output import CapturedOutput
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -193,9 +193,9 @@ def _say() -> None:
 
 
 def test_an_export_that_succeeds_shows_nothing(capsys):
-    output = ExporterOutput(hold=True)
+    output = CapturedOutput(hold=True)
     before = sys.stdin, sys.stdout, sys.stderr
-    with output.held():
+    with output.captured():
         _say()
     output.drop()
     assert (sys.stdin, sys.stdout, sys.stderr) == before
@@ -206,8 +206,8 @@ def test_an_export_that_succeeds_shows_nothing(capsys):
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
 def test_an_export_that_fails_shows_all_where_it_belongs(capsys, error):
-    output = ExporterOutput(hold=True)
-    with pytest.raises(error), output.held():
+    output = CapturedOutput(hold=True)
+    with pytest.raises(error), output.captured():
         _say()
         raise error
     output.replay()
@@ -216,16 +216,16 @@ def test_an_export_that_fails_shows_all_where_it_belongs(capsys, error):
 
 def test_the_streams_are_the_very_objects_where_nothing_is_held():
     before = sys.stdin, sys.stdout, sys.stderr
-    with ExporterOutput(hold=False).held():
+    with CapturedOutput(hold=False).captured():
         assert (sys.stdin, sys.stdout, sys.stderr) == before
 
 
 def test_the_users_own_run_of_the_module_is_not_held(capsys):
-    output = ExporterOutput(hold=True)
+    output = CapturedOutput(hold=True)
     before = sys.stdout
-    with output.held():
+    with output.captured():
         print("held")
-        with output.lifted():
+        with output.passed_through():
             assert sys.stdout is before
             print("shown")
         print("held again")
@@ -234,9 +234,9 @@ def test_the_users_own_run_of_the_module_is_not_held(capsys):
 
 
 def test_other_threads_and_our_own_logger_are_not_held(capsys):
-    output = ExporterOutput(hold=True)
+    output = CapturedOutput(hold=True)
     log.set_level("INFO")
-    with output.held():
+    with output.captured():
         thread = threading.Thread(target=print, args=("from another thread",))
         thread.start()
         thread.join()
@@ -245,7 +245,7 @@ def test_other_threads_and_our_own_logger_are_not_held(capsys):
 
 
 def test_descriptors_are_not_redirected(capfd):
-    with ExporterOutput(hold=True).held():
+    with CapturedOutput(hold=True).captured():
         os.write(1, b"native\n")
         os.write(sys.stderr.fileno(), b"native too\n")
     assert capfd.readouterr() == ("native\n", "native too\n")
@@ -253,8 +253,8 @@ def test_descriptors_are_not_redirected(capfd):
 
 def test_who_asks_for_input_gets_the_terminal_back(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("c\n"))
-    output = ExporterOutput(hold=True)
-    with output.held():
+    output = CapturedOutput(hold=True)
+    with output.captured():
         print("before the question")
         assert sys.stdin.readline() == "c\n"
         print("after it")
@@ -263,8 +263,8 @@ def test_who_asks_for_input_gets_the_terminal_back(monkeypatch, capsys):
 
 def test_what_is_held_lies_in_a_file_until_the_export_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    output = ExporterOutput(hold=True)
-    with output.held():
+    output = CapturedOutput(hold=True)
+    with output.captured():
         assert not list(tmp_path.iterdir())
         print("the last words")
         (file,) = tmp_path.iterdir()

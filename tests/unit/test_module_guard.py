@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ort_zero.runtime.guards.module_guard import ModelWatch
+from ort_zero.runtime.guards.module_guard import ModuleGuard
 
 
 class Block(nn.Module):
@@ -26,12 +26,12 @@ def model() -> nn.Module:
 def look(edit) -> tuple[bool, tuple[str, ...]]:
     """Return whether an edit was noticed, and the words."""
     module = model()
-    watch = ModelWatch(module)
-    before = watch.look()
-    assert watch.look() is before
+    guard = ModuleGuard(module)
+    before = guard.check()
+    assert guard.check() is before
     edit(module)
-    after = watch.look()
-    assert watch.look() is after
+    after = guard.check()
+    assert guard.check() is after
     return not after.same_code(before), after.changes if after.number != before.number else ()
 
 
@@ -95,12 +95,12 @@ def test_a_cast_is_noticed_although_the_parameters_stay_the_same_objects():
 
 def test_modes_of_submodules_are_noticed_and_told_apart():
     module = model()
-    watch = ModelWatch(module)
-    before = watch.look()
+    guard = ModuleGuard(module)
+    before = guard.check()
     module["blocks"][0].eval()
-    assert not watch.look().same_code(before)
+    assert not guard.check().same_code(before)
     module["blocks"][0].train()
-    assert watch.look().same_code(before)
+    assert guard.check().same_code(before)
 
 
 def test_values_gradients_and_hooks_are_no_edits():
@@ -115,11 +115,11 @@ def test_values_gradients_and_hooks_are_no_edits():
 
 def test_frozen_parameters_are_named_without_being_an_edit():
     module = model()
-    watch = ModelWatch(module)
-    before = watch.look()
-    assert watch.frozen == ()
+    guard = ModuleGuard(module)
+    before = guard.check()
+    assert guard.frozen == ()
     module["head"].requires_grad_(False)
-    assert watch.look() is before and watch.frozen == ("head.weight", "head.bias")
+    assert guard.check() is before and guard.frozen == ("head.weight", "head.bias")
 
 
 def test_many_edits_are_counted():

@@ -1,4 +1,4 @@
-"""What the exporter writes: held back while all goes well, written out when an export fails.
+"""Captures what the exporter writes: dropped when all goes well, written out when an export fails.
 
 Only what Python code writes to ``sys.stdout`` and ``sys.stderr`` is held. File descriptors stay as they are, so native
 code, child processes and crashes are as visible as ever. The user's module runs twice in an export: the first time as
@@ -24,8 +24,8 @@ from typing import Any
 from ort_zero import env
 
 
-class ExporterOutput:
-    """The output of one export, and of what is tried again until it succeeds.
+class CapturedOutput:
+    """Captures the output of one export, and of what is tried again until it succeeds.
 
     Args:
         hold: False lets everything through: then the streams are not even replaced.
@@ -33,14 +33,14 @@ class ExporterOutput:
 
     def __init__(self, hold: bool):
         self.hold = hold
-        self.written: list[tuple[_Stream, str]] = []
-        """In the order of writing, over both streams."""
+        self.entries: list[tuple[_Stream, str]] = []
+        """(stream, text) in the order of writing, over both streams."""
         self._file: Any = None
         self._thread = 0
         self._holding = False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def captured(self) -> Iterator[None]:
         """Hold back in the block what this thread writes to ``sys.stdout`` and ``sys.stderr``."""
         if not self.hold:
             yield
@@ -59,8 +59,8 @@ class ExporterOutput:
                     setattr(sys, name, original)
 
     @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Have the true streams in the block, inside of :meth:`held`."""
+    def passed_through(self) -> Iterator[None]:
+        """Have the true streams in the block, inside of :meth:`captured`."""
         replaced = {}
         for name in ("stdin", "stdout", "stderr"):
             stream = getattr(sys, name)
@@ -76,18 +76,18 @@ class ExporterOutput:
 
     def replay(self) -> None:
         """Write out what was held, each line to where it was meant for."""
-        written, self.written = self.written, []
-        for stream, text in written:
+        entries, self.entries = self.entries, []
+        for stream, text in entries:
             with contextlib.suppress(Exception):
                 stream.ort_zero_original.write(text)
-        for stream in {id(stream): stream for stream, _ in written}.values():
+        for stream in {id(stream): stream for stream, _ in entries}.values():
             with contextlib.suppress(Exception):
                 stream.ort_zero_original.flush()
         self._forget_file()
 
     def drop(self) -> None:
         """Forget what was held: the export has succeeded."""
-        self.written.clear()
+        self.entries.clear()
         self._forget_file()
 
     def release(self) -> None:
@@ -95,13 +95,13 @@ class ExporterOutput:
         self._holding = False
         self.replay()
 
-    def holds(self) -> bool:
-        """Return whether what is written now, by this thread, is held."""
+    def is_capturing(self) -> bool:
+        """Return whether what this thread writes now is captured."""
         return self._holding and threading.get_ident() == self._thread
 
-    def take(self, stream: _Stream, text: str) -> None:
-        """Keep what was written, in memory and for the case that nobody lives to write it out."""
-        self.written.append((stream, text))
+    def capture(self, stream: _Stream, text: str) -> None:
+        """Keep a text in memory, and in a file in case that the process is killed before it can write it out."""
+        self.entries.append((stream, text))
         try:
             if self._file is None:
                 prefix = f"ort_zero-export-rank{env.rank()}-{os.getpid()}-"
@@ -123,14 +123,14 @@ class ExporterOutput:
 class _Stream:
     """Stands in for ``sys.stdout`` or ``sys.stderr``; all but writing is the original's."""
 
-    def __init__(self, output: ExporterOutput, original: Any):
+    def __init__(self, output: CapturedOutput, original: Any):
         self.ort_zero_output = output
         self.ort_zero_original = original
 
     def write(self, text: str) -> int:
-        if not self.ort_zero_output.holds():
+        if not self.ort_zero_output.is_capturing():
             return self.ort_zero_original.write(text)
-        self.ort_zero_output.take(self, text)
+        self.ort_zero_output.capture(self, text)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -144,7 +144,7 @@ class _Stream:
 class _Stdin:
     """Stands in for ``sys.stdin``: a question that nobody sees must not be waited for."""
 
-    def __init__(self, output: ExporterOutput, original: Any):
+    def __init__(self, output: CapturedOutput, original: Any):
         self.ort_zero_output = output
         self.ort_zero_original = original
 
@@ -153,6 +153,6 @@ class _Stdin:
         return iter(self.ort_zero_original)
 
     def __getattr__(self, name: str) -> Any:
-        if self.ort_zero_output.holds():
+        if self.ort_zero_output.is_capturing():
             self.ort_zero_output.release()
         return getattr(self.ort_zero_original, name)

@@ -1,7 +1,9 @@
-"""Keeps submodules in PyTorch: each becomes one operator of the graph.
+"""Excludes submodules from the export: each runs in PyTorch, as one operator of the graph.
 
-For code that no trace can hold: Python that branches or loops on the values of tensors. The submodule's parameters are
-inputs of the operator, and so of the graph: their gradients, and the gathers of ZeRO-3, are the graph's as everywhere.
+This is for code that no trace can hold: Python that branches or loops on the values of tensors. The parameters of the
+submodule are inputs of the operator, and so of the graph: their gradients, and the gathers of ZeRO-3, are the graph's
+as everywhere. The forward call excludes what an export stumbled on; the graph builder exports inside of
+:meth:`ExcludedModules.as_operators`.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from ort_zero.zero3_hooks.hook_manager import paused
 OPERATOR = "ort_zero::submodule"
 
 _numbers = itertools.count()
-_calls: weakref.WeakValueDictionary[int, _Call] = weakref.WeakValueDictionary()
+_calls: weakref.WeakValueDictionary[int, ModuleCall] = weakref.WeakValueDictionary()
 
 
-class _Call:
-    """One way in which a submodule is called: everything but the tensors."""
+class ModuleCall:
+    """One way in which an excluded submodule is called: everything but the tensors."""
 
     def __init__(self, path: str, reason: str, module: torch.nn.Module, names: list[str], arguments: tuple):
         self.number = next(_numbers)
@@ -57,7 +59,7 @@ class _Call:
         if self.results is not None and results != self.results:
             raise ExportError(
                 f"{self.path}, which runs in PyTorch inside the graph, returned something else than when the graph was "
-                f"made ({pytree.words(self.results)} then, {pytree.words(results)} now); return tensors only"
+                f"made ({pytree.described(self.results)} then, {pytree.described(results)} now); return tensors only"
             )
         self.results = results
         return found
@@ -72,13 +74,13 @@ _library.define("submodule(Tensor[] inputs, int call) -> Tensor[]")
 _library.impl("submodule", _run, "CompositeImplicitAutograd")
 
 
-def call_numbered(number: int) -> _Call:
-    """Return what the operator's ``call`` argument stands for."""
+def call_numbered(number: int) -> ModuleCall:
+    """Return the call that the operator's ``call`` argument stands for."""
     return _calls[number]
 
 
 class ExcludedModules:
-    """The submodules of one model that stay in PyTorch.
+    """The submodules of one model that run in PyTorch.
 
     Args:
         root: the model.
@@ -92,8 +94,8 @@ class ExcludedModules:
         self._root = root
         self._paths = {module: path for path, module in root.named_modules() if path}
         self.reasons: dict[str, str] = {}
-        """Path of each submodule that stays in PyTorch, and why."""
-        self._known: list[_Call] = []
+        """Path of each submodule that runs in PyTorch, and why."""
+        self._module_calls: list[ModuleCall] = []
         paths = list(self._paths.values())
         for pattern in patterns:
             matching = fnmatch.filter(paths, pattern)
@@ -106,7 +108,7 @@ class ExcludedModules:
             self.reasons.update(dict.fromkeys(matching, f"excluded by {pattern!r}"))
 
     def add(self, module: torch.nn.Module | None, reason: str) -> bool:
-        """Keep `module`, and all others of its class, in PyTorch; return False for the model itself."""
+        """Exclude `module` and all others of its class; return False for the model itself, or one that is excluded."""
         if module not in self._paths or self._paths[module] in self.reasons:
             return False
         for other, path in self._paths.items():
@@ -126,13 +128,13 @@ class ExcludedModules:
                 "cannot hold; move that code into a submodule, which then stays in PyTorch by itself, or run the "
                 'model in PyTorch with "ort_zero": {"ortmodule": {"enabled": false}}'
             ) from None
-        path, share = self.path_of(read.module), self.share()
+        path, share = self.path_of(read.module), self.parameter_share()
         log = get_logger().warning if share > 0.5 else get_logger().info
         log("%s stays in PyTorch (%.0f %% of the parameters so far): it %s", path, 100 * share, read)
         return f"{path} stays in PyTorch"
 
-    def share(self) -> float:
-        """Return the part of the model's parameters that stays in PyTorch, 0 to 1."""
+    def parameter_share(self) -> float:
+        """Return the share of the model's parameter elements that belong to excluded submodules, 0 to 1."""
         inside = {id(p): full_size(p) for path in self.reasons for p in self._root.get_submodule(path).parameters()}
         return sum(inside.values()) / max(1, sum(full_size(p) for p in self._root.parameters()))
 
@@ -146,15 +148,16 @@ class ExcludedModules:
 
     @contextlib.contextmanager
     def as_operators(self) -> Iterator[None]:
-        """Let each of them be one operator for the tracer."""
-        with contextlib.ExitStack() as stubs:
+        """Let the tracer see one operator in place of each excluded submodule."""
+        with contextlib.ExitStack() as replaced:
             for path, reason in self.reasons.items():
                 module = self._root.get_submodule(path)
                 if not any(path.startswith(f"{other}.") for other in self.reasons):
-                    stubs.enter_context(_forward_of(module, self._stub(path, reason, module)))
+                    replaced.enter_context(_forward_of(module, self._operator_forward(path, reason, module)))
             yield
 
-    def _stub(self, path: str, reason: str, module: torch.nn.Module) -> Any:
+    def _operator_forward(self, path: str, reason: str, module: torch.nn.Module) -> Any:
+        """Return a forward that runs `module` as one operator."""
         parameters = pytree.parameters_of(module.forward)
         own_forward = module.__dict__.get("forward", _MISSING)
 
@@ -168,13 +171,13 @@ class ExcludedModules:
 
         return forward
 
-    def _call(self, path: str, reason: str, module: torch.nn.Module, names: list[str], arguments: tuple) -> _Call:
-        for known in self._known:
+    def _call(self, path: str, reason: str, module: torch.nn.Module, names: list[str], arguments: tuple) -> ModuleCall:
+        for known in self._module_calls:
             if known.module is module and known.names == names and known.arguments == arguments:
                 known.results = None
                 return known
-        self._known.append(_Call(path, reason, module, names, arguments))
-        return self._known[-1]
+        self._module_calls.append(ModuleCall(path, reason, module, names, arguments))
+        return self._module_calls[-1]
 
 
 _MISSING = object()

@@ -1,7 +1,7 @@
-"""Runs a ZeRO-3 module with stand-ins of full shape in place of its partitioned weights, for tracing only.
+"""Puts fake weights of full shape in place of the partitioned weights of a ZeRO-3 module, for its export only.
 
-A stand-in is one element expanded to the full shape: it costs no memory and no collective. Values in the trace are
-therefore meaningless; shapes and types are right.
+A fake weight is one element expanded to the full shape: it costs no memory and no collective. Values in the trace are
+therefore meaningless; shapes and types are right. :mod:`ort_zero.runtime.graph_builder` exports inside of these blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ort_zero.compat.deepspeed_parameters import full_shape, is_partitioned
 
 @contextlib.contextmanager
 def plain_access(module: torch.nn.Module) -> Iterator[None]:
-    """Let a look at a partitioned parameter of `module` be no reason for DeepSpeed to gather it."""
+    """Keep DeepSpeed from gathering a partitioned parameter of `module` that is looked up in the block."""
     marked: list[tuple[torch.nn.Module, bool]] = []
     try:
         for child in module.modules():
@@ -32,8 +32,8 @@ def plain_access(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def full_shape_weights(module: torch.nn.Module) -> Iterator[None]:
-    """Hold stand-ins in every partitioned parameter of `module`, and DeepSpeed's own forward machinery still."""
+def fake_weights(module: torch.nn.Module) -> Iterator[None]:
+    """Hold a fake weight in each partitioned parameter of `module`; DeepSpeed's forward hooks gather none of them."""
     saved: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     linear = torch.nn.functional.linear
     try:

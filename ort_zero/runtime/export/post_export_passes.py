@@ -1,4 +1,7 @@
-"""Repairs of what torch's exporter wrote, before ORT builds gradients from it."""
+"""Repairs what torch's exporter wrote, before ORT builds gradients from it.
+
+The graph builder runs these passes on each exported model.
+"""
 
 from __future__ import annotations
 

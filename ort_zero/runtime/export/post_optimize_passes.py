@@ -1,4 +1,7 @@
-"""Takes apart what ORT's optimizer fused into operators that only its CUDA provider can run."""
+"""Takes apart what ORT's optimizer fused into operators that only its CUDA provider can run.
+
+The graph builder runs this pass on each gradient graph that is to run on the CPU.
+"""
 
 from __future__ import annotations
 

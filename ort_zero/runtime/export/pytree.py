@@ -1,8 +1,9 @@
-"""Arguments and results of any type: tensors out, the rest a structure, and the very types put together again.
+"""Flattens arguments and results of any type into tensors and a structure, and builds the very types again.
 
 An ONNX graph takes and returns a flat list of tensors; modules take and return nested containers, dataclasses, caches
 of keys and values, and any object that merely passes through. ``torch.utils._pytree`` knows types that were registered;
-this walks those that nobody registered too.
+this flattens those that nobody registered too. Called at each forward call (:func:`flatten_call`), in each export, and
+where the runtime returns the result.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from typing import Any
 
 import torch
 
-_DEPTH = 12
+_MOST_LEVELS = 12
+"""Nested containers and objects that are flattened; what lies deeper is one constant."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, slice)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Slot:
-    """Place of the i-th tensor."""
+class _TensorLeaf:
+    """Stands for the i-th tensor of a call or of a result."""
 
     index: int
 
@@ -44,8 +46,6 @@ class _Constant:
         same = type(self.value) is type(other.value) and isinstance(self.value, (*_PLAIN, torch.Size))
         return same and self.value == other.value
 
-    __hash__ = None
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Size:
@@ -56,40 +56,46 @@ class _Size:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sequence:
-    kind: type
+    """A list, tuple, named tuple or deque."""
+
+    kind: type[Any]
     items: tuple
+    """The structure of each item, in order."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Mapping:
-    kind: type
+    """A dict, or an object that behaves as one and is built from one."""
+
+    kind: type[Any]
     items: tuple
-    """(key, structure) pairs."""
+    """A (key, structure) pair for each entry, in order."""
     default: Any = None
-    """The factory of a defaultdict."""
+    """The ``default_factory`` of a defaultdict, None for other mappings."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Object:
     """An instance of a class written in Python, by its attributes."""
 
-    kind: type
+    kind: type[Any]
     items: tuple
-    """(attribute, structure) pairs."""
+    """An (attribute, structure) pair for each attribute, in order."""
     number: int
-    """Counts the objects of one value, so that one that occurs twice, or holds itself, is made once."""
+    """Counts the objects of one value, so that one that occurs twice, or holds itself, is built once."""
     origin: int | None = None
     """Number of the argument that this result is, changed by the module in place."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Again:
-    """The object that was taken apart before under this number."""
+class _Reference:
+    """The object that was flattened before under this number."""
 
     number: int
 
 
-Structure = _Slot | _Constant | _Size | _Sequence | _Mapping | _Object | _Again
+_NESTED = (_Sequence, _Mapping, _Object)
+Structure = _TensorLeaf | _Constant | _Size | _Sequence | _Mapping | _Object | _Reference
 
 
 def flatten(
@@ -106,8 +112,8 @@ def flatten(
     Raises:
         TypeError: a tensor hides in an object that cannot be taken apart.
     """
-    walk = _Walk(drop_caches=drop_caches, known=known or {})
-    return walk.tensors, walk(value, "")
+    flattener = _Flattener(drop_caches=drop_caches, known=known or {})
+    return flattener.tensors, flattener(value, "")
 
 
 def unflatten(tensors: Sequence[Any], structure: Structure, originals: Sequence[Any] = ()) -> Any:
@@ -118,16 +124,16 @@ def unflatten(tensors: Sequence[Any], structure: Structure, originals: Sequence[
         structure: from :func:`flatten`.
         originals: the caller's objects by number; a result that is one of them is that object, with new attributes.
     """
-    return _Build(tensors, originals)(structure)
+    return _Unflattener(tensors, originals)(structure)
 
 
 @dataclasses.dataclass(slots=True)
 class Call:
-    """One call of a module, taken apart."""
+    """One call of a module, flattened."""
 
     tensors: list[torch.Tensor]
     names: list[str]
-    """Of the tensors: ``"input_ids"``, ``"states_0_hidden"``."""
+    """Name of each tensor: ``"input_ids"``, ``"states_0_hidden"``."""
     structure: tuple
     """Compares equal for calls that differ in their tensors only. Shapes and dtypes are no part of it."""
     objects: list[Any]
@@ -135,7 +141,7 @@ class Call:
 
 
 def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Sequence[inspect.Parameter]) -> Call:
-    """Take the arguments of a call apart.
+    """Return the tensors in the arguments of a call, their names, and the structure of everything else.
 
     A tensor that is given twice is one tensor of the result.
 
@@ -145,30 +151,30 @@ def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Seq
         parameters: of the module's ``forward``; they name the positional arguments.
 
     Raises:
-        TypeError: an argument has a type whose contents cannot be watched; names the argument.
+        TypeError: an argument has a type whose contents cannot be guarded; names the argument.
     """
-    walk = _Walk(inputs=True)
-    positional = tuple(walk(value, name) for name, value in zip(_positional_names(len(args), parameters), args))
-    keyword = tuple((name, walk(value, name)) for name, value in kwargs.items())
-    return Call(walk.tensors, walk.names, (positional, keyword), walk.objects)
+    flattener = _Flattener(inputs=True)
+    positional = tuple(flattener(value, name) for name, value in zip(_positional_names(len(args), parameters), args))
+    keyword = tuple((name, flattener(value, name)) for name, value in kwargs.items())
+    return Call(flattener.tensors, flattener.names, (positional, keyword), flattener.objects)
 
 
 def unflatten_call(tensors: Sequence[Any], structure: tuple) -> tuple[tuple, dict[str, Any], dict[int, int]]:
-    """Return args, kwargs, and the numbers of the objects that were made for them, by ``id()``."""
-    build = _Build(tensors, ())
+    """Return args, kwargs, and the numbers of the objects that were built for them, by ``id()``."""
+    unflattener = _Unflattener(tensors, ())
     positional, keyword = structure
-    args = tuple(build(item) for item in positional)
-    kwargs = {name: build(item) for name, item in keyword}
-    return args, kwargs, {id(made): number for number, made in build.made.items()}
+    args = tuple(unflattener(item) for item in positional)
+    kwargs = {name: unflattener(item) for name, item in keyword}
+    return args, kwargs, {id(built): number for number, built in unflattener.built.items()}
 
 
 def differences(old: tuple, new: tuple) -> list[str]:
-    """Return in words every argument, or part of one, in which the structures of two calls differ."""
+    """Describe every argument, or part of one, in which the structures of two calls differ."""
     before, after = dict(_arguments(old)), dict(_arguments(new))
     firsts = _first_names(before), _first_names(after)
     found: list[str] = []
     for name in {**before, **after}:
-        found += _compared(name, before.get(name), after.get(name), firsts)
+        found += _differences(name, before.get(name), after.get(name), firsts)
     return found
 
 
@@ -181,18 +187,18 @@ def _arguments(structure: tuple) -> list[tuple[str, Structure]]:
 def _first_names(arguments: Mapping[str, Structure]) -> dict[int, str]:
     """Return the first place of each tensor, by its number."""
     names: dict[int, str] = {}
-    stack = list(reversed(arguments.items()))
+    stack = list(reversed(list(arguments.items())))
     while stack:
         name, item = stack.pop()
-        if isinstance(item, _Slot):
+        if isinstance(item, _TensorLeaf):
             names.setdefault(item.index, name)
-        elif hasattr(item, "items"):
+        elif isinstance(item, _NESTED):
             stack += [(f"{name}{key}", part) for key, part in reversed(_parts(item))]
     return names
 
 
-def _compared(name: str, old: Structure | None, new: Structure | None, firsts: tuple[dict, dict]) -> list[str]:
-    """Return in words the parts in which two structures differ; None is what was not given.
+def _differences(name: str, old: Structure | None, new: Structure | None, firsts: tuple[dict, dict]) -> list[str]:
+    """Describe the parts in which two structures differ; None is what was not given.
 
     Args:
         name: ``arg 2`` or ``"labels"``.
@@ -201,30 +207,34 @@ def _compared(name: str, old: Structure | None, new: Structure | None, firsts: t
     if old == new:
         return []
     nothing = (None, _Constant(None))
-    if isinstance(old, _Slot) and isinstance(new, _Slot):
+    if isinstance(old, _TensorLeaf) and isinstance(new, _TensorLeaf):
         if firsts[0][old.index] == firsts[1][new.index]:
             return []
         return [f"{_input(name)} is another tensor than before among those given twice"]
-    if isinstance(new, _Slot) and old in nothing:
+    if isinstance(new, _TensorLeaf) and old in nothing:
         return [f"{_input(name)} appeared"]
-    if isinstance(old, _Slot) and new in nothing:
+    if isinstance(old, _TensorLeaf) and new in nothing:
         return [f"{_input(name)} disappeared"]
-    if type(old) is type(new) and getattr(old, "kind", None) is getattr(new, "kind", None) and hasattr(old, "items"):
+    if isinstance(old, _NESTED) and isinstance(new, _NESTED) and _same_kind(old, new):
         before, after = dict(_parts(old)), dict(_parts(new))
         found = []
         for key in {**before, **after}:
-            found += _compared(f"{name}{key}", before.get(key), after.get(key), firsts)
+            found += _differences(f"{name}{key}", before.get(key), after.get(key), firsts)
         return found
     if isinstance(old, _Constant) and isinstance(new, _Constant) and type(old.value) is type(new.value):
-        return [f"{name}: {type(new.value).__name__} {words(old)} -> {words(new)}"]
-    return [f"{name}: {words(old)} -> {words(new)}"]
+        return [f"{name}: {type(new.value).__name__} {described(old)} -> {described(new)}"]
+    return [f"{name}: {described(old)} -> {described(new)}"]
+
+
+def _same_kind(old: _Sequence | _Mapping | _Object, new: _Sequence | _Mapping | _Object) -> bool:
+    return type(old) is type(new) and old.kind is new.kind
 
 
 def _input(name: str) -> str:
     return name if name.startswith("arg ") else f"input {name}"
 
 
-def _parts(item: Structure) -> list[tuple[str, Structure]]:
+def _parts(item: _Sequence | _Mapping | _Object) -> list[tuple[str, Structure]]:
     if isinstance(item, _Sequence):
         return [(f"[{i}]", part) for i, part in enumerate(item.items)]
     if isinstance(item, _Mapping):
@@ -232,19 +242,19 @@ def _parts(item: Structure) -> list[tuple[str, Structure]]:
     return [(f".{attribute}", part) for attribute, part in item.items]
 
 
-def words(item: Structure | None) -> str:
-    """Return in a word or two what a structure stands for."""
+def described(item: Structure | None) -> str:
+    """Return a word or two for what a structure stands for."""
     if item is None:
         return "not given"
     if isinstance(item, _Constant):
         return repr(item.value)[:40]
-    if isinstance(item, _Slot):
+    if isinstance(item, _TensorLeaf):
         return "tensor"
     return item.kind.__name__ if hasattr(item, "kind") else "an object"
 
 
-class _Walk:
-    """Takes one value apart."""
+class _Flattener:
+    """Flattens one value; calling it returns the structure, and collects the tensors."""
 
     def __init__(self, *, inputs: bool = False, drop_caches: bool = False, known: Mapping[int, int] | None = None):
         self.tensors: list[torch.Tensor] = []
@@ -253,7 +263,7 @@ class _Walk:
         self._inputs = inputs
         self._drop_caches = drop_caches
         self._known = known or {}
-        self._slots: dict[int, _Slot] = {}
+        self._tensors: dict[int, _TensorLeaf] = {}
         self._numbers: dict[int, int] = {}
 
     def __call__(self, item: Any, name: str, depth: int = 0) -> Structure:
@@ -265,7 +275,7 @@ class _Walk:
             return self._size(item)
         if is_cache(item) and self._drop_caches:
             return _Constant(None)
-        if depth > _DEPTH:
+        if depth > _MOST_LEVELS:
             return self._opaque(item, name)
         if isinstance(item, Mapping):
             pairs = tuple((key, self(val, f"{name}_{key}", depth + 1)) for key, val in item.items())
@@ -274,32 +284,32 @@ class _Walk:
             items = tuple(self(val, f"{name}_{i}", depth + 1) for i, val in enumerate(item))
             return _Sequence(type(item), items)
         if id(item) in self._numbers:
-            return _Again(self._numbers[id(item)])
+            return _Reference(self._numbers[id(item)])
         if not _has_attributes(item) or not (self._inputs or _holds_tensors(item, set())):
             return self._opaque(item, name)
         number = self._numbers[id(item)] = len(self.objects)
         self.objects.append(item)
-        pairs = []
+        attributes: list[tuple[str, Structure]] = []
         for attribute, value in _attributes(item):
             if isinstance(value, torch.nn.Parameter) and not self._inputs:
-                pairs.append((attribute, _Constant(value)))  # it belongs to the module and is no result
+                attributes.append((attribute, _Constant(value)))  # it belongs to the module and is no result
             else:
-                pairs.append((attribute, self(value, f"{name}_{attribute}", depth + 1)))
-        return _Object(type(item), tuple(pairs), number, self._known.get(id(item)))
+                attributes.append((attribute, self(value, f"{name}_{attribute}", depth + 1)))
+        return _Object(type(item), tuple(attributes), number, self._known.get(id(item)))
 
-    def _tensor(self, item: torch.Tensor, name: str) -> _Slot:
+    def _tensor(self, item: torch.Tensor, name: str) -> _TensorLeaf:
         if not self._inputs:
             self.tensors.append(item)
-            return _Slot(len(self.tensors) - 1)
-        slot = self._slots.get(id(item))
-        if slot is None:
+            return _TensorLeaf(len(self.tensors) - 1)
+        leaf = self._tensors.get(id(item))
+        if leaf is None:
             if item.layout != torch.strided:
                 raise TypeError(f"argument {name} is a {item.layout} tensor; ONNX graphs take dense ones: .to_dense()")
-            slot = self._slots[id(item)] = _Slot(len(self.tensors))
+            leaf = self._tensors[id(item)] = _TensorLeaf(len(self.tensors))
             self.tensors.append(item)
             # two paths may spell one name, as "a_b"[0] and "a"["b_0"] do
-            self.names.append(name if name not in self.names else f"{name}__{slot.index}")
-        return slot
+            self.names.append(name if name not in self.names else f"{name}__{leaf.index}")
+        return leaf
 
     def _size(self, item: torch.Size) -> Structure:
         if self._inputs or not item:
@@ -311,7 +321,7 @@ class _Walk:
 
     def _opaque(self, item: Any, name: str) -> _Constant:
         if self._inputs:
-            _refuse_unwatchable(item, name)
+            _refuse_unguardable(item, name)
         elif _holds_tensors(item, set()):
             raise TypeError(
                 f"the module returns a {type(item).__module__}.{type(item).__qualname__}, which holds tensors and "
@@ -320,16 +330,16 @@ class _Walk:
         return _Constant(item)
 
 
-class _Build:
-    """Puts one value together."""
+class _Unflattener:
+    """Builds one value from tensors and a structure."""
 
     def __init__(self, tensors: Sequence[Any], originals: Sequence[Any]):
         self._tensors = tensors
         self._originals = originals
-        self.made: dict[int, Any] = {}
+        self.built: dict[int, Any] = {}
 
     def __call__(self, item: Structure) -> Any:
-        if isinstance(item, _Slot):
+        if isinstance(item, _TensorLeaf):
             return self._tensors[item.index]
         if isinstance(item, _Constant):
             return item.value
@@ -340,13 +350,14 @@ class _Build:
             return item.kind._make(items) if hasattr(item.kind, "_make") else item.kind(items)
         if isinstance(item, _Mapping):
             return self._mapping(item)
-        if isinstance(item, _Again):
-            return self.made[item.number]
+        if isinstance(item, _Reference):
+            return self.built[item.number]
         if item.origin is not None:
             result = self._originals[item.origin]
         else:
-            result = item.kind.__new__(item.kind)  # __init__ may want more than the attributes
-        self.made[item.number] = result
+            kind: Any = item.kind
+            result = kind.__new__(kind)  # __init__ may want more than the attributes
+        self.built[item.number] = result
         for name, part in item.items:
             object.__setattr__(result, name, self(part))
         return result
@@ -361,7 +372,7 @@ class _Build:
 
 
 def _positional_names(count: int, parameters: Sequence[inspect.Parameter]) -> list[str]:
-    names = []
+    names: list[str] = []
     for parameter in parameters:
         if parameter.kind == inspect.Parameter.VAR_POSITIONAL:
             names += [f"{parameter.name}_{i}" for i in range(count - len(names))]
@@ -370,8 +381,7 @@ def _positional_names(count: int, parameters: Sequence[inspect.Parameter]) -> li
     return [*names, *(f"argument_{i}" for i in range(len(names), count))][:count]
 
 
-@functools.cache
-def _slots_of(kind: type) -> tuple[str, ...] | None:
+def _find_slots(kind: type) -> tuple[str, ...] | None:
     """Return the names in ``__slots__`` of a class that is written in Python all the way; None for others."""
     names: list[str] = []
     for cls in kind.__mro__[:-1]:
@@ -384,8 +394,11 @@ def _slots_of(kind: type) -> tuple[str, ...] | None:
     return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
 
 
+_slots_of: Callable[[type], tuple[str, ...] | None] = functools.cache(_find_slots)
+
+
 def is_plain(kind: type) -> bool:
-    """Return True if instances of the class are what their attributes are: no module, function, class or type of C."""
+    """Return whether instances of the class are what their attributes are: no module, function, class or type of C."""
     called = any("__call__" in vars(cls) for cls in kind.__mro__)
     if called or issubclass(kind, (type, torch.nn.Module, ModuleType, Iterator)):
         return False
@@ -403,7 +416,7 @@ def _attributes(item: Any) -> list[tuple[str, Any]]:
     return [pair for pair in slots if pair[1] is not missing] + list(getattr(item, "__dict__", {}).items())
 
 
-def _refuse_unwatchable(item: Any, name: str) -> None:
+def _refuse_unguardable(item: Any, name: str) -> None:
     """Raise for an argument whose contents may change without our seeing it: the graph would keep the first ones."""
     kind = f"{type(item).__module__}.{type(item).__qualname__}"
     if isinstance(item, Iterator):

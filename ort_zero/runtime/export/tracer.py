@@ -1,4 +1,8 @@
-"""Runs the user's module for the exporter, and notes what running it does besides returning a result."""
+"""Runs the user's module for the exporter, and notes what running it does besides returning a result.
+
+:class:`ort_zero.runtime.graph_builder.GraphBuilder` makes one :class:`Tracer` for each export; ORTModule's flattened
+module calls :meth:`Tracer.run_module` in place of the module.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +28,17 @@ class Effects:
     """What running a module does besides returning its result, and a graph does not."""
 
     results: int = 0
-    """Tensors of the result; those of the effects are further outputs of the graph."""
+    """Number of tensors of the result; those of the effects are further outputs of the graph, behind them."""
     changed: list[int] = field(default_factory=list)
-    """Arguments that the module changes in place; their new values come first."""
+    """Indices of the tensor arguments that the module changes in place; their new values come first."""
     guards: list[tuple[list, ValueReadError]] = field(default_factory=list)
-    """Values that Python code took from tensors, and where; what they are now comes after."""
+    """Values that Python code took from tensors, and where; the values in a call come after."""
     counting: list[torch.nn.Module] = field(default_factory=list)
-    """Modules that count their batches."""
+    """Normalisation modules that count their batches."""
 
 
 class Tracer:
-    """One export of a module, as seen from inside of its forward.
+    """Follows one export of a module from inside of its forward.
 
     The trace is made with gradients wherever there could be any, whatever is frozen at the moment: the exported model
     then serves when a layer is set free, or an argument wants a gradient.
@@ -42,30 +46,30 @@ class Tracer:
     Args:
         training: whether the graph is for training. Training leaves caches of keys and values out.
         call: the call that is exported.
-        marks: of the subscribers that want to see values.
+        readers: of the subscribers that want to see values.
         all_inputs: whether arguments are traced with gradients that want none in this call.
-        watching: makes a context in which the module runs as PyTorch would run it.
+        pytorch_context: makes a context in which the module runs as PyTorch would run it.
     """
 
     def __init__(
         self,
         training: bool,
         call: pytree.Call,
-        marks: list[reader_marks.GraphReaders],
+        readers: list[reader_marks.GraphReaders],
         *,
         all_inputs: bool = True,
-        watching: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        pytorch_context: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ):
-        self._watching = watching
+        self._pytorch_context = pytorch_context
         self.training = training
         self.call = call
-        self.marks = marks
+        self.readers = readers
         self.all_inputs = all_inputs
-        self.refused: Exception | None = None
-        """What the module raised while it was traced."""
+        self.trace_error: Exception | None = None
+        """What the module raised while it was traced; None if nothing."""
         self.effects = Effects()
         self.users_error: BaseException | None = None
-        """What the module raised when it ran as PyTorch would run it."""
+        """What the module raised when it ran as PyTorch would run it; None if nothing."""
         # the exporter takes copies of these, after the module has run on others once
         self.arguments = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.tensors]
 
@@ -78,7 +82,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def everything_trainable(self, module: torch.nn.Module) -> Iterator[None]:
-        """Let all weights of `module` want gradients in the block."""
+        """Let all floating-point weights of `module` want gradients in the block, if the graph is for training."""
         frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
         if not self.training:
             frozen = []
@@ -94,19 +98,21 @@ class Tracer:
         """Run the module on its arguments, put together; return the tensors of the result, and its structure."""
         args, kwargs, known = pytree.unflatten_call(tensors, self.call.structure)
         if not torch.jit.is_tracing():
-            return self._tried(module, tensors, args, kwargs, known)
+            return self._run_in_pytorch(module, tensors, args, kwargs, known)
         if self.training:
             # the trace then tells what has a gradient; nothing needs to be kept for one
             with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, _never_unpacked):
-                return self._traced(module, tensors, args, kwargs, known)
-        return self._traced(module, tensors, args, kwargs, known)
+                return self._run_traced(module, tensors, args, kwargs, known)
+        return self._run_traced(module, tensors, args, kwargs, known)
 
-    def _tried(self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict) -> tuple[list, Any]:
+    def _run_in_pytorch(
+        self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict
+    ) -> tuple[list, Any]:
         """Run the module as PyTorch would; an error here is the user's own."""
         versions = [version_of(tensor) for tensor in given]
         try:
             # modules that compute gradients in their forward fail without gradients only
-            with torch.enable_grad(), self._watching():
+            with torch.enable_grad(), self._pytorch_context():
                 value = module(*args, **kwargs)
         except Exception as error:
             self.users_error = error
@@ -118,7 +124,7 @@ class Tracer:
                     argument.requires_grad_()
         return pytree.flatten(value, drop_caches=self.training, known=known)
 
-    def _traced(
+    def _run_traced(
         self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict
     ) -> tuple[list, Any]:
         """Run the module for the tracer; what a graph does not do by itself becomes more outputs of it."""
@@ -127,7 +133,7 @@ class Tracer:
             try:
                 value = module(*args, **kwargs)
             except Exception as error:
-                self.refused = error
+                self.trace_error = error
                 raise
         tensors, schema = pytree.flatten(value, drop_caches=self.training, known=known)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
@@ -139,7 +145,7 @@ class Tracer:
             counting=[m for m in seen.normalised if m.num_batches_tracked is not None],
         )
         more = [given[i].detach() for i in changed] + [guard.tensor.detach().flatten() for guard in seen.guards]
-        more += reader_marks.joined_tokens(self.marks)
+        more += reader_marks.joined_tokens(self.readers)
         return tensors + more, schema
 
 

@@ -17,7 +17,7 @@ from ort_zero import env
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.log import get_logger
-from ort_zero.runtime.built_graph import BuiltModel, Exported
+from ort_zero.runtime.built_graph import BuiltModel, ExportedModule
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.post_export_passes import with_run_seed
 from ort_zero.runtime.export.pytree import Call
@@ -27,7 +27,7 @@ from ort_zero.runtime.export_cache.fingerprint import Criterion
 from ort_zero.runtime.export_cache.store import ExportCache, Found
 from ort_zero.runtime.guards.keys import ExportedModelInfo, Observed
 from ort_zero.runtime.operators import aten_op
-from ort_zero.runtime.operators.fallback_policy import Routes
+from ort_zero.runtime.operators.fallback_policy import FallbackPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Lookup:
             "autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off",
         }
 
-    def find(self, routes: Routes) -> tuple[Exported, BuiltModel] | None:
+    def find(self, routes: FallbackPolicy) -> tuple[ExportedModule, BuiltModel] | None:
         """Return the exported module and its gradient graph, as another process made them; None for a miss."""
         if self._criteria is None:
             return None
@@ -119,7 +119,7 @@ class Lookup:
         with self._executed:
             yield
 
-    def describe(self, exported: Exported, built: BuiltModel, routes: Routes) -> Described | None:
+    def describe(self, exported: ExportedModule, built: BuiltModel, routes: FallbackPolicy) -> Described | None:
         """Return what there is to keep, before the graph is edited; None if it would mean nothing to another run."""
         if self._criteria is None:
             return None
@@ -140,7 +140,7 @@ class Lookup:
 
     # -- to and from plain values ----------------------------------------------------------------------------------
 
-    def _described(self, exported: Exported, built: BuiltModel, routes: Routes) -> dict[str, Any]:
+    def _described(self, exported: ExportedModule, built: BuiltModel, routes: FallbackPolicy) -> dict[str, Any]:
         info, effects = exported.info, exported.effects
         paths = {id(child): path for path, child in self.module.named_modules()}
         return {
@@ -154,15 +154,14 @@ class Lookup:
             "guards": [(value, paths.get(id(read.module)), str(read)) for value, read in effects.guards],
             "counting": [paths[id(child)] for child in effects.counting],
             "operators": _operators(built.model),
-            "taken": routes.taken,
+            "taken": routes.reasons,
             "info": asdict(built.info),
         }
 
-    def _restored(self, found: Found, routes: Routes) -> tuple[Exported, BuiltModel]:
+    def _restored(self, found: Found, routes: FallbackPolicy) -> tuple[ExportedModule, BuiltModel]:
         meta = found.meta
         modules = dict(self.module.named_modules())
         info = ExportedModelInfo(
-            module_forward_input_schema=self.observed.export.structure,
             module_forward_output_schema=serialization.decode(meta["result"]),
             onnx_graph_input_names=tuple(meta["names"]),
             onnx_graph_input_names_user_defined=tuple(meta["arguments"]),
@@ -184,8 +183,8 @@ class Lookup:
         missing = _functions(built.model) - set(meta["operators"])
         if missing:
             raise ValueError(f"{sorted(missing)[0]} is not described")
-        routes.taken.update(meta["taken"])
-        return Exported(self.observed.export, info, effects, frozenset(meta["differentiable"])), built
+        routes.reasons.update(meta["taken"])
+        return ExportedModule(self.observed.export, info, effects, frozenset(meta["differentiable"])), built
 
 
 def _inputs(observed: Observed, call: Call) -> dict[str, Any]:

@@ -243,7 +243,7 @@ def _check_operator(node: Any) -> bool:
 
 
 _CHECKS: dict[str, tuple[type, Callable[[Any], bool]]] = {
-    "Slot": (pytree._Slot, lambda node: _is_index(node.index)),
+    "Slot": (pytree._TensorLeaf, lambda node: _is_index(node.index)),
     "Constant": (pytree._Constant, lambda node: type(node.value) not in _NODES),
     "Size": (pytree._Size, lambda node: _is_index(node.index)),
     "Sequence": (
@@ -252,7 +252,7 @@ _CHECKS: dict[str, tuple[type, Callable[[Any], bool]]] = {
     ),
     "Mapping": (pytree._Mapping, _check_mapping),
     "Object": (pytree._Object, _check_object),
-    "Again": (pytree._Again, lambda node: _is_index(node.number)),
+    "Again": (pytree._Reference, lambda node: _is_index(node.number)),
     "aten.Tensor": (
         aten_op.Tensor,
         lambda node: _is_index(node.index) and node.kind in ("real", "complex", "bool"),

@@ -1,4 +1,4 @@
-"""Whether the graph of the last call still fits, and why not: a pure function.
+"""Decides whether a module is exported again: which graph serves a call, and why not the last one. Pure.
 
 ==================================================================  ============================
 what changed                                                        action
@@ -33,7 +33,7 @@ from ort_zero.utils.text import shortened
 
 
 def decide(graphs: Graphs, observed: Observed) -> Transition:
-    """Return what has to be done before `observed` can run, with every reason in words."""
+    """Return what has to be done before `observed` can run, and every reason for it."""
     current = graphs.current
     if current is None:
         return Transition(Action.EXPORT, ("first call",))
@@ -62,9 +62,9 @@ def export_reasons(old: ExportKey, new: ExportKey) -> tuple[str, ...]:
     if new.model.number != old.model.number:
         found += new.model.changes or ("the module was edited",)
     elif new.model.modes != old.model.modes:
-        found.append(_modes(old.model.modes, new.model.modes))
+        found.append(_mode_reason(old.model.modes, new.model.modes))
     found += pytree.differences(old.structure, new.structure)
-    found += _tensors(old.tensors, new.tensors)
+    found += _tensor_reasons(old.tensors, new.tensors)
     if new.readers != old.readers:
         found.append("subscribers read values" if new.readers else "no subscriber reads values any more")
     if not found and not old.matches(new):
@@ -73,12 +73,12 @@ def export_reasons(old: ExportKey, new: ExportKey) -> tuple[str, ...]:
 
 
 def process_reasons(old: ProcessKey, new: ProcessKey) -> tuple[str, ...]:
-    """Return why a gradient graph or session that was made for `old` does not serve `new`."""
+    """Return why a gradient graph or session that was built for `old` does not serve `new`."""
     found: list[str] = []
-    for word, more, less in (("frozen", new, old), ("no longer frozen", old, new)):
+    for state, more, less in (("frozen", new, old), ("no longer frozen", old, new)):
         names = [name for name in more.frozen if name not in set(less.frozen)]
         if names:
-            found.append(f"{_listed('parameter', names)} {word}")
+            found.append(f"{_enumeration('parameter', names)} {state}")
     before, after = set(old.inputs), set(new.inputs)
     found += [f'input "{name}": requires_grad False -> True' for name in new.inputs if name not in before]
     found += [f'input "{name}": requires_grad True -> False' for name in old.inputs if name not in after]
@@ -92,8 +92,8 @@ def process_reasons(old: ProcessKey, new: ProcessKey) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _tensors(old: Sequence[TensorInput], new: Sequence[TensorInput]) -> list[str]:
-    """Return in words the inputs whose dtype or rank differ; those that come or go differ in structure."""
+def _tensor_reasons(old: Sequence[TensorInput], new: Sequence[TensorInput]) -> list[str]:
+    """Describe the inputs whose dtype or rank differ; those that come or go differ in structure."""
     before = {tensor.name: tensor for tensor in old}
     found = []
     for tensor in new:
@@ -107,14 +107,16 @@ def _tensors(old: Sequence[TensorInput], new: Sequence[TensorInput]) -> list[str
     return found
 
 
-def _modes(old: bytes, new: bytes) -> str:
+def _mode_reason(old: bytes, new: bytes) -> str:
+    """Describe which submodules went to ``train()`` or ``eval()``."""
     trains = sum(now and not was for was, now in zip(old, new, strict=False))
     evaluates = sum(was and not now for was, now in zip(old, new, strict=False))
     parts = [f"{n} submodules {what}" for n, what in ((trains, "to train()"), (evaluates, "to eval()")) if n]
     return ", ".join(parts) or "another mode of submodules"
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
+def _enumeration(what: str, names: Sequence[str]) -> str:
+    """Return a short phrase for several names: by their common layer where they have one."""
     if len(names) == 1:
         return f'{what} "{names[0]}"'
     layer = _common_path(names)

@@ -1,10 +1,8 @@
-"""What is known of a graph and of a call, as values: the records between the states of the state machine.
+"""What is known of a graph and of a call, as values: the keys that guards compare, and what an export gives.
 
-::
-
-    check for re-export -> export -> check for re-processing -> post-export processing -> execute
-
-The names of the two model records are those of ORTModule 1.19 (``_graph_transition_manager.py``).
+:mod:`.decide` compares the keys of a call with those of the graphs that are ready; :mod:`ort_zero.runtime.transitions`
+carries out what it decides. The two records at the end have the names of ORTModule 1.19
+(``_graph_transition_manager.py``).
 """
 
 from __future__ import annotations
@@ -15,30 +13,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class State(str, enum.Enum):
-    """Where a call is on its way to a result."""
-
-    CHECK_EXPORT = "check for re-export"
-    EXPORT = "export"
-    CHECK_PROCESSING = "check for re-processing"
-    PROCESSING = "post-export processing"
-    EXECUTE = "execute"
-
-
 class Action(str, enum.Enum):
     """What a call does about the graph before it runs."""
 
     REUSE = "reuse"
-    """The graph of the last call."""
+    """Nothing: the graph of the last call fits."""
     SWITCH = "switch"
-    """Another graph that is ready."""
+    """Another graph, which is ready, takes its place."""
     REPROCESS = "re-process"
     """A new gradient graph and session from a module that has been exported."""
     EXPORT = "export"
+    """A new graph from a new export of the module, or from the export cache."""
 
     @property
     def builds(self) -> bool:
-        """True if a new session is made."""
+        """Whether the action makes a new session."""
         return self in (Action.REPROCESS, Action.EXPORT)
 
 
@@ -56,14 +45,14 @@ class ModelVersion:
     """The module tree at the time of a call."""
 
     number: int = 0
-    """Grows each time when a layer or parameter was replaced, added, removed or cast."""
+    """Grows by one each time when layers or parameters were replaced, added, removed or cast."""
     changes: tuple[str, ...] = ()
-    """What the last change was, in words."""
+    """Descriptions of the changes that led to this number."""
     modes: bytes = b""
     """``training`` of each submodule, in the order of ``modules()``."""
 
     def same_code(self, other: ModelVersion) -> bool:
-        """Return True if a trace of the one is a trace of the other."""
+        """Return whether a trace of the one is a trace of the other."""
         return self.number == other.number and self.modes == other.modes
 
 
@@ -72,14 +61,15 @@ class ExportKey:
     """What an exported model depends on."""
 
     structure: tuple
-    """Of the arguments, see :func:`ort_zero.runtime.export.pytree.flatten_call`; holds the constants among them."""
+    """Pytree structure of the arguments, with the constants among them; see
+    :func:`ort_zero.runtime.export.pytree.flatten_call`."""
     tensors: tuple[TensorInput, ...]
     model: ModelVersion = ModelVersion()
     readers: tuple = ()
-    """Those who want to see values inside of the graph."""
+    """Subscribers that read values inside of the graph."""
 
     def matches(self, other: ExportKey) -> bool:
-        """Return True if a model that was exported for the one serves the other."""
+        """Return whether a model that was exported for the one serves the other."""
         return (
             self.tensors == other.tensors
             and self.model.same_code(other.model)
@@ -93,10 +83,11 @@ class ProcessKey:
     """What the gradient graph and the session depend on besides the exported model."""
 
     frozen: tuple[str, ...] = ()
-    """Parameters that do not require grad."""
+    """Names of the parameters that do not require grad; empty for inference."""
     inputs: tuple[str, ...] = ()
-    """Arguments that do."""
+    """Names of the arguments that do; empty for inference."""
     memory_plan: str = ""
+    """The recomputation that the configuration asks for; empty for none."""
     deterministic: bool = False
     device: str = "cpu"
 
@@ -121,7 +112,7 @@ class KnownGraph:
     """Arguments that the exported model has a gradient for; PyTorch has none for some."""
 
     def exported_for(self, observed: Observed) -> bool:
-        """Return True if the exported model serves a call, possibly with another gradient graph."""
+        """Return whether the exported model serves a call, possibly with another gradient graph."""
         return self.differentiable.issuperset(observed.process.inputs) and self.export.matches(observed.export)
 
 
@@ -139,43 +130,31 @@ class Graphs:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A decision."""
+    """What a call does about the graph, and why."""
 
     action: Action
     reasons: tuple[str, ...] = ()
+    """Every difference between the call and the graph of the last one, for people."""
     graph: int | None = None
     """Number of the known graph to run, or (re-process) whose exported model is used."""
     forced: bool = False
     """The graph that was decided for did not hold when it ran, or could not be built."""
-
-    @property
-    def states(self) -> tuple[State, ...]:
-        """The states that the call goes through."""
-        path = [State.CHECK_EXPORT]
-        if self.action is Action.EXPORT:
-            path.append(State.EXPORT)
-        path.append(State.CHECK_PROCESSING)
-        if self.action.builds:
-            path.append(State.PROCESSING)
-        return (*path, State.EXECUTE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedModelInfo:
     """What the export of a module gave."""
 
-    module_forward_input_schema: tuple
-    """Structure of the arguments."""
     module_forward_output_schema: Any
-    """Structure of the result."""
+    """Pytree structure of what the module returns."""
     onnx_graph_input_names: tuple[str, ...]
     """Arguments, parameters and buffers that the graph reads, in the order of its inputs."""
     onnx_graph_input_names_user_defined: tuple[str, ...]
-    """The arguments among them."""
+    """Those of them that are arguments of the module."""
     dynamic_axes_map: Mapping[str, Mapping[int, str]]
     """Name of each dynamic axis of each argument."""
     exported_model: bytes
-    """Serialized ModelProto, shapes inferred: what gradient graphs are made of."""
+    """Serialized ModelProto with inferred shapes, from which ORT builds the gradient graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +173,7 @@ class PostExportProcessedModelInfo:
     data_accessor: Mapping[str, Callable[[Mapping[str, Any]], Any]]
     """Takes an argument out of the tensors of a call, or a buffer out of its module, by input name."""
     module_forward_output_schema: Any
+    """Pytree structure of what the module returns."""
     build_result: Callable[[Sequence[Any], Any, Sequence[Any]], Any]
     """Puts tensors and schema together, with the caller's own objects."""
     _positions: tuple[tuple[int, Callable], ...] = field(init=False, repr=False)

@@ -1,7 +1,8 @@
-"""Notices at each call, in well under a microsecond a parameter, whether the module is still the one of the last call.
+"""Guard on the module tree: notices at each call whether the module is still the one of the last call.
 
-Copies of the tables of every module are compared with the tables: one pass in C. What the code of a module reads
-besides (attributes, globals) is not watched.
+It compares the tables of parameters and children of every module with copies of them, in one pass in C that takes well
+under a microsecond a parameter. What the code of a module reads besides (attributes, globals) is not guarded.
+:class:`ort_zero.runtime.transitions.GraphTransitionManager` asks it before each decision.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from itertools import compress
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ from ort_zero.compat.torch_modules import parameter_table, submodule_table
 from ort_zero.runtime.guards.keys import ModelVersion
 
 MOST_CHANGES = 5
-"""So many changes are told one by one."""
+"""Changes of one call that are described one by one."""
 _TRAINING = operator.itemgetter("training")
 _DTYPE = operator.attrgetter("dtype")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
@@ -27,8 +29,8 @@ _CONTAINERS = (
 """Modules that may be filled later."""
 
 
-class ModelWatch:
-    """The tree of one module, as it was last seen.
+class ModuleGuard:
+    """Remembers the tree of one module as of the last check, and describes how it has changed since.
 
     Args:
         module: the user's module.
@@ -40,15 +42,15 @@ class ModelWatch:
         self._trainable = b""
         self.frozen: tuple[str, ...] = ()
         """Names of the parameters that do not require grad."""
-        self._take()
+        self._remember()
 
-    def _take(self) -> None:
-        """Remember the tree."""
+    def _remember(self) -> None:
+        """Take copies of all tables of the tree."""
         self._modules = dict(self.module.named_modules(remove_duplicate=False))
         self._parameters = dict(self.module.named_parameters(remove_duplicate=False))
         owners = list(self.module.modules())
         both = ((m, table) for m in owners for table in (submodule_table(m), parameter_table(m)))
-        tables = [table for m, table in both if table or isinstance(m, _CONTAINERS)]
+        tables: list[dict[str, Any]] = [table for m, table in both if table or isinstance(m, _CONTAINERS)]
         # by dict's own methods: DeepSpeed's table of parameters gathers what is looked up in it
         self._tables, self._copies = tables, [dict(dict.items(table)) for table in tables]
         self._single = [
@@ -65,10 +67,10 @@ class ModelWatch:
         self._dtypes = list(map(_DTYPE, self._typed))
         self._dtype_of = {name: p.dtype for name, p in unique.items()}
 
-    def look(self) -> ModelVersion:
+    def check(self) -> ModelVersion:
         """Return the version of the module now, and bring :attr:`frozen` up to date."""
         if not self._unchanged():
-            self._edited()
+            self._note_changes()
         trainable = bytes(map(_REQUIRES_GRAD, self._tensors))
         if trainable != self._trainable:
             self._trainable = trainable
@@ -80,7 +82,7 @@ class ModelWatch:
 
     @property
     def trainable(self) -> bytes:
-        """``requires_grad`` of each parameter at the last look."""
+        """``requires_grad`` of each parameter at the last check, one byte each."""
         return self._trainable
 
     @property
@@ -100,26 +102,27 @@ class ModelWatch:
             and list(map(_DTYPE, self._typed)) == self._dtypes
         )
 
-    def _edited(self) -> None:
+    def _note_changes(self) -> None:
+        """Begin a new version of the module, with a description of what is different from the last one."""
         modules, parameters = self._modules, self._parameters
         dtypes = self._dtype_of
-        self._take()
+        self._remember()
         changes = list(self._module_changes(modules))
-        told = tuple(path for path, _ in changes)
-        words = [text for _, text in changes]
-        words += self._parameter_changes(parameters, dtypes, told)
-        if len(words) > MOST_CHANGES:
-            words = [*words[:MOST_CHANGES], f"and {len(words) - MOST_CHANGES} more changes of the module"]
-        self._version = ModelVersion(self._version.number + 1, tuple(words), self._version.modes)
+        paths = tuple(path for path, _ in changes)
+        found = [text for _, text in changes]
+        found += self._parameter_changes(parameters, dtypes, paths)
+        if len(found) > MOST_CHANGES:
+            found = [*found[:MOST_CHANGES], f"and {len(found) - MOST_CHANGES} more changes of the module"]
+        self._version = ModelVersion(self._version.number + 1, tuple(found), self._version.modes)
 
     def _module_changes(self, old: dict[str, torch.nn.Module]) -> Iterable[tuple[str, str]]:
-        """Yield (path, words) of the topmost modules that changed."""
-        done: list[str] = []
+        """Yield (path, description) of the topmost modules that changed."""
+        described: list[str] = []
         for path in {**old, **self._modules}:
             before, after = old.get(path), self._modules.get(path)
-            if before is after or any(path.startswith(f"{other}.") for other in done):
+            if before is after or any(path.startswith(f"{other}.") for other in described):
                 continue
-            done.append(path)
+            described.append(path)
             if before is None:
                 yield path, f'layer "{path}" appeared ({type(after).__name__})'
             elif after is None:
@@ -127,9 +130,10 @@ class ModelWatch:
             else:
                 yield path, f'layer "{path}" was replaced ({type(before).__name__} -> {type(after).__name__})'
 
-    def _parameter_changes(self, old: dict, dtypes: dict, told: tuple[str, ...]) -> Iterable[str]:
+    def _parameter_changes(self, old: dict, dtypes: dict, inside: tuple[str, ...]) -> Iterable[str]:
+        """Yield a description of each parameter that changed, but for those below the paths `inside`."""
         for name in {**old, **self._parameters}:
-            if any(name.startswith(f"{path}.") for path in told):
+            if any(name.startswith(f"{path}.") for path in inside):
                 continue
             before, after = old.get(name), self._parameters.get(name)
             if before is None:

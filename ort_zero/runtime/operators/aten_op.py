@@ -1,8 +1,8 @@
-"""Any ATen operator as a node that runs it in PyTorch, with the gradient that PyTorch knows.
+"""Makes any ATen operator a node that runs it in PyTorch, with the gradient that PyTorch knows.
 
-For operators that have no symbolic, or whose ONNX form ONNX Runtime cannot run or differentiate. The node's inputs are
-the operator's tensors, and those of its numbers that depend on the graph's inputs; everything else is part of an
-:class:`Operator`, which is plain data.
+This is for operators that have no symbolic, or whose ONNX form ONNX Runtime cannot run or differentiate. The inputs of
+the node are the operator's tensors, and those of its numbers that depend on the graph's inputs; everything else is part
+of an :class:`Operator`, which is plain data.
 
 Complex tensors cannot be values of ORT: between two such nodes they are pairs of real numbers in a last axis of size 2.
 """
@@ -46,7 +46,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class List:
-    """A list of the others."""
+    """A list of arguments of any of these kinds."""
 
     items: tuple
 
@@ -56,8 +56,9 @@ class Operator:
     """One ATen operator (or one that a package registered) with all that does not come from the graph."""
 
     name: str
-    """``"aten::cumprod"``."""
+    """With its namespace: ``"aten::cumprod"``."""
     overload: str
+    """Name of the overload, empty for the default one."""
     arguments: tuple
     """(name or None, argument) pairs; those with a name are given by name."""
 
@@ -67,8 +68,7 @@ class Operator:
         return f"ort_zero.{self.name.replace('::', '.')}.{zlib.crc32(repr(self).encode()):08x}"
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Run the operator."""
-
+        """Return the results of the operator for the inputs of its node, as values that ORT can hold."""
         positional = [_build(argument, tensors) for name, argument in self.arguments if name is None]
         by_name = {name: _build(argument, tensors) for name, argument in self.arguments if name is not None}
         if self.name.endswith("_"):  # it would change an input, which belongs to the graph
@@ -171,9 +171,9 @@ def result_shapes(operator: Operator, inputs: Sequence[TracedValue], outputs: Se
     found = shape_inference.output_shapes(operator, known, dtypes)
     if found is None or len(found) != len(outputs):
         if all_traced:
-            found = shape_inference.ones_that_stay(operator, known, traced, dtypes)
-            if [len(shape) for shape in found] == [out.rank for out in outputs]:
-                return found
+            ones = shape_inference.ones_that_stay(operator, known, traced, dtypes)
+            if [len(shape) for shape in ones] == [out.rank for out in outputs]:
+                return ones
         return [[1 if size == 1 else None for size in out.traced_sizes] for out in outputs]
     numbers = [[dim if isinstance(dim, int) else None for dim in shape] for shape in found]
     for shape, out in zip(numbers, outputs, strict=True):

@@ -1,4 +1,7 @@
-"""Which operators of a module run in PyTorch inside its ONNX graph, and why."""
+"""Decides which operators of a module run in PyTorch inside its ONNX graph, and why.
+
+:func:`ort_zero.compat.torch_onnx.routing` asks a :class:`FallbackPolicy` about each operator that is exported.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ from typing import Any
 from ort_zero.compat.torch_onnx import TracedNode, TracedValue, torch_dtype
 from ort_zero.runtime.export import excluded_modules
 from ort_zero.runtime.operators import aten_op, shape_inference
-from ort_zero.runtime.operators.symbolics import IN_TORCH, WITHOUT_GRADIENT, WRONG_GRADIENT
+from ort_zero.runtime.operators.fallback_table import IN_TORCH, WITHOUT_GRADIENT, WRONG_GRADIENT
 
 _NO_KERNEL = re.compile(r"Could not find an implementation for (?P<operator>\w+)\(")
 _NO_GRADIENT = re.compile(r"gradient builder has not been registered: (?P<operator>\w+)")
-_WHOSE_GRADIENT_IS = {"Cos": ("Sin",), "Sin": ("Cos",), "Sign": ("Abs",), "Exp": ("Erf", "Gelu"), "Pow": ("Sqrt",)}
+_GRADIENT_OF = {"Cos": ("Sin",), "Sin": ("Cos",), "Sign": ("Abs",), "Exp": ("Erf", "Gelu"), "Pow": ("Sqrt",)}
 """Operators in gradients to those whose gradients they are."""
 
 
-class Routes:
-    """The router of one module: a general rule, a table, and what failures have taught.
+class FallbackPolicy:
+    """Decides for one mode of a module: by a general rule, a table, and what failures have taught.
 
     Args:
         training: True while the graph is for training, so that gradients matter.
@@ -29,8 +32,8 @@ class Routes:
 
     def __init__(self, training: bool, register: Callable[[str, type], None]):
         self.training = training
-        self.taken: dict[str, str] = {}
-        """Operators that run in PyTorch, each with the reason."""
+        self.reasons: dict[str, str] = {}
+        """Name of each operator that runs in PyTorch, and why."""
         self._register = register
         self._sizes: list[list[int | None]] = []
         self._learned: dict[str, str] = {}
@@ -47,7 +50,7 @@ class Routes:
                 continue
             operator = re.sub(r"Grad(_\d+)?$", "", match["operator"])
             known = len(self._learned)
-            for avoided in (operator, *_WHOSE_GRADIENT_IS.get(operator, ())):
+            for avoided in (operator, *_GRADIENT_OF.get(operator, ())):
                 self._learned.setdefault(avoided, why.format(match["operator"]))
             if len(self._learned) > known:
                 return True
@@ -56,19 +59,21 @@ class Routes:
     def before(self, node: TracedNode) -> str | None:
         """Return why `node` cannot be exported, or None to try."""
         if node.name == excluded_modules.OPERATOR:
-            return excluded_modules.call_numbered(node.argument("call").constant_number).reason
+            call = node.argument("call")
+            assert call is not None
+            return excluded_modules.call_numbered(call.constant_number).reason
         if aten_op.uses_complex(node):
             return "ONNX Runtime has no complex numbers"
         entry = IN_TORCH.get(node.name.removesuffix("_"))
         return entry(node) if callable(entry) else entry
 
-    def after(self, node: TracedNode, made: list[str]) -> str | None:
-        """Return why the ONNX operators `made` will not do for `node`, or None to keep them."""
-        for operator in made:
+    def after(self, node: TracedNode, exported: list[str]) -> str | None:
+        """Return why the ONNX operators `exported` will not do for `node`, or None to keep them."""
+        for operator in exported:
             if operator in self._learned:
                 return self._learned[operator]
         if self.training and any(value.requires_grad for value in node.outputs):
-            for operator in made:
+            for operator in exported:
                 if operator in WITHOUT_GRADIENT:
                     return f"ONNX Runtime has no gradient for {operator}"
                 if operator in WRONG_GRADIENT:
@@ -81,7 +86,7 @@ class Routes:
         name, function = aten_op.function_for(operator)
         self._register(name, function)
         if node.name != excluded_modules.OPERATOR:
-            self.taken.setdefault(node.name, why)
+            self.reasons.setdefault(node.name, why)
         outputs = node.outputs
         self._sizes = aten_op.result_shapes(operator, inputs, outputs)
         ones = [[j for j, size in enumerate(sizes) if size == 1] for sizes in self._sizes]
@@ -100,7 +105,7 @@ class Routes:
         }
 
     def result_sizes(self, node: TracedNode) -> list[list[int | None]]:
-        """Return the sizes of the results of the operator that was asked for last; None for those that vary."""
+        """Return the sizes of the results of `node`, the last one that runs in PyTorch; None for those that vary."""
         return self._sizes
 
 

@@ -1,4 +1,4 @@
-"""Shapes of what a function of tensors returns, by symbols, found by trying it on tensors without data.
+"""Infers the shapes of what a function of tensors returns, by symbols, by trying it on tensors without data.
 
 ORT's gradient builder needs them: it takes two unknown dimensions that meet in an addition for equal, and then does not
 reduce the gradient of the one that was broadcast.
@@ -37,7 +37,7 @@ def output_shapes(
         tried = []
         for sizes in (first, second):
             size_of = dict(zip(symbols, sizes, strict=True))
-            concrete = [[size_of.get(dim, dim) for dim in shape] for shape in named]
+            concrete = [[size_of[dim] if isinstance(dim, str) else dim for dim in shape] for shape in named]
             found = _try(function, concrete, dtypes)
             if found is None:
                 break
@@ -85,7 +85,7 @@ def ones_that_stay(
     found = run({g: primes[g] for g in alike})
     if not _same_ranks(found, start):
         found = run({g: _STEP for g in alike})
-    if not _same_ranks(found, start):
+    if found is None or not _same_ranks(found, start):
         found = start
     return [[1 if size == 1 else None for size in shape] for shape in found]
 

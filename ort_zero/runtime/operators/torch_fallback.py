@@ -4,6 +4,8 @@ The node is a PythonOp of ORT. Its forward runs the function under autograd; its
 In between only what autograd saved is kept, in memory of its own: ORT may give the buffer of an input or of an output
 to another value as soon as no node of the graph needs it any more. Weights are not copied: those that ZeRO-3 gathered
 are gathered again for the backward, all others stay where they are.
+
+:mod:`ort_zero.runtime.operators.aten_op` makes such nodes; the runtime says which inputs are weights (:func:`sources`).
 """
 
 from __future__ import annotations
@@ -92,17 +94,19 @@ class _Enter(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class _View:
-    """A saved view of a weight that is not here."""
+class _SavedView:
+    """A saved view of a weight that is partitioned until the backward."""
 
-    weight: _Borrowed
+    weight: _GatheredAgain
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 @dataclass(slots=True)
-class _Borrowed:
+class _GatheredAgain:
+    """A weight that is partitioned until the backward needs it."""
+
     lender: Lender
     full: torch.Tensor | None = None
     """The whole weight, while the backward runs."""
@@ -116,7 +120,7 @@ class _OwnCopies:
         self.storages = set(found)
         self.saved: set[int] = set()
         self.staying = {address for address, source in found.items() if source is STAYS}
-        self.borrowed = {a: _Borrowed(source) for a, source in found.items() if source not in (None, STAYS)}
+        self.gathered_again = {a: _GatheredAgain(source) for a, source in found.items() if source not in (None, STAYS)}
         self._copies: dict[int, torch.Tensor] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -124,8 +128,8 @@ class _OwnCopies:
         self.saved.add(address)
         if address not in self.storages or address in self.staying:
             return tensor.detach()
-        if address in self.borrowed:
-            return _View(self.borrowed[address], tensor.size(), tensor.stride(), tensor.storage_offset())
+        if address in self.gathered_again:
+            return _SavedView(self.gathered_again[address], tensor.size(), tensor.stride(), tensor.storage_offset())
         base = self._copies.get(address)
         if base is None:
             whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
@@ -136,22 +140,23 @@ class _OwnCopies:
 
 
 def _unpack(saved: Any) -> torch.Tensor:
-    if isinstance(saved, _View):
+    if isinstance(saved, _SavedView):
+        assert saved.weight.full is not None
         return saved.weight.full.as_strided(saved.size, saved.stride, saved.offset)
     return saved
 
 
 @contextlib.contextmanager
-def _whole(borrowed: Sequence[_Borrowed]) -> Iterator[None]:
-    """Have the borrowed weights here; all ranks ask for the same ones, whatever autograd saved on each."""
+def _whole(weights: Sequence[_GatheredAgain]) -> Iterator[None]:
+    """Have whole weights in the block. All ranks gather the same ones, whatever autograd saved on each."""
     try:
-        if borrowed:
-            lenders = [weight.lender for weight in borrowed]
-            for weight, full in zip(borrowed, lenders[0].again(lenders), strict=True):
+        if weights:
+            lenders = [weight.lender for weight in weights]
+            for weight, full in zip(weights, lenders[0].again(lenders), strict=True):
                 weight.full = full
         yield
     finally:
-        for weight in borrowed:
+        for weight in weights:
             weight.full = None
 
 
@@ -174,7 +179,7 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
             ctx.starts = {i: get_gradient_edge(arguments[i]) for i in wanted}
             outputs = function(*arguments)
         ctx.shapes = [(t.shape, t.dtype, t.device) for t in inputs]
-        ctx.borrowed = list(own.borrowed.values())
+        ctx.gathered_again = list(own.gathered_again.values())
         ctx.ends = [(get_gradient_edge(t), t.shape) if t.requires_grad else None for t in outputs]
     foreign = own.storages | own.saved
     results = []
@@ -195,7 +200,7 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch
             ends.append(end[0])
             given.append(gradient)
     starts = list(ctx.starts.values())
-    with torch.no_grad(), _whole(ctx.borrowed):
+    with torch.no_grad(), _whole(ctx.gathered_again):
         found = torch.autograd.grad(ends, starts, given, allow_unused=True) if ends else [None] * len(starts)
     by_input = dict(zip(ctx.starts, found, strict=True))
     foreign = {_address(t) for t in given}
@@ -207,5 +212,5 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch
         gradient = gradient.detach().contiguous()
         results.append(gradient.clone() if _address(gradient) in foreign else gradient)
         foreign.add(_address(results[-1]))
-    ctx.ends = ctx.starts = ctx.shapes = ctx.borrowed = None
+    ctx.ends = ctx.starts = ctx.shapes = ctx.gathered_again = None
     return tuple(results)

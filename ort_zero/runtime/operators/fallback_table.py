@@ -1,0 +1,203 @@
+"""Tables of the operators that run in PyTorch inside the graph although the exporter knows them, each with the reason.
+
+:mod:`.fallback_policy` reads them for each operator that is exported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ort_zero.compat.torch_onnx import TracedNode, TracedValue
+
+
+def _known_value(value: TracedValue | None) -> Any:
+    """Return what an argument is for every size of the graph's inputs; None if it is not known, or not given."""
+    if value is None:
+        return None
+    return value.constant if value.is_constant else value.constant_number
+
+
+def _grouped(node: TracedNode) -> str | None:
+    groups = node.argument("groups")
+    if groups is None or 1 in (groups.constant_number, groups.constant if groups.is_constant else None):
+        return None
+    return "ONNX Runtime's gradient of a convolution in groups is wrong on the CPU"
+
+
+def _not_constant_padding(node: TracedNode) -> str | None:
+    mode = node.argument("mode")
+    if node.name == "aten::pad" and (mode is None or (mode.is_constant and mode.constant == "constant")):
+        return None
+    return "ONNX Runtime has no gradient for this mode of Pad"
+
+
+def _accumulating(node: TracedNode) -> str | None:
+    if node.inputs[2].requires_grad and not node.inputs[2].rank:
+        return "ONNX Runtime's gradient of Where does not sum over what was broadcast"
+    accumulate = node.argument("accumulate")
+    if accumulate is None or _known_value(accumulate):
+        return "torch's exporter gives the updates another shape than ONNX wants"
+    return None
+
+
+def _of_vectors(node: TracedNode) -> str | None:
+    return "ONNX Runtime's gradient of MatMul is wrong for vectors" if 1 in (v.rank for v in node.inputs) else None
+
+
+def _variable_exponent(node: TracedNode) -> str | None:
+    return "ONNX Runtime has no gradient for the exponent of Pow" if node.inputs[1].requires_grad else None
+
+
+def _flipped(node: TracedNode) -> str | None:
+    return "ONNX Runtime's gradient of Slice takes no negative steps" if node.inputs[0].requires_grad else None
+
+
+def _rounding_down(node: TracedNode) -> str | None:
+    # numbers that are sizes stay in the graph: they are positive
+    return "torch's exporter rounds quotients towards zero" if node.outputs[0].rank else None
+
+
+def _limited_by_tensors(node: TracedNode) -> str | None:
+    if any(value.is_tensor and (value.rank or value.requires_grad) for value in node.inputs[1:]):
+        return "ONNX Runtime divides the gradient among equal operands of Min and Max"
+    return None
+
+
+def _partly_used(node: TracedNode) -> str | None:
+    value = node.inputs[0]
+    if not value.requires_grad:
+        return None
+    axis = _known_value(node.argument("dim"))
+    if axis is None or value.known_sizes[axis] is None:
+        return "the parts depend on the sizes of the graph's inputs"
+    if all(out.leads_to_gradient for out in node.outputs):
+        return None
+    return "ONNX Runtime's gradient of Split leaves out results that nothing depends on"
+
+
+def _without_keepdim(node: TracedNode) -> str | None:
+    if not node.inputs[0].requires_grad:
+        return None
+    if _known_value(node.argument("keepdim")):
+        return None
+    return "ONNX Runtime's gradients of ReduceL2 and ReduceLogSumExp are invalid without keepdim"
+
+
+def _negative_start(node: TracedNode) -> str | None:
+    known = _known_value(node.argument("start"))
+    return "torch's exporter takes no start from the end" if known is None or known < 0 else None
+
+
+def _of_product_alone(node: TracedNode) -> str | None:
+    alone = _known_value(node.argument("beta")) == 0
+    return "ONNX Runtime has no gradient for a Gemm without its third input" if alone else None
+
+
+def _of_probabilities(node: TracedNode) -> str | None:
+    return "ONNX's loss takes classes only, no probabilities" if node.inputs[1].is_floating else None
+
+
+def _counted(node: TracedNode) -> str | None:
+    repeats = node.argument("repeats")
+    return "torch's exporter gives its loop the wrong types" if repeats is not None and repeats.is_tensor else None
+
+
+def _convolving(node: TracedNode) -> str | None:
+    padding, dilation = node.argument("padding"), node.argument("dilation")
+    if padding is not None and padding.is_constant and isinstance(padding.constant, str):
+        if dilation is None or not dilation.is_constant or any(size != 1 for size in dilation.constant):
+            return 'ONNX Runtime knows no dilation together with padding "same"'
+    return _grouped(node)
+
+
+_SIZES_OF_POOLING = "ONNX Runtime takes the sizes of its result for those that it is combined with"
+
+
+def _to_more_than_one(node: TracedNode) -> str | None:
+    sizes = node.inputs[1]
+    known = sizes.constant if sizes.is_constant else tuple(s.constant for s in sizes.items or [] if s.is_constant)
+    return None if known == (1, 1) else _SIZES_OF_POOLING
+
+
+def _to_one(node: TracedNode) -> str | None:
+    return _SIZES_OF_POOLING if 1 in node.outputs[0].traced_sizes[-2:] else None
+
+
+_PADDINGS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)) + ("_pad_circular",)
+_RECURRENT = "ONNX Runtime trains recurrent layers in one direction and on the CPU only"
+_SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
+_CONVOLUTIONS = ("_convolution", "convolution", "_convolution_mode", "conv1d", "conv2d", "conv3d")
+
+IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
+    "aten::batch_norm": "ONNX Runtime keeps other running statistics than PyTorch",
+    "aten::cdist": "ONNX Runtime has no gradient for an input that is used twice in one Concat",
+    "aten::flip": _flipped,
+    "aten::index_copy": "the exporter's shapes are wrong",
+    "aten::index_put": _accumulating,
+    **dict.fromkeys(("aten::index_add", "aten::scatter_add"), "ONNX Runtime is wrong where an index occurs twice"),
+    "aten::masked_scatter": "ONNX Runtime's gradient is wrong",
+    "aten::matmul": _of_vectors,
+    "aten::mv": _of_vectors,
+    "aten::dot": _of_vectors,
+    "aten::pow": _variable_exponent,
+    "aten::embedding_bag": "ONNX Runtime has no gradient for Loop",
+    "aten::floor_divide": _rounding_down,
+    **dict.fromkeys(("aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::clip"), _limited_by_tensors),
+    **{f"aten::{name}": _partly_used for name in _SPLITS},
+    **{f"aten::{name}": _without_keepdim for name in ("norm", "linalg_norm", "linalg_vector_norm", "logsumexp")},
+    "aten::pairwise_distance": "torch's exporter leaves out the absolute value",
+    "aten::log1p": "the exporter's form loses the digits of small numbers",
+    "aten::cosine_similarity": "the gradient of the exporter's form is not a number for vectors of zeros",
+    "aten::log_sigmoid": "the exporter's form overflows",
+    "aten::binary_cross_entropy_with_logits": "the exporter's form overflows",
+    "aten::scatter_reduce": "ONNX Runtime crashes on its gradient",
+    "aten::diagonal": "ONNX Runtime's gradient of its diagonal needs known shapes",
+    "aten::narrow": _negative_start,
+    "aten::addmm": _of_product_alone,
+    "aten::index_fill": "torch's exporter does not know its own shapes there",
+    **dict.fromkeys(("aten::movedim", "aten::moveaxis"), "torch's exporter writes dimensions that ONNX does not know"),
+    "aten::tile": "torch's exporter writes an If whose branches differ in type",
+    "aten::repeat_interleave": _counted,
+    "aten::cross_entropy_loss": _of_probabilities,
+    "aten::adaptive_avg_pool2d": _to_more_than_one,
+    **dict.fromkeys(("aten::max_pool2d", "aten::max_pool2d_with_indices", "aten::avg_pool2d"), _to_one),
+    **dict.fromkeys(("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"), _RECURRENT),
+    **{f"aten::{name}": _not_constant_padding for name in ("pad", *_PADDINGS)},
+    **{f"aten::{name}": _convolving for name in _CONVOLUTIONS},
+}
+"""Operators that run in PyTorch inside the graph although the exporter knows them: name to reason, or to a function
+that returns the reason or None.
+
+Operators without a symbolic, and those whose ONNX form ORT cannot differentiate, need no entry.
+"""
+
+WITHOUT_GRADIENT = frozenset(
+    "Acos Acosh Asin Asinh Atan Atanh Celu Cosh CumSum DepthToSpace Det Einsum Elu GlobalLpPool "
+    "GlobalMaxPool GridSample GroupNormalization HardSigmoid HardSwish InstanceNormalization LRN "
+    "LpNormalization LpPool MaxRoiPool MaxUnpool MeanVarianceNormalization Mish Mod "
+    "NegativeLogLikelihoodLoss PRelu RNN ReduceL1 ReduceLogSum ReduceMax ReduceMin ReduceProd "
+    "ReduceSumSquare Resize ReverseSequence RoiAlign Selu Shrink Sinh Softplus Softsign SpaceToDepth Tan "
+    "ThresholdedRelu Upsample".split()
+)
+"""ONNX operators of real numbers that onnxruntime-training 1.19.2 has no gradient for on every provider."""
+
+WRONG_GRADIENT = {
+    **dict.fromkeys(
+        ("ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SplitToSequence"),
+        "ONNX Runtime has no gradient for sequences",
+    ),
+    "AveragePool": "ONNX Runtime's gradient of AveragePool needs sizes that never vary",
+    "MaxPool": "ONNX Runtime's gradient of MaxPool needs sizes that never vary",
+}
+"""ONNX operators whose gradient in onnxruntime-training 1.19.2 is no good, each with the reason."""
+
+
+def run_in_torch(operator: str, why: str = "asked for") -> None:
+    """Run an ATen operator, or one that a package registered with PyTorch, in PyTorch inside every graph.
+
+    Args:
+        operator: ``"aten::gelu"``, ``"torchvision::nms"``.
+        why: a phrase for ``status()``.
+    """
+    IN_TORCH[operator] = why
