@@ -1,7 +1,7 @@
-"""Whose a run's folder is: the first rank that arrives claims it for its run, and only what is ours is deleted.
+"""The names in a run's folder, and the manifests of its ranks.
 
 A run's folder holds ``run.json``, which says which run it belongs to, and one folder per rank, ``rank_00000`` and so
-on. Ranks do not talk to each other here: they find the claim of their own run, or that of another one.
+on, each with a manifest and the statistics.
 """
 
 from __future__ import annotations
@@ -9,22 +9,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.records import FILE, FORMAT, MANIFEST
+from ort_zero.statistics.records import MANIFEST
 from ort_zero.utils import atomic_write
-from ort_zero.utils.atomic_write import PARTIAL
 
 CLAIM = "run.json"
 """Name of the file in a run's folder that says which run the folder belongs to."""
 LOCK = ".run.lock"
 _RANK_NAME = re.compile(r"rank_(\d{5,})")
-_OUR_NAMES = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(FILE)}|\.{re.escape(MANIFEST)}\..*\{PARTIAL}")
-_LOCK_SECONDS = 60
 
 
 def local_folder(path: str | os.PathLike) -> Path:
@@ -64,44 +60,6 @@ def run_folder(path: str | os.PathLike) -> Path:
     return folder
 
 
-def refuse_used(folder: Path) -> None:
-    """Raise if a rank's folder has statistics in it.
-
-    Raises:
-        StatisticsError: it has; the message says how to go on.
-    """
-    if (folder / FILE).exists():
-        raise _taken(folder)
-
-
-@contextmanager
-def taken_over(output: Path, rank: int, world_size: int, *, run_id: str, override: bool = False) -> Iterator[Path]:
-    """Make the run's folder this run's, and an empty folder for the rank in it; no other rank does so meanwhile.
-
-    Args:
-        output: the run's folder, the same for all its ranks; it is made if need be.
-        rank: number of this rank.
-        world_size: number of ranks.
-        run_id: of all ranks of this run, and of no other.
-        override: empty the folder if it belongs to another run; what is not ours stays or is refused.
-
-    Yields:
-        The rank's folder, which is to be filled in the block.
-
-    Raises:
-        StatisticsError: another run has the folder, or something in it is not ours.
-        OSError: the folder cannot be written.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    with _locked(output):
-        _claim(output, run_id, override)
-        folder = output / rank_name(rank)
-        _make_rank_folder(folder, override)
-        if override and rank == 0:
-            _remove_ranks(output, beyond=world_size)
-        yield folder
-
-
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return what the manifest of a rank says.
 
@@ -122,104 +80,3 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Let a whole JSON file appear under its name."""
     atomic_write.write_json(path, content, indent=1, default=str)
-
-
-def _claim(output: Path, run_id: str, override: bool) -> None:
-    """Make the folder this run's, for all its ranks; with `override` empty it if it is another run's.
-
-    A run that lost the folder to a later one stays out of it: else two runs that start at the same moment would take
-    it from each other rank by rank.
-    """
-    claim = _read_claim(output)
-    if claim is None and not rank_folders(output):
-        write_json(output / CLAIM, {"format": FORMAT, "run_id": run_id, "superseded": []})
-        return
-    if claim is not None and claim["run_id"] == run_id:
-        return
-    superseded = list(claim["superseded"]) if claim else []
-    if run_id in superseded:
-        raise StatisticsError(f"another run took {output} over while this one started; choose another output_dir")
-    if not override:
-        raise _taken(output)
-    for folder in rank_folders(output).values():
-        _refuse_foreign(folder)
-    if claim is not None:
-        superseded.append(claim["run_id"])
-    write_json(output / CLAIM, {"format": FORMAT, "run_id": run_id, "superseded": superseded[-100:]})
-    _remove_ranks(output, beyond=0)
-
-
-def _taken(folder: Path) -> StatisticsError:
-    return StatisticsError(
-        f"{folder} holds the statistics of another run; choose another output_dir, or pass override_output_dir=True "
-        "to delete them"
-    )
-
-
-@contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(output / LOCK, timeout=_LOCK_SECONDS)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise StatisticsError(f"{output / LOCK} has been locked for {_LOCK_SECONDS} s by another process") from None
-    except NotImplementedError:
-        # a file system without locks: claims still appear whole, only two starts within milliseconds may collide,
-        # and the reader notices that by their run ids
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _read_claim(output: Path) -> dict[str, Any] | None:
-    try:
-        claim = json.loads((output / CLAIM).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        claim = None
-    if not isinstance(claim, dict) or claim.get("format") != FORMAT:
-        raise StatisticsError(f"{output / CLAIM} was not written by ort_zero; choose another output_dir")
-    return claim
-
-
-def _make_rank_folder(folder: Path, override: bool) -> None:
-    try:
-        folder.mkdir()
-        return
-    except FileExistsError:
-        if not override:
-            raise _taken(folder) from None
-    _refuse_foreign(folder)
-    _empty(folder)
-    folder.mkdir()
-
-
-def _remove_ranks(output: Path, beyond: int) -> None:
-    for rank, folder in rank_folders(output).items():
-        if rank >= beyond:
-            _refuse_foreign(folder)
-            _empty(folder)
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Raise if anything in a rank's folder may be somebody else's."""
-    if folder.is_symlink() or not folder.is_dir():
-        raise StatisticsError(f"{folder} is not a folder of ort_zero's statistics, and is not deleted")
-    for path in sorted(folder.iterdir()):
-        if not _OUR_NAMES.fullmatch(path.name) or path.is_dir():
-            raise StatisticsError(f"{path} is not a file of ort_zero's statistics: {folder} is not deleted")
-    manifest = folder / MANIFEST
-    if manifest.exists() and read_manifest(manifest).get("format") != FORMAT:
-        raise StatisticsError(f"{manifest} was not written by ort_zero: {folder} is not deleted")
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink(missing_ok=True)
-    folder.rmdir()

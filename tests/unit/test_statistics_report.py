@@ -18,7 +18,7 @@ import pytest
 
 from ort_zero.cli import main as cli
 from ort_zero.errors import StatisticsError
-from ort_zero.statistics.compare import report
+from ort_zero.statistics.compare import report_records
 from ort_zero.statistics.compare.comparison import Comparison, Difference, FirstDivergence, Series
 from ort_zero.statistics.compare.report import check_target, write_report
 from ort_zero.statistics.records import Phase, RunInfo
@@ -153,7 +153,7 @@ def test_large_comparisons_leave_out_what_is_far_from_the_verdict(tmp_path):
 
 
 def test_one_huge_step_keeps_statistics_of_what_differs(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "LARGEST", 20_000)
+    monkeypatch.setattr(report_records, "LARGEST", 20_000)
     path = write_report(comparison(modules=300, steps=1), tmp_path / "report.html")
     text = path.read_text(encoding="utf-8")
     assert "statistics of the records that differ alone" in text

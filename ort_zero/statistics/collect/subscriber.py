@@ -15,6 +15,7 @@ from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
 from ort_zero.statistics.collect import tensor_statistics
 from ort_zero.statistics.collect.collected_step import CollectedStep
+from ort_zero.statistics.collect.folder_claim import refuse_used
 from ort_zero.statistics.collect.manifest import manifest_of, owned_parameters, rank_and_size
 from ort_zero.statistics.collect.module_calls import TensorSlot
 from ort_zero.statistics.collect.sampling import sampled
@@ -22,7 +23,7 @@ from ort_zero.statistics.collect.subscribed_model import subscribed_model
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.writer import StatisticsWriter
 from ort_zero.statistics.records import Phase
-from ort_zero.statistics.run_folder import rank_name, refuse_used
+from ort_zero.statistics.run_folder import rank_name
 
 _MOST_PENDING = 8
 """Steps that may wait for their backward."""

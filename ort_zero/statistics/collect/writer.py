@@ -11,9 +11,10 @@ from typing import Any
 from ort_zero import env
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
+from ort_zero.statistics.collect.folder_claim import taken_over
 from ort_zero.statistics.file_format import END, HEADER, StepRows, encode_step
 from ort_zero.statistics.records import FILE, FORMAT, FORMAT_VERSION, MANIFEST
-from ort_zero.statistics.run_folder import local_folder, rank_name, taken_over, write_json
+from ort_zero.statistics.run_folder import local_folder, rank_name, write_json
 
 
 class StatisticsWriter:
