@@ -36,9 +36,9 @@ class AggregateReport:
     """What :func:`aggregate` wrote, or would write."""
 
     source: str
-    """Folder that was read."""
+    """Folder or URL of the checkpoint that was read."""
     source_format: str
-    """"ort_zero" or "deepspeed"."""
+    """Who wrote it: "ort_zero" or "deepspeed"."""
     tag: str
     step: int | None
     zero_stage: int
@@ -75,7 +75,7 @@ class _Job:
     there: frozenset[str] = frozenset()
     """Names in the destination before."""
     extras: Mapping[str, bytes] = field(default_factory=dict)
-    """Config files to copy."""
+    """Config files to copy: name -> content."""
 
 
 def aggregate(
@@ -295,7 +295,7 @@ def _small_files(job: _Job) -> dict[str, bytes]:
 def _is_left_over(name: str) -> bool:
     """Return True for what a run that was killed left: nobody else writes such names."""
     match = _LEFT_OVER.fullmatch(name)
-    return bool(match) and (match["name"] in CONFIG_FILES or bool(_OURS.fullmatch(match["name"])))
+    return match is not None and (match["name"] in CONFIG_FILES or _OURS.fullmatch(match["name"]) is not None)
 
 
 def _is_index(name: str) -> bool:

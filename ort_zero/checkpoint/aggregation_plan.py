@@ -21,16 +21,16 @@ from ort_zero.errors import CheckpointError
 from ort_zero.utils.sizes import parse_size
 
 WHAT = ("weights", "weights+optimizer")
-"""What ``--what`` accepts."""
+"""The values that ``--what`` accepts."""
 FORMATS = ("safetensors", "torch")
-"""What ``--format`` accepts."""
+"""The values that ``--format`` accepts."""
 OPTIMIZER_JSON = "optimizer.json"
 OPTIMIZER_FORMAT = "ort_zero.optimizer"
 OPTIMIZER_VERSION = 1
 
 
 class OutputEntry(NamedTuple):
-    """One tensor of an output file."""
+    """One tensor of an output file, and where its bytes come from."""
 
     name: str
     """Its key in the output file."""
@@ -63,7 +63,7 @@ class OutputFile:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of the tensors."""
+        """Bytes of the file's tensors, without its header."""
         return sum(entry.nbytes for entry in self.entries)
 
     @property
@@ -74,7 +74,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that an aggregation writes."""
+    """Everything that an aggregation writes, over all ranks."""
 
     files: tuple[OutputFile, ...]
     texts: Mapping[str, str]
@@ -84,12 +84,12 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Bytes of all files, the small ones and all headers included."""
         return sum(file.size for file in self.files) + sum(len(text.encode()) for text in self.texts.values())
 
     @property
     def tensors(self) -> int:
-        """Number of tensors in all files."""
+        """Number of tensors in all files; tied ones count once."""
         return sum(len(file.entries) for file in self.files)
 
 
@@ -224,6 +224,7 @@ def _files(
 
 
 def _shards(tensors: list[tuple[str, Tensor, str]], limit: int) -> list[list[tuple[str, Tensor, str]]]:
+    """Return the tensors in order, cut into files of at most `limit` bytes; a larger tensor gets a file of its own."""
     shards: list[list[tuple[str, Tensor, str]]] = [[]]
     filled = 0
     for item in tensors:
@@ -237,6 +238,7 @@ def _shards(tensors: list[tuple[str, Tensor, str]], limit: int) -> list[list[tup
 
 
 def _lay_out(shard: list[tuple[str, Tensor, str]]) -> tuple[OutputEntry, ...]:
+    """Return the entries of one file with their offsets, wide types first, without a gap."""
     entries = []
     offset = 0
     for name, tensor, dtype in sorted(shard, key=lambda item: -itemsize(item[2])):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -37,8 +37,9 @@ class Part(NamedTuple):
     record: int
     """Offset of the record in the file."""
     offset: int
-    """In the file."""
+    """Bytes from the start of the file."""
     length: int
+    """Bytes."""
     crc: int
 
 
@@ -59,10 +60,11 @@ class _Slice(NamedTuple):
     entry: OutputEntry
     piece: Piece
     offset: int
-    """In the source file."""
+    """Bytes from the start of the source file."""
     length: int
+    """Bytes."""
     place: int
-    """In the buffer of its batch."""
+    """Bytes from the start of the buffer of its batch."""
 
 
 class _Stopped(Exception):
@@ -111,7 +113,7 @@ class Streamer:
             try:
                 jobs = [pool.submit(self._one, file, then) for file in files]
                 done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-                failed = [job.exception() for job in done if job.exception() is not None]
+                failed = [error for job in done if (error := job.exception()) is not None]
                 if failed:
                     raise next((error for error in failed if not isinstance(error, _Stopped)), failed[0])
             except BaseException:
@@ -131,7 +133,7 @@ class Streamer:
                     self._advance(sum(item.length for item in batch))
         then(file)
 
-    def _blocks(self, file: OutputFile) -> Iterator[tuple[list[_Slice], memoryview]]:
+    def _blocks(self, file: OutputFile) -> Generator[tuple[list[_Slice], memoryview], None, None]:
         """Yield batches with their bytes; while one is used the next is read."""
         ring = [memoryview(bytearray(CHUNK)) for _ in range(2)]
         checks = _PieceChecks(self._source)
@@ -223,7 +225,7 @@ class _Writer:
         self._buffer = bytearray()
 
     def put(self, item: _Slice, view: memoryview) -> None:
-        """Write one slice."""
+        """Write one slice, cast if the output has another dtype; note values that are not finite."""
         entry = item.entry
         tensor = entry.tensor
         scan = entry.tensor.kind != BUFFER and not tensor.is_optimizer_state

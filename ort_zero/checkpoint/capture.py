@@ -23,7 +23,7 @@ class Shard:
     weights: list[ShardEntry]
     """Masters, parameters without master, buffers."""
     moments: list[ShardEntry]
-    """States of the optimizer."""
+    """States of the optimizer that have one value per element."""
     extra: dict[str, Any]
     """JSON values: counters, scheduler, loss scaler, the user's state."""
     extra_tensors: list[torch.Tensor]
@@ -36,7 +36,7 @@ class Model:
     """What is the same on every rank."""
 
     shapes: dict[str, tuple[int, ...]]
-    """Of parameters and buffers."""
+    """Shapes of all parameters and buffers by name."""
     dtype: str
     aliases: dict[str, str]
     frozen: list[str]

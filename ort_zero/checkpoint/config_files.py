@@ -27,7 +27,7 @@ CONFIG_FILES = (
     "spiece.model",
     "chat_template.jinja",
 )
-"""Their names."""
+"""The names of these files."""
 _PARENTS = 2
 """So many folders above the checkpoint's are looked into."""
 

@@ -32,7 +32,7 @@ _CODES = {name: code for code, (_, name) in _TABLE.items()}
 _SHORT = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
 CHOICES = ("keep", *_SHORT)
-"""What ``--dtype`` accepts."""
+"""The values that ``--dtype`` accepts."""
 
 
 def itemsize(code: str) -> int:

@@ -35,7 +35,7 @@ class _ReadRequest:
     start: int
     """First element in the flattened tensor."""
     length: int
-    """Elements."""
+    """Number of elements."""
     target: torch.Tensor | None
     """1-D, of `length` elements; None while only the bytes are checked."""
 
@@ -151,10 +151,14 @@ def _refuse_other_optimizer(state: EngineState, source: Source) -> None:
         kinds = set(state.elementwise(flat))
         if kinds and kinds != stored:
             raise CheckpointError(
-                f"{source.root} holds the optimizer states {sorted(stored)} of {source.optimizer.class_name}, "
+                f"{source.root} holds the optimizer states {sorted(stored)} of {_class_name(source)}, "
                 f"the engine's {type(state.base_optimizer()).__name__} has {sorted(kinds)}; "
                 "use the same optimizer, or load_optimizer_states=False"
             )
+
+
+def _class_name(source: Source) -> str | None:
+    return None if source.optimizer is None else source.optimizer.class_name
 
 
 # -- which bytes go where ---------------------------------------------------------------------------------------------
@@ -341,7 +345,7 @@ def _restore_optimizer(state: EngineState, source: Source) -> None:
                 "parameter group %d is not one of the checkpoint's; its hyper-parameters stay as configured", index
             )
         else:
-            state.set_group_options(index, match)
+            state.set_group_options(index, dict(match))
 
 
 def _set_number(live: dict[str, Any], key: str, value: float, as_tensor: bool) -> None:

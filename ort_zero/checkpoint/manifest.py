@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import posixpath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -20,7 +20,7 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 NAME = "manifest.json"
 LATEST = "latest"
-FORMAT = "ort_zero.checkpoint"
+FORMAT: Final = "ort_zero.checkpoint"
 VERSION = 1
 
 
@@ -70,7 +70,7 @@ class _Optimizer(_Strict):
 
 
 class Manifest(_Strict):
-    """The manifest as it is written."""
+    """The manifest as it is written, but for its digest."""
 
     format: Literal["ort_zero.checkpoint"] = FORMAT
     version: int = VERSION
@@ -112,8 +112,9 @@ def build(
             )
             for t in tensors
         ],
-        optimizer=optimizer
-        and _Optimizer(
+        optimizer=None
+        if optimizer is None
+        else _Optimizer(
             class_name=optimizer.class_name,
             groups=[_Group(names=list(g.names), options=dict(g.options)) for g in optimizer.groups],
             scalars={key: dict(values) for key, values in optimizer.scalars.items()},
@@ -216,8 +217,9 @@ def source_of(manifest: Manifest, root: str) -> Source:
         files=files,
         aliases=dict(manifest.aliases),
         frozen=frozenset(manifest.frozen),
-        optimizer=optimizer
-        and Optimizer(
+        optimizer=None
+        if optimizer is None
+        else Optimizer(
             class_name=optimizer.class_name,
             groups=tuple(ParamGroup(names=tuple(g.names), options=g.options) for g in optimizer.groups),
             scalars=optimizer.scalars,
@@ -253,8 +255,8 @@ def resolve_tag(folder: Folder, tag: str | None) -> str:
     except CheckpointError as error:
         raise CheckpointError(f"{origin}: {error}") from None
     if not folder.child(tag).names():
-        there = ", ".join(_tags(folder)) or "none"
-        raise CheckpointError(f"{origin}, but {folder.path(tag)} is not there; tags there: {there}")
+        tags = ", ".join(_tags(folder)) or "none"
+        raise CheckpointError(f"{origin}, but {folder.path(tag)} is not there; tags there: {tags}")
     return tag
 
 

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of either format."""
+"""Opens a checkpoint, whether ort_zero or DeepSpeed wrote it."""
 
 from __future__ import annotations
 

@@ -88,10 +88,14 @@ class _Stored:
 
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """Return the shape of each (state, parameter)."""
-        return {tuple(key.split("/", 1)): tuple(file.get_slice(key).get_shape()) for key, file in self._open.items()}
+        found = {}
+        for key, file in self._open.items():
+            state, _, name = key.partition("/")
+            found[state, name] = tuple(file.get_slice(key).get_shape())
+        return found
 
     def get(self, state: str, name: str) -> torch.Tensor:
-        """Return one tensor."""
+        """Return the tensor of one state of one parameter, read from its file now."""
         return self._open[f"{state}/{name}"].get_tensor(f"{state}/{name}")
 
 

@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     offset: int
     """Bytes from the start of the file."""
     length: int
-    """Bytes."""
+    """Bytes of the range."""
     start: int
     """Index of its first element in the flattened (row-major) tensor."""
     check: str | None = None
@@ -57,7 +57,7 @@ class Tensor:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     @property
@@ -67,18 +67,18 @@ class Tensor:
 
     @property
     def is_optimizer_state(self) -> bool:
-        """True for moments and their like."""
+        """True for moments and other state that the optimizer keeps per parameter."""
         return self.kind not in (MASTER, WEIGHT, BUFFER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """One file of a checkpoint."""
+    """One file of a checkpoint, with the checksums that its format keeps."""
 
     name: str
     """Relative to the checkpoint's folder."""
     size: int
-    """Bytes."""
+    """Bytes of the whole file."""
     xxh3_128: str | None = None
     """Of the whole file as 32 hex digits; None where the format keeps none."""
     records: tuple[tuple[int, int, int], ...] = ()
@@ -87,7 +87,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup:
-    """One parameter group of the optimizer."""
+    """One parameter group of the optimizer: which parameters share which hyper-parameters."""
 
     names: tuple[str, ...]
     """Parameters, in the optimizer's order."""
@@ -111,7 +111,7 @@ class Source:
     """A checkpoint that was opened: everything but the bytes of its tensors."""
 
     format: str
-    """"ort_zero" or "deepspeed"."""
+    """Who wrote it: "ort_zero" or "deepspeed"."""
     root: str
     """Folder (path or fsspec URL) that holds the files."""
     tag: str

@@ -18,7 +18,7 @@ _METADATA = "__metadata__"
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor of a file."""
+    """One tensor of a safetensors file, as its header describes it."""
 
     name: str
     dtype: str

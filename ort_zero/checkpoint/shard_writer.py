@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,22 +24,22 @@ class ShardEntry:
     start: int
     """First element in the flattened tensor."""
     tensor: torch.Tensor
-    """1-D, contiguous."""
+    """The elements, 1-D and contiguous, on any device."""
 
     @property
     def key(self) -> str:
-        """Name in the safetensors header."""
+        """Name in the safetensors header: masters and weights by their own, others as ``kind/name``."""
         return self.name if self.kind in (MASTER, WEIGHT) else f"{self.kind}/{self.name}"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the range."""
+        """Bytes that the range takes in the file."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenPiece:
-    """A piece that is on disk, and what it is a piece of."""
+    """A piece that is on disk, and the tensor it is a piece of."""
 
     name: str
     kind: str
@@ -104,9 +104,9 @@ def _header(entries: Sequence[ShardEntry], metadata: dict[str, str]) -> tuple[by
     return header, len(header) + position
 
 
-def _chunks(tensor: torch.Tensor):
+def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a 1-D tensor as views where it lies in CPU memory, else as copies of one chunk at a time."""
     step = max(1, CHUNK // tensor.element_size())
     for i in range(math.ceil(tensor.numel() / step)):
         part = tensor[i * step : (i + 1) * step].detach()
-        yield memoryview(part.cpu().view(torch.uint8).numpy())
+        yield part.cpu().view(torch.uint8).numpy().data

@@ -25,17 +25,21 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self._bytes: torch.Tensor | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        """What is reserved, in bytes."""
 
     def reserve(self, shard: Shard) -> None:
         """Have room for `shard`; what was copied before is lost.
+
+        Args:
+            shard: this rank's part, as it lies in the engine.
 
         Raises:
             OSError: no memory.
         """
         needed = max(1, sum(_padded(entry) for entry in (*shard.weights, *shard.moments)))
-        if self._bytes is None or self._bytes.numel() < needed:
-            self._bytes = self._memory = None
+        if self._bytes.numel() < needed:
+            self._bytes, self._memory = torch.empty(0, dtype=torch.uint8), None  # not beside the new ones
             self._memory = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -45,6 +49,7 @@ class Staging:
         """Return `shard` with its tensors in the reserved memory, and what has to be called to bring the rest there.
 
         Args:
+            shard: this rank's part, for which there is room.
             may_wait: masters and moments may be copied later, before the optimizer's next step. The others (buffers
                 change in a forward, frozen weights whenever the user likes) are copied at once.
         """

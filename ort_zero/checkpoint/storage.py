@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.atomic_write import partial_name, removed_on_error
@@ -41,7 +41,7 @@ class Folder:
         return f"{self.url}/{name}" if name else self.url
 
     def child(self, name: str) -> Folder:
-        """Return a folder in this folder."""
+        """Return the folder `name` in this folder; it need not exist."""
         return open_folder(self.path(name))
 
     def names(self) -> list[str]:
@@ -80,7 +80,11 @@ class Folder:
         return bytes(buffer)
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file for reading, seekable."""
+        """Open a file for reading, seekable.
+
+        Raises:
+            CorruptCheckpointError: it is missing.
+        """
         raise NotImplementedError
 
     def make(self) -> None:
@@ -111,7 +115,17 @@ class Folder:
         raise NotImplementedError
 
     def write(self, name: str, data: bytes, token: str, durable: bool = False) -> None:
-        """Write a whole small file, and publish it."""
+        """Write a whole small file and publish it.
+
+        Args:
+            name: final name; what has it is replaced.
+            data: content.
+            token: tells this writer from others who may write the same name.
+            durable: have content and name on the disk itself.
+
+        Raises:
+            CheckpointError: it cannot be written; nothing is left of it.
+        """
         try:
             with self.writing(name, token, durable) as stream:
                 stream.write(data)
@@ -143,21 +157,21 @@ class LocalFolder(Folder):
             os.close(descriptor)
 
     def names(self) -> list[str]:
-        """See :meth:`Folder.names`."""
+        """List the folder; one that does not exist has no names."""
         try:
             return sorted(os.listdir(self._root))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def size(self, name: str) -> int | None:
-        """See :meth:`Folder.size`."""
+        """Return the size in bytes that the file system reports, None if there is no such file."""
         try:
             return (self._root / name).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Folder.read_into`."""
+        """Fill `buffer` by ``preadv``, over a descriptor that stays open as long as this object lives."""
         descriptor = self._descriptor(name)
         done = 0
         while done < len(buffer):
@@ -188,32 +202,32 @@ class LocalFolder(Folder):
         return CheckpointError(f"cannot read {self.path(name)}: {error.strerror or error}")
 
     def open(self, name: str) -> IO[bytes]:
-        """See :meth:`Folder.open`."""
+        """Open a file of the file system for reading."""
         try:
             return open(self._root / name, "rb")
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
 
     def make(self) -> None:
-        """See :meth:`Folder.make`."""
+        """Make the folder and its parents on the file system; it may exist."""
         self._root.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def writing(self, name: str, token: str, durable: bool = False) -> Iterator[IO[bytes]]:
-        """See :meth:`Folder.writing`."""
+        """Give an unbuffered stream into a hidden file beside the final place, which an exception removes."""
         path = self._root / partial_name(name, token)
         try:
             with removed_on_error(path, durable=durable, buffering=0) as raw:
-                yield _Whole(raw)
+                yield cast(IO[bytes], _WholeWrites(raw))
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
 
     def publish(self, name: str, token: str, to: str | None = None) -> None:
-        """See :meth:`Folder.publish`."""
+        """Rename the hidden file, which replaces what had the name in one step."""
         os.replace(self._root / partial_name(name, token), self._root / (to or name))
 
     def settle(self) -> None:
-        """See :meth:`Folder.settle`."""
+        """Call fsync on the folder, so that renames outlive a loss of power."""
         descriptor = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -221,15 +235,15 @@ class LocalFolder(Folder):
             os.close(descriptor)
 
     def discard(self, name: str, token: str) -> None:
-        """See :meth:`Folder.discard`."""
+        """Remove the hidden file that :meth:`writing` left, if there is one."""
         (self._root / partial_name(name, token)).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
-        """See :meth:`Folder.remove`."""
+        """Remove a file from the file system; a missing one is fine."""
         (self._root / name).unlink(missing_ok=True)
 
 
-class _Whole:
+class _WholeWrites:
     """A raw file whose ``write`` writes everything: the kernel may take less at a time (2 GiB at most)."""
 
     def __init__(self, raw: Any):
@@ -266,7 +280,7 @@ class RemoteFolder(Folder):
         return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
     def names(self) -> list[str]:
-        """See :meth:`Folder.names`."""
+        """List the objects under the URL, past what fsspec remembers of an earlier listing."""
         self._fs.invalidate_cache()
         try:
             found = self._fs.ls(self._root, detail=False)
@@ -275,14 +289,14 @@ class RemoteFolder(Folder):
         return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in found if path.rstrip("/") != self._root})
 
     def size(self, name: str) -> int | None:
-        """See :meth:`Folder.size`."""
+        """Return the size in bytes that the store reports, None if there is no such object."""
         try:
             return self._fs.size(self._at(name))
         except FileNotFoundError:
             return None
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """See :meth:`Folder.read_into`."""
+        """Fill `buffer` by one ranged request."""
         if not len(buffer):
             return
         try:
@@ -298,19 +312,19 @@ class RemoteFolder(Folder):
         self._count(len(data))
 
     def open(self, name: str) -> IO[bytes]:
-        """See :meth:`Folder.open`."""
+        """Open an object for reading."""
         try:
             return self._fs.open(self._at(name), "rb")
         except FileNotFoundError:
             raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
 
     def make(self) -> None:
-        """See :meth:`Folder.make`."""
+        """Make the folder where the store knows folders; it may exist."""
         self._fs.makedirs(self._root, exist_ok=True)
 
     @contextmanager
     def writing(self, name: str, token: str, durable: bool = False) -> Iterator[IO[bytes]]:
-        """See :meth:`Folder.writing`."""
+        """Give a stream into an object of its own, which is uploaded when the block ends and not if it raises."""
         path = self._at(partial_name(name, token))
         try:
             with self._upload(path) as stream:
@@ -339,15 +353,15 @@ class RemoteFolder(Folder):
             self._fs.rm_file(path)
 
     def publish(self, name: str, token: str, to: str | None = None) -> None:
-        """See :meth:`Folder.publish`."""
+        """Move the object to its final name, on the server where the store can copy."""
         self._fs.mv(self._at(partial_name(name, token)), self._at(to or name))
 
     def discard(self, name: str, token: str) -> None:
-        """See :meth:`Folder.discard`."""
+        """Remove the object that :meth:`writing` left, if there is one."""
         self._forget(self._at(partial_name(name, token)))
 
     def remove(self, name: str) -> None:
-        """See :meth:`Folder.remove`."""
+        """Remove an object; a missing one is fine."""
         self._forget(self._at(name))
 
 

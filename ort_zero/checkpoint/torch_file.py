@@ -6,7 +6,6 @@ their padding, the descriptors after the records. With the CRC-32 of the records
 
 from __future__ import annotations
 
-import math
 import struct
 import sys
 import zipfile
@@ -35,7 +34,7 @@ class FragmentAddress:
 
 
 class _ZeroStage(int):
-    """Stands in for DeepSpeed's enumeration of stages."""
+    """Stands in for DeepSpeed's enumeration of ZeRO stages; only the number counts."""
 
 
 class _LossScaler:
@@ -60,7 +59,7 @@ class _Record(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchFile:
-    """One opened file; compared by identity."""
+    """One ``.pt`` that was opened without the data of its tensors; compared by identity."""
 
     file: File
     content: Any
@@ -257,7 +256,7 @@ def _check_places(path: str, value: Any, lengths: dict[int, int]) -> None:
     if isinstance(value, (list, tuple)):
         for item in value:
             _check_places(path, item, lengths)
-    elif isinstance(value, StoredTensor) and math.prod(value.shape):
+    elif isinstance(value, StoredTensor) and 0 not in value.shape:
         span = sum((n - 1) * s for n, s in zip(value.shape, value.strides)) + 1
         end = value.offset - value.storage_offset + span * value.dtype.itemsize
         if min(value.strides, default=0) < 0 or end > lengths.get(value.storage_offset, -1):

@@ -23,17 +23,17 @@ _OURS = re.compile(r"rank_.*|.*\.safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What :func:`verify` found."""
+    """What :func:`verify` read and what it found wrong."""
 
     root: str
-    """Folder of the checkpoint."""
+    """Folder or URL of the checkpoint."""
     tag: str
     format: str
-    """"ort_zero" or "deepspeed"."""
+    """Who wrote it: "ort_zero" or "deepspeed"."""
     files: int
-    """Files that were read."""
+    """Number of files that were read."""
     bytes: int
-    """Bytes that were read."""
+    """Bytes of all files that were read."""
     tensors: int
     """0 if the checkpoint could not be opened."""
     problems: tuple[str, ...]
@@ -44,7 +44,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True if there is no problem."""
+        """True if no problem was found; notes do not count."""
         return not self.problems
 
 

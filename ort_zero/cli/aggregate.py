@@ -100,7 +100,7 @@ def _rendezvous_folder(dst: str) -> str:
 
 
 def text_of(report: AggregateReport) -> str:
-    """Return the report as lines."""
+    """Return the report as the lines that the command prints."""
     where = f"{report.source} ({report.source_format}, tag {report.tag}, ZeRO-{report.zero_stage})"
     lines = [f"source: {where}", f"destination: {report.destination}"]
     lines += aligned([(f"  {name}", f"{decimal_size(size):>10}") for name, size in report.files.items()])

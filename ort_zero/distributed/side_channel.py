@@ -27,7 +27,7 @@ class SideChannel:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore(f"ort_zero/side_channel/{next(_numbers)}", default_store())
-        self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _TIMEOUT)
+        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, _TIMEOUT)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank. All ranks must call.

@@ -47,10 +47,10 @@ class _Target(Protocol):
         """Return the raw object that is stored under the name in the holder itself, or `_MISSING`."""
 
     def set(self, value: Any) -> None:
-        """Store `value` under the name."""
+        """Store `value` under the name that was resolved."""
 
     def remove(self) -> None:
-        """Remove the name."""
+        """Remove the name that was resolved from its owner."""
 
 
 @dataclass(frozen=True, slots=True)

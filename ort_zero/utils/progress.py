@@ -10,14 +10,14 @@ from tqdm import tqdm
 
 
 class Bar(tqdm):
-    """Counts right from several threads."""
+    """A bar of tqdm that counts right when several threads update it."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._counting = threading.Lock()
         super().__init__(*args, **kwargs)
 
     def update(self, n: float = 1) -> bool | None:
-        """Count `n` more."""
+        """Count `n` more units as done."""
         with self._counting:
             return super().update(n)
 

@@ -6,7 +6,7 @@ import json
 import struct
 from typing import Any
 
-from ort_zero.checkpoint.deepspeed.flat_layout import FlatLayout, flat_tensors
+from ort_zero.checkpoint.deepspeed.flat_layout import FlatLayout, Flats, flat_tensors
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
 from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor
@@ -165,7 +165,9 @@ def _moments(
     masters = [partitioning.masters(file) for file in files.optimizers]
     found: list[Tensor] = []
     for kind in kinds:
-        flats = [{n: state[kind] for n, state in enumerate(rank_states) if kind in state} for rank_states in states]
+        flats: list[Flats] = [
+            {n: state[kind] for n, state in enumerate(rank_states) if kind in state} for rank_states in states
+        ]
         if all(_is_per_element(flat[n], masters[rank][n]) for rank, flat in enumerate(flats) for n in flat):
             found += flat_tensors(files, layout, kind, flats)
         else:

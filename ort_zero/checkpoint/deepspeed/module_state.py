@@ -55,7 +55,7 @@ class ModuleState:
             )
 
     def buffers(self) -> Iterator[Tensor]:
-        """Yield the persistent buffers."""
+        """Yield the persistent buffers of the module."""
         for name in self._buffers:
             yield self._tensor(name, BUFFER, self._values[name])
 

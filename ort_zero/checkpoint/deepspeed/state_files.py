@@ -34,7 +34,7 @@ class StateFiles:
     optimizers: list[TorchFile]
     """Optimizer states of each rank; none if they were not saved."""
     stage: int
-    """ZeRO stage."""
+    """ZeRO stage of the run that wrote them, 0 to 3."""
     world_size: int
     notes: list[str] = field(default_factory=list)
     """What a user should be told about the checkpoint, one sentence each."""
