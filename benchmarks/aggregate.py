@@ -244,8 +244,8 @@ def write_ours(root: str, ranks: int, weights: int) -> dict[str, tuple[int, ...]
     import torch
 
     from ort_zero.checkpoint import manifest
+    from ort_zero.checkpoint.checkpoint_writer import file_name
     from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Tensor
-    from ort_zero.checkpoint.saving import file_name
     from ort_zero.checkpoint.shard_writer import ShardEntry, write_shard
     from ort_zero.checkpoint.storage import open_folder
 

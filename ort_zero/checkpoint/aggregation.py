@@ -51,7 +51,7 @@ class AggregateReport:
     parameters: int
     """Elements of all parameters, tied ones once."""
     dtype: str
-    """As it was asked for."""
+    """As it was given: "keep", "fp32", "fp16" or "bf16"."""
     verified: bool
     """True if what was read was compared with its checksums, as far as the source has any."""
     bytes_read: int
@@ -326,12 +326,12 @@ def _source_bytes(files: tuple[OutputFile, ...]) -> int:
     return sum(piece.length for file in files for entry in file.entries for piece in entry.tensor.pieces)
 
 
-def _workers(asked: int | None, files: int, ranks: int) -> int:
+def _workers(wanted: int | None, files: int, ranks: int) -> int:
     """Return how many files one rank writes at a time.
 
     Raises:
-        CheckpointError: `asked` is not above zero.
+        CheckpointError: `wanted` is not above zero.
     """
-    if asked is not None and asked < 1:
-        raise CheckpointError(f"workers is {asked}, must be at least 1")
-    return max(1, min(files, asked or usable_cores() // ranks))
+    if wanted is not None and wanted < 1:
+        raise CheckpointError(f"workers is {wanted}, must be at least 1")
+    return max(1, min(files, wanted or usable_cores() // ranks))

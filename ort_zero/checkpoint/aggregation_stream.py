@@ -27,7 +27,7 @@ from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _ALIGNMENT = 8
-"""Bytes; what the widest element type asks of the place of a slice in the buffer."""
+"""Bytes; the widest element type needs slices in the buffer at multiples of it."""
 
 
 class Part(NamedTuple):
@@ -63,7 +63,7 @@ class _Slice(NamedTuple):
     """Bytes from the start of the source file."""
     length: int
     """Bytes."""
-    place: int
+    buffer_offset: int
     """Bytes from the start of the buffer of its batch."""
 
 
@@ -77,7 +77,7 @@ class Streamer:
     Args:
         source: folder with the shards.
         files: its files by name.
-        place: folder and name to write an output file to.
+        place_of: returns folder and name to write an output file to.
         token: names this run's partial files.
         verify: compare what is read with the checksums of the format.
         advance: called with the bytes of each block that was written.
@@ -87,7 +87,7 @@ class Streamer:
         self,
         source: Folder,
         files: Mapping[str, File],
-        place: Callable[[OutputFile], tuple[Folder, str]],
+        place_of: Callable[[OutputFile], tuple[Folder, str]],
         token: str,
         *,
         verify: bool = True,
@@ -95,7 +95,7 @@ class Streamer:
     ):
         self.findings = Findings()
         self._source = source
-        self._place = place
+        self._place_of = place_of
         self._token = token
         self._verify = verify
         self._advance = advance
@@ -122,14 +122,14 @@ class Streamer:
                 raise
 
     def _one(self, file: OutputFile, then: Callable[[OutputFile], None]) -> None:
-        sink, name = self._place(file)
+        sink, name = self._place_of(file)
         with sink.writing(name, self._token) as out:
             out.write(file.header)
             writer = _Writer(out, self.findings)
             with closing(self._blocks(file)) as blocks:
                 for batch, buffer in blocks:
                     for item in batch:
-                        writer.put(item, buffer[item.place : item.place + item.length])
+                        writer.put(item, buffer[item.buffer_offset : item.buffer_offset + item.length])
                     self._advance(sum(item.length for item in batch))
         then(file)
 
@@ -140,7 +140,7 @@ class Streamer:
         with ThreadPoolExecutor(1, thread_name_prefix="read") as reader:
             pending = None
             for number, batch in enumerate(batches(file.entries)):
-                size = batch[-1].place + batch[-1].length
+                size = batch[-1].buffer_offset + batch[-1].length
                 if size > CHUNK and pending:
                     # a strided tensor is read whole; not beside another one
                     yield pending[0], pending[1].result()
@@ -162,7 +162,7 @@ class Streamer:
             raise _Stopped
         for run in _adjacent(batch):
             first, last = run[0], run[-1]
-            view = buffer[first.place : last.place + last.length]
+            view = buffer[first.buffer_offset : last.buffer_offset + last.length]
             name = first.piece.file
             try:
                 self._source.read_into(name, first.offset, view)
@@ -170,7 +170,7 @@ class Streamer:
                 raise CheckpointError(f"cannot read {self._source.path(name)}: {error.strerror or error}") from error
             if self._verify:
                 for item in run:
-                    checks.add(item, buffer[item.place : item.place + item.length])
+                    checks.add(item, buffer[item.buffer_offset : item.buffer_offset + item.length])
                 if name in self._records:
                     self._note(name, first.offset, view)
         return buffer
@@ -269,16 +269,16 @@ def all_finite(values: torch.Tensor) -> bool:
 
 
 def batches(entries: Iterable[OutputEntry]) -> Iterator[list[_Slice]]:
-    """Yield the slices of all entries in order, a chunk or less at a time, each with its place in the buffer."""
+    """Yield the slices of all entries in order, a chunk or less at a time, each with its offset in the buffer."""
     batch: list[_Slice] = []
     filled = 0
     for entry, piece, offset, length in _slices(entries):
-        place = -(-filled // _ALIGNMENT) * _ALIGNMENT if filled % itemsize(entry.tensor.dtype) else filled
-        if batch and place + length > CHUNK:
+        start = -(-filled // _ALIGNMENT) * _ALIGNMENT if filled % itemsize(entry.tensor.dtype) else filled
+        if batch and start + length > CHUNK:
             yield batch
-            batch, place = [], 0
-        batch.append(_Slice(entry, piece, offset, length, place))
-        filled = place + length
+            batch, start = [], 0
+        batch.append(_Slice(entry, piece, offset, length, start))
+        filled = start + length
     if batch:
         yield batch
 
@@ -297,7 +297,7 @@ def _adjacent(batch: list[_Slice]) -> Iterator[list[_Slice]]:
     for item in batch:
         if run:
             last = run[-1]
-            beside = item.offset == last.offset + last.length and item.place == last.place + last.length
+            beside = item.offset == last.offset + last.length and item.buffer_offset == last.buffer_offset + last.length
             if not beside or item.piece.file != last.piece.file:
                 yield run
                 run = []

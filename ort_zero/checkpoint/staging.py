@@ -59,12 +59,12 @@ class Staging:
         for entries in (shard.weights, shard.moments):
             copies = []
             for entry in entries:
-                place = self._bytes[position : position + entry.nbytes]
+                copy = self._bytes[position : position + entry.nbytes]
                 if may_wait and entry.kind not in (WEIGHT, BUFFER):
-                    later.append((entry.tensor, place))
+                    later.append((entry.tensor, copy))
                 else:
-                    _copy(entry.tensor, place)
-                copies.append(replace(entry, tensor=place.view(entry.tensor.dtype)))
+                    _copy(entry.tensor, copy)
+                copies.append(replace(entry, tensor=copy.view(entry.tensor.dtype)))
                 position += _padded(entry)
             parts.append(copies)
         extra = [tensor.clone() for tensor in shard.extra_tensors]
@@ -76,13 +76,14 @@ class Staging:
         return replace(shard, weights=parts[0], moments=parts[1], extra_tensors=extra), finish
 
 
-def _copy(tensor: torch.Tensor, place: torch.Tensor) -> None:
+def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor, on any device, into bytes of CPU memory."""
     source = tensor.detach()
     if source.device.type == "cpu":
         # numpy copies by memmove, which bypasses the caches: about twice as fast as torch's own copy on one thread
-        np.copyto(place.numpy(), source.view(torch.uint8).numpy())
+        np.copyto(target.numpy(), source.view(torch.uint8).numpy())
     else:
-        place.view(source.dtype).copy_(source)
+        target.view(source.dtype).copy_(source)
 
 
 def _padded(entry: ShardEntry) -> int:

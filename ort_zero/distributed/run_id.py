@@ -22,6 +22,6 @@ def run_id() -> str:
 
         return default_store().compare_set(_KEY, "", mine).decode()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        told = "/".join([*(os.environ.get(name, "") for name in _LAUNCHERS), str(os.getppid())])
-        return uuid.uuid5(uuid.NAMESPACE_URL, told).hex[:16]
+        launch = "/".join([*(os.environ.get(name, "") for name in _LAUNCHERS), str(os.getppid())])
+        return uuid.uuid5(uuid.NAMESPACE_URL, launch).hex[:16]
     return mine

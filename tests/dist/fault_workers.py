@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_workers import engine_of, train, valid
 
-from ort_zero.checkpoint import load, manifest, save, saving, wait
+from ort_zero.checkpoint import checkpoint_writer, load, manifest, save, saving, wait
 from ort_zero.checkpoint.storage import LocalFolder, open_folder
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.distributed.side_channel import SideChannelGroup
@@ -374,14 +374,14 @@ def abandon_engine(folder: str) -> None:
 
 def slow_down(seconds: float) -> None:
     """Make the background saves of this process last."""
-    original = saving._write
+    original = saving.write_checkpoint
 
     def write(*args: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             time.sleep(seconds)
         original(*args)
 
-    saving._write = write
+    saving.write_checkpoint = write
 
 
 def leave_early(folder: str) -> None:
@@ -470,7 +470,7 @@ def _saver(folder: str, stage: int, background: bool) -> None:
 
 def _linger(folder: str) -> None:
     """Make rank 0 hesitate before it writes the manifest of the fifth save."""
-    original = saving._publish_manifest
+    original = checkpoint_writer._publish_manifest
 
     def publish(where: Any, job: Any, *args: Any) -> None:
         if job.shard.extra["client_state"]["number"] == 5:
@@ -478,7 +478,7 @@ def _linger(folder: str) -> None:
             time.sleep(0.5)
         original(where, job, *args)
 
-    saving._publish_manifest = publish
+    checkpoint_writer._publish_manifest = publish
 
 
 def _rank(folder: str, rank: int, size: int, port: int, stage: int, background: bool, how: str) -> None:

@@ -98,10 +98,10 @@ def flat_tensors(files: StateFiles, layout: FlatLayout, kind: str, flats: list[F
     numbers = set(layout.number_of.values())
     missing = {number for number in numbers if _is_missing(files, kind, number, flats)}
     vectors = []
-    for lengths, places in zip(layout.lengths, layout.parts):
+    for lengths, numbers_by_rank in zip(layout.lengths, layout.parts):
         parts = [
             None if number in missing else _Part(files.optimizers[rank].file, flats[rank][number])
-            for rank, number in places
+            for rank, number in numbers_by_rank
         ]
         vectors.append(_Vector(parts, lengths))
     codes = {number: _same_code(files, kind, number, flats) for number in numbers - missing}

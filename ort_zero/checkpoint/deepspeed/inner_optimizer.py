@@ -76,9 +76,9 @@ def _check_steps(files: StateFiles, scalars: list[list[dict[str, float]]]) -> No
     steps = {file: tuple(state.get("step") for state in states) for file, states in zip(files.optimizers, scalars)}
     done = files.module.get("global_steps", 0) - files.module.get("skipped_steps", 0)
     files.check_same("step", steps, expected=(float(done),) * len(scalars[0]))
-    made = {step for state in scalars[0] for step in (state.get("step"),) if step}
-    if made and made != {float(done)}:
-        said = ", ".join(f"{step:g}" for step in sorted(made))
+    counted = {step for state in scalars[0] for step in (state.get("step"),) if step}
+    if counted and counted != {float(done)}:
+        said = ", ".join(f"{step:g}" for step in sorted(counted))
         files.notes.append(
             f"the optimizer made {said} steps, {files.modules[0].file.name} counts {done}: the files are of "
             "different saves, unless the optimizer was started anew"
