@@ -1,0 +1,136 @@
+"""Two ranks, here two threads, write their shards and a manifest: all of it or nothing that counts."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_files import SAVED_ELSEWHERE, raw, some_tensors
+from safetensors.torch import load_file
+
+from ort_zero.checkpoint import checkpoint_writer, manifest
+from ort_zero.checkpoint.aggregation import aggregate
+from ort_zero.checkpoint.capture import Model, Shard
+from ort_zero.checkpoint.checkpoint_writer import SaveJob, write_checkpoint
+from ort_zero.checkpoint.records import WEIGHT, ParamGroup
+from ort_zero.checkpoint.shard_writer import ShardEntry
+from ort_zero.checkpoint.verification import verify
+from ort_zero.distributed.process_group import RankGroup
+from ort_zero.errors import CheckpointError, RankError
+
+RANKS = 2
+
+
+class ThreadGroup(RankGroup):
+    """One of several threads that exchange values as ranks do."""
+
+    size = RANKS
+
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier):
+        self.rank, self._values, self._barrier = rank, values, barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        self._values[self.rank] = value
+        self._barrier.wait(30)
+        found = list(self._values)
+        self._barrier.wait(30)
+        return found
+
+
+def shard_of(tensors: dict[tuple[str, str], torch.Tensor], rank: int) -> Shard:
+    """Return a rank's half of every tensor; the halves of odd sizes differ."""
+    weights, moments = [], []
+    for (kind, name), tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        low, high = flat.numel() * rank // RANKS, flat.numel() * (rank + 1) // RANKS
+        if low < high:
+            entry = ShardEntry(name=name, kind=kind, start=low, tensor=flat[low:high])
+            (weights if kind in SAVED_ELSEWHERE else moments).append(entry)
+    extra = {"counters": {"global_steps": 7}, "client_state": {}}
+    scalars = {"step": {name: 7.0 for kind, name in tensors if kind == "exp_avg"}}
+    return Shard(weights=weights, moments=moments, extra=extra, extra_tensors=[torch.arange(rank + 2)], scalars=scalars)
+
+
+def write(
+    path: Path, tensors: dict[tuple[str, str], torch.Tensor], without: str = "", **changes: Any
+) -> list[BaseException | None]:
+    """Write a checkpoint and return what each rank raised; no rank holds the tensors that are named `without`."""
+    held = {key: value for key, value in tensors.items() if key[1] != without}
+    trained = tuple(name for kind, name in tensors if kind == "exp_avg")
+    model = Model(
+        shapes={name: tuple(tensor.shape) for (kind, name), tensor in tensors.items() if kind in SAVED_ELSEWHERE},
+        dtype="F32",
+        aliases={"head.weight": "emb.weight"},
+        frozen=[name for kind, name in tensors if kind == WEIGHT],
+        optimizer_class="AdamW",
+        groups=[ParamGroup(names=trained, options={"lr": 0.01})],
+        step=7,
+        zero_stage=2,
+    )
+    fields = {"tag": "t", "save_id": "0123456789abcdef", "run_id": "run", "suffix": "", "save_latest": True} | changes
+    values, barrier = [None] * RANKS, threading.Barrier(RANKS)
+
+    def one(rank: int) -> BaseException | None:
+        job = SaveJob(path=str(path), durable=False, model=model, shard=shard_of(held, rank), **fields)
+        try:
+            write_checkpoint(job, ThreadGroup(rank, values, barrier))
+        except BaseException as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(one, range(RANKS)))
+
+
+def test_what_the_ranks_wrote_is_one_checkpoint(tmp_path):
+    tensors = some_tensors()
+    assert write(tmp_path / "c", tensors) == [None, None]
+    report = verify(str(tmp_path / "c"), progress=False)
+    assert report.ok and report.tag == "t" and (tmp_path / "c" / manifest.LATEST).read_text() == "t"
+    aggregate(tmp_path / "c", tmp_path / "out", what="weights+optimizer", progress=False)
+    found = {("", key): value for key, value in load_file(tmp_path / "out" / "model.safetensors").items()}
+    found |= {tuple(k.split("/")): v for k, v in load_file(tmp_path / "out" / "optimizer.safetensors").items()}
+    wanted = {("" if kind in SAVED_ELSEWHERE else kind, name): value for (kind, name), value in tensors.items()}
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert found[key].shape == value.shape and raw(found[key]) == raw(value), key
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new", "over another"])
+def test_a_rank_that_cannot_write_leaves_everything_as_it_was(tmp_path, monkeypatch, before):
+    folder = tmp_path / "c" / "t"
+    if before:
+        assert write(tmp_path / "c", some_tensors(1)) == [None, None]
+    there = {path.name: path.read_bytes() for path in folder.iterdir()} if before else {}
+    real = checkpoint_writer.write_shard
+
+    def full(place: Any, name: str, *args: Any) -> Any:
+        if "rank_00001_optimizer" in name:
+            raise OSError(28, "No space left on device")
+        return real(place, name, *args)
+
+    monkeypatch.setattr(checkpoint_writer, "write_shard", full)
+    first, second = write(tmp_path / "c", some_tensors(), save_id="f" * 16, suffix=".ffffffff")
+    assert isinstance(second, CheckpointError) and "No space left" in str(second)
+    assert isinstance(first, RankError) and "rank 1: [Errno 28] No space left" in str(first)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == there
+
+
+def test_a_tag_that_is_saved_anew_loses_the_files_of_before(tmp_path):
+    folder = tmp_path / "c" / "t"
+    write(tmp_path / "c", some_tensors(1))
+    (folder / ".rank_00000_master.safetensors.dead.partial").touch()
+    assert write(tmp_path / "c", some_tensors(), save_id="f" * 16, suffix=".ffffffff") == [None, None]
+    assert verify(str(tmp_path / "c"), progress=False).ok
+    files = {path.name for path in folder.iterdir()} - {manifest.NAME}
+    assert len(files) == 4 * RANKS and all(".ffffffff." in name for name in files)
+
+
+def test_a_parameter_that_no_rank_holds_makes_no_checkpoint(tmp_path):
+    first, second = write(tmp_path / "c", some_tensors(), without="a.bias")
+    assert isinstance(first, CheckpointError) and "no rank holds a.bias" in str(first)
+    assert isinstance(second, RankError) and not list((tmp_path / "c" / "t").iterdir())
