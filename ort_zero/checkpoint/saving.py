@@ -28,8 +28,8 @@ from ort_zero.distributed.side_channel import SideChannelGroup
 from ort_zero.errors import CheckpointError
 
 _RUN_ID = uuid.uuid4().hex
-_running: list[_Pending] = []
-_pending: weakref.WeakKeyDictionary[Any, _Pending] = weakref.WeakKeyDictionary()
+_running: list[_BackgroundSave] = []
+_pending: weakref.WeakKeyDictionary[Any, _BackgroundSave] = weakref.WeakKeyDictionary()
 _staging: weakref.WeakKeyDictionary[Any, Staging] = weakref.WeakKeyDictionary()
 
 
@@ -48,7 +48,7 @@ def all_ranks() -> SideChannelGroup:
     return _side_channel_beside(dist.group.WORLD)
 
 
-class _Pending(threading.Thread):
+class _BackgroundSave(threading.Thread):
     """A save that goes on in the background. Not a daemon: the interpreter waits for it at exit."""
 
     def __init__(self, job: SaveJob, ranks: RankGroup, finish_copy: Callable[[], None]):
@@ -164,7 +164,7 @@ def _save(
         if finish_copy is None:
             write_checkpoint(job, ranks)
     if finish_copy is not None:
-        thread = _Pending(job, ranks, finish_copy)
+        thread = _BackgroundSave(job, ranks, finish_copy)
         if state.steps_can_wait():
             thread.step_hook = state.before_steps(thread.copied.wait)
         _pending[engine] = thread

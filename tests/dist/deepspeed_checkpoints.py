@@ -168,7 +168,7 @@ def _train(variant: Variant, folder: Path) -> dict[str, dict[str, torch.Tensor]]
         engine.backward(engine(torch.randint(0, 11, (2, 3), generator=generator)))
         engine.step()
     engine.save_checkpoint(str(folder), client_state={"epoch": 2, "best": 0.5, "seen": ["a", None]})
-    held = _held(engine, variant) if variant.steps else {}
+    held = live_state(engine, variant) if variant.steps else {}
     if variant.stage < 3:
         held["module"] = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if variant.stage and variant.name != BF16_OPTIMIZER and torch.distributed.get_rank() == 0:
@@ -183,7 +183,7 @@ def _converted(folder: Path) -> dict[str, torch.Tensor]:
     return get_fp32_state_dict_from_zero_checkpoint(str(folder))
 
 
-def _held(engine: Any, variant: Variant) -> dict[str, dict[str, torch.Tensor]]:
+def live_state(engine: Any, variant: Variant) -> dict[str, dict[str, torch.Tensor]]:
     """Return masters and moments by name, put together from all ranks' live tensors; empty for what has none."""
     optimizer = engine.optimizer
     names = engine.param_names
