@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,33 +11,26 @@ import torch.distributed as dist
 from ort_zero import env
 from ort_zero.errors import RankError
 
-FAILED = 2
-
 
 def world_size(group: Any = None) -> int:
     """Return the number of ranks of `group`; 1 without torch.distributed."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-@dataclass(frozen=True, slots=True)
-class Vote:
-    """What one rank is about to do."""
+def exchange_integers(values: Sequence[int], group: Any = None) -> list[list[int]]:
+    """Return the integers of every rank, rank 0 first; cheaper than :func:`exchange`.
 
-    code: int
-    """1: the rank builds a graph; 0: it runs the graph it has; :data:`FAILED`: it cannot go on."""
-    digest: int
-    """Hash of the set of parameters that are trainable on that rank."""
-    graph: int = 0
-    """Hash of the collectives in the graph that the rank runs, in their order; 0 if it has no graph."""
+    All ranks of `group` must call this with equally many.
 
-
-def votes(code: int, digest: int, group: Any = None, graph: int = 0) -> list[Vote]:
-    """Return the vote of every rank. All ranks of `group` must call."""
+    Args:
+        values: of this rank, each within 64 bits.
+        group: process group; None for the default one.
+    """
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mine = torch.tensor([code, digest, graph], dtype=torch.int64, device=device)
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    return [Vote(*t.tolist()) for t in everyone]
+    return [tensor.tolist() for tensor in everyone]
 
 
 def exchange(value: Any, group: Any = None) -> list[Any]:

@@ -144,8 +144,8 @@ class RankAgreement:
             self.state, action = rank_protocol.step(self.state, event)
 
     def _votes(self, mine: Vote) -> list[Vote]:
-        votes = collectives.votes(mine.ballot, mine.value, self._group, mine.graph)
-        return [Vote(Ballot(vote.code), vote.digest, vote.graph) for vote in votes]
+        votes = collectives.exchange_integers((mine.ballot, mine.value, mine.graph), self._group)
+        return [Vote(Ballot(ballot), value, graph) for ballot, value, graph in votes]
 
 
 def _error_of(stop: Stop) -> Exception:

@@ -126,7 +126,7 @@ class Runtime:
         transitions.calls += 1
         call = ForwardCall(self, manager, transitions)
         try:
-            with torch_fallback.sources(self._sources()):
+            with torch_fallback.memory_owners(self._memory_owner_of()):
                 return call.run(args, kwargs)
         except EndedError:
             raise
@@ -273,19 +273,19 @@ class Runtime:
         except Exception:
             get_logger().debug("no summary", exc_info=True)
 
-    def _sources(self) -> Callable[[torch.Tensor], Any]:
+    def _memory_owner_of(self) -> Callable[[torch.Tensor], Any]:
         """Return a function that finds the weight behind a tensor, for nodes that run in PyTorch.
 
-        See :func:`ort_zero.runtime.operators.torch_fallback.sources`.
+        See :func:`ort_zero.runtime.operators.torch_fallback.memory_owners`.
         """
         here: set[int] = set()
 
-        def source_of(tensor: torch.Tensor) -> Any:
+        def owner_of(tensor: torch.Tensor) -> Any:
             if any(graph.table is not None and graph.table.plan.gathers_weights for graph in self.graphs()):
                 return gathered_weights.weight_at(tensor)
             if not here:
                 whole = (p for p in self.module.parameters() if not is_partitioned(p))
                 here.update(p.untyped_storage().data_ptr() for p in whole)
-            return torch_fallback.STAYS if tensor.untyped_storage().data_ptr() in here else None
+            return torch_fallback.PERSISTENT if tensor.untyped_storage().data_ptr() in here else None
 
-        return source_of
+        return owner_of

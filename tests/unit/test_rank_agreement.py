@@ -24,7 +24,7 @@ class Ranks:
         self._local = threading.local()
         monkeypatch.setattr(collectives, "world_size", lambda group=None: 2)
         monkeypatch.setattr(collectives, "exchange", lambda value, group=None: self._gather(value))
-        monkeypatch.setattr(collectives, "votes", self._votes)
+        monkeypatch.setattr(collectives, "exchange_integers", lambda values, group=None: self._gather(list(values)))
         monkeypatch.setattr(rank_agreement.torch.distributed, "get_rank", lambda group=None: self._local.rank)
 
     def _gather(self, value: Any) -> list[Any]:
@@ -33,9 +33,6 @@ class Ranks:
         found = list(self._given)
         self._barrier.wait()
         return found
-
-    def _votes(self, code: int, digest: int, group: Any = None, graph: int = 0) -> list[collectives.Vote]:
-        return [collectives.Vote(*three) for three in self._gather((int(code), digest, graph))]
 
     def run(self, *bodies: Callable[[RankAgreement], Any], stage: int = 3, fallback: bool = False) -> list[Any]:
         """Return what each rank's body returns or raises."""
@@ -125,7 +122,7 @@ def test_a_failure_stays_its_own_when_the_other_ranks_are_gone(ranks, monkeypatc
     def gone(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("connection closed by peer")
 
-    monkeypatch.setattr(collectives, "votes", gone)
+    monkeypatch.setattr(collectives, "exchange_integers", gone)
     for stop in ranks.run(fails_preparing, fails_preparing, fallback=True):
         assert stop.problem is Problem.OWN_ERROR and not stop.fall_back
 

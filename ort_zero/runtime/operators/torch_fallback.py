@@ -5,7 +5,7 @@ In between only what autograd saved is kept, in memory of its own: ORT may give 
 to another value as soon as no node of the graph needs it any more. Weights are not copied: those that ZeRO-3 gathered
 are gathered again for the backward, all others stay where they are.
 
-:mod:`ort_zero.runtime.operators.aten_op` makes such nodes; the runtime says which inputs are weights (:func:`sources`).
+:mod:`.aten_op` makes such nodes; the runtime says which of their inputs are weights (:func:`memory_owners`).
 """
 
 from __future__ import annotations
@@ -23,29 +23,33 @@ from ort_zero.compat.torch_modules import is_zero_tensor
 Function = Callable[..., Sequence[torch.Tensor]]
 
 
-class Lender(Protocol):
-    """A weight that can be had again."""
+class PartitionedWeight(Protocol):
+    """A weight that ZeRO-3 gathers for the time of its use."""
 
-    def again(self, lenders: Sequence[Lender]) -> Sequence[torch.Tensor]:
-        """Return the full weights of `lenders`, all of one kind. Collective."""
+    def again(self, weights: Sequence[PartitionedWeight]) -> Sequence[torch.Tensor]:
+        """Return the full `weights`, gathered once more. All ranks must call this."""
 
 
-STAYS = object()
-"""Stands for memory that outlives the graph's run: a weight that is not partitioned."""
+PERSISTENT = object()
+"""Stands for the owner of memory that outlives the run of a graph: a weight that is not partitioned."""
 
-_source_of: Callable[[torch.Tensor], Any] = lambda tensor: None  # noqa: E731
+_owner_of: Callable[[torch.Tensor], Any] = lambda tensor: None  # noqa: E731
 _failures: list[BaseException] = []
 
 
 @contextlib.contextmanager
-def sources(source_of: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """Ask ``source_of(tensor)`` about inputs of nodes: a :class:`Lender`, `STAYS`, or None for ORT's own memory."""
-    global _source_of
-    before, _source_of = _source_of, source_of
+def memory_owners(owner_of: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Let nodes that run in the block know whose memory each of their inputs is.
+
+    Args:
+        owner_of: returns a :class:`PartitionedWeight`, :data:`PERSISTENT`, or None for memory of ORT's own.
+    """
+    global _owner_of
+    before, _owner_of = _owner_of, owner_of
     try:
         yield
     finally:
-        _source_of = before
+        _owner_of = before
 
 
 def take_failure() -> BaseException | None:
@@ -107,7 +111,7 @@ class _SavedView:
 class _GatheredAgain:
     """A weight that is partitioned until the backward needs it."""
 
-    lender: Lender
+    weight: PartitionedWeight
     full: torch.Tensor | None = None
     """The whole weight, while the backward runs."""
 
@@ -116,17 +120,19 @@ class _OwnCopies:
     """Copies the saved tensors whose memory belongs to ORT; several views of one storage share one copy."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]):
-        found = {_address(t): _source_of(t) for t in inputs}
+        found = {_address(t): _owner_of(t) for t in inputs}
         self.storages = set(found)
         self.saved: set[int] = set()
-        self.staying = {address for address, source in found.items() if source is STAYS}
-        self.gathered_again = {a: _GatheredAgain(source) for a, source in found.items() if source not in (None, STAYS)}
+        self.persistent = {address for address, owner in found.items() if owner is PERSISTENT}
+        self.gathered_again = {
+            address: _GatheredAgain(owner) for address, owner in found.items() if owner not in (None, PERSISTENT)
+        }
         self._copies: dict[int, torch.Tensor] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
         address = _address(tensor)
         self.saved.add(address)
-        if address not in self.storages or address in self.staying:
+        if address not in self.storages or address in self.persistent:
             return tensor.detach()
         if address in self.gathered_again:
             return _SavedView(self.gathered_again[address], tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -151,13 +157,13 @@ def _whole(weights: Sequence[_GatheredAgain]) -> Iterator[None]:
     """Have whole weights in the block. All ranks gather the same ones, whatever autograd saved on each."""
     try:
         if weights:
-            lenders = [weight.lender for weight in weights]
-            for weight, full in zip(weights, lenders[0].again(lenders), strict=True):
-                weight.full = full
+            partitioned = [saved.weight for saved in weights]
+            for saved, full in zip(weights, partitioned[0].again(partitioned), strict=True):
+                saved.full = full
         yield
     finally:
-        for weight in weights:
-            weight.full = None
+        for saved in weights:
+            saved.full = None
 
 
 def _address(tensor: torch.Tensor) -> int:
