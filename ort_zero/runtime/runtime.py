@@ -41,7 +41,7 @@ from ort_zero.runtime.guards.module_guard import ModuleGuard
 from ort_zero.runtime.guards.value_guards import GuardFailures
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.rank_agreement import RankAgreement
-from ort_zero.runtime.transitions import GraphTransitionManager, History
+from ort_zero.runtime.transitions import GraphTransitionManager, TransitionHistory
 from ort_zero.runtime.zero3 import gathered_weights
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel, subscribed_models_in
@@ -85,7 +85,7 @@ class Runtime:
         """Why PyTorch runs the model; None while ONNX Runtime does."""
         self.excluded = ExcludedModules(module, config.exclude)
         self.guard_failures = GuardFailures()
-        self.history = History()
+        self.history = TransitionHistory()
         self._cache = ExportCache(config.cache_dir) if config.cache_dir is not None else None
         self.memory: MemoryOptimizer | None = None
         if memory is not None and memory.mode != OFF:

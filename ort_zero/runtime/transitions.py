@@ -64,7 +64,7 @@ class CompletedTransition:
         }
 
 
-class History:
+class TransitionHistory:
     """Remembers the transitions of one model, and numbers its graphs."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class GraphTransitionManager:
         capacity: graphs that may be held at a time.
     """
 
-    def __init__(self, builder: GraphBuilder, module_guard: ModuleGuard, history: History, capacity: int):
+    def __init__(self, builder: GraphBuilder, module_guard: ModuleGuard, history: TransitionHistory, capacity: int):
         self.builder = builder
         self.module_guard = module_guard
         self.history = history

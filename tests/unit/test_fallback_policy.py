@@ -14,7 +14,7 @@ class Node:
         self.outputs = [type("Value", (), {"requires_grad": requires_grad})()]
 
 
-def routes(training: bool = True) -> FallbackPolicy:
+def policy(training: bool = True) -> FallbackPolicy:
     return FallbackPolicy(training, lambda name, function: None)
 
 
@@ -28,7 +28,7 @@ def routes(training: bool = True) -> FallbackPolicy:
     ],
 )
 def test_a_missing_kernel_or_gradient_is_learned_once(message, operator):
-    learned = routes()
+    learned = policy()
     assert learned.after(Node(True), ["Add", operator]) is None or operator in ("Det", "GridSample")
     assert learned.learn(message)
     assert operator.removesuffix("Grad") in learned.after(Node(False), ["Add", operator])
@@ -36,10 +36,10 @@ def test_a_missing_kernel_or_gradient_is_learned_once(message, operator):
 
 
 def test_other_messages_teach_nothing():
-    assert not routes().learn("Duplicate definition of name (x_grad)")
+    assert not policy().learn("Duplicate definition of name (x_grad)")
 
 
 def test_what_has_no_gradient_in_ort_is_avoided_only_where_a_gradient_is_wanted():
-    assert routes().after(Node(True), ["CumSum"]) == "ONNX Runtime has no gradient for CumSum"
-    assert routes().after(Node(False), ["CumSum"]) is None
-    assert routes(training=False).after(Node(True), ["CumSum"]) is None
+    assert policy().after(Node(True), ["CumSum"]) == "ONNX Runtime has no gradient for CumSum"
+    assert policy().after(Node(False), ["CumSum"]) is None
+    assert policy(training=False).after(Node(True), ["CumSum"]) is None
