@@ -113,7 +113,7 @@ def chosen(name: str) -> Level:
     Raises:
         ConfigError: the variable, or `name`, is no level.
     """
-    key, value = VARIABLE, os.environ.get(VARIABLE)
+    key, value = VARIABLE, os.environ.get(VARIABLE, "")
     if _from_environment() is None:
         key, value = "ort_zero.ortmodule.log_level", name
     level = _BY_NAME.get((value or "").strip().upper())

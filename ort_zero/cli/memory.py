@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ort_zero.cli import print_json
+from ort_zero.errors import MemoryPlanError
 
 if TYPE_CHECKING:
     from ort_zero.recompute.plan_command import Report, Run, Task
@@ -123,7 +125,7 @@ def _write(args: argparse.Namespace, report: Report) -> dict[str, Any]:
     from ort_zero.recompute import plan_command
 
     written: dict[str, Any] = {"out": None, "plot": None}
-    found = report.plans[0].decision["plan"]
+    found = _decision_of(report.plans[0])["plan"]
     if args.out and found:  # an empty list is no plan to anybody who reads it
         plan_command.write_plan(Path(args.out), found)
         written["out"] = args.out
@@ -148,9 +150,9 @@ def text_of(report: Report, width: int | None = None, written: dict[str, Any] | 
 
     lines: list[str] = []
     for one in report.plans:
-        lines += [f"{one.name}{_ranks(one)}", "", plan_table.text(one.decision, width), *_kept(one), ""]
+        lines += [f"{one.name}{_ranks(one)}", "", plan_table.text(_decision_of(one), width), *_kept(one), ""]
     if report.without is not None:
-        lines += [*_compared(report, width), ""]
+        lines += [*_compared(report.runs, report.without, width), ""]
     lines += [f"{one.name}: {one.error}" for one in report.failed]
     lines += [f"{option}: {name}" for option, name in (written or {}).items() if name]
     if report.wrong:
@@ -166,23 +168,30 @@ def _ranks(one: Run) -> str:
     return f", {one.ranks} ranks, the figures are those of one" if one.ranks > 1 else ""
 
 
+def _decision_of(one: Run) -> dict[str, Any]:
+    """Return the decision of a run that found a plan."""
+    if one.decision is None:
+        raise MemoryPlanError(f"{one.name}: {one.error or 'no plan'}")
+    return one.decision
+
+
 def _kept(one: Run) -> list[str]:
-    kept = one.decision["kept"]
+    decision = _decision_of(one)
+    kept = decision["kept"]
     if not kept:
         return []
     how = ", ".join(f'"{key}": "{value}"' if isinstance(value, str) else f'"{key}": {value}'
                     for key, value in one.memory.items())  # fmt: skip
-    since = "was there already" if one.decision["found"] else "is used at once by the next start"
+    since = "was there already" if decision["found"] else "is used at once by the next start"
     return [f'kept: {kept} ({since}, with "memory": {{{how}}})']
 
 
-def _compared(report: Report, width: int | None) -> list[str]:
+def _compared(runs: Iterable[Run], without: Run, width: int | None) -> list[str]:
     from ort_zero.recompute import plan_table
 
-    without = report.without
     head = ("run", "predicted", "measured", "off by", "of without", "step", "of without")
     rows = []
-    for one in report.runs:
+    for one in runs:
         if one.error:
             continue
         seconds = one.seconds_per_step

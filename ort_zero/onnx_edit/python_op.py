@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import onnx
 from onnx import helper
@@ -30,7 +31,7 @@ def python_op(
     function: str, name: str, scalars: Sequence[int], read: Sequence[Value], made: Sequence[Value]
 ) -> onnx.NodeProto:
     """Return the node `name` that calls `function` with the integers `scalars` and then the tensors `read`."""
-    constants = {} if not scalars else {
+    constants: dict[str, Any] = {} if not scalars else {
         "input_int_scalars": list(scalars),
         "input_int_scalar_positions": list(range(len(scalars))),
     }  # fmt: skip

@@ -59,7 +59,7 @@ def announce(engine: Any, runtime: Any | None) -> None:
     if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):
         return
     status = runtime.status() if runtime is not None else None
-    plans: Sequence[tuple[str, str]] = getattr(runtime, "memory_summary", tuple)()
+    plans: Sequence[tuple[str, str]] = runtime.memory_summary() if runtime is not None else ()
     if status is None:
         title = f"{type(engine.module).__name__} runs in PyTorch, as the section says"
     elif status["fallback_reason"]:

@@ -23,6 +23,8 @@ from ort_zero.utils import atomic_write
 def load(module_name: str | None, path: str | None, qualname: str) -> Callable[..., Any]:
     """Return the function `qualname` of the module `module_name`, or of the file `path`."""
     if path is None:
+        if module_name is None:
+            raise ValueError(f"{qualname}: neither a module nor a file is named")
         found: Any = importlib.import_module(module_name)
     else:
         name = module_name or Path(path).stem
@@ -30,6 +32,8 @@ def load(module_name: str | None, path: str | None, qualname: str) -> Callable[.
             name = "__mp_main__"
         sys.path.insert(0, str(Path(path).resolve().parent))
         spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is no Python source file")
         found = importlib.util.module_from_spec(spec)
         sys.modules[name] = found  # pickle looks a result's class up here
         spec.loader.exec_module(found)

@@ -99,8 +99,9 @@ def _spec(target: Callable[..., Any] | str, args: tuple) -> dict[str, Any]:
     spec: dict[str, Any] = {"module": None, "path": None, "qualname": None, "args": pickle.dumps(args)}
     spec["sys_path"] = [os.path.abspath(entry) for entry in sys.path]
     if isinstance(target, str):
-        place, colon, qualname = target.rpartition(":")
-        if not colon or qualname.endswith(".py"):
+        place, colon, name = target.rpartition(":")
+        qualname: str | None = name
+        if not colon or name.endswith(".py"):
             place, qualname = target, None
         key = "path" if place.endswith(".py") else "module"
         if qualname is None and key == "module":
@@ -114,7 +115,10 @@ def _spec(target: Callable[..., Any] | str, args: tuple) -> dict[str, Any]:
     spec["module"] = target.__module__
     if "." not in target.__module__:
         # A test file or a script: its module name means nothing to another process, its path does.
-        spec["path"] = os.path.abspath(inspect.getsourcefile(target))
+        source = inspect.getsourcefile(target)
+        if source is None:
+            raise ValueError(f"{target.__qualname__} has no source file: another process cannot find it")
+        spec["path"] = os.path.abspath(source)
     return spec
 
 
@@ -198,6 +202,7 @@ def _raise_failure(folder: Path, processes: list[subprocess.Popen | _warm.Forked
     if dead:  # killed or crashed: what the others report is only that this one is gone
         rank = dead[0]
         code = processes[rank].returncode
+        assert code is not None, "poll() has returned it"
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         raise RuntimeError(f"rank {rank} of {len(processes)} {how}\n{_output(folder, rank)}")
     _, rank, text = min(errors)

@@ -1,0 +1,163 @@
+"""The documents are true: paths exist, links lead somewhere, docs/api.md and the code have the same public names."""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from ort_zero import config, env
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "ort_zero/compat/README.md"])
+DOORS = ("ort_zero", "ort_zero.checkpoint", "ort_zero.hooks", "ort_zero.graph.symbolics")
+TOP = {path.name for path in ROOT.iterdir()} - {"out"}
+
+
+def prose_of(page: Path) -> str:
+    """Return a page without its code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as forges make them."""
+    titles = re.findall(r"^#+ (.+)$", prose_of(page), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Return the links of a page that lead to no file, or to no heading."""
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose_of(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            found.append(link)
+    return found
+
+
+def wrong_paths(page: Path) -> list[str]:
+    """Return the paths below the repository, or below ort_zero, that a page names in its text and that do not exist."""
+    found = []
+    for code in re.findall(r"`([^`\n]+)`", prose_of(page)):
+        # "runtime/operators/symbolics.py: TABLE", "tests/unit/test_log.py::test_x"; braces and stars name several
+        for name in re.findall(r"(?<![\w./-])[\w.*{},-]+(?:/[\w.*{},-]+)+/?|\b[\w*]+\.py\b", code.split("::")[0]):
+            if name.split("/")[0] in TOP:
+                bases = [ROOT]
+            elif name.endswith(".py") or name.split("/")[0] in SUBPACKAGES:
+                bases = [ROOT / "ort_zero", page.parent]
+            else:
+                continue
+            for one in expanded(name.rstrip("/")):
+                # also the end of a path: "collect/writer.py", "peak_memory.py"
+                if not any(list(base.glob(pattern)) for base in bases for pattern in (one, f"**/{one}")):
+                    found.append(one)
+    return found
+
+
+SUBPACKAGES = {path.name for path in (ROOT / "ort_zero").iterdir() if path.is_dir() and path.name != "__pycache__"}
+
+
+def expanded(name: str) -> list[str]:
+    """Return the paths that ``a/{b,c}.py`` stands for."""
+    braces = re.search(r"\{([^{}]*)\}", name)
+    if not braces:
+        return [name]
+    return [one for part in braces[1].split(",") for one in expanded(name.replace(braces[0], part.strip(), 1))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    assert not broken_links(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_paths_that_a_page_names_exist(page):
+    assert not wrong_paths(page)
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    assert not [
+        page.name for page in (ROOT / "docs").glob("*.md") if f"({page.name}" not in index and page.name != "README.md"
+    ]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_every_target_of_make_that_a_page_names_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    named = {name for page in PAGES for name in re.findall(r"`make ([a-z-]+)", page.read_text())}
+    assert named and named <= targets
+
+
+def test_the_walk_finds_what_it_should(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A title, long\n[a](page.md#a-title-long) [b](#none) [c](gone.md) [d](https://x.y/z)\n"
+                    "`ort_zero/config.py` `ort_zero/gone.py: f` `checkpoint/{saving,none}.py` `saving.py` `none.py`\n"
+                    "```\n[e](gone.md) `gone.py`\n```\n")  # fmt: skip
+    assert broken_links(page) == ["#none", "gone.md"]
+    assert wrong_paths(page) == ["ort_zero/gone.py", "checkpoint/none.py", "none.py"]
+
+
+def names_on_the_page() -> list[str]:
+    """Return the dotted names in the first columns of docs/api.md."""
+    return re.findall(r"^\| `(ort_zero\.[\w.]+)", (ROOT / "docs/api.md").read_text(), flags=re.M)
+
+
+def test_every_public_name_can_be_imported():
+    names = names_on_the_page()
+    assert len(names) == len(set(names)) > 20
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_every_name_of_the_doors_is_on_the_page():
+    errors = importlib.import_module("ort_zero.errors")
+    offered = {f"{door}.{name}" for door in DOORS for name in importlib.import_module(door).__all__}
+    offered |= {f"ort_zero.errors.{name}" for name, value in vars(errors).items() if isinstance(value, type)}
+    assert offered == set(names_on_the_page())
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_name_that_no_door_offers_is_an_attribute_error(door):
+    module = importlib.import_module(door)
+    with pytest.raises(AttributeError, match=f"module '{door}' has no attribute 'no_such_name'"):
+        _ = module.no_such_name
+
+
+def keys_of(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return the dotted keys of the section."""
+    found = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        nested = isinstance(kind, type) and issubclass(kind, BaseModel)
+        found += keys_of(kind, f"{prefix}{name}.") if nested else [prefix + name]
+    return found
+
+
+def test_every_key_of_the_section_is_in_its_table():
+    text = (ROOT / "docs/configuration.md").read_text()
+    rows = re.findall(r"^\| `([a-z_.]+)` \|", text, flags=re.M)
+    assert sorted(rows) == sorted(keys_of(config.Config))
+
+
+def test_every_variable_of_the_environment_is_in_its_table():
+    read = set(re.findall(r"``(ORT_ZERO_\w+)``[^\n]*", env.__doc__)) - {env.MEMORY_SESSION, "ORT_ZERO_WARM_RANKS"}
+    assert read == set(re.findall(r"ORT_ZERO_\w+", (ROOT / "docs/configuration.md").read_text()))
+
+
+def test_the_section_of_mypy_has_no_exceptions():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    assert "mypy" in parser and "ignore_errors" not in (ROOT / "setup.cfg").read_text()
+    assert [name for name in parser.sections() if name.startswith("mypy-")] == []
