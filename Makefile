@@ -14,6 +14,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 QUIET := $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/dri /dev/accel),,DS_ACCELERATOR=cpu)
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
+# two launches of ranks side by side: while one waits, imports in a single process or exports, the other has the cores
+RANKS := -n 2 --dist loadfile
 FREE_PORT = $$($(BIN)/python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 
 .PHONY: help
@@ -69,8 +71,11 @@ browser:
 
 .PHONY: test
 test: $(READY) browser ## Run every test but the slow ones: unit, contract, 2-4 ranks
-	@# each module of ranks takes all cores, so those run one by one
-	$(PYTEST) -m "not slow" $(PARALLEL) tests/unit tests/contract; one=$$?; $(PYTEST) -m "not slow" tests/dist && exit $$one
+	$(PYTEST) -m "not slow" $(PARALLEL) tests/unit tests/contract; one=$$?; $(PYTEST) -m "not slow" $(RANKS) tests/dist && exit $$one
+
+.PHONY: test-fast
+test-fast: $(READY) ## Run the unit tests of what needs no torch, in less than a minute
+	$(PYTEST) -m "not slow" --without-torch $(PARALLEL) tests/unit
 
 .PHONY: test-unit
 test-unit: $(READY) browser ## Run the unit and contract tests
@@ -78,7 +83,7 @@ test-unit: $(READY) browser ## Run the unit and contract tests
 
 .PHONY: test-dist
 test-dist: $(READY) ## Run the tests on 2-4 ranks
-	$(PYTEST) -m "not slow" tests/dist
+	$(PYTEST) -m "not slow" $(RANKS) tests/dist
 
 .PHONY: test-slow
 test-slow: $(READY) ## Run the tests that take minutes

@@ -7,11 +7,30 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "dist"))
+import pytest
+from torch_free import needs_torch
+
+for folder in ("unit", "dist"):  # models, checkpoints and the like that tests of several folders use
+    sys.path.insert(0, str(Path(__file__).parent / folder))
 os.environ.setdefault("ORT_ZERO_WARM_RANKS", "1")
+os.environ.pop("ORT_ZERO_LOG_LEVEL", None)  # it wins over those that tests set
 # DeepSpeed builds its operators with the ninja on the path, and builds them again when that is another one
 os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
 # ... and those of an environment at another path, half a minute each time that two clones take turns
 _cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 _environment = hashlib.sha256(f"{sys.prefix} {sys.version}".encode()).hexdigest()[:12]
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(_cache, "torch_extensions", f"tests_{_environment}"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of ``make test-fast``."""
+    parser.addoption(
+        "--without-torch", action="store_true", help="leave out test modules that import torch or what needs it"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the test modules that need torch, if that was asked for."""
+    if config.getoption("--without-torch") and collection_path.suffix == ".py" and needs_torch(collection_path):
+        return True
+    return None

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +23,7 @@ from socket import socketpair
 from typing import Any
 
 IMPORTED = (
+    "pytest",  # the function is in a test's file
     "torch",
     "torch.distributed.checkpoint",
     "deepspeed",
@@ -39,6 +41,7 @@ OF_RANKS = frozenset(
 READ_LATE = frozenset(
     (
         "ORT_ZERO_CACHE_DIR",
+        "TMPDIR",
         "AWS_ACCESS_KEY_ID",
         "AWS_SECRET_ACCESS_KEY",
         "AWS_DEFAULT_REGION",
@@ -99,9 +102,9 @@ class Server:
         """Return whether a process with this environment would have imported the same."""
         return self.alive and self.env == _read_early(env)
 
-    def start(self, folder: Path, env: Mapping[str, str], output: Path) -> Forked:
-        """Begin a rank; see :func:`ort_zero.testing.ranks.run_on_ranks`."""
-        return Forked(self, self.ask("start", str(folder), dict(env), os.getcwd(), str(output)))
+    def start(self, folder: Path, env: Mapping[str, str], output: Path, errors: Path | None) -> Forked:
+        """Begin a rank; see :func:`ort_zero.testing.ranks.run_on_ranks`. Without `errors` all goes to `output`."""
+        return Forked(self, self.ask("start", str(folder), dict(env), os.getcwd(), str(output), str(errors or output)))
 
     def ask(self, what: str, *about: Any) -> Any:
         """Return what the process says.
@@ -135,13 +138,13 @@ def _serve(connection: Connection) -> str | None:
         except EOFError:
             return None
         if what == "start":
-            folder, env, cwd, output = about
+            folder, env, cwd, output, errors = about
             ready, becoming = os.pipe()
             pid = os.fork()
             if pid == 0:
                 connection.close()
                 os.close(ready)
-                _become(env, cwd, output)
+                _become(env, cwd, output, errors)
                 os.close(becoming)
                 return folder
             os.close(becoming)
@@ -152,12 +155,16 @@ def _serve(connection: Connection) -> str | None:
             connection.send(_code(about[0], wait=what == "wait"))
 
 
-def _become(env: Mapping[str, str], cwd: str, output: str) -> None:
+def _become(env: Mapping[str, str], cwd: str, output: str, errors: str) -> None:
     os.setsid()
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for number in (1, 2):
+    for number, path in ((1, output), (2, errors)):
+        if number == 2 and path == output:
+            os.dup2(1, 2)
+            continue
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(file, number)
-    os.close(file)
+        os.close(file)
+    tempfile.tempdir = None  # depends on the environment
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
@@ -184,9 +191,14 @@ def main(number: int) -> int:
 
     gloo_exit.settle_at_exit()  # as in a rank, before the modules register theirs
     for name in IMPORTED:
-        importlib.import_module(name)
-    with contextlib.suppress(OrtZeroError):  # whoever needs it, will say so
+        with contextlib.suppress(ModuleNotFoundError):  # whoever needs it, will say so
+            importlib.import_module(name)
+    with contextlib.suppress(OrtZeroError):
         ortmodule.import_ortmodule()
+    # What DeepSpeed does when a process group starts: a build of its operator, or the check that it is up to date, else
+    # in each rank and within its time.
+    with contextlib.suppress(Exception):
+        importlib.import_module("deepspeed.comm.torch").build_shm_op()
     # What is imported stays for good. Else each rank's collector goes through all of it, copying every page as it
     # counts, again and again and at the end of the interpreter: 1.5 s of CPU a rank.
     gc.collect()

@@ -48,14 +48,22 @@ def write(path: Path, payload: Any) -> None:
 
 
 def main(folder: Path) -> int:
-    """Run this rank's function, leave its result or its traceback in `folder`, return the exit code."""
+    """Run this rank's function, leave its result or its traceback in `folder`, return the exit code.
+
+    A script that :func:`ort_zero.testing.ranks.run_script_on_ranks` runs leaves nothing, and may raise anything.
+    """
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     gloo_exit.settle_at_exit()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    spec = pickle.loads((folder / "spec.pkl").read_bytes())
+    sys.path.extend(entry for entry in spec["sys_path"] if entry not in sys.path)
+    if "command" in spec:  # its errors and its exit are its own
+        sys.argv = spec["command"]
+        sys.path.insert(0, os.path.dirname(spec["command"][0]))
+        runpy.run_path(spec["command"][0], run_name="__main__")
+        return 0
     try:
-        spec = pickle.loads((folder / "spec.pkl").read_bytes())
-        sys.path.extend(entry for entry in spec["sys_path"] if entry not in sys.path)
         args = pickle.loads(spec["args"])
         if spec["qualname"] is None:
             sys.argv = [spec["path"], *map(str, args)]

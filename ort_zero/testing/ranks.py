@@ -12,6 +12,7 @@ first, second = run_on_ranks(train, 2, 10)
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import pickle
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,24 +81,83 @@ def run_on_ranks(
         RuntimeError: a rank failed (with the traceback of the one that failed first), or time ran out (with what each
             rank was doing).
     """
+    with _launched(_spec(target, args), world_size, env or {}, fresh) as (folder, processes):
+        _wait(folder, processes, timeout)
+        return [pickle.loads((folder / f"rank_{rank}.result").read_bytes()) for rank in range(world_size)]
+
+
+def run_script_on_ranks(
+    script: str | os.PathLike[str],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    fresh: bool = False,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a script on `world_size` new processes; return how each ended and what it printed, in the order of ranks.
+
+    As :func:`run_on_ranks`, but a script that fails is no error of this function, and both streams of each rank are the
+    script's alone.
+
+    Args:
+        script: path of the file, which is run as ``__main__``.
+        world_size: number of ranks.
+        args: the command line of the script.
+        timeout: seconds for everything, start of the processes included.
+        env: more environment variables.
+        fresh: see :func:`run_on_ranks`.
+
+    Raises:
+        RuntimeError: time ran out (with what each rank was doing).
+    """
+    words = [os.path.abspath(script), *map(str, args)]
+    with _launched({"command": words, "sys_path": _absolute_sys_path()}, world_size, env or {}, fresh) as launched:
+        folder, processes = launched
+        deadline = time.monotonic() + timeout
+        while any(process.poll() is None for process in processes):
+            if time.monotonic() > deadline:
+                _raise_timeout(folder, processes, timeout)
+            time.sleep(0.05)
+        return [
+            subprocess.CompletedProcess(
+                words,
+                process.returncode,
+                (folder / f"rank_{rank}.output").read_text(errors="replace"),
+                (folder / f"rank_{rank}.errors").read_text(errors="replace"),
+            )
+            for rank, process in enumerate(processes)
+        ]
+
+
+@contextlib.contextmanager
+def _launched(
+    spec: Mapping[str, Any], world_size: int, env: Mapping[str, str], fresh: bool
+) -> Iterator[tuple[Path, list[subprocess.Popen | _warm.Forked]]]:
+    """Start the ranks of `spec`; yield the folder of their outputs and the processes, of which none outlives the block.
+
+    Standard error is a file of its own where `spec` has a "command".
+    """
     with tempfile.TemporaryDirectory(prefix="ort_zero_ranks_") as name:
         folder = Path(name)
-        (folder / "spec.pkl").write_bytes(pickle.dumps(_spec(target, args)))
+        (folder / "spec.pkl").write_bytes(pickle.dumps(spec))
         locked = _build_locks()
-        processes = _start(folder, world_size, env or {}, fresh)
+        processes = _start(folder, world_size, env, fresh, "errors" if "command" in spec else None)
         try:
-            _wait(folder, processes, timeout)
+            yield folder, processes
         finally:
             if _kill(processes):
                 for lock in _build_locks() - locked:
                     lock.unlink(missing_ok=True)
-        return [pickle.loads((folder / f"rank_{rank}.result").read_bytes()) for rank in range(world_size)]
+
+
+def _absolute_sys_path() -> list[str]:
+    return [os.path.abspath(entry) for entry in sys.path]
 
 
 def _spec(target: Callable[..., Any] | str, args: tuple) -> dict[str, Any]:
     # Arguments are pickled apart: their classes may live where only the extended sys.path of the worker leads.
     spec: dict[str, Any] = {"module": None, "path": None, "qualname": None, "args": pickle.dumps(args)}
-    spec["sys_path"] = [os.path.abspath(entry) for entry in sys.path]
+    spec["sys_path"] = _absolute_sys_path()
     if isinstance(target, str):
         place, colon, name = target.rpartition(":")
         qualname: str | None = name
@@ -123,8 +183,9 @@ def _spec(target: Callable[..., Any] | str, args: tuple) -> dict[str, Any]:
 
 
 def _start(
-    folder: Path, world_size: int, extra: Mapping[str, str], fresh: bool
+    folder: Path, world_size: int, extra: Mapping[str, str], fresh: bool, errors: str | None
 ) -> list[subprocess.Popen | _warm.Forked]:
+    """Start the ranks; with `errors`, the suffix of a file, standard error goes there."""
     package_home = str(Path(__file__).resolve().parents[2])
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_home, env.get("PYTHONPATH"))))
@@ -142,16 +203,17 @@ def _start(
         for rank in range(world_size):
             of_rank = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             output = folder / f"rank_{rank}.output"
+            error_output = output.with_suffix(f".{errors}") if errors else None
             if server is not None:
-                processes.append(server.start(folder, of_rank, output))
+                processes.append(server.start(folder, of_rank, output, error_output))
                 continue
-            with open(output, "wb") as file:
+            with open(output, "wb") as file, open(error_output or os.devnull, "wb") as error_file:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "ort_zero.testing._worker", str(folder)],
                     env=of_rank,
                     stdin=subprocess.DEVNULL,
                     stdout=file,
-                    stderr=subprocess.STDOUT,
+                    stderr=error_file if errors else subprocess.STDOUT,
                     start_new_session=True,  # so that its own children can be ended with it
                 )
             processes.append(process)
@@ -221,7 +283,8 @@ def _raise_timeout(folder: Path, processes: list[subprocess.Popen | _warm.Forked
 
 
 def _output(folder: Path, rank: int, tail: int = _TAIL) -> str:
-    text = (folder / f"rank_{rank}.output").read_text(errors="replace").strip()
+    files = [folder / f"rank_{rank}.output", folder / f"rank_{rank}.errors"]
+    text = "".join(file.read_text(errors="replace") for file in files if file.exists()).strip()
     if len(text) > tail:
         text = "..." + text[-tail:]
     return f"--- output of rank {rank} ---\n{text or '(none)'}"

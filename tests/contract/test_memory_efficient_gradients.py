@@ -10,9 +10,9 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
-from feature_workers import CalledOften, Stack, Tied
 from models import Batches, build
 from onnx import TensorProto, helper
+from stack_models import CalledOften, Stack, Tied
 from torch import nn
 from torch.nn import functional as F
 

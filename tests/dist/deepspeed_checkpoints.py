@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from launched import once
+from launch_once import once
 
 from ort_zero.checkpoint import dtypes
 from ort_zero.checkpoint.records import Source, Tensor

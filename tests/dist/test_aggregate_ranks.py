@@ -6,17 +6,56 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
-import aggregate_workers
 import pytest
 import torch
+import torch.distributed as dist
+from checkpoint_files import MASTER, SAVED_ELSEWHERE, some_tensors, write
 from safetensors.torch import load_file
 
+from ort_zero.checkpoint import aggregation_stream
+from ort_zero.checkpoint.aggregation import aggregate
+from ort_zero.distributed.process_group import from_launcher
 from ort_zero.testing.ranks import free_port, run_on_ranks
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from checkpoint_files import MASTER, SAVED_ELSEWHERE, some_tensors, write
+# -- what each rank runs -----------------------------------------------------------------------------------------------
+
+
+def together(src: str, dst: str, fails: int | None = None, **options: Any) -> dict[str, Any]:
+    """Aggregate as one of the ranks that run; rank `fails` has a full disk."""
+    rank = int(os.environ["RANK"])
+    if rank == fails:
+
+        def full(self: Any, *args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        aggregation_stream._Writer.put = full
+    started = time.monotonic()
+    ranks = from_launcher(src)
+    try:
+        report = aggregate(src, dst, ranks=ranks, **options)
+        result = {"type": None, "files": dict(report.files), "read": report.bytes_read, "warnings": report.warnings}
+    except Exception as error:
+        result = {"type": type(error).__name__, "text": str(error)}
+    dist.barrier()
+    return {**result, "seconds": time.monotonic() - started}
+
+
+def shards(src: str, dst: str) -> dict[str, Any]:
+    """Aggregate into several files."""
+    return together(src, dst, max_shard_size=200)
+
+
+def full_on_rank_1(src: str, dst: str) -> dict[str, Any]:
+    """Aggregate into several files; the disk of rank 1 is full."""
+    return together(src, dst, fails=1, max_shard_size=200)
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = {name: value for (kind, name), value in some_tensors().items() if kind in SAVED_ELSEWHERE}
@@ -38,13 +77,13 @@ def check(out: Path) -> None:
 
 
 def test_three_ranks_write_all_files_once(src, tmp_path):
-    reports = run_on_ranks(aggregate_workers.together, 3, str(src), str(tmp_path / "out"), None)
+    reports = run_on_ranks(together, 3, str(src), str(tmp_path / "out"), None)
     assert [r["type"] for r in reports] == [None] * 3 and set(reports[0]["files"]) == set(os.listdir(tmp_path / "out"))
 
 
 def test_ranks_share_shards_and_agree(src, tmp_path):
     out = tmp_path / "out"
-    reports = run_on_ranks(aggregate_workers.shards, 3, str(src), str(out))
+    reports = run_on_ranks(shards, 3, str(src), str(out))
     assert reports[0]["read"] == sum(v.numel() * v.element_size() for v in WEIGHTS.values())
     assert all(r["files"] == reports[0]["files"] and r["type"] is None for r in reports)
     check(out)
@@ -52,14 +91,14 @@ def test_ranks_share_shards_and_agree(src, tmp_path):
 
 def test_one_failing_rank_fails_all_and_leaves_nothing(src, tmp_path):
     out = tmp_path / "out"
-    reports = run_on_ranks(aggregate_workers.full_on_rank_1, 3, str(src), str(out))
+    reports = run_on_ranks(full_on_rank_1, 3, str(src), str(out))
     assert [r["type"] for r in reports] == ["RankError", "CheckpointError", "RankError"], reports
     assert all("No space left on device" in r["text"] for r in reports) and "rank 1" in reports[0]["text"]
     assert max(r["seconds"] for r in reports) < 30 and os.listdir(out) == []
 
 
 def test_bad_input_is_found_by_rank_0_and_known_to_all(src, tmp_path):
-    for r in run_on_ranks(aggregate_workers.together, 2, str(tmp_path / "gone"), str(tmp_path / "out")):
+    for r in run_on_ranks(together, 2, str(tmp_path / "gone"), str(tmp_path / "out")):
         assert r["type"] in ("CheckpointError", "RankError") and "gone" in r["text"]
 
 
@@ -67,7 +106,7 @@ def test_what_one_rank_noticed_all_report(tmp_path):
     tensors = {(MASTER, f"t{i}"): torch.full((64,), float(i)) for i in range(6)}
     tensors[MASTER, "t4"][3] = torch.nan
     write(tmp_path / "src", tensors)
-    for r in run_on_ranks(aggregate_workers.shards, 2, str(tmp_path / "src"), str(tmp_path / "out")):
+    for r in run_on_ranks(shards, 2, str(tmp_path / "src"), str(tmp_path / "out")):
         assert r["warnings"] == ("NaN or inf in t4",)
 
 

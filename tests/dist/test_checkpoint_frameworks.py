@@ -3,20 +3,107 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
-import framework_workers as workers
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from trainer_script import Rows
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from ort_zero.checkpoint import aggregate
 from ort_zero.testing.ranks import run_on_ranks
 
+# -- what each rank runs -----------------------------------------------------------------------------------------------
+
+
+def small_gpt2(seed: int) -> GPT2LMHeadModel:
+    """Return a GPT-2 with a tied head."""
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def config(stage: int) -> dict[str, Any]:
+    """Return a DeepSpeed config whose section is all defaults."""
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "ort_zero": {},
+    }
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Return the same four rows on every rank."""
+    rows = torch.stack([row["input_ids"] for row in list(Rows())[:4]])
+    return {"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": rows}
+
+
+def accelerate_round_trip(folder: str, stage: int) -> dict[str, Any]:
+    """Train, ``save_state``, train on; then ``load_state`` into another run's model and train the same steps."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DummyOptim
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # what `accelerate launch` sets
+
+    def start(seed: int) -> tuple[Any, Any, Any]:
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(stage)))
+        model = small_gpt2(seed)
+        return accelerator, *accelerator.prepare(model, DummyOptim(model.parameters(), lr=1e-3))
+
+    def steps(accelerator: Any, model: Any, optimizer: Any, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            loss = model(**batch()).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    first = start(0)
+    steps(*first, 3)
+    first[0].save_state(f"{folder}/state")
+    expected = steps(*first, 2)
+    logits = first[1](**batch()).logits.detach()
+    second = start(1)
+    other = steps(*second, 1)
+    second[0].load_state(f"{folder}/state")
+    found = steps(*second, 2)
+    second[0].save_state(f"{folder}/last")
+    return {"expected": expected, "found": found, "other": other, "logits": logits}
+
+
+def trainer_run(folder: str, stage: int, steps: int, resume: bool) -> list[float]:
+    """Run HF Trainer for `steps`, saving every second one; return the losses that it logged."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/trainer", per_device_train_batch_size=4, max_steps=steps, learning_rate=1e-3,
+        use_cpu=True, deepspeed=config(stage), report_to=[], save_steps=2, logging_steps=1, disable_tqdm=True,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer = Trainer(model=small_gpt2(0), args=arguments, train_dataset=Rows())
+    trainer.train(resume_from_checkpoint=resume or None)
+    assert resume == (Path(folder) / "trainer" / f"checkpoint-{steps}").is_dir() or not resume
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accelerate_saves_and_loads_state(tmp_path, stage):
-    first, second = run_on_ranks(workers.accelerate_round_trip, 2, str(tmp_path), stage, timeout=200)
+    first, second = run_on_ranks(accelerate_round_trip, 2, str(tmp_path), stage, timeout=200)
     assert first["found"] == pytest.approx(first["expected"], abs=1e-5)
     assert abs(first["other"][0] - first["expected"][0]) > 1e-2
     manifest = json.loads((tmp_path / "state" / "pytorch_model" / "manifest.json").read_text())
@@ -25,16 +112,16 @@ def test_accelerate_saves_and_loads_state(tmp_path, stage):
     aggregate(str(tmp_path / "last"), str(tmp_path / "model"), tag="pytorch_model", progress=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     with torch.no_grad():
-        logits = model(**workers.batch()).logits
+        logits = model(**batch()).logits
     assert torch.allclose(logits, first["logits"], atol=1e-4)
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
 @pytest.mark.slow  # tests/dist/test_trainer_example.py does so with a script
 def test_trainer_resumes(tmp_path):
-    whole = run_on_ranks(workers.trainer_run, 2, str(tmp_path / "a"), 3, 4, False, timeout=200)[0]
-    run_on_ranks(workers.trainer_run, 2, str(tmp_path / "b"), 3, 2, False, timeout=200)
+    whole = run_on_ranks(trainer_run, 2, str(tmp_path / "a"), 3, 4, False, timeout=200)[0]
+    run_on_ranks(trainer_run, 2, str(tmp_path / "b"), 3, 2, False, timeout=200)
     (found,) = Path(tmp_path / "b" / "trainer" / "checkpoint-2").glob("global_step*/manifest.json")
     assert json.loads(found.read_text())["step"] == 2
-    resumed = run_on_ranks(workers.trainer_run, 2, str(tmp_path / "b"), 3, 4, True, timeout=200)[0]
+    resumed = run_on_ranks(trainer_run, 2, str(tmp_path / "b"), 3, 4, True, timeout=200)[0]
     assert len(whole) == 4 and resumed[-2:] == pytest.approx(whole[-2:], abs=1e-5)

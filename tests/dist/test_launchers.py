@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import base64
+import gc
 import json
 import os
 import re
@@ -10,9 +13,52 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from deepspeed_setup import ds_config, start
 
+import ort_zero
 from ort_zero.checkpoint import verify
-from ort_zero.testing.ranks import free_port
+from ort_zero.testing.ranks import free_port, run_on_ranks
+
+# -- what each rank runs -----------------------------------------------------------------------------------------------
+
+
+def all_forms(folder: str) -> dict[str, str | None]:
+    """Return, for each form, which backend runs the model; None where ort_zero has no part in it."""
+    import deepspeed
+
+    start()
+    config = ds_config(1, ort=True)
+    path = Path(folder) / "ds.json"
+    path.write_text(json.dumps(config))
+    encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    off = {**config, "ort_zero": {"enabled": False}}
+    forms = {
+        "dict": {"config": config},
+        "path": {"config": str(path)},
+        "string": {"config": encoded},
+        "args": {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=0)},
+        "disabled": {"config": off},
+        "absent": {"config": ds_config(1, ort=None)},
+    }
+    result: dict[str, str | None] = {}
+    for name, how in forms.items():
+        model = torch.nn.Linear(4, 2)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), **how)
+        before = len(ort_zero.status()["models"])
+        engine.backward(engine(torch.randn(4, 4)).sum())
+        engine.step()
+        ours = [m for m in ort_zero.status()["models"] if m["graphs"].get("training", {}).get("runs")]
+        result[name] = ours[-1]["backend"] if len(ours) == before and before else None
+        assert (type(engine.module).__name__ == "ORTModule") == (result[name] is not None), name
+        engine.destroy()
+        del engine, model, _
+        gc.collect()
+    return result
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -75,8 +121,8 @@ def test_trainer_takes_the_section_and_trains_the_same(tmp_path):
         out = tmp_path / kind
         out.mkdir()
         (out / "ds.json").write_text(json.dumps(config))
-        _run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port()),
-              str(ROOT / "tests/dist/trainer_script.py"), str(out / "ds.json"), str(out)])  # fmt: skip
+        script = str(ROOT / "tests/dist/trainer_script.py")
+        run_on_ranks(script, 2, str(out / "ds.json"), str(out), timeout=240)
         reports[kind] = json.loads((out / "report.json").read_text())
     theirs, ours = reports["torch"], reports["ort"]
     assert theirs["status"]["models"] == []
@@ -115,8 +161,6 @@ def test_the_command_of_make_train_prints_a_screenful(tmp_path):
 
 def test_every_form_of_config_reaches_the_engine(tmp_path):
     from config_forms import all_forms
-
-    from ort_zero.testing.ranks import run_on_ranks
 
     (got,) = run_on_ranks(all_forms, 1, str(tmp_path))
     assert got == {"dict": "onnxruntime", "path": "onnxruntime", "string": "onnxruntime", "args": "onnxruntime",

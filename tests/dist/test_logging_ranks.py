@@ -2,69 +2,37 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-from launched import once
+from launch_once import once
 
-from ort_zero.testing.ranks import free_port
+from ort_zero.testing.ranks import run_script_on_ranks
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 GRAPH = r"INFO Net training graph 1: exported in [\d.]+ s \(first call\); \d+ nodes, \d+ PythonOps.*"
 TITLE = r"INFO Net runs in ONNX Runtime"
 NATIVE = re.compile(r"\d{4}-\d\d-\d\d [\d:.]+ (?:\x1b\[\S*m)?\[([VIWEF]):onnxruntime:")
 """A line of ONNX Runtime's own log, with the letter of its severity."""
 
 
-def _run(model: str, stage: int, level: str, folder: str, **more: str) -> list[tuple[int, list[str], list[str]]]:
-    """Return exit status, lines of stdout and lines of stderr of each rank."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TMPDIR": folder,
-    }
-    environment.pop("ORT_ZERO_LOG_LEVEL", None)
-    environment.update(more)
-    processes = []
-    for rank in range(2):
-        out, err = (open(Path(folder) / f"{rank}.{kind}", "w+") for kind in ("out", "err"))
-        command = [sys.executable, str(HERE / "logging_workers.py"), model, str(stage), level]
-        ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append((subprocess.Popen(command, env=ranked, stdout=out, stderr=err), out, err))
-    try:
-        for process, _, _ in processes:
-            process.wait(90)
-    finally:
-        for process, _, _ in processes:
-            process.kill()
-            process.wait()
-    found = []
-    for process, *streams in processes:
-        texts = []
-        for stream in streams:
-            stream.seek(0)
-            texts.append(stream.read().splitlines())
-            stream.close()
-        found.append((process.returncode, *texts))
-    return found
+def _run(
+    model: str, stage: int, level: str, folder: str | Path, fresh: bool = False, **more: str
+) -> list[tuple[int, list[str], list[str]]]:
+    """Return exit status, lines of stdout and lines of stderr of each rank; `folder` is for temporary files."""
+    env = {"TMPDIR": str(folder), **more}
+    script = HERE / "logging_script.py"
+    ranks = run_script_on_ranks(script, 2, model, stage, level, timeout=90, env=env, fresh=fresh)
+    return [(rank.returncode, rank.stdout.splitlines(), rank.stderr.splitlines()) for rank in ranks]
 
 
 @once
 def trained(level: str, stage: int = 1) -> list[tuple[int, list[str], list[str]]]:
     with tempfile.TemporaryDirectory() as folder:
-        found = _run("Net", stage, level, folder)
+        # what modules say when they are imported, is seen in new interpreters only
+        found = _run("Net", stage, level, folder, fresh=level == "INFO")
         left = list(Path(folder).glob("ort_zero-export*"))
     assert not left
     for code, out, err in found:
@@ -139,7 +107,7 @@ def test_the_summary_is_printed_once_and_names_what_is_on():
 
 
 def test_a_failing_export_shows_what_was_held(tmp_path):
-    for code, out, err in _run("Fails", 1, "INFO", str(tmp_path)):
+    for code, out, err in _run("Fails", 1, "INFO", tmp_path):
         assert code != 0
         assert out.count("traced to stdout False") >= 1 and err.count("traced to stderr") >= 1
         assert any("ExportError" in line and "cannot be traced" in line for line in err)
@@ -147,10 +115,10 @@ def test_a_failing_export_shows_what_was_held(tmp_path):
 
 
 def test_a_process_that_exits_or_dies_in_an_export_loses_nothing(tmp_path):
-    for code, out, err in _run("Exits", 1, "INFO", str(tmp_path)):
+    for code, out, err in _run("Exits", 1, "INFO", tmp_path):
         assert code == 7 and "traced to stdout False" in out and "traced to stderr" in err
     assert not list(tmp_path.glob("ort_zero-export*"))
-    for code, _, err in _run("Dies", 1, "INFO", str(tmp_path)):
+    for code, _, err in _run("Dies", 1, "INFO", tmp_path):
         assert code == -9 and "native words" in err
     held = [file.read_text() for file in tmp_path.glob("ort_zero-export-rank*")]
     assert held == ["traced to stdout False\ntraced to stderr\n"] * 2
@@ -158,9 +126,9 @@ def test_a_process_that_exits_or_dies_in_an_export_loses_nothing(tmp_path):
 
 def test_an_unknown_level_is_refused_on_all_ranks_before_training(tmp_path):
     names = "must be one of DEBUG, VERBOSE, DEVINFO, INFO, WARNING, ERROR, got 'LOUD'"
-    for code, out, err in _run("Net", 1, "INFO", str(tmp_path), ORT_ZERO_LOG_LEVEL="LOUD"):
+    for code, out, err in _run("Net", 1, "INFO", tmp_path, ORT_ZERO_LOG_LEVEL="LOUD"):
         assert code == 1 and not any("traced" in line for line in out)
         assert err[-1].endswith(f" ort_zero.errors.ConfigError: ORT_ZERO_LOG_LEVEL: {names}")
-    for code, _, err in _run("Net", 1, "LOUD", str(tmp_path)):
+    for code, _, err in _run("Net", 1, "LOUD", tmp_path):
         assert code == 1
         assert err[-1].endswith(f" ort_zero.errors.ConfigError: ort_zero.ortmodule.log_level: {names}")

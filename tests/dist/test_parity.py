@@ -2,10 +2,114 @@
 
 from __future__ import annotations
 
-import pytest
-import workers
+import gc
+from typing import Any
 
+import pytest
+import torch
+from deepspeed_setup import ds_config, full_parameters, start
+
+import ort_zero
 from ort_zero.testing.ranks import run_on_ranks
+
+# -- what each rank runs -----------------------------------------------------------------------------------------------
+
+
+def train(name: str, config: dict, steps: int, inspect: bool = False) -> dict[str, Any]:
+    """Train the model `name` and return losses, final parameters, the status of ort_zero and what `inspect` saw."""
+    import deepspeed
+    from models import Batches, build
+
+    model = build(name)
+    calls = [0]
+    plain = type(model).forward
+
+    def counted(self, *args, **kwargs):
+        calls[0] += 1
+        return plain(self, *args, **kwargs)
+
+    counted.__wrapped__ = plain
+    type(model).forward = counted
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config
+        )
+        batches = Batches(name, torch.distributed.get_rank())
+        gas = engine.gradient_accumulation_steps()
+        losses, left = [], []
+        for step in range(steps):
+            total = 0.0
+            for micro in range(gas):
+                loss = batches.loss(engine, step * gas + micro)
+                if inspect:
+                    left.append(_whole(model))
+                engine.backward(loss)
+                engine.step()
+                total += loss.item()
+            if inspect:
+                left.append(_whole(model))
+            losses.append(total / gas)
+        engine.eval()
+        with torch.no_grad():
+            evaluated = batches.loss(engine, 0).item()
+        engine.train()
+        result = {
+            "losses": losses,
+            "evaluated": evaluated,
+            "parameters": full_parameters(model),
+            "status": ort_zero.status(),
+            "forward_calls": calls[0],
+            "left_whole": left,
+        }
+        engine.destroy()
+        del engine, model
+        gc.collect()
+        return result
+    finally:
+        type(build(name)).forward = plain
+
+
+def compare(name: str, stages: list[int], steps: int, options: dict | None = None) -> dict[str, Any]:
+    """Train once in PyTorch and once in ORT for each stage; return what the test asserts on."""
+    start()
+    options = options or {}
+    report = {}
+    for stage in stages:
+        zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+        reference = train(name, ds_config(stage, ort=None, **options, **zero), steps)
+        ours = train(name, ds_config(stage, ort=True, **options, **zero), steps, inspect=stage == 3)
+        pairs = [(reference["parameters"][n], p) for n, p in ours["parameters"].items()]
+        report[stage] = {
+            "reference": reference["losses"],
+            "losses": ours["losses"],
+            "evaluated": (reference["evaluated"], ours["evaluated"]),
+            "parameter_difference": max((a - b).abs().max().item() for a, b in pairs),
+            "moved": max(
+                (a - b).abs().max().item()
+                for a, b in zip(ours["parameters"].values(), _initial(name).values(), strict=True)
+            ),
+            "status": ours["status"]["models"][-1],
+            "fallbacks": ours["status"]["fallbacks"],
+            "forward_calls": (reference["forward_calls"], ours["forward_calls"]),
+            "left_whole": ours["left_whole"],
+            "parameters": sum(p.numel() for p in ours["parameters"].values()),
+        }
+    return report
+
+
+def _initial(name: str) -> dict[str, torch.Tensor]:
+    from models import build
+
+    return {n: p.detach() for n, p in build(name).named_parameters()}
+
+
+def _whole(model: torch.nn.Module) -> int:
+    """Return how many parameters are not partitioned at the moment."""
+    return sum(p.ds_status.name != "NOT_AVAILABLE" or p.numel() > 0 for p in model.parameters())
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
 
 STEPS = 20
 LOSS = 2e-4
@@ -27,7 +131,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "stages", "ranks", "options"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_trains_like_pytorch_and_in_ort(name, stages, ranks, options):
-    reports = run_on_ranks(workers.compare, ranks, name, stages, STEPS, options, timeout=280)
+    reports = run_on_ranks(compare, ranks, name, stages, STEPS, options, timeout=280)
     for rank, report in enumerate(reports):
         for stage in stages:
             where = f"{name}, ZeRO-{stage}, rank {rank}"
@@ -61,7 +165,7 @@ def _ran_in_ort(got, stage, where):
 
 
 def test_dropout_trains():
-    (report, _) = run_on_ranks(workers.compare, 2, "gpt2_dropout", [1, 3], STEPS, timeout=280)
+    (report, _) = run_on_ranks(compare, 2, "gpt2_dropout", [1, 3], STEPS, timeout=280)
     for stage, got in report.items():
         assert got["fallbacks"] == 0
         assert got["status"]["graphs"]["training"]["runs"]["backward"] == STEPS

@@ -5,10 +5,18 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from typing import Any
 
-import checkpoint_workers as workers
 import pytest
 import torch
+from checkpoint_engines import (
+    Odd,
+    digest,
+    engine_of,
+    load_all,
+    save_all,
+    train,
+)
 
 from ort_zero.checkpoint import aggregate, verify
 from ort_zero.testing.ranks import run_on_ranks
@@ -23,6 +31,52 @@ VARIANTS = {
 }
 
 
+def masters_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Return the masters of this rank, by name and first element."""
+    from ort_zero.compat.deepspeed_state import EngineState
+
+    return {
+        f"{span.name}@{span.start}": flat.master.narrow(0, span.offset, span.length).clone()
+        for flat in EngineState(engine).flats()
+        for span in flat.spans
+    }
+
+
+def cross_precision(folder: str, stage: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Save a bf16 and an fp32 engine, load each into one of the other precision; return all four's masters."""
+    found = {}
+    for precision in ("bf16", "fp32"):
+        engine = engine_of(stage, precision)
+        train(engine, range(4))
+        engine.save_checkpoint(folder, tag=f"{precision}_{stage}")
+        found[precision] = masters_of(engine)
+        engine.destroy()
+    for precision, other in (("bf16", "fp32"), ("fp32", "bf16")):
+        engine = engine_of(stage, other, seed=1)
+        engine.load_checkpoint(folder, tag=f"{precision}_{stage}")
+        found[f"{precision} in {other}"] = masters_of(engine)
+        weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        assert all(w.dtype == (torch.float32 if other == "fp32" else torch.bfloat16) for w in weights.values())
+        train(engine, range(4, 6))
+        engine.destroy()
+    return found
+
+
+def save_without_onnxruntime(folder: str) -> list[str]:
+    """Save and load where onnxruntime cannot be imported; return the modules of it that are loaded nevertheless."""
+    import sys
+
+    sys.modules["onnxruntime"] = None  # an import of it raises ImportError
+    engine = engine_of(2)
+    train(engine, range(2))
+    engine.save_checkpoint(folder)
+    before = digest(engine)
+    train(engine, range(2, 3))
+    engine.load_checkpoint(folder)
+    assert digest(engine) == before
+    return [name for name, module in sys.modules.items() if name.startswith("onnxruntime") and module is not None]
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Folder with one checkpoint per world size and stage, and the losses that each run had afterwards."""
@@ -34,7 +88,7 @@ def saved(tmp_path_factory):
             plans += [{"name": f"offload_s{s}", "stage": s, "offload": True} for s in (1, 2, 3)]
             plans += [{"name": f"bf16_s{s}", "stage": s, "precision": "bf16"} for s in (1, 2, 3)]
             plans += [{"name": name, **options} for name, options in VARIANTS.items()]
-        losses |= run_on_ranks(workers.save_all, world, str(folder), plans, timeout=200)[0]
+        losses |= run_on_ranks(save_all, world, str(folder), plans, timeout=200)[0]
     return folder, losses
 
 
@@ -44,7 +98,7 @@ def test_training_goes_on_at_any_world_size_and_stage(saved, world):
     tags = [f"w{n}_s{stage}" for n in WORLDS for stage in STAGES]
     pairs = itertools.product(tags, STAGES)
     plans = [{"name": f"{tag} at {stage}", "tag": tag, "stage": stage} for tag, stage in pairs]
-    after = run_on_ranks(workers.load_all, world, str(folder), plans, timeout=280)[0]
+    after = run_on_ranks(load_all, world, str(folder), plans, timeout=280)[0]
     assert len(after) == len(tags) * len(STAGES)
     for name, found in after.items():
         expected = losses[name.split(" at ")[0]]
@@ -60,14 +114,14 @@ def test_bf16_and_offload_go_on_exactly_as_they_would_have(saved):
     # "same": the worker compares every bit of the state; bf16 losses themselves differ from process to process by one
     # rounding of torch's CPU kernels, with equal weights
     plans = [{**plan, "same": True} for plan in plans]
-    after = run_on_ranks(workers.load_all, 2, str(folder), plans, timeout=200)[0]
+    after = run_on_ranks(load_all, 2, str(folder), plans, timeout=200)[0]
     for name, found in after.items():
         assert found == pytest.approx(losses[name], abs=2e-3 if name.startswith("bf16") else 0), name
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_masters_move_between_precisions(tmp_path, stage):
-    for found in run_on_ranks(workers.cross_precision, 2, str(tmp_path), stage, timeout=200):
+    for found in run_on_ranks(cross_precision, 2, str(tmp_path), stage, timeout=200):
         for precision, other in (("bf16", "fp32"), ("fp32", "bf16")):
             assert found[precision].keys() == found[f"{precision} in {other}"].keys() or stage == 1
             for name, master in found[precision].items():
@@ -115,7 +169,7 @@ def test_optimizer_state_of_torch_goes_on(saved, tmp_path):
 
     folder, losses = saved
     aggregate(str(folder), str(tmp_path / "out"), tag="w3_s3", what="weights+optimizer", progress=False)
-    model = workers.Odd(seed=1)
+    model = Odd(seed=1)
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"), strict=False)
     decay = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     rest = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
@@ -136,7 +190,7 @@ def test_optimizer_state_of_torch_goes_on(saved, tmp_path):
 
 
 def test_onnxruntime_is_not_needed(tmp_path):
-    assert run_on_ranks(workers.save_without_onnxruntime, 2, str(tmp_path), timeout=120, fresh=True) == [[], []]
+    assert run_on_ranks(save_without_onnxruntime, 2, str(tmp_path), timeout=120, fresh=True) == [[], []]
     code = (
         "import sys; sys.modules['onnxruntime'] = sys.modules['deepspeed'] = None\n"
         "from ort_zero.cli.main import main\n"

@@ -3,17 +3,117 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import convergence_workers
 import pytest
-from convergence_models import FAULTS, PARTS
+import torch
+import torch.distributed as dist
+from deepspeed_setup import ds_config, start
+from seeded_faults import FAULTS, PARTS, batch, build
 
+import ort_zero
 from ort_zero.statistics.compare.compare_runs import compare
 from ort_zero.statistics.reader import open_run
 from ort_zero.testing.ranks import run_on_ranks
+
+# -- what each rank runs -----------------------------------------------------------------------------------------------
+
+
+def collect(
+    folder: str,
+    name: str,
+    *,
+    ort: bool,
+    stage: int,
+    steps: int,
+    fault: str | None = None,
+    seed_rank: int = 1,
+    statistics: dict | None = None,
+    **zero: Any,
+) -> list[float]:
+    """Train under the section of the config alone, statistics into `folder`; return the losses."""
+    import deepspeed
+
+    config = ds_config(stage, ort=ort, **zero)
+    config["ort_zero"]["ortmodule"]["log_level"] = "ERROR"
+    config["ort_zero"]["statistics"] = {"enabled": True, "output_dir": folder, **(statistics or {})}
+    model = build(name)
+    if fault is not None:
+        FAULTS[fault][0](model, PARTS[name])
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    losses = []
+    for step in range(steps):
+        arguments = batch(name, dist.get_rank(), step)
+        if fault == "one rank's data shuffled" and dist.get_rank() == seed_rank:
+            arguments = {key: value.roll(1, 0) for key, value in arguments.items()}
+        loss = engine(**arguments)["loss"]
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if ort:
+        status = ort_zero.status()["models"]
+        mine = next(m for m in status if m["graphs"].get("training", {}).get("runs", {}).get("forward") == steps)
+        assert mine["fallbacks"] == 0 and mine["graphs"]["training"]["runs"]["backward"] == steps, status
+    engine.destroy()
+    del engine, model
+    import gc
+
+    gc.collect()
+    return losses
+
+
+def ddp(folder: str, name: str, steps: int) -> None:
+    """Train in DistributedDataParallel without DeepSpeed, as ZeRO-0 does."""
+    from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber
+
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(build(name), broadcast_buffers=False)
+    session = GlobalSubscriberManager.subscribe(model, [StatisticsSubscriber(folder, end_step=steps)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for step in range(steps):
+        model(**batch(name, dist.get_rank(), step))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    session.remove()
+    session.remove()
+
+
+def killed(folder: str, name: str, steps: int) -> None:
+    """Train; then all ranks are gone from one moment to the next."""
+    start()
+    import deepspeed
+
+    from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber
+
+    model = build(name)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config(1, ort=None))
+    GlobalSubscriberManager.subscribe(engine, [StatisticsSubscriber(folder)])
+    for step in range(steps):
+        loss = engine(**batch(name, dist.get_rank(), step))["loss"]
+        engine.backward(loss)
+        engine.step()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def runs(folder: str, plan: list[dict[str, Any]]) -> list[list[float]]:
+    """Collect one run after the other, each in a folder of its own."""
+    start()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    found = []
+    for options in plan:
+        options = dict(options)
+        found.append(collect(str(Path(folder, options.pop("to"))), options.pop("model"), **options))
+    return found
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
 
 MODELS = ("gpt2", "bert", "cnn")
 TRIED = [pytest.param(name, marks=pytest.mark.slow) if name != "bert" else name for name in MODELS]
@@ -48,14 +148,14 @@ def folders(tmp_path_factory):
             plan = [{"to": "reference", "model": model, "ort": False, "stage": 0, "steps": STEPS}]
             made[model, reference_only] = folder
             if reference_only:
-                run_on_ranks(convergence_workers.runs, 2, str(folder), plan)
+                run_on_ranks(runs, 2, str(folder), plan)
                 return folder
             plan += [{"to": name, "model": model, "steps": STEPS, **options} for name, options in CLEAN.items()]
             for fault in FAULTS:
                 ort = in_ort(model, fault)
                 options = {"ort": ort, "stage": 3, **ALL_GATHERED} if ort else {"ort": False, "stage": 2}
                 plan.append({"to": fault, "model": model, "steps": 2, "fault": fault, **options})
-            run_on_ranks(convergence_workers.runs, 2, str(folder), plan, timeout=280)
+            run_on_ranks(runs, 2, str(folder), plan, timeout=280)
         return made[model, reference_only]
 
     return runs_of
@@ -119,7 +219,7 @@ def test_a_reference_of_its_own_sets_the_tolerance(folders):
 
 
 def test_ddp_is_the_same_as_zero_0(folders, tmp_path):
-    run_on_ranks(convergence_workers.ddp, 2, str(tmp_path / "ddp"), "bert", STEPS)
+    run_on_ranks(ddp, 2, str(tmp_path / "ddp"), "bert", STEPS)
     found = compare(str(folders("bert") / "reference"), str(tmp_path / "ddp"))
     assert found.verdict.same and found.steps == tuple(range(STEPS)), found.verdict.text
     assert not found.notes and set(found.counts.values()) <= {0}, found.notes
@@ -127,7 +227,7 @@ def test_ddp_is_the_same_as_zero_0(folders, tmp_path):
 
 def test_ranks_that_were_killed_left_full_steps(folders, tmp_path):
     with pytest.raises(RuntimeError, match="rank"):
-        run_on_ranks(convergence_workers.killed, 2, str(tmp_path / "cut"), "bert", STEPS)
+        run_on_ranks(killed, 2, str(tmp_path / "cut"), "bert", STEPS)
     found = compare(str(folders("bert") / "reference"), str(tmp_path / "cut"))
     assert found.verdict.same and found.steps == tuple(range(STEPS - 1)), found.verdict.text
     assert sum("no end mark" in note for note in found.notes) == 2

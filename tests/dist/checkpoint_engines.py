@@ -1,12 +1,18 @@
-"""What ranks do in the checkpoint tests: train a small model with all that has gone wrong somewhere, save, load."""
+"""Engines for the tests of checkpoints: a small model with all that has gone wrong somewhere, and how to compare it."""
 
 from __future__ import annotations
 
 import hashlib
-import json
+import os
+import signal
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from ort_zero.compat.deepspeed_state import EngineState
+from ort_zero.utils.atomic_write import PARTIAL
 
 
 class Odd(torch.nn.Module):
@@ -85,11 +91,6 @@ def train(engine: Any, steps: range) -> list[float]:
     return losses
 
 
-def save_remote(url: str, plans: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Do as :func:`save_all` does, without DeepSpeed's own files, which go to local folders only."""
-    return save_all(url, plans, compare=False)
-
-
 def save_all(folder: str, plans: list[dict[str, Any]], compare: bool = True) -> dict[str, list[float]]:
     """Train each plan 4 steps, save under its name, train 3 more; return the losses of these.
 
@@ -107,21 +108,6 @@ def save_all(folder: str, plans: list[dict[str, Any]], compare: bool = True) -> 
         after[plan["name"]] = train(engine, range(4, 7))
         engine.destroy()
     return after
-
-
-def save_without_onnxruntime(folder: str) -> list[str]:
-    """Save and load where onnxruntime cannot be imported; return the modules of it that are loaded nevertheless."""
-    import sys
-
-    sys.modules["onnxruntime"] = None  # an import of it raises ImportError
-    engine = engine_of(2)
-    train(engine, range(2))
-    engine.save_checkpoint(folder)
-    before = digest(engine)
-    train(engine, range(2, 3))
-    engine.load_checkpoint(folder)
-    assert digest(engine) == before
-    return [name for name, module in sys.modules.items() if name.startswith("onnxruntime") and module is not None]
 
 
 def load_all(folder: str, plans: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -162,38 +148,43 @@ def valid(parameter: torch.nn.Parameter) -> torch.Tensor:
     return partition[: max(0, min(partition.numel(), parameter.ds_numel - start))]
 
 
-def masters_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the masters of this rank, by name and first element."""
-    from ort_zero.compat.deepspeed_state import EngineState
-
-    return {
-        f"{span.name}@{span.start}": flat.master.narrow(0, span.offset, span.length).clone()
-        for flat in EngineState(engine).flats()
-        for span in flat.spans
-    }
-
-
-def cross_precision(folder: str, stage: int) -> dict[str, dict[str, torch.Tensor]]:
-    """Save a bf16 and an fp32 engine, load each into one of the other precision; return all four's masters."""
-    found = {}
-    for precision in ("bf16", "fp32"):
-        engine = engine_of(stage, precision)
-        train(engine, range(4))
-        engine.save_checkpoint(folder, tag=f"{precision}_{stage}")
-        found[precision] = masters_of(engine)
-        engine.destroy()
-    for precision, other in (("bf16", "fp32"), ("fp32", "bf16")):
-        engine = engine_of(stage, other, seed=1)
-        engine.load_checkpoint(folder, tag=f"{precision}_{stage}")
-        found[f"{precision} in {other}"] = masters_of(engine)
-        weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
-        assert all(w.dtype == (torch.float32 if other == "fp32" else torch.bfloat16) for w in weights.values())
-        train(engine, range(4, 6))
-        engine.destroy()
+def values_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Return copies of what this rank trains with: parameters, masters, moments, buffers; not padding: it is noise."""
+    state = EngineState(engine)
+    found = {f"parameter {name}": valid(parameter).clone() for name, parameter in state.parameters.items()}
+    for i, flat in enumerate(state.flats()):
+        for key, value in {"master": flat.master, **state.state_of(flat)}.items():
+            if torch.is_tensor(value) and value.numel() == flat.master.numel():
+                for span in flat.spans:
+                    found[f"{key} of {span.name}"] = value.view(-1).narrow(0, span.offset, span.length).clone()
+            elif torch.is_tensor(value):
+                found[f"{key} {i}"] = value.clone()
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in state.buffers()}
     return found
 
 
-def manifest_of(folder: str, tag: str) -> dict[str, Any]:
-    """Return the manifest as JSON."""
-    with open(f"{folder}/{tag}/manifest.json") as file:
-        return json.load(file)
+def differences(engine: Any, before: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of what is not bitwise what it was."""
+    now = values_of(engine)
+    return [n for n in {*before, *now} if n not in before or n not in now or not torch.equal(before[n], now[n])]
+
+
+def listen_to_interrupts() -> None:
+    """Let SIGINT raise KeyboardInterrupt, also where a shell started the tests in the background and has it ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def outcome(action: Callable[[], Any]) -> dict[str, Any]:
+    """Run `action`; return the type and text of its error (None without one), and the seconds it took."""
+    started = time.monotonic()
+    kind, text = None, ""
+    try:
+        action()
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    return {"type": kind, "text": text, "seconds": time.monotonic() - started}
+
+
+def partials(folder: str) -> list[str]:
+    """Return the incomplete files anywhere in `folder`."""
+    return [name for _, _, names in os.walk(folder) for name in names if name.endswith(PARTIAL)]

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are refused by name, saves that fail harm nothing, and ranks may die at any moment."""
+"""Damaged checkpoints are refused by name, by load, aggregate and verify; what is loaded stays what it was."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fault_workers
 import pytest
 import torch
+import torch.distributed as dist
 import xxhash
+from checkpoint_engines import (
+    differences,
+    engine_of,
+    outcome,
+    train,
+    values_of,
+)
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import manifest
+from ort_zero.checkpoint import load, manifest, save, saving
 from ort_zero.checkpoint.aggregation import aggregate
 from ort_zero.checkpoint.verification import verify
 from ort_zero.errors import CheckpointError
@@ -29,7 +34,40 @@ SHARD = "rank_00001_master.safetensors"
 OTHER = "rank_00000_master.safetensors"
 
 
-# -- damaged checkpoints ----------------------------------------------------------------------------------------------
+def save_for_faults(folder: str) -> None:
+    """Save two steps of one run, and one of another run."""
+    engine = engine_of(stage=2)
+    for tag in ("good", "later"):
+        train(engine, range(3))
+        save(engine, folder, tag, client_state={"rank": dist.get_rank(), "rng": torch.arange(3)})
+    saving._RUN_ID = "of another run"
+    train(engine, range(3))
+    save(engine, folder, "other_run", save_latest=False)
+
+
+def save_wider(folder: str) -> None:
+    """Save once more, from a world of another size."""
+    engine = engine_of(stage=2)
+    train(engine, range(3))
+    save(engine, folder, "wider", save_latest=False)
+
+
+def load_rows(rows: dict[str, tuple[str, str | None]]) -> dict[str, dict[str, Any]]:
+    """Load each row's (folder, tag) into one and the same engine; return the outcomes."""
+    engine = engine_of(stage=2, seed=1)
+    found = {}
+    for name, (folder, tag) in rows.items():
+        train(engine, range(1))
+        before = values_of(engine)
+        steps = engine.global_steps
+        found[name] = outcome(lambda: load(engine, folder, tag))
+        found[name]["changed"] = differences(engine, before)
+        found[name]["losses"] = train(engine, range(1))
+        found[name]["steps"] = engine.global_steps - steps
+    return found
+
+
+# -- what is damaged, and what is said of it -------------------------------------------------------------------------
 
 
 def edit_manifest(tag: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -185,8 +223,8 @@ FAULTS = {
 def damaged(tmp_path_factory) -> Path:
     """A folder with one folder of checkpoints per fault."""
     root = tmp_path_factory.mktemp("faults")
-    run_on_ranks(fault_workers.save_for_faults, 2, str(root / "saved"))
-    run_on_ranks(fault_workers.save_wider, 3, str(root / "saved"))
+    run_on_ranks(save_for_faults, 2, str(root / "saved"))
+    run_on_ranks(save_wider, 3, str(root / "saved"))
     for name, fault in FAULTS.items():
         shutil.copytree(root / "saved", root / name)
         fault.damage(root / name / "good")
@@ -197,22 +235,22 @@ def damaged(tmp_path_factory) -> Path:
 def loaded(damaged) -> list[dict[str, dict[str, Any]]]:
     """What each rank's load said of each fault."""
     rows = {name: (str(damaged / name), fault.tag) for name, fault in FAULTS.items()}
-    return run_on_ranks(fault_workers.load_rows, 2, rows)
+    return run_on_ranks(load_rows, 2, rows)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_load_refuses(name, loaded):
     fault, outcomes = FAULTS[name], [rank[name] for rank in loaded]
-    for outcome in outcomes:
-        assert outcome["steps"] == 1 if fault.load else outcome["type"] is None, outcome
-        assert not fault.load or not outcome["changed"], outcome["changed"]
+    for reported in outcomes:
+        assert reported["steps"] == 1 if fault.load else reported["type"] is None, reported
+        assert not fault.load or not reported["changed"], reported["changed"]
     if not fault.load:
-        assert all(outcome["changed"] for outcome in outcomes), "nothing was loaded"
+        assert all(reported["changed"] for reported in outcomes), "nothing was loaded"
         return
-    types = [outcome["type"] for outcome in outcomes]
+    types = [reported["type"] for reported in outcomes]
     assert fault.kind in types and set(types) <= {fault.kind, "RankError"}, outcomes
-    for outcome in outcomes:
-        assert fault.of in outcome["text"] and re.search(fault.says, outcome["text"]), outcome["text"]
+    for reported in outcomes:
+        assert fault.of in reported["text"] and re.search(fault.says, reported["text"]), reported["text"]
     assert outcomes[0]["losses"] == outcomes[1]["losses"]
 
 
@@ -244,154 +282,3 @@ def test_verify_finds(name, damaged):
     wanted = fault.verify or fault.says
     assert any(fault.of in text and re.search(wanted, text) for text in report.problems), report.problems
     assert all(re.search(wanted, text) or name == "swapped_ranks" for text in report.problems), report.problems
-
-
-# -- saves that cannot work -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def nearly_full(tmp_path) -> str | None:
-    """A file system with room for two of three ranks; None where none may be mounted."""
-    folder = tmp_path / "nearly_full"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True)
-    yield str(folder) if mounted.returncode == 0 else None
-    if mounted.returncode == 0:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-SAVES = {
-    # name: (rank that fails by itself, None for all; what every message says)
-    "rank_1_cannot_write": (1, r"cannot write .*new/rank_00001_.*File too large"),
-    "rank_1_cannot_write_the_same_tag": (1, r"cannot write .*same/rank_00001_.*File too large"),
-    "rank_1_runs_full_late": (1, r"cannot write .*same/rank_00001_extra.*File too large"),
-    "rank_1_cannot_publish": (1, r"Input/output error.*same/rank_00001_"),
-    "rank_0_cannot_write_manifest": (0, r"Input/output error.*same/manifest.json"),
-    "rank_0_cannot_write_manifest_of_a_new_tag": (0, r"Input/output error.*fresh/manifest.json"),
-    "client_state_of_rank_2": (2, r"client_state\['hook'\] is a builtins.builtin_function"),
-    "tags_differ": (None, r"rank 0 saves to .* as 'same', rank 2 to .* as 'good'"),
-    "path_is_a_file": (None, r"a_file"),
-    "tag_is_a_file": (None, r"a_file"),
-    "tag_leads_out": (None, r"'\.\./x' leads out"),
-    "no_rights": (2, r"(cannot write|Permission denied).*/same/?.*"),
-    "background": (1, r"cannot write .*same/rank_00001_.*File too large"),
-    "background_seen_by_next_save": (1, r"cannot write .*same/rank_00001_.*File too large"),
-    "disk_full": (1, r"cannot write .*nearly_full/same/rank_0000\d_.*No space left on device"),
-}
-
-
-def test_saves_that_fail(tmp_path, nearly_full):
-    ranks = run_on_ranks(fault_workers.save_rows, 3, str(tmp_path / "saved"), nearly_full)
-    assert set(ranks[0]) == set(SAVES) - (set() if nearly_full else {"disk_full"})
-    for name in ranks[0]:
-        failing, says = SAVES[name]
-        for rank, outcomes in enumerate(ranks):
-            row = outcomes[name]
-            expected = "CheckpointError" if failing in (None, rank) else "RankError"
-            # what rank 1 fills is full for whoever writes at that moment
-            either = rank != failing if name == "disk_full" else failing is None and name != "tags_differ"
-            assert row["type"] in (("CheckpointError", "RankError") if either else (expected,)), (name, rank, row)
-            assert re.search(says, row["text"]), (name, rank, row["text"])
-            assert either or expected != "RankError" or f"rank {failing}" in row["text"], (name, rank, row["text"])
-            assert row["seconds"] < 10, (name, rank, row["seconds"])
-            for what in ("changed", "partial", "old", "next"):
-                assert not row[what], (name, rank, what, row[what])
-    assert not (tmp_path / "x").exists()
-    assert not any(n.startswith("rank_") for tag in ("new", "fresh") for n in names_in(tmp_path / "saved" / tag))
-
-
-def names_in(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.exists() else []
-
-
-def test_the_same_tag_again(tmp_path):
-    first, last, weights = run_on_ranks(fault_workers.save_twice, 2, str(tmp_path / "saved"))[0]
-    assert len(first) == len(last) and set(first) & set(last) == {manifest.NAME}
-    listed = {file["name"] for file in json.loads((tmp_path / "saved/tag/manifest.json").read_text())["files"]}
-    assert set(last) == listed | {manifest.NAME} and (tmp_path / "saved/latest").read_text() == "tag"
-    aggregate(tmp_path / "saved", tmp_path / "out", progress=False)
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(found[name], value) for name, value in weights.items() if name in found)
-    assert set(weights) <= set(found)
-
-
-# -- in the background ------------------------------------------------------------------------------------------------
-
-
-def test_what_is_loaded_is_the_moment_of_the_save(tmp_path):
-    run_on_ranks(fault_workers.save_in_background, 2, str(tmp_path))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_waits_for_the_copy(tmp_path, stage):
-    found = run_on_ranks(fault_workers.step_before_copied, 2, str(tmp_path), stage)
-    for call, step in found:  # without ZeRO the forward reads what the optimizer writes: the call itself copies
-        assert (call < step) == (stage > 0)
-
-
-def test_a_copy_that_fails_on_one_rank_fails_on_all(tmp_path):
-    first, second = run_on_ranks(fault_workers.copy_that_fails, 2, str(tmp_path))
-    assert first["type"] == "RankError" and "rank 1: " in first["text"] and "Cannot allocate" in first["text"]
-    assert second["type"] == "CheckpointError" and "copying the state for lost" in second["text"]
-    assert not (tmp_path / "lost" / "manifest.json").exists() and verify(tmp_path, "next").ok
-
-
-def test_a_save_outlives_its_engine(tmp_path):
-    run_on_ranks(fault_workers.abandon_engine, 2, str(tmp_path))
-    assert verify(tmp_path, "first").ok and verify(tmp_path, "second").ok
-    assert (tmp_path / "latest").read_text() == "second"
-
-
-def test_a_save_outlives_the_process_group(tmp_path):
-    run_on_ranks(fault_workers.leave_early, 2, str(tmp_path))
-    assert verify(tmp_path).ok and not fault_workers.partials(tmp_path)
-
-
-# -- ranks that are ended ---------------------------------------------------------------------------------------------
-
-
-def kill_rounds(how: str, count: int, folder: Path, seed: int, timeout: float) -> dict[str, Any]:
-    """Return the report of :func:`fault_workers.rounds`, run in a process of its own."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, fault_workers.__file__, how, str(count), folder, str(seed)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-    )
-    outputs = "\n".join(f"{p}:\n{p.read_text()[-2000:]}" for p in sorted(folder.glob("round_*/output_*")))
-    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{outputs}"
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def test_killed_at_any_moment(tmp_path):
-    report = kill_rounds("kill", 12, tmp_path, 1, 280)
-    assert report["rounds"] == 12 and 0 < report["one"] < 12 and report["background"] == 3
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_killed_at_many_moments(tmp_path):
-    report = kill_rounds("kill", 200, tmp_path, 2, 3500)
-    assert report["rounds"] == 200 and report["cut"] > 20
-
-
-def test_killed_while_the_manifest_is_about_to_be_written(tmp_path):
-    assert kill_rounds("linger", 2, tmp_path, 3, 120)["rounds"] == 2
-
-
-def test_interrupted_at_any_moment(tmp_path):
-    assert kill_rounds("interrupt", 6, tmp_path, 4, 200)["rounds"] == 6
-
-
-def test_an_interrupted_wait_leaves_the_save_running(tmp_path):
-    assert run_on_ranks(fault_workers.interrupted_wait, 2, str(tmp_path)) == [(True, True)] * 2
-
-
-def test_an_interrupted_rank_leaves_none_behind(tmp_path):
-    (first, left), (second, _) = run_on_ranks(fault_workers.interrupt_at_each_exchange, 2, str(tmp_path), timeout=60)
-    assert len(second) > 5 and set(second) == {"KeyboardInterrupt"} and not left
-    # the last exchange comes when the checkpoint is complete
-    assert first == ["RankError"] * (len(first) - 1) + ["nothing"], first
-    assert verify(tmp_path, "after").ok and verify(tmp_path, f"interrupted_{len(first)}").ok

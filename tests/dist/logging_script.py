@@ -1,6 +1,6 @@
 """One rank that trains two steps and says something at every level; run as a script, so that a test has its streams.
 
-RANK=0 WORLD_SIZE=2 ... python logging_workers.py MODEL STAGE LEVEL
+RANK=0 WORLD_SIZE=2 ... python logging_script.py MODEL STAGE LEVEL
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 import sys
 
 import torch
+from deepspeed_setup import ds_config, start
 from torch import nn
-from workers import ds_config, start
 
 from ort_zero import log
 

@@ -1,0 +1,42 @@
+"""What most trainings of these tests begin and end with: a config, the process group, the full parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import ort_zero
+
+
+def ds_config(stage: int, *, ort: bool | None, gas: int = 1, lr: float = 1e-3, **zero: Any) -> dict[str, Any]:
+    """Return a DeepSpeed config; `ort` None leaves the section out."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": gas,
+        "optimizer": {"type": "AdamW", "params": {"lr": lr, "torch_adam": True}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **zero},
+    }
+    if ort is not None:
+        config["ort_zero"] = {"ortmodule": {"enabled": ort}}
+    return config
+
+
+def start() -> int:
+    """Start the process group and the plugin; return the rank."""
+    ort_zero.enable()
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    return torch.distributed.get_rank()
+
+
+def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of every full parameter. All ranks must call."""
+    import deepspeed
+
+    params = dict(model.named_parameters())
+    partitioned = hasattr(next(iter(params.values())), "ds_id")
+    with deepspeed.zero.GatheredParameters(list(params.values()), enabled=partitioned):
+        return {name: p.detach().clone() for name, p in params.items()}

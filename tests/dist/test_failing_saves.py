@@ -1,0 +1,456 @@
+"""Saves that fail harm nothing and nobody waits; saves in the background are the moment of their call."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_engines import (
+    differences,
+    engine_of,
+    listen_to_interrupts,
+    outcome,
+    partials,
+    train,
+    values_of,
+)
+from safetensors.torch import load_file
+
+from ort_zero.checkpoint import load, manifest, save, saving, wait
+from ort_zero.checkpoint.aggregation import aggregate
+from ort_zero.checkpoint.storage import LocalFolder
+from ort_zero.checkpoint.verification import verify
+from ort_zero.distributed.side_channel import SideChannelGroup
+from ort_zero.errors import RankError
+from ort_zero.testing.ranks import run_on_ranks
+
+# -- what each rank does: saves that cannot work ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def small_files(size: int) -> Iterator[None]:
+    """Let the kernel refuse to let any file of this process grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def without_rights(folder: str) -> Iterator[None]:
+    """Take away the right of this process to write into `folder`."""
+    root = os.geteuid() == 0
+    mode = os.stat(folder).st_mode
+    if root:
+        os.seteuid(65534)
+    else:
+        os.chmod(folder, 0o555)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        else:
+            os.chmod(folder, mode)
+
+
+@contextlib.contextmanager
+def no_publish(end: str) -> Iterator[None]:
+    """Let renaming of files whose final names end in `end` fail."""
+    original = LocalFolder.publish
+
+    def publish(self: LocalFolder, name: str, token: str, to: str | None = None) -> None:
+        if name.endswith(end):
+            raise OSError(5, "Input/output error", str(self._root / name))
+        original(self, name, token, to)
+
+    LocalFolder.publish = publish
+    try:
+        yield
+    finally:
+        LocalFolder.publish = original
+
+
+def _on(rank: int, context: Any) -> Any:
+    return context if dist.get_rank() == rank else contextlib.nullcontext()
+
+
+def save_rows(folder: str, small: str | None) -> dict[str, dict[str, Any]]:
+    """Try saves that cannot work; after each, check the earlier checkpoints, train on and save.
+
+    Args:
+        folder: where saving works.
+        small: a file system that is nearly full; None if none could be made.
+    """
+    engine = engine_of(stage=1)
+    train(engine, range(3))
+    rank = dist.get_rank()
+    kept = {}
+    for tag in ("good", "same"):
+        save(engine, folder, tag)
+        kept[tag] = values_of(engine)
+    if rank == 0:
+        Path(folder, "a_file").touch()
+    dist.barrier()
+    big = {"blob": torch.arange(100_000) if rank == 1 else None}
+    rows: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "rank_1_cannot_write": (_on(1, small_files(64)), lambda: save(engine, folder, "new")),
+        "rank_1_cannot_write_the_same_tag": (_on(1, small_files(64)), lambda: save(engine, folder, "same")),
+        "rank_1_runs_full_late": (
+            _on(1, small_files(200_000)),
+            lambda: save(engine, folder, "same", client_state=big),
+        ),
+        "rank_1_cannot_publish": (_on(1, no_publish("safetensors")), lambda: save(engine, folder, "same")),
+        "rank_0_cannot_write_manifest": (_on(0, no_publish("manifest.json")), lambda: save(engine, folder, "same")),
+        "rank_0_cannot_write_manifest_of_a_new_tag": (
+            _on(0, no_publish("manifest.json")),
+            lambda: save(engine, folder, "fresh"),
+        ),
+        "client_state_of_rank_2": (
+            contextlib.nullcontext(),
+            lambda: save(engine, folder, "same", client_state={"hook": print if rank == 2 else 1}),
+        ),
+        "tags_differ": (contextlib.nullcontext(), lambda: save(engine, folder, "good" if rank == 2 else "same")),
+        "path_is_a_file": (contextlib.nullcontext(), lambda: save(engine, f"{folder}/a_file", "new")),
+        "tag_is_a_file": (contextlib.nullcontext(), lambda: save(engine, folder, "a_file")),
+        "tag_leads_out": (contextlib.nullcontext(), lambda: save(engine, folder, "../x")),
+        "no_rights": (_on(2, without_rights(folder)), lambda: save(engine, folder, "same")),
+        "background": (
+            _on(1, small_files(64)),
+            lambda: (save(engine, folder, "same", async_save=True), wait(engine)),
+        ),
+        "background_seen_by_next_save": (
+            _on(1, small_files(64)),
+            lambda: (save(engine, folder, "same", async_save=True), save(engine, folder, "after")),
+        ),
+    }
+    if small is not None:
+        rows["disk_full"] = (contextlib.nullcontext(), lambda: save(engine, small, "same", client_state=big))
+    found = {}
+    for number, (name, (context, action)) in enumerate(rows.items()):
+        train(engine, range(2))
+        before = values_of(engine)
+        with context:
+            found[name] = row = outcome(action)
+        row["changed"] = differences(engine, before)
+        dist.barrier()
+        row["partial"] = partials(folder) + (partials(small) if small else [])
+        row["old"] = []
+        for tag, values in kept.items():
+            load(engine, folder, tag)
+            row["old"] += differences(engine, values)
+        train(engine, range(2))
+        save(engine, folder, f"next_{number}")
+        after = values_of(engine)
+        train(engine, range(1))
+        load(engine, folder, f"next_{number}")
+        row["next"] = differences(engine, after)
+    return found
+
+
+def save_twice(folder: str) -> tuple[list[str], list[str], dict[str, torch.Tensor]]:
+    """Save under one tag twice, another in between; return the files before and after, and the masters."""
+    engine = engine_of(stage=0)
+    rank = dist.get_rank()
+    names = []
+    for number, tag in enumerate(("tag", "other", "tag", "tag")):
+        train(engine, range(2))
+        save(engine, folder, tag, client_state={"number": number})
+        dist.barrier()
+        names.append(sorted(os.listdir(f"{folder}/tag")))
+        dist.barrier()
+    module = engine.module
+    weights = {name: value.detach().clone() for name, value in module.named_parameters()}
+    _, client = load(engine, folder)
+    assert client == {"number": 3}, client
+    return names[0], names[3], weights if rank == 0 else {}
+
+
+def interrupt_at_each_exchange(folder: str) -> tuple[list[str], list[str]]:
+    """Interrupt rank 1 whenever it is about to talk to the others; return what each save raised, and what is left."""
+    listen_to_interrupts()
+    engine = engine_of(stage=1)
+    train(engine, range(1))
+    original = SideChannelGroup.gather
+    count = 0
+
+    def gather(self: Any, value: Any) -> list[Any]:
+        nonlocal count
+        count += 1
+        if count == at and dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(self, value)
+
+    raised = []
+    at = count = 0
+    SideChannelGroup.gather = gather
+    save(engine, folder, "first")
+    for at in range(1, count + 1):
+        count = 0
+        try:
+            save(engine, folder, f"interrupted_{at}")
+            raised.append("nothing")
+        except (KeyboardInterrupt, RankError) as error:
+            raised.append(type(error).__name__)
+        count = at
+        save(engine, folder, "after")
+    dist.barrier()
+    return raised, partials(folder)
+
+
+# -- what each rank does: saves in the background --------------------------------------------------------------------
+
+
+def save_in_background(folder: str) -> None:
+    """Save while training goes on; what is loaded is the state at the moment of each save."""
+    engine, second = engine_of(stage=3), engine_of(stage=1, seed=1)
+    train(engine, range(3))
+    train(second, range(2))
+    rng = torch.arange(5)
+    kept = {}
+    for tag, which in (("first", engine), ("second", engine), ("of_second", second), ("third", engine)):
+        kept[tag] = values_of(which)
+        rng.fill_(len(kept))
+        save(which, folder, tag, async_save=True, client_state={"rng": rng})
+        rng.fill_(-1)
+        train(which, range(3))
+    wait(engine)
+    wait(second)
+    assert Path(folder, "latest").read_text() == "third"
+    for number, (tag, values) in enumerate(kept.items(), 1):
+        which = second if tag == "of_second" else engine
+        _, client = load(which, folder, tag)
+        assert not differences(which, values), (tag, differences(which, values))
+        assert client["rng"].tolist() == [number] * 5, (tag, client)
+
+
+def step_before_copied(folder: str, stage: int) -> tuple[float, float]:
+    """Step while the copy of a save is still being made; return the seconds of the save's call and of that step."""
+    from ort_zero.checkpoint import staging
+
+    engine = engine_of(stage)
+    train(engine, range(3))
+    kept = values_of(engine)
+    copy = staging._copy
+
+    def slow(tensor: torch.Tensor, place: torch.Tensor) -> None:
+        time.sleep(0.05)
+        copy(tensor, place)
+
+    staging._copy = slow
+    started = time.monotonic()
+    save(engine, folder, f"s{stage}", async_save=True)
+    called = time.monotonic()
+    train(engine, range(3, 5))
+    stepped = time.monotonic()
+    wait(engine)
+    load(engine, folder, f"s{stage}")
+    assert not differences(engine, kept), differences(engine, kept)
+    return called - started, stepped - called
+
+
+def copy_that_fails(folder: str) -> dict[str, Any]:
+    """Fail on rank 1 while the state is copied in the background; train on, and save again."""
+    from ort_zero.checkpoint import staging
+
+    engine = engine_of(2)
+    train(engine, range(2))
+    copy = staging._copy
+
+    def fail(tensor: torch.Tensor, place: torch.Tensor) -> None:
+        if threading.current_thread() is not threading.main_thread() and dist.get_rank() == 1:
+            raise OSError(12, "Cannot allocate memory")
+        copy(tensor, place)
+
+    staging._copy = fail
+    save(engine, folder, "lost", async_save=True)
+    train(engine, range(2, 4))
+    found = outcome(lambda: wait(engine))
+    staging._copy = copy
+    save(engine, folder, "next", async_save=True)
+    wait(engine)
+    return found
+
+
+def abandon_engine(folder: str) -> None:
+    """Drop an engine while its save goes on, and save another."""
+    first = engine_of(stage=1)
+    train(first, range(1))
+    slow_down(0.3)
+    save(first, folder, "first", async_save=True)
+    first.destroy()
+    del first
+    second = engine_of(stage=1)
+    train(second, range(1))
+    save(second, folder, "second")
+
+
+def slow_down(seconds: float) -> None:
+    """Make the background saves of this process last."""
+    original = saving.write_checkpoint
+
+    def write(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(seconds)
+        original(*args)
+
+    saving.write_checkpoint = write
+
+
+def leave_early(folder: str) -> None:
+    """Destroy the process group while a save has not begun to write; return, so that the process ends."""
+    engine = engine_of(stage=2)
+    train(engine, range(3))
+    slow_down(1.0)
+    save(engine, folder, "tag", async_save=True)
+    assert not Path(folder, "tag", manifest.NAME).exists()
+    dist.destroy_process_group()
+
+
+def interrupted_wait(folder: str) -> tuple[bool, bool]:
+    """Interrupt the wait for a save; return whether it counts as running, and whether a second wait really waits."""
+    # a shell starts what runs in the background with interrupts ignored, and children inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    engine = engine_of(stage=2)
+    train(engine, range(3))
+    slow_down(6.0)  # far longer than a busy machine may hold the timer back
+    save(engine, folder, "tag", async_save=True)
+    (running,) = saving._running
+    with contextlib.suppress(KeyboardInterrupt):
+        main = threading.main_thread().ident
+        threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT]).start()
+        wait(engine)
+    alive = running.is_alive()
+    save(engine, folder, "after")
+    return alive, Path(folder, "tag", manifest.NAME).exists()
+
+
+# -- saves that cannot work ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nearly_full(tmp_path) -> str | None:
+    """A file system with room for two of three ranks; None where none may be mounted."""
+    folder = tmp_path / "nearly_full"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True)
+    yield str(folder) if mounted.returncode == 0 else None
+    if mounted.returncode == 0:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+SAVES = {
+    # name: (rank that fails by itself, None for all; what every message says)
+    "rank_1_cannot_write": (1, r"cannot write .*new/rank_00001_.*File too large"),
+    "rank_1_cannot_write_the_same_tag": (1, r"cannot write .*same/rank_00001_.*File too large"),
+    "rank_1_runs_full_late": (1, r"cannot write .*same/rank_00001_extra.*File too large"),
+    "rank_1_cannot_publish": (1, r"Input/output error.*same/rank_00001_"),
+    "rank_0_cannot_write_manifest": (0, r"Input/output error.*same/manifest.json"),
+    "rank_0_cannot_write_manifest_of_a_new_tag": (0, r"Input/output error.*fresh/manifest.json"),
+    "client_state_of_rank_2": (2, r"client_state\['hook'\] is a builtins.builtin_function"),
+    "tags_differ": (None, r"rank 0 saves to .* as 'same', rank 2 to .* as 'good'"),
+    "path_is_a_file": (None, r"a_file"),
+    "tag_is_a_file": (None, r"a_file"),
+    "tag_leads_out": (None, r"'\.\./x' leads out"),
+    "no_rights": (2, r"(cannot write|Permission denied).*/same/?.*"),
+    "background": (1, r"cannot write .*same/rank_00001_.*File too large"),
+    "background_seen_by_next_save": (1, r"cannot write .*same/rank_00001_.*File too large"),
+    "disk_full": (1, r"cannot write .*nearly_full/same/rank_0000\d_.*No space left on device"),
+}
+
+
+def test_saves_that_fail(tmp_path, nearly_full):
+    ranks = run_on_ranks(save_rows, 3, str(tmp_path / "saved"), nearly_full)
+    assert set(ranks[0]) == set(SAVES) - (set() if nearly_full else {"disk_full"})
+    for name in ranks[0]:
+        failing, says = SAVES[name]
+        for rank, outcomes in enumerate(ranks):
+            row = outcomes[name]
+            expected = "CheckpointError" if failing in (None, rank) else "RankError"
+            # what rank 1 fills is full for whoever writes at that moment
+            either = rank != failing if name == "disk_full" else failing is None and name != "tags_differ"
+            assert row["type"] in (("CheckpointError", "RankError") if either else (expected,)), (name, rank, row)
+            assert re.search(says, row["text"]), (name, rank, row["text"])
+            assert either or expected != "RankError" or f"rank {failing}" in row["text"], (name, rank, row["text"])
+            assert row["seconds"] < 10, (name, rank, row["seconds"])
+            for what in ("changed", "partial", "old", "next"):
+                assert not row[what], (name, rank, what, row[what])
+    assert not (tmp_path / "x").exists()
+    assert not any(n.startswith("rank_") for tag in ("new", "fresh") for n in names_in(tmp_path / "saved" / tag))
+
+
+def names_in(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.exists() else []
+
+
+def test_the_same_tag_again(tmp_path):
+    first, last, weights = run_on_ranks(save_twice, 2, str(tmp_path / "saved"))[0]
+    assert len(first) == len(last) and set(first) & set(last) == {manifest.NAME}
+    listed = {file["name"] for file in json.loads((tmp_path / "saved/tag/manifest.json").read_text())["files"]}
+    assert set(last) == listed | {manifest.NAME} and (tmp_path / "saved/latest").read_text() == "tag"
+    aggregate(tmp_path / "saved", tmp_path / "out", progress=False)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in weights.items() if name in found)
+    assert set(weights) <= set(found)
+
+
+# -- in the background -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_loaded_is_the_moment_of_the_save(tmp_path):
+    run_on_ranks(save_in_background, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_waits_for_the_copy(tmp_path, stage):
+    found = run_on_ranks(step_before_copied, 2, str(tmp_path), stage)
+    for call, step in found:  # without ZeRO the forward reads what the optimizer writes: the call itself copies
+        assert (call < step) == (stage > 0)
+
+
+def test_a_copy_that_fails_on_one_rank_fails_on_all(tmp_path):
+    first, second = run_on_ranks(copy_that_fails, 2, str(tmp_path))
+    assert first["type"] == "RankError" and "rank 1: " in first["text"] and "Cannot allocate" in first["text"]
+    assert second["type"] == "CheckpointError" and "copying the state for lost" in second["text"]
+    assert not (tmp_path / "lost" / "manifest.json").exists() and verify(tmp_path, "next").ok
+
+
+def test_a_save_outlives_its_engine(tmp_path):
+    run_on_ranks(abandon_engine, 2, str(tmp_path))
+    assert verify(tmp_path, "first").ok and verify(tmp_path, "second").ok
+    assert (tmp_path / "latest").read_text() == "second"
+
+
+def test_a_save_outlives_the_process_group(tmp_path):
+    run_on_ranks(leave_early, 2, str(tmp_path))
+    assert verify(tmp_path).ok and not partials(tmp_path)
+
+
+# -- interrupts ------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_wait_leaves_the_save_running(tmp_path):
+    assert run_on_ranks(interrupted_wait, 2, str(tmp_path)) == [(True, True)] * 2
+
+
+def test_an_interrupted_rank_leaves_none_behind(tmp_path):
+    (first, left), (second, _) = run_on_ranks(interrupt_at_each_exchange, 2, str(tmp_path), timeout=60)
+    assert len(second) > 5 and set(second) == {"KeyboardInterrupt"} and not left
+    # the last exchange comes when the checkpoint is complete
+    assert first == ["RankError"] * (len(first) - 1) + ["nothing"], first
+    assert verify(tmp_path, "after").ok and verify(tmp_path, f"interrupted_{len(first)}").ok

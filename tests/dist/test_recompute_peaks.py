@@ -1,0 +1,86 @@
+"""Peaks of real processes, each of its own, against budgets and predictions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from launch_once import once
+from recompute_models import DROPOUT
+from tiny_models import bert, gpt2
+
+from ort_zero.testing.ranks import run_on_ranks
+
+# -- what each rank runs -----------------------------------------------------------------------------------------------
+
+
+def peak(kind: str, case: str) -> dict[str, Any]:
+    """Return the growth of this process in the first step of a model of some 200 MiB, and the plan of `case`."""
+    from ort_zero import config
+    from ort_zero.plugin import engine_patch
+    from ort_zero.recompute.resident_memory import PeakMeter
+    from ort_zero.testing.peaks import start_at_first_run
+
+    torch.manual_seed(0)
+    model = {"gpt2": gpt2, "bert": bert}[kind](words=1024, hidden=256, layers=4, positions=128, **DROPOUT[kind])
+    section = {"off": {}, "all": {"recompute": "all"}}.get(case, {"recompute": "auto", "budget": case})
+    runtime, wrapped = engine_patch.wrap(
+        model.train(), config.OrtModuleConfig(), 0, memory=config.MemoryConfig(**section)
+    )
+    meter = PeakMeter(torch.device("cpu"))
+    start_at_first_run(runtime, meter)
+    ids = torch.randint(0, 1024, (12, 128), generator=torch.Generator().manual_seed(1))
+    losses, measured = [], 0
+    for _ in range(2):
+        loss = wrapped(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids.clone()).loss
+        loss.backward()
+        measured = measured or meter.read()
+        losses.append(loss.item())
+        for parameter in model.parameters():
+            parameter.grad = None
+    decisions = runtime.status()["memory"]
+    return {"peak": measured, "losses": losses, "decision": decisions[0] if decisions else None}
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
+
+BUDGETS = ["80%", "65%", "55%"]
+CASES = {"gpt2": BUDGETS, "bert": ["all", "55%"]}
+
+
+@once
+def _measured(kind: str, case: str, folder: str) -> dict:
+    env = {"ORT_ZERO_CACHE_DIR": folder}
+    (found,) = run_on_ranks(peak, 1, kind, case, timeout=200, fresh=True, env=env)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Plans of this module; the built extensions stay where they are."""
+    from ort_zero import env
+
+    path = tmp_path_factory.mktemp("cache")
+    for built in env.cache_dir().iterdir():
+        if built.name != "plans":
+            (path / built.name).symlink_to(built)
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_measured_peaks(kind, folder):
+    off = _measured(kind, "off", folder)
+    before = off["peak"]
+    for case in CASES[kind]:
+        found = _measured(kind, case, folder)
+        decision = found["decision"]
+        assert found["losses"] == pytest.approx(off["losses"], abs=1e-5)
+        assert decision["predicted_bytes"] == pytest.approx(found["peak"], rel=0.1), f"{kind}, {case}"
+        assert decision["measured_bytes"] == pytest.approx(found["peak"], rel=0.05)
+        if case in BUDGETS:
+            assert found["peak"] <= decision["budget_bytes"], f"{kind}, {case}"
+            assert found["peak"] < before, f"{kind}: {case} needs more than a larger budget"
+            before = found["peak"]
+            assert decision["unconstrained_bytes"] == pytest.approx(off["peak"], rel=0.1)
