@@ -29,7 +29,7 @@ running: list[SubscribedModel] = []
 _to_close: weakref.WeakSet[SubscriberBase] = weakref.WeakSet()
 
 
-def subscribed_model(root: Module) -> SubscribedModel | None:
+def subscribed_model_of(root: Module) -> SubscribedModel | None:
     """Return the subscribers of a user's module, None if it has none."""
     return _by_root.get(root)
 

@@ -19,7 +19,7 @@ from ort_zero.statistics.collect.folder_claim import refuse_used
 from ort_zero.statistics.collect.manifest import manifest_of, owned_parameters, rank_and_size
 from ort_zero.statistics.collect.module_calls import TensorSlot
 from ort_zero.statistics.collect.sampling import sampled
-from ort_zero.statistics.collect.subscribed_model import subscribed_model
+from ort_zero.statistics.collect.subscribed_model import subscribed_model_of
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.writer import StatisticsWriter
 from ort_zero.statistics.records import Phase
@@ -176,7 +176,7 @@ class StatisticsSubscriber(SubscriberBase):
                 self._stop_listening()
 
     def _open(self, model: torch.nn.Module) -> bool:
-        subscribed = subscribed_model(model)
+        subscribed = subscribed_model_of(model)
         assert subscribed is not None, "it calls this action"
         try:
             self._writer = StatisticsWriter(
