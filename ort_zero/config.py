@@ -32,6 +32,8 @@ class OrtModuleConfig(_Strict):
     """Most graphs that are held in each mode, training and inference."""
     cache_dir: str | None = None
     """Folder of the export cache; None keeps no cache across runs."""
+    cache_key: str | None = None
+    """The user's own part of the export cache's key, for what the cache cannot see."""
     save_onnx: str | None = None
     """Folder into which rank 0 writes the graphs; None writes none."""
 

@@ -1,20 +1,51 @@
-"""Distinguishes the user's code from that of libraries."""
+"""Distinguishes the user's code from that of libraries, and reads which globals code uses."""
 
 from __future__ import annotations
 
+import dis
 import os
 import re
+import sys
 import sysconfig
 from pathlib import Path
+from types import CodeType
 
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\](?P<name>\w+)")
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
+_EXTENDED_ARG, _LOAD_GLOBAL = dis.opmap["EXTENDED_ARG"], dis.opmap["LOAD_GLOBAL"]
+_CALL_BIT = int(sys.version_info >= (3, 11))
+"""The lowest bit of LOAD_GLOBAL's argument tells since Python 3.11 whether a call follows."""
+
+
 def is_foreign(file: str) -> bool:
     """Return True for a file of torch, ORT, DeepSpeed, Python itself or ort_zero."""
+    if file.startswith("<"):  # made by exec; torch.fx names in it the file that it traced
+        return file.startswith("<frozen")
     package = _PACKAGES.search(file)
     if package is not None:
-        return package["name"] in ("torch", "onnxruntime", "onnx", "deepspeed", "ort_zero")
-    return file.startswith((_OURS, _STANDARD, "<frozen"))
+        return package["name"] in ("torch", "onnxruntime", "onnx", "deepspeed", "ort_zero", "typing_extensions")
+    return file.startswith((_OURS, _STANDARD))
+
+
+def is_installed(file: str) -> bool:
+    """Return True for a file in site-packages, of whatever package."""
+    return _PACKAGES.search(file) is not None
+
+
+def global_names(code: CodeType) -> tuple[set[str], set[str]]:
+    """Return the names that `code` and the functions in it look up as globals, and those of attributes and imports."""
+    found, names, more, ops = set(), set(code.co_names), 0, code.co_code
+    for place in range(0, len(ops), 2):
+        op, arg = ops[place], ops[place + 1] | more
+        more = arg << 8 if op == _EXTENDED_ARG else 0
+        if op == _LOAD_GLOBAL:
+            found.add(code.co_names[arg >> _CALL_BIT])
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            inner, attributes = global_names(constant)
+            found |= inner
+            names |= attributes
+    return found, names

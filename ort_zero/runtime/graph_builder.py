@@ -6,10 +6,9 @@ recomputation plan that the memory optimizer shares.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +121,18 @@ class GraphBuilder:
         if self.cache is None:
             return self.process(self.export(observed, call, subscribers), observed.process, number, call)
         with self._timed("cache"):
-            self.lookup = Lookup(self.cache, self.module, self.manager, observed, call, self.excluded)
+            self.lookup = Lookup(
+                self.cache, self.module, self.manager, observed, call, self.excluded, self.config.cache_key
+            )
             found = None if anew else self.lookup.find(self.fallback_policy)
         if found is not None:
             return self.process(found[0], observed.process, number, call, found[1])
         exported = self.export(observed, call, subscribers)
         built = self._built(exported, observed.process)
-        described = self.lookup.describe(exported, built, self.fallback_policy)
+        storable = self.lookup.storable(exported, built, self.fallback_policy)
         graph = self.process(exported, observed.process, number, call, built)
         with self._timed("keep"):
-            self.lookup.keep(described)  # not before: ORT may have no kernel for what it has built
+            self.lookup.store(storable)  # not before: ORT may have no kernel for what it has built
         return graph
 
     def export(self, observed: Observed, call: pytree.Call, subscribers: Sequence[SubscribedModel]) -> ExportedModule:
@@ -169,14 +170,8 @@ class GraphBuilder:
             all_inputs: whether arguments are traced with gradients that want none in this call.
         """
         readers = [reader_marks.GraphReaders(model, self.module) for model in subscribers]
-        code_followed = self.lookup.watching if self.lookup is not None else contextlib.nullcontext
-
-        @contextlib.contextmanager
-        def as_pytorch_runs_it() -> Iterator[None]:
-            with code_followed(), self.output.passed_through():
-                yield
-
-        return Tracer(self.manager.training, call, readers, all_inputs=all_inputs, pytorch_context=as_pytorch_runs_it)
+        context = self.output.passed_through
+        return Tracer(self.manager.training, call, readers, all_inputs=all_inputs, pytorch_context=context)
 
     def _traced(self, tracer: Tracer) -> tuple:
         """Return the exported model, the structure of its results, and the names of its dynamic axes."""

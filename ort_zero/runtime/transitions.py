@@ -166,7 +166,7 @@ class GraphTransitionManager:
             transition,
             time.perf_counter() - started,
             dict(steps),
-            lookup.words if lookup is not None else None,
+            lookup.outcome if lookup is not None else None,
         )
         self.history.completed.append(done)
         self._log(done, graph, before)

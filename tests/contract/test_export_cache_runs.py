@@ -75,11 +75,11 @@ class Rows(nn.Module):
         return self.last(x[rows]).sum() + sum(row.sum() for row in x[rows])
 
 
-def run(module: nn.Module, folder, *args, steps: int = 2):
+def run(module: nn.Module, folder, *args, steps: int = 2, **options):
     """Return results and gradients of a fresh copy, and the last transition of each mode."""
     module = copy.deepcopy(module)
     args = copy.deepcopy(args)
-    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(cache_dir=str(folder)), stage=0)
+    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(cache_dir=str(folder), **options), stage=0)
     results = []
     for _ in range(steps):
         result = wrapped(*args)
@@ -154,6 +154,32 @@ def test_other_inputs_options_and_freezing_are_other_entries(tmp_path):
     assert said(status).startswith("miss: model differs") and "first" in said(status)
 
 
+def test_a_key_of_the_users_is_part_of_what_must_be_the_same(tmp_path):
+    module, x = Gelus(), torch.randn(3, 6)
+    words = [said(run(module, tmp_path, x, cache_key=key)[1]) for key in (None, "a", "a", "b", None)]
+    assert [text.split(":")[0] for text in words] == ["miss", "miss", "hit", "miss", "hit"]
+    assert words[1] == "miss: options differ: cache_key null -> a"
+
+
+def test_code_that_is_imported_while_the_module_runs_is_not_kept(tmp_path, monkeypatch):
+    class Late(Gelus):
+        def forward(self, x):
+            from late_helper import doubled
+
+            return {"y": doubled(super().forward(x)["y"])}
+
+    (tmp_path / "late_helper.py").write_text("def doubled(x):\n    return x * 2\n")
+    os.utime(tmp_path / "late_helper.py", (1, 1))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "late_helper", raising=False)
+    torch.manual_seed(0)
+    module, x = Late(), torch.randn(3, 6)
+    words = [said(run(module, tmp_path / "cache", x)[1]) for _ in range(3)]
+    assert words[0].endswith("not kept: late_helper was imported while the module ran")
+    assert words[1].startswith("miss") and words[2].startswith("hit"), "it is loaded now, and its file counts"
+    del sys.modules["late_helper"]
+
+
 def test_what_has_no_lasting_name_is_not_kept_and_says_so(tmp_path):
     torch.manual_seed(0)
     first, second = alike(Branching(), tmp_path, torch.randn(4, 6))
@@ -185,7 +211,7 @@ def test_an_optimized_model_that_ort_refuses_is_made_anew(tmp_path):
     (path,) = tmp_path.glob("*.session")
     digest = path.name.split(".")[1]
     path.unlink()
-    ExportCache(tmp_path).keep_blob(digest, b"no model at all")
+    ExportCache(tmp_path).store_blob(digest, b"no model at all")
     got, status = run(module, tmp_path, x)
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert said(status).startswith("hit")

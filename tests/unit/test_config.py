@@ -13,7 +13,7 @@ def test_defaults_run_in_onnxruntime_and_refuse_fallback():
     assert parsed.enabled and parsed.ortmodule.enabled
     assert parsed.ortmodule.fallback == "raise"
     assert parsed.ortmodule.exclude == [] and parsed.ortmodule.graph_cache_size == 8
-    assert parsed.ortmodule.cache_dir is None and parsed.ortmodule.save_onnx is None
+    assert parsed.ortmodule.cache_dir is parsed.ortmodule.cache_key is None and parsed.ortmodule.save_onnx is None
     assert parsed.statistics.enabled is False and parsed.memory.recompute == "off"
     assert parsed.memory_efficient_gradients is False
 
@@ -52,6 +52,7 @@ def test_unknown_key_without_a_near_one_lists_the_valid_keys():
         ({"enabled": 1}, "ort_zero.enabled", "1"),
         ({"ortmodule": {"fallback": "ignore"}}, "ort_zero.ortmodule.fallback", "'ignore'"),
         ({"ortmodule": {"graph_cache_size": 0}}, "ort_zero.ortmodule.graph_cache_size", "0"),
+        ({"ortmodule": {"cache_key": 7}}, "ort_zero.ortmodule.cache_key", "7"),
         ({"ortmodule": {"graph_cache_size": "8"}}, "ort_zero.ortmodule.graph_cache_size", "'8'"),
         ({"ortmodule": {"log_level": "LOUD"}}, "ort_zero.ortmodule.log_level", "'LOUD'"),
         ({"ortmodule": {"save_onnx": 3}}, "ort_zero.ortmodule.save_onnx", "3"),

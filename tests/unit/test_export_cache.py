@@ -20,7 +20,7 @@ import pytest
 from ort_zero.errors import ConfigError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export_cache import store
-from ort_zero.runtime.export_cache.fingerprint import Criterion, criterion, digest_of
+from ort_zero.runtime.export_cache.criteria import Criterion, criterion, digest_of
 from ort_zero.runtime.export_cache.store import ExportCache, Found, Missed
 
 META = {"names": ["a", "b"], "nested": [1, 2.5, None, {"x": True}]}
@@ -30,6 +30,7 @@ BLOBS = {"model": os.urandom(5000), "empty": b"", "odd/../name": b"ORT" * 100}
 def criteria(**changes) -> dict[str, Criterion]:
     values = {"packages": {"torch": "2.12.0"}, "options": {"fallback": "raise"}, "inputs": {"input_ids": "int64[2, 8]"}}
     found = {name: criterion(value) for name, value in values.items()}
+    found["model code"] = criterion({"net.py": "x" * 99, "SCALE of net.py": 2})
     return {"model": criterion({"class": "Net"}, "Net"), **found, **changes}
 
 
@@ -53,8 +54,8 @@ def lines():
     get_logger().removeHandler(handler)
 
 
-def keep(cache: ExportCache, mode: str = "training", blobs=BLOBS, code=None, **changes) -> Path:
-    path = cache.keep(criteria(**changes), mode, META, blobs, code or {})
+def store_in(cache: ExportCache, mode: str = "training", blobs=BLOBS, **changes) -> Path:
+    path = cache.store(criteria(**changes), mode, META, blobs)
     assert path is not None
     return path
 
@@ -64,11 +65,11 @@ def files_in(cache: ExportCache) -> list[str]:
 
 
 def test_an_entry_comes_back_as_it_was(cache):
-    path = keep(cache)
+    path = store_in(cache)
     found = ExportCache(cache.folder).find(criteria(), "training")
     assert isinstance(found, Found) and found.path == path
     assert found.meta == META and found.blobs == BLOBS and list(found.blobs) == list(BLOBS)
-    assert found.words == "the same model, packages, options, inputs, model code"
+    assert found.compared == "the same model, packages, options, inputs, model code"
     assert files_in(cache) == [path.name]
     shuffled = dict(reversed(criteria().items()))
     assert isinstance(cache.find(shuffled, "training"), Found)
@@ -85,26 +86,26 @@ def test_an_entry_comes_back_as_it_was(cache):
     ],
 )
 def test_a_miss_says_which_criterion_differs(cache, changes, why):
-    keep(cache)
+    store_in(cache)
     missed = cache.find(criteria(**changes), "training")
     assert isinstance(missed, Missed) and missed.why == why
 
 
 def test_the_first_miss_and_that_of_another_mode(cache):
     assert cache.find(criteria(), "training").why == "no training entry for Net yet"
-    keep(cache)
+    store_in(cache)
     assert cache.find(criteria(), "inference").why == "no inference entry for Net yet"
     assert cache.find({}, "training").why == "no training entry for this model yet"
 
 
 def test_the_nearest_entry_is_compared_with(cache):
     packages, inputs = criterion({"torch": "3"}), criterion({"x": 1})
-    keep(cache, packages=packages, inputs=inputs)
-    near = keep(cache, packages=packages)
-    keep(cache, packages=packages, inputs=inputs, options=criterion({}))
+    store_in(cache, packages=packages, inputs=inputs)
+    near = store_in(cache, packages=packages)
+    store_in(cache, packages=packages, inputs=inputs, options=criterion({}))
     os.utime(near, (1, 1))
     assert cache.find(criteria(), "training").why == "packages differ: torch 3 -> 2.12.0"
-    newer = keep(cache, packages=criterion({"torch": "4"}))
+    newer = store_in(cache, packages=criterion({"torch": "4"}))
     os.utime(newer, (2, 2))
     assert cache.find(criteria(), "training").why == "packages differ: torch 4 -> 2.12.0"
 
@@ -112,7 +113,7 @@ def test_the_nearest_entry_is_compared_with(cache):
 def test_only_the_newest_entries_are_read_for_a_miss(cache, monkeypatch):
     monkeypatch.setattr(store, "_LOOKED_AT", 2)
     for i in range(4):
-        os.utime(keep(cache, packages=criterion({"torch": str(i)})), (i, i))
+        os.utime(store_in(cache, packages=criterion({"torch": str(i)})), (i, i))
     read = []
     original = store._header
     monkeypatch.setattr(store, "_header", lambda *about: read.append(about) or original(*about))
@@ -120,21 +121,23 @@ def test_only_the_newest_entries_are_read_for_a_miss(cache, monkeypatch):
     assert len(read) == 2
 
 
-def test_code_that_changed_is_a_miss_and_the_entry_is_written_anew(cache, tmp_path, monkeypatch):
-    code = {"json": "0" * 32, "os:sep": "'/'"}
-    path = keep(cache, code=code)
-    assert cache.find(criteria(), "training").why == "model code changed: __init__.py"
-    assert keep(cache, code={"os:sep": "'/'"}) == path
-    assert isinstance(cache.find(criteria(), "training"), Found)
-    monkeypatch.setattr(os, "sep", "\\")
-    assert cache.find(criteria(), "training").why == "model code changed: sep of os.py"
+def test_code_that_changed_is_a_miss_and_has_an_entry_of_its_own(cache):
+    path = store_in(cache)
+    edited = criterion({"net.py": "y" * 99, "SCALE of net.py": 2})
+    changed = criterion({"net.py": "x" * 99, "SCALE of net.py": 3})
+    assert cache.find(criteria(**{"model code": edited}), "training").why == "model code changed: net.py"
+    words = cache.find(criteria(**{"model code": changed}), "training").why
+    assert words == "model code changed: SCALE of net.py 2 -> 3"
+    assert store_in(cache, **{"model code": edited}) != path
+    for code in (edited, criteria()["model code"]):
+        assert isinstance(cache.find(criteria(**{"model code": code}), "training"), Found)
 
 
 def test_a_valid_entry_is_not_written_again(cache):
-    path = keep(cache)
+    path = store_in(cache)
     os.utime(path, (1000, 1000))
     inode = path.stat().st_ino
-    assert cache.keep(criteria(), "training", {"other": 1}, {}, {}) == path
+    assert cache.store(criteria(), "training", {"other": 1}, {}) == path
     assert path.stat().st_ino == inode and path.stat().st_mtime > 1000, "used, and not written"
     assert cache.find(criteria(), "training").meta == META
 
@@ -217,7 +220,7 @@ DAMAGES = {
     "a blob too few": rewritten(lambda header, blobs: blobs.popitem()),
     "no meta": rewritten(lambda header, blobs: header.pop("meta")),
     "a list": rewritten(lambda header, blobs: header.update(criteria=[], blobs=[])),
-    "odd types": rewritten(lambda header, blobs: header.update(code=3)),
+    "odd types": rewritten(lambda header, blobs: header.update(blobs=3)),
     "endless nesting": endless,
     "a directory": directory,
     "an empty directory": empty_directory,
@@ -227,14 +230,14 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_what_is_damaged_or_foreign_is_ignored_and_overwritten(cache, damage):
-    path = keep(cache)
+    path = store_in(cache)
     damage(path)
     missed = cache.find(criteria(), "training")
     assert isinstance(missed, Missed), "it was trusted"
     assert "ignored" in missed.why and path.name in missed.why or "no training entry" in missed.why
     other = cache.find(criteria(options=criterion({})), "training")
     assert isinstance(other, Missed)
-    assert keep(cache) == path
+    assert store_in(cache) == path
     assert cache.find(criteria(), "training").blobs == BLOBS
     if damage is directory:
         assert [p.read_text() for p in cache.folder.glob("*/precious")] == ["not ours"]
@@ -242,7 +245,7 @@ def test_what_is_damaged_or_foreign_is_ignored_and_overwritten(cache, damage):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_changed_byte_is_trusted(cache, seed):
-    path = keep(cache, blobs={"model": b"0123456789" * 10})
+    path = store_in(cache, blobs={"model": b"0123456789" * 10})
     data = path.read_bytes()
     for place in range(seed, len(data), 4):
         path.write_bytes(data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :])
@@ -252,15 +255,15 @@ def test_no_changed_byte_is_trusted(cache, seed):
 
 
 def test_a_link_to_a_good_entry_is_as_good(cache, tmp_path):
-    path = keep(cache)
+    path = store_in(cache)
     shutil.move(path, tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     assert isinstance(cache.find(criteria(), "training"), Found)
 
 
 def test_an_entry_under_the_name_of_another_is_ignored(cache):
-    path = keep(cache)
-    other = keep(cache, options=criterion({}))
+    path = store_in(cache)
+    other = store_in(cache, options=criterion({}))
     shutil.copy(other, path)
     assert "belongs to something else" in cache.find(criteria(), "training").why
 
@@ -300,33 +303,33 @@ def test_a_full_disk_warns_once_and_leaves_nothing(cache, monkeypatch, lines):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(store.os, "replace", full)
-    assert cache.keep(criteria(), "training", META, BLOBS, {}) is None
-    assert cache.keep_blob("a" * 32, b"x") is None
+    assert cache.store(criteria(), "training", META, BLOBS) is None
+    assert cache.store_blob("a" * 32, b"x") is None
     assert files_in(cache) == [] and [line for line in lines if "No space left" in line] == lines and len(lines) == 1
 
 
 def test_a_folder_that_vanished_is_no_error(cache, lines):
     shutil.rmtree(cache.folder)
     assert isinstance(cache.find(criteria(), "training"), Missed)
-    assert cache.keep(criteria(), "training", META, BLOBS, {}) is None and cache.find_blob("a" * 32) is None
+    assert cache.store(criteria(), "training", META, BLOBS) is None and cache.find_blob("a" * 32) is None
     assert len(lines) == 1
 
 
 def test_the_oldest_entries_make_room(tmp_path):
     cache = ExportCache(tmp_path, limit=40_000)
     (tmp_path / "theirs.txt").write_bytes(b"x" * 50_000)
-    kept = [keep(cache, blobs={"m": os.urandom(9000)}, options=criterion({"i": i})) for i in range(3)]
+    kept = [store_in(cache, blobs={"m": os.urandom(9000)}, options=criterion({"i": i})) for i in range(3)]
     for age, path in enumerate(kept):
         os.utime(path, (100 + age, 100 + age))
     assert isinstance(cache.find(criteria(options=criterion({"i": 0})), "training"), Found)  # used: the newest now
-    cache.keep_blob("a" * 32, os.urandom(15_000))
+    cache.store_blob("a" * 32, os.urandom(15_000))
     assert [path.exists() for path in kept] == [True, False, True]
     assert (tmp_path / "theirs.txt").exists() and cache.find_blob("a" * 32)
 
 
 def test_what_exceeds_the_limit_alone_is_not_kept(tmp_path, lines):
     cache = ExportCache(tmp_path, limit=1000)
-    assert cache.keep(criteria(), "training", META, BLOBS, {}) is None
+    assert cache.store(criteria(), "training", META, BLOBS) is None
     assert files_in(cache) == [] and "exceed" in lines[0]
 
 
@@ -335,14 +338,14 @@ def test_what_killed_processes_left_is_removed(cache):
     for path in (old, new):
         path.write_bytes(b"x")
     os.utime(old, (time.time() - 7200,) * 2)
-    keep(cache)
+    store_in(cache)
     assert not old.exists() and new.exists()
 
 
 def test_new_files_have_the_modes_of_the_user(cache):
     before = os.umask(0o027)
     try:
-        assert keep(cache).stat().st_mode & 0o777 == 0o640
+        assert store_in(cache).stat().st_mode & 0o777 == 0o640
     finally:
         os.umask(before)
 
@@ -355,7 +358,7 @@ def test_threads_that_keep_and_find_at_once_see_whole_entries(cache):
             shutil.rmtree(cache.folder / "none", ignore_errors=True)
             for path in cache.folder.glob("*.graph"):
                 path.unlink(missing_ok=True)
-        return cache.keep(criteria(), "training", META, BLOBS, {})
+        return cache.store(criteria(), "training", META, BLOBS)
 
     with ThreadPoolExecutor(8) as pool:
         assert None not in list(pool.map(work, range(60)))
@@ -368,7 +371,7 @@ def test_processes_share_a_folder(tmp_path):
         "import test_export_cache as t\n"
         "cache = t.ExportCache(sys.argv[2])\n"
         "print(type(cache.find(t.criteria(), 'training')).__name__)\n"
-        "t.keep(cache, blobs={'model': b'same'})\n"
+        "t.store_in(cache, blobs={'model': b'same'})\n"
         "print(cache.find(t.criteria(), 'training').blobs)"
     )
     command = [sys.executable, "-c", code, os.path.dirname(__file__), str(tmp_path)]
@@ -385,7 +388,7 @@ def test_processes_share_a_folder(tmp_path):
 @pytest.mark.parametrize("data", [b"", b"\n\n", os.urandom(100_000)], ids=["empty", "lines", "large"])
 def test_blobs_come_back(cache, data):
     assert cache.find_blob("a" * 32) is None
-    path = cache.keep_blob("a" * 32, data)
+    path = cache.store_blob("a" * 32, data)
     assert cache.find_blob("a" * 32) == data and cache.find_blob("b" * 32) is None
     shutil.copy(path, cache.folder / f"model.{'b' * 32}.session")
     assert cache.find_blob("b" * 32) is None, "it is another one's"
@@ -393,13 +396,13 @@ def test_blobs_come_back(cache, data):
 
 @pytest.mark.parametrize("damage", [cut(0), cut(0.5), flip(0), flip(-1), flip(30), directory, dangling])
 def test_damaged_blobs_are_ignored_and_overwritten(cache, damage):
-    path = cache.keep_blob("a" * 32, b"data" * 100)
+    path = cache.store_blob("a" * 32, b"data" * 100)
     damage(path)
     assert cache.find_blob("a" * 32) is None
-    assert cache.keep_blob("a" * 32, b"data" * 100) == path and cache.find_blob("a" * 32) == b"data" * 100
+    assert cache.store_blob("a" * 32, b"data" * 100) == path and cache.find_blob("a" * 32) == b"data" * 100
 
 
 @pytest.mark.parametrize("digest", ["", "../x", "A" * 32, "a" * 31, "a" * 33, f"{'a' * 32}\n"])
 def test_names_of_blobs_are_digests(cache, digest):
     with pytest.raises(ValueError):
-        cache.keep_blob(digest, b"")
+        cache.store_blob(digest, b"")

@@ -19,8 +19,9 @@ import torch
 
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.pytree import flatten, flatten_call, parameters_of, unflatten, unflatten_call
-from ort_zero.runtime.export_cache.serialization import NotLasting, NotReadable, decode, encode, name_of
+from ort_zero.runtime.export_cache.serialization import NotStorable, decode, encode, name_of
 from ort_zero.runtime.operators import aten_op
+from ort_zero.utils.json_values import NotDecodable
 
 Pair = namedtuple("Pair", "left right")
 
@@ -234,7 +235,7 @@ def local_class():
     return Here
 
 
-NOT_LASTING = [
+NOT_STORABLE = [
     (call_of(x=print), '"x" is a builtin_function_or_method'),
     (call_of(x=lambda: 0), '"x" is a function'),
     (call_of(None, torch.nn.ReLU()), '"1" is a ReLU'),
@@ -252,97 +253,123 @@ NOT_LASTING = [
 ]
 
 
-@pytest.mark.parametrize("value, words", NOT_LASTING, ids=[words for _, words in NOT_LASTING])
+@pytest.mark.parametrize("value, words", NOT_STORABLE, ids=[words for _, words in NOT_STORABLE])
 def test_what_has_no_lasting_name_is_refused_by_its_name(value, words):
-    with pytest.raises(NotLasting, match="lasting name") as caught:
+    with pytest.raises(NotStorable, match="lasting name") as caught:
         encode(value)
     assert words in str(caught.value) and "argument" in str(caught.value) or "operator" in str(caught.value)
 
 
 def test_says_what_the_caller_calls_it():
-    with pytest.raises(NotLasting, match='^result "loss" is a object, which'):
+    with pytest.raises(NotStorable, match='^result "loss" is a object, which'):
         encode(pytree._Mapping(dict, (("loss", pytree._Constant(object())),)), "result")
 
 
-SLOT = ["Slot", 0]
+def tagged(tag, **fields):
+    return {"__type__": tag, **fields}
+
+
+def items(*parts):
+    return tagged("tuple", items=list(parts))
+
+
+def kind(name):
+    return tagged("type", **{"class": name})
+
+
+def member(of, name):
+    return tagged("enum", **{"class": of, "name": name})
+
+
+def operator(name, overload="", arguments=None):
+    return tagged("aten.Operator", name=name, overload=overload, arguments=arguments or items())
+
+
+def instance(of, parts=None, number=0, origin=None):
+    return tagged("Object", kind=of, items=parts or items(), number=number, origin=origin)
+
+
+SLOT = tagged("Slot", index=0)
 DAMAGED = [
-    [],
-    {},
-    [1],
-    ["nonsense", 1],
-    ["Slot"],
-    ["Slot", -1],
-    ["Slot", True],
-    ["Slot", "0"],
-    ["Slot", 0, 0],
-    ["Size", None],
-    ["int", "ten"],
-    ["int", 5],
-    ["float", "00"],
-    ["float", None],
-    ["bytes", "?"],
-    ["dtype", "nn"],
-    ["dtype", "strided"],
-    ["dtype", []],
-    ["device", "nowhere"],
-    ["device", 0],
-    ["enum", f"{__name__}:Colour", "BLUE"],
-    ["enum", f"{__name__}:Colour", "__class__"],
-    ["enum", f"{__name__}:State", "value"],
-    ["enum", "enum:Enum", "x"],
-    ["type", "builtins:print"],
-    ["type", "os:system"],
-    ["type", "json:JSONDecoder"],  # another name of it
-    ["type", f"{__name__}:Local.nothing"],
-    ["type", "nowhere:Thing"],
-    ["type", 3],
-    ["torch.Size", "a"],
-    ["slice", 1],
-    ["Sequence", ["type", "builtins:dict"], ["tuple"]],
-    ["Sequence", ["type", "builtins:list"], ["tuple", 3]],
-    ["Sequence", ["type", "builtins:list"], ["list", SLOT]],
-    ["Sequence", "builtins:list", ["tuple"]],
-    ["Mapping", ["type", "builtins:list"], ["tuple"], None],
-    ["Mapping", ["type", "builtins:dict"], ["tuple", ["tuple", "a", 3]], None],
-    ["Mapping", ["type", "builtins:dict"], ["tuple"], 3],
-    ["Object", ["type", "subprocess:Popen"], ["tuple", ["tuple", 3, SLOT]], 0, None],
-    ["Object", ["type", "builtins:int"], ["tuple"], 0, None],
-    ["Object", ["type", "torch.nn.modules.activation:ReLU"], ["tuple"], 0, None],
-    ["Object", ["type", f"{__name__}:State"], ["tuple"], 0, "0"],
-    ["Constant", SLOT],
-    ["aten.Tensor", 0, "odd"],
-    ["aten.List", ["tuple", SLOT]],
-    ["aten.Operator", "aten.cat", "", ["tuple"]],
-    ["aten.Operator", "__class__::x", "", ["tuple"]],
-    ["aten.Operator", "ort_zero::submodule", "", ["tuple"]],
-    ["aten.Operator", "aten::cat", "a.b", ["tuple"]],
-    ["aten.Operator", "aten::cat", "", ["tuple", ["tuple", None, 1]]],
-    ["aten.Operator", 1, "", ["tuple"]],
+    tagged(None),
+    tagged(["tuple"], items=[]),
+    tagged(1, value=1),
+    tagged("nonsense", value=1),
+    tagged("Slot"),
+    tagged("Slot", index=-1),
+    tagged("Slot", index=True),
+    tagged("Slot", index="0"),
+    tagged("Slot", index=0, more=0),
+    tagged("Size", index=None),
+    tagged("float", value="00"),
+    tagged("float", value=None),
+    tagged("bytes", value="?"),
+    tagged("dtype", value="nn"),
+    tagged("dtype", value="strided"),
+    tagged("dtype", value=[]),
+    tagged("device", value="nowhere"),
+    tagged("device", value=0),
+    tagged("tuple", items="ab"),
+    tagged("tuple", items={}),
+    member(f"{__name__}:Colour", "BLUE"),
+    member(f"{__name__}:Colour", "__class__"),
+    member(f"{__name__}:State", "value"),
+    member("enum:Enum", "x"),
+    kind("builtins:print"),
+    kind("os:system"),
+    kind("json:JSONDecoder"),  # another name of it
+    kind(f"{__name__}:Local.nothing"),
+    kind("nowhere:Thing"),
+    kind(3),
+    tagged("torch.Size", items=["a"]),
+    tagged("slice", items=[1]),
+    tagged("Sequence", kind=kind("builtins:dict"), items=items()),
+    tagged("Sequence", kind=kind("builtins:list"), items=items(3)),
+    tagged("Sequence", kind=kind("builtins:list"), items=[SLOT]),
+    tagged("Sequence", kind="builtins:list", items=items()),
+    tagged("Mapping", kind=kind("builtins:list"), items=items(), default=None),
+    tagged("Mapping", kind=kind("builtins:dict"), items=items(items("a", 3)), default=None),
+    tagged("Mapping", kind=kind("builtins:dict"), items=items(), default=3),
+    instance(kind("subprocess:Popen"), items(items(3, SLOT))),
+    instance(kind("builtins:int")),
+    instance(kind("torch.nn.modules.activation:ReLU")),
+    instance(kind(f"{__name__}:State"), origin="0"),
+    tagged("Constant", value=SLOT),
+    tagged("aten.Tensor", index=0, kind="odd"),
+    tagged("aten.List", items=items(SLOT)),
+    operator("aten.cat"),
+    operator("__class__::x"),
+    operator("ort_zero::submodule"),
+    operator("aten::cat", "a.b"),
+    operator("aten::cat", "", items(items(None, 1))),
+    operator(1),
 ]
 
 
 @pytest.mark.parametrize("written", DAMAGED, ids=str)
 def test_what_was_not_written_is_refused(written):
-    with pytest.raises(NotReadable):
+    with pytest.raises(NotDecodable):
         decode(written)
-    with pytest.raises(NotReadable):
-        decode(["tuple", 1, written])
+    with pytest.raises(NotDecodable):
+        decode(items(1, written))
+    with pytest.raises(NotDecodable):
+        decode([{"a": written}])
 
 
 def test_endless_nesting_is_refused():
-    written: list = ["tuple"]
+    written: list = []
     for _ in range(100_000):
-        written = ["tuple", written]
-    with pytest.raises(NotReadable):
+        written = [written]
+    with pytest.raises(NotDecodable):
         decode(written)
-    while len(written) > 1:  # freed one by one: C would recurse
-        written = written[1]
+    while written:  # freed one by one: C would recurse
+        written = written[0]
 
 
 def test_a_class_that_is_not_loaded_is_said_and_not_imported():
     assert "wave" not in sys.modules
-    with pytest.raises(NotReadable, match="wave:Wave_read"):
-        decode(["type", "wave:Wave_read"])
+    with pytest.raises(NotDecodable, match="wave:Wave_read"):
+        decode(kind("wave:Wave_read"))
     assert "wave" not in sys.modules
 
 
@@ -353,8 +380,8 @@ def test_modules_that_import_on_access_do_not():
 
     sys.modules["lazy_one"] = Lazy("lazy_one")
     try:
-        with pytest.raises(NotReadable):
-            decode(["type", "lazy_one:Thing"])
+        with pytest.raises(NotDecodable):
+            decode(kind("lazy_one:Thing"))
     finally:
         del sys.modules["lazy_one"]
 

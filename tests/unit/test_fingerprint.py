@@ -1,4 +1,4 @@
-"""Equal models have equal fingerprints in every process, all that changes a graph changes them, and code is watched."""
+"""Equal models have equal fingerprints in every process, and all that changes a graph changes them, code too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from types import SimpleNamespace
 
@@ -19,16 +18,11 @@ import torch
 from torch import nn
 
 from ort_zero.runtime.export_cache import fingerprint
-from ort_zero.runtime.export_cache.fingerprint import (
-    Criterion,
-    changed,
-    criterion,
-    difference,
-    executed_files,
-    model,
-    packages,
-)
-from ort_zero.runtime.export_cache.serialization import NotLasting
+from ort_zero.runtime.export_cache.criteria import Criterion, criterion, difference
+from ort_zero.runtime.export_cache.described import Describer
+from ort_zero.runtime.export_cache.fingerprint import model, packages
+from ort_zero.runtime.export_cache.serialization import NotStorable
+from ort_zero.runtime.export_cache.source_code import SourceCode
 
 
 class Colour(enum.Enum):
@@ -181,7 +175,7 @@ def test_what_does_not_change_the_graph_is_not_seen():
     before = model(Net())
     assert difference(before.parts, parts_of(weights).parts) == ""
     assert difference(before.parts, parts_of(older).parts) == ""
-    assert before.words == "Net"
+    assert before.about == "Net"
 
 
 def test_a_class_that_is_patched_is_seen(monkeypatch):
@@ -212,7 +206,7 @@ def test_values_that_cannot_be_read_are_an_error():
             raise RuntimeError("not mine")
 
     net.constant = torch.ones(2).as_subclass(Odd)
-    with pytest.raises(NotLasting, match="Odd"):
+    with pytest.raises(NotStorable, match="Odd"):
         model(net)
 
 
@@ -287,7 +281,7 @@ def test_packages_have_versions_and_the_content_of_our_own_code(tmp_path):
     assert fingerprint._own_code(tmp_path) != before
 
 
-# -- code that ran -----------------------------------------------------------------------------------------------------
+# -- code --------------------------------------------------------------------------------------------------------------
 
 MODEL = """
     import functools, math, threading
@@ -305,7 +299,14 @@ MODEL = """
         CACHE[len(CACHE)] = x
         return F.gelu(x) if FLAG else x
 
+    def decorated(function):
+        @functools.wraps(function)
+        def wrapper(*args):
+            return function(*args)
+        return wrapper
+
     class Net(nn.Module):
+        @decorated
         def forward(self, x):
             return activation(scale(x)) * helpers.FACTOR * Pair(1, 2).left * Data(1).UNUSED
 
@@ -313,11 +314,6 @@ MODEL = """
         global WARNED
         if not WARNED:
             WARNED = True
-
-    def in_a_thread(x):
-        thread = threading.Thread(target=scale, args=(x,))
-        thread.start()
-        thread.join()
 """
 HELPERS = """
     import collections, dataclasses
@@ -352,10 +348,9 @@ def modules(tmp_path, monkeypatch, request):
         sys.modules.pop(name, None)
 
 
-def ran(function, *args):
-    with executed_files() as executed:
-        function(*args)
-    return executed
+def code_of(*modules, net=None):
+    """Return the parts of the code that a model of these modules depends on."""
+    return SourceCode([module.__name__ for module in modules], net).criterion.parts
 
 
 def rewrite(module, old, new):
@@ -369,170 +364,192 @@ def rewrite(module, old, new):
     importlib.reload(module)
 
 
-def test_the_files_that_ran_are_noted_and_libraries_are_not(modules):
-    executed = ran(modules[0].Net(), torch.ones(2))
-    assert executed.complete and executed.why == ""
-    assert set(executed.files) == {m.__file__ for m in modules}
-    assert {m.__name__ for m in modules} <= set(executed.code)
-    assert not any("UNUSED" in key for key in executed.code)
-    assert changed(executed.code) == ""
+def test_the_files_of_a_model_and_of_what_it_imports_count_and_libraries_do_not(modules):
+    net = modules[0].Net()
+    describe = Describer(net)
+    model(net, describe)
+    parts = SourceCode(describe.modules(), net).criterion.parts
+    assert {key for key in parts if key.endswith(".py") and " of " not in key} == {f"{m.__name__}.py" for m in modules}
+    assert not any("UNUSED" in key for key in parts)
+    assert difference(parts, code_of(modules[0])) == ""
 
 
-def test_an_edit_of_a_file_that_ran_is_named(modules):
-    executed = ran(modules[0].Net(), torch.ones(2))
+def test_an_edit_of_an_imported_file_is_named(modules):
+    before = code_of(modules[0])
     rewrite(modules[1], "return x\n", "return x + 0\n")
-    assert changed(executed.code) == f"{modules[1].__name__}.py"
+    assert difference(before, code_of(modules[0])) == f"{modules[1].__name__}.py"
 
 
-def test_a_file_that_did_not_run_may_change(modules):
-    executed = ran(modules[1].scale, torch.ones(2))
+def test_a_file_that_is_not_imported_may_change(modules):
+    before = code_of(modules[1])
     rewrite(modules[0], "UNUSED = 1", "UNUSED = 2")
-    assert changed(executed.code) == ""
+    assert difference(before, code_of(modules[1])) == ""
 
 
-def test_globals_that_are_read_are_watched(modules, monkeypatch):
+def test_globals_that_are_read_count(modules, monkeypatch):
     net, helpers = modules
-    executed = ran(net.Net(), torch.ones(2))
+    before = code_of(net)
+
+    def changed():
+        found = difference(before, code_of(net))
+        monkeypatch.undo()
+        return found
+
     monkeypatch.setattr(net, "FLAG", False)
-    assert changed(executed.code) == f"FLAG of {net.__name__}.py"
-    monkeypatch.undo()
+    assert changed() == f"FLAG of {net.__name__}.py True -> False"
     monkeypatch.setattr(helpers, "FACTOR", 3)
-    assert changed(executed.code) == f"FACTOR of {helpers.__name__}.py"
-    monkeypatch.undo()
-    monkeypatch.setattr(net, "activation", lambda x: x)
-    assert changed(executed.code) == f"activation of {net.__name__}.py"
-    monkeypatch.undo()
+    assert changed() == f"FACTOR of {helpers.__name__}.py 2 -> 3"
+    monkeypatch.setattr(net, "activation", helpers.scale)
+    assert changed() == f"activation of {net.__name__}.py is new"
+    monkeypatch.setattr(net, "scale", helpers.not_run)
+    assert changed() == f"scale of {net.__name__}.py"
     monkeypatch.setattr(torch.nn.functional, "gelu", helpers.scale)
-    assert changed(executed.code) == "gelu of functional.py"
-    monkeypatch.undo()
+    assert changed() == "gelu of torch/nn/functional.py is new"
     monkeypatch.setattr(net, "UNUSED", 2)
     monkeypatch.delattr(helpers, "not_run")
     net.CACHE["more"] = 1
     monkeypatch.setattr(torch.nn.functional, "gelu", torch.nn.functional.silu)  # torch's own: an export does so
-    assert "not_run" not in changed(executed.code) and changed(executed.code) == ""
+    assert changed() == ""
+
+
+def test_a_class_whose_decorated_method_changes_is_seen(modules):
+    before = code_of(modules[0])
+    rewrite(modules[0], "Pair(1, 2).left", "Pair(1, 2).right")
+    assert difference(before, code_of(modules[0])) == f"{modules[0].__name__}.py"
 
 
 def test_a_flag_that_the_code_sets_counts_as_it_was_before(modules):
-    executed = ran(modules[0].warns)
-    assert modules[0].WARNED and changed(executed.code) == f"WARNED of {modules[0].__name__}.py"
+    before = code_of(modules[0])
+    modules[0].warns()
+    assert difference(before, code_of(modules[0])) == f"WARNED of {modules[0].__name__}.py False -> True"
     modules[0].WARNED = False  # as in a new process
-    assert changed(executed.code) == ""
+    assert difference(before, code_of(modules[0])) == ""
 
 
 def test_a_module_that_is_not_loaded_is_no_match(modules):
-    executed = ran(modules[0].Net(), torch.ones(2))
     del sys.modules[modules[1].__name__]
-    assert f"{modules[1].__name__} is not loaded" in changed(executed.code)
+    with pytest.raises(NotStorable, match=f"code of .*{modules[1].__name__}.py is in no module that has a file"):
+        code_of(modules[0])
+
+
+def test_a_module_that_a_function_imports_counts(modules, tmp_path):
+    local = "    from {} import scale as local\n    x = local(x)\n    return x * 2"
+    rewrite(modules[1], "return x * 2", local.format(f"local_{modules[1].__name__}").lstrip())
+    file = tmp_path / f"local_{modules[1].__name__}.py"
+    file.write_text("def scale(x):\n    return x\n")
+    os.utime(file, (1, 1))
+    before = code_of(modules[0])
+    assert not any(key.startswith("local_") for key in before), "it is not loaded"
+    loaded = importlib.import_module(file.stem)
+    after = code_of(modules[0])
+    assert difference(before, after) == f"{file.name} is new"
+    rewrite(loaded, "return x\n", "return x + 1\n")
+    assert difference(after, code_of(modules[0])) == file.name
 
 
 def test_the_same_code_in_another_folder_is_as_good(modules, tmp_path, monkeypatch):
-    executed = ran(modules[1].scale, torch.ones(2))
-    other = tmp_path / "copy" / "elsewhere.py"
+    before = code_of(modules[1])
+    other = tmp_path / "copy" / f"{modules[1].__name__}.py"
     other.parent.mkdir()
     other.write_bytes(open(modules[1].__file__, "rb").read())
     os.utime(other, (1, 1))
     monkeypatch.setattr(modules[1], "__file__", str(other))
-    assert changed(executed.code) == ""
+    assert difference(before, code_of(modules[1])) == ""
     other.write_text("FACTOR = 3")
     os.utime(other, (1, 1))
-    assert changed(executed.code) == "elsewhere.py"
+    assert difference(before, code_of(modules[1])) == other.name
 
 
 def test_a_file_that_changed_since_the_process_began_is_never_trusted(modules):
-    executed = ran(modules[1].scale, torch.ones(2))
+    code_of(modules[1])
     later = time.time() + 60
     os.utime(modules[1].__file__, (later, later))
-    assert changed(executed.code) == f"{modules[1].__name__}.py"
-    again = ran(modules[1].scale, torch.ones(2))
-    assert not again.complete and modules[1].__name__ in again.why and not again.code and not again.files
+    with pytest.raises(NotStorable, match=f"{modules[1].__name__}.*was changed after this process began"):
+        code_of(modules[1])
+    os.unlink(modules[1].__file__)
+    with pytest.raises(NotStorable, match="is gone"):
+        code_of(modules[1])
 
 
-def test_threads_are_seen_too(modules):
-    assert modules[1].__file__ in ran(modules[0].in_a_thread, torch.ones(2)).files
-
-
-def test_a_profiler_that_is_active_stays_and_nothing_is_kept(modules):
-    def profile(frame, event, argument): ...
-
-    sys.setprofile(profile)
-    try:
-        executed = ran(modules[1].scale, torch.ones(2))
-        assert sys.getprofile() is profile
-    finally:
-        sys.setprofile(None)
-    assert not executed.complete and "profiler" in executed.why and not executed.code
-
-
-def test_a_profiler_that_starts_meanwhile_makes_it_incomplete(modules):
-    def forward():
-        modules[1].scale(torch.ones(2))
-        sys.setprofile(None)
-
-    assert not ran(forward).complete and sys.getprofile() is None and threading.getprofile() is None
-
-
-def test_code_in_no_file_makes_it_incomplete(modules):
+def test_code_in_no_file_is_not_storable(modules, monkeypatch):
     space = {"__name__": "nowhere"}
     exec("def forward(x):\n    return x", space)
-    executed = ran(space["forward"], 1)
-    assert not executed.complete and "<string>" in executed.why and not executed.code
+    net = Net()
+    net.own = space["forward"]
+    with pytest.raises(NotStorable, match="<string>"):
+        model(net)
+    monkeypatch.setattr(Net, "forward", space["forward"])
+    with pytest.raises(NotStorable, match="<string>"):
+        model(Net())
+    with pytest.raises(NotStorable, match="nowhere is in no file"):
+        SourceCode(["nowhere"])
 
 
-def test_a_global_module_or_weight_makes_it_incomplete(modules, monkeypatch):
-    monkeypatch.setattr(modules[0], "FLAG", nn.Parameter(torch.ones(())))
-    executed = ran(modules[0].activation, torch.ones(2))
-    assert not executed.complete and "FLAG" in executed.why
+def test_code_that_functions_generate_is_not_storable():
+    with pytest.raises(NotStorable, match="eval_with_key"):
+        model(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
 
 
-def test_an_error_in_the_block_leaves_no_profiler(modules):
-    with pytest.raises(TypeError), executed_files():
-        modules[1].scale()
-    assert sys.getprofile() is None and threading.getprofile() is None
+def test_code_that_calls_exec_is_not_storable(modules):
+    rewrite(modules[1], "return x * 2", "return eval('x * 2')")
+    with pytest.raises(NotStorable, match=f"code of {modules[1].__name__}.py calls eval"):
+        code_of(modules[0])
 
 
-def test_a_global_tensor_is_no_part_of_the_trace(modules, monkeypatch):
+def test_a_global_module_or_weight_is_not_storable(modules, monkeypatch):
+    for value in (nn.Parameter(torch.ones(())), nn.Linear(1, 1)):
+        monkeypatch.setattr(modules[0], "FLAG", value)
+        with pytest.raises(NotStorable, match="FLAG, whose values would be constants"):
+            code_of(modules[0])
+    monkeypatch.setattr(modules[0], "FLAG", nn.Dropout(0.1))
+    before = code_of(modules[0])
+    monkeypatch.setattr(modules[0], "FLAG", nn.Dropout(0.2))
+    assert difference(before, code_of(modules[0])) == f"FLAG of {modules[0].__name__}.py"
+    net = nn.Sequential(nn.Linear(1, 1))
+    for value in (net, net[0], nn.Sequential(net), net[0].weight):
+        monkeypatch.setattr(modules[0], "FLAG", value)
+        code_of(modules[0], net=net)
+
+
+def test_a_global_tensor_counts_by_its_values(modules, monkeypatch):
     monkeypatch.setattr(modules[1], "FACTOR", torch.tensor([2.0]))
-    net = modules[0].Net()
-    with executed_files() as executed:
-        traced = torch.jit.trace(net, torch.ones(1), check_trace=False)
-    plain = torch.jit.trace(net, torch.ones(1), check_trace=False)
-    assert len(list(traced.graph.nodes())) == len(list(plain.graph.nodes()))
-    assert executed.complete and changed(executed.code) == ""
+    before = code_of(modules[0])
+    monkeypatch.setattr(modules[1], "FACTOR", torch.tensor([2.0]))
+    assert difference(before, code_of(modules[0])) == ""
     monkeypatch.setattr(modules[1], "FACTOR", torch.tensor([3.0]))
-    assert "FACTOR" in changed(executed.code)
+    assert "FACTOR" in difference(before, code_of(modules[0]))
 
 
-def test_a_trace_that_goes_on_makes_it_incomplete(modules):
-    found = []
+def test_installed_packages_count_by_version_and_those_of_the_model_by_their_files_too():
+    import transformers
 
-    class Outer(nn.Module):
-        def forward(self, x):
-            found.append(ran(modules[1].scale, x))
-            return x + 1
+    net = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2))
+    describe = Describer(net)
+    model(net, describe)
+    code = SourceCode(describe.modules(), net)
+    assert code.packages["transformers"] == transformers.__version__
+    files = {key for key in code.criterion.parts if key.startswith("transformers/")}
+    assert {"transformers/models/gpt2/modeling_gpt2.py", "transformers/masking_utils.py"} <= files
+    assert not any(key.startswith(("torch/", "numpy/")) for key in code.criterion.parts)
 
-    torch.jit.trace(Outer(), torch.ones(1), check_trace=False)
-    assert not found[0].complete and "trace" in found[0].why
 
-
-def test_code_of_a_main_script_is_watched_across_processes(tmp_path):
+def test_code_of_a_main_script_counts_across_processes(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent("""
         import json, sys, torch
-        from ort_zero.runtime.export_cache.fingerprint import changed, executed_files
+        from ort_zero.runtime.export_cache.criteria import difference
+        from ort_zero.runtime.export_cache.source_code import SourceCode
         SCALE = 2
         class Net(torch.nn.Module):
             def forward(self, x):
                 return x * SCALE
         def main():
+            found = dict(SourceCode(["__main__"]).criterion.parts)
             if len(sys.argv) > 2:
-                print(changed(json.load(open(sys.argv[1]))))
-                return
-            net = Net()
-            with executed_files() as executed:
-                net(torch.ones(1))
-            assert executed.complete, executed.why
-            json.dump(executed.code, open(sys.argv[1], "w"))
+                print(difference(json.load(open(sys.argv[1])), found))
+            else:
+                json.dump(found, open(sys.argv[1], "w"))
         main()
     """)
     )
@@ -541,4 +558,4 @@ def test_code_of_a_main_script_is_watched_across_processes(tmp_path):
     look = functools.partial(subprocess.run, [*command, "look"], check=True, capture_output=True, text=True)
     assert look().stdout == "\n"
     script.write_text(script.read_text().replace("SCALE = 2", "SCALE = 3"))
-    assert look().stdout == "train.py, SCALE of train.py\n"
+    assert look().stdout == "SCALE of train.py 2 -> 3, train.py\n"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,10 @@ from ort_zero.runtime.export.post_export_passes import with_run_seed
 from ort_zero.runtime.export.pytree import Call
 from ort_zero.runtime.export.tracer import Effects
 from ort_zero.runtime.export_cache import fingerprint, serialization
-from ort_zero.runtime.export_cache.fingerprint import Criterion
+from ort_zero.runtime.export_cache.criteria import Criterion, criterion, digest_of
+from ort_zero.runtime.export_cache.described import Describer
+from ort_zero.runtime.export_cache.serialization import NotStorable
+from ort_zero.runtime.export_cache.source_code import SourceCode, is_users
 from ort_zero.runtime.export_cache.store import ExportCache, Found
 from ort_zero.runtime.guards.keys import ExportedModelInfo, Observed
 from ort_zero.runtime.operators import aten_op
@@ -31,7 +33,7 @@ from ort_zero.runtime.operators.fallback_policy import FallbackPolicy
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class StorableGraph:
     """A graph as plain values and bytes."""
 
     meta: dict[str, Any]
@@ -39,7 +41,7 @@ class Described:
 
 
 class Lookup:
-    """One graph that is looked for in the cache, and kept there if it has to be made.
+    """One graph that is looked for in the cache, and stored there if it has to be exported.
 
     Args:
         cache: the folder.
@@ -47,7 +49,11 @@ class Lookup:
         manager: of the graph's mode.
         observed: the call.
         call: the same, taken apart.
-        kept: submodules that stay in PyTorch; a graph that has some has no meaning in another process.
+        excluded: submodules that stay in PyTorch; a graph that has some has no meaning in another process.
+        cache_key: the user's own part of the key, for what the cache cannot see.
+
+    Attributes:
+        outcome: what came of it, for the log: ``"hit: ..."`` or ``"miss: ..."``.
     """
 
     def __init__(
@@ -57,31 +63,35 @@ class Lookup:
         manager: ort_compat.Manager,
         observed: Observed,
         call: Call,
-        kept: ExcludedModules,
+        excluded: ExcludedModules,
+        cache_key: str | None = None,
     ):
         self.cache = cache
         self.module = module
         self.manager = manager
         self.observed = observed
-        self.words = ""
-        """``"hit: ..."`` or ``"miss: ..."``."""
+        self.outcome = ""
+        self._loaded = set(sys.modules)
         self._criteria: dict[str, Criterion] | None = None
-        self._executed: fingerprint.executed_files | None = None
         try:
-            if kept.reasons:
-                raise serialization.NotLasting(f"{next(iter(kept.reasons))} stays in PyTorch")
+            if excluded.reasons:
+                raise NotStorable(f"{next(iter(excluded.reasons))} stays in PyTorch")
             if observed.export.readers:
-                raise serialization.NotLasting("subscribers read its values")
+                raise NotStorable("subscribers read its values")
+            describe = Describer(module)
+            model = fingerprint.model(module, describe)
+            code = SourceCode(describe.modules(), module)
             self._criteria = {
-                "model": fingerprint.model(module),
-                "packages": fingerprint.packages(),
-                "options": fingerprint.criterion(self._options()),
-                "inputs": fingerprint.criterion(_inputs(observed, call)),
+                "model": model,
+                "packages": fingerprint.packages(code.packages),
+                "options": criterion(self._options(cache_key)),
+                "inputs": criterion(_inputs(observed, call)),
+                "model code": code.criterion,
             }
-        except serialization.NotLasting as why:
-            self.words = f"not kept: {why}"
+        except NotStorable as why:
+            self.outcome = f"not kept: {why}"
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, cache_key: str | None) -> dict[str, Any]:
         process = self.observed.process
         return {
             **self.manager.export_options(),
@@ -90,57 +100,48 @@ class Lookup:
             "device": process.device,
             "default dtype": str(torch.get_default_dtype()),
             "autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off",
+            "cache_key": cache_key,
         }
 
     def find(self, routes: FallbackPolicy) -> tuple[ExportedModule, BuiltModel] | None:
-        """Return the exported module and its gradient graph, as another process made them; None for a miss."""
+        """Return the exported module and its gradient graph, as another process stored them; None for a miss."""
         if self._criteria is None:
             return None
         found = self.cache.find(self._criteria, self.manager.mode)
         if not isinstance(found, Found):
-            self.words = f"miss: {found.why}"
+            self.outcome = f"miss: {found.why}"
             return None
         try:
             result = self._restored(found, routes)
         except Exception as error:
-            # nothing that a file says is trusted: what does not fit is made anew
-            self.words = f"miss: {found.path.name} cannot be used ({type(error).__name__}: {error}), ignored"
+            # nothing that a file says is trusted: what does not fit is exported again
+            self.outcome = f"miss: {found.path.name} cannot be used ({type(error).__name__}: {error}), ignored"
             return None
-        self.words = f"hit: {found.words}"
+        self.outcome = f"hit: {found.compared}"
         return result
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note in the block which code the module runs."""
-        if self._criteria is None:
-            yield
-            return
-        self._executed = fingerprint.executed_files()
-        with self._executed:
-            yield
-
-    def describe(self, exported: ExportedModule, built: BuiltModel, routes: FallbackPolicy) -> Described | None:
-        """Return what there is to keep, before the graph is edited; None if it would mean nothing to another run."""
+    def storable(self, exported: ExportedModule, built: BuiltModel, routes: FallbackPolicy) -> StorableGraph | None:
+        """Return what there is to store, before the graph is edited; None if it would mean nothing to another run."""
         if self._criteria is None:
             return None
         try:
-            if self._executed is None or not self._executed.complete:
-                raise serialization.NotLasting(self._executed.why if self._executed else "nothing was run")
-            meta = self._described(exported, built, routes)
-        except serialization.NotLasting as why:
-            self.words = "; ".join(filter(None, (self.words, f"not kept: {why}")))
+            for name in sys.modules.keys() - self._loaded:
+                if is_users(name):
+                    raise NotStorable(f"{name} was imported while the module ran")
+            meta = self._meta(exported, built, routes)
+        except NotStorable as why:
+            self.outcome = "; ".join(filter(None, (self.outcome, f"not kept: {why}")))
             return None
-        return Described(meta, {"exported": exported.info.exported_model, "built": built.model.SerializeToString()})
+        return StorableGraph(meta, {"exported": exported.info.exported_model, "built": built.model.SerializeToString()})
 
-    def keep(self, described: Described | None) -> None:
-        """Keep what had to be made, for later runs."""
-        if described is not None:
-            code = self._executed.code
-            self.cache.keep(self._criteria, self.manager.mode, described.meta, described.blobs, code)
+    def store(self, graph: StorableGraph | None) -> None:
+        """Store what had to be exported, for later runs."""
+        if graph is not None and self._criteria is not None:
+            self.cache.store(self._criteria, self.manager.mode, graph.meta, graph.blobs)
 
     # -- to and from plain values ----------------------------------------------------------------------------------
 
-    def _described(self, exported: ExportedModule, built: BuiltModel, routes: FallbackPolicy) -> dict[str, Any]:
+    def _meta(self, exported: ExportedModule, built: BuiltModel, routes: FallbackPolicy) -> dict[str, Any]:
         info, effects = exported.info, exported.effects
         paths = {id(child): path for path, child in self.module.named_modules()}
         return {
@@ -206,13 +207,13 @@ def _operators(model: onnx.ModelProto) -> dict[str, Any]:
     """Return what the PythonOps of a graph run, by name.
 
     Raises:
-        NotLasting: one of them is a user's autograd Function, known to this process only.
+        NotStorable: one of them is a user's autograd Function, known to this process only.
     """
     found = {}
     for name in sorted(_functions(model)):
         operator = aten_op.operator_named(name)
         if operator is None:
-            raise serialization.NotLasting(f"the graph runs {name}")
+            raise NotStorable(f"the graph runs {name}")
         found[name] = serialization.encode(operator, "operator")
     return found
 
@@ -241,7 +242,7 @@ def session_of(
         return manager.create_session(with_run_seed(model, _run_seed()), info)
     data = model.SerializeToString()
     about = (fingerprint.packages().digest, sorted(manager.export_options().items()), manager.mode)
-    digest = fingerprint.digest_of(data + repr(about).encode())
+    digest = digest_of(data + repr(about).encode())
     optimized = cache.find_blob(digest)
     if optimized is None:
         with tempfile.TemporaryDirectory(prefix="ort_zero-") as folder:
@@ -250,7 +251,7 @@ def session_of(
             if not target.exists():
                 return agent
             optimized = target.read_bytes()
-            cache.keep_blob(digest, optimized)
+            cache.store_blob(digest, optimized)
     try:
         ready = with_run_seed(onnx.load_model_from_string(optimized), _run_seed()).SerializeToString()
         return manager.create_session(model, info, optimized=ready)

@@ -1,12 +1,10 @@
-"""Writes structures and operators as JSON and reads them again; nothing that is read is imported or run.
+"""Structures and operators as JSON and back; nothing that is read is imported or run.
 
-Values that JSON has are themselves; all others are lists that begin with a tag: ``["tuple", 1, 2]``. Classes are
-``"module:qualname"`` and are looked up among the modules that are loaded already.
+Classes are ``"module:qualname"`` and are looked up among the modules that are loaded already.
 """
 
 from __future__ import annotations
 
-import base64
 import collections
 import dataclasses
 import enum
@@ -21,41 +19,55 @@ import torch
 
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.operators import aten_op
+from ort_zero.utils.json_values import (
+    BYTES,
+    DEVICE,
+    DTYPE,
+    Decode,
+    Encode,
+    JsonCodec,
+    NotDecodable,
+    NotEncodable,
+    TaggedType,
+    as_items,
+    as_text,
+    exactly,
+    must_be,
+    of_torch,
+)
 
 
-class NotLasting(Exception):
-    """A value has no meaning in another process."""
-
-
-class NotReadable(Exception):
-    """What was written is damaged, or names a class that this process does not have."""
+class NotStorable(Exception):
+    """A graph, or a value of it, has no meaning in another process."""
 
 
 def encode(value: Any, what: str = "argument") -> Any:
     """Return `value` as what ``json.dumps`` takes and :func:`decode` turns into an equal value.
 
     Args:
-        value: nodes of :mod:`.structure`, the structure of a call, an :class:`.aten.Operator`, and constants.
+        value: nodes of :mod:`.pytree`, the structure of a call, an :class:`.aten_op.Operator`, and constants.
         what: says in errors what `value` is.
 
     Raises:
-        NotLasting: a part has no meaning in another process; names the part.
+        NotStorable: a part has no meaning in another process; the message names the part.
     """
-    return _encode(value, what, "")
+    try:
+        return _CODEC.encode(value, "")
+    except NotEncodable as error:
+        name = f' "{error.where}"' if error.where else ""
+        raise NotStorable(f"{what}{name} {error.reason}, which has no lasting name") from None
 
 
 def decode(written: Any) -> Any:
     """Return the value that :func:`encode` wrote.
 
     Raises:
-        NotReadable: it is damaged, or names a class that is not loaded.
+        NotDecodable: it is damaged, or names a class that is not loaded.
     """
-    try:
-        return _decode(written)
-    except NotReadable:
-        raise
-    except (RecursionError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, struct.error) as error:
-        raise NotReadable(f"not what was written: {error}") from None
+    return _CODEC.decode(written)
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
 
 
 def name_of(kind: type) -> str | None:
@@ -73,122 +85,103 @@ def _find(name: str) -> Any:
     return found
 
 
-def _class_named(name: Any) -> type:
-    found = _find(name) if isinstance(name, str) else None
+def _class_named(name: str) -> type:
+    found = _find(name)
     if not isinstance(found, type) or f"{found.__module__}:{found.__qualname__}" != name:
-        raise NotReadable(f"no class {name!r} is loaded")
+        raise NotDecodable(f"no class {name!r} is loaded")
     return found
 
 
-# -- constants --------------------------------------------------------------------------------------------------------
-
-
-def _encode(value: Any, what: str, path: str) -> Any:
-    kind = type(value)
-    if value is None or kind in (bool, str):
-        return value
-    if kind is int:
-        return value if abs(value) < 1 << 63 else ["int", hex(value)]
-    if kind is float and math.isfinite(value):
-        return value
-    tag = _TAGS.get(kind)
-    if tag is not None:
-        return [tag, *(_encode(part, what, _longer(path, name)) for name, part in _parts(value))]
-    if kind in _WRITERS:
-        return _WRITERS[kind](value)
-    if isinstance(value, enum.Enum) and kind.__members__.get(value.name) is value:
-        return ["enum", _lasting_class(kind, what, path), value.name]
-    if isinstance(value, type):
-        return ["type", _lasting_class(value, what, path)]
-    raise NotLasting(_words(what, path, f"is a {kind.__qualname__}"))
-
-
-def _words(what: str, path: str, rest: str) -> str:
-    name = f' "{path}"' if path else ""
-    return f"{what}{name} {rest}, which has no lasting name"
-
-
-def _lasting_class(kind: type, what: str, path: str) -> str:
+def _name_for(kind: type, where: str) -> str:
     name = name_of(kind)
     if name is None:
-        raise NotLasting(_words(what, path, f"is or holds a {kind.__module__}.{kind.__qualname__}"))
+        raise NotEncodable(where, kind, f"is or holds a {kind.__module__}.{kind.__qualname__}")
     return name
 
 
-def _longer(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
+# -- constants ---------------------------------------------------------------------------------------------------------
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
-    """Return the parts of a container or node, each with its name for errors."""
-    if isinstance(value, aten_op.Operator) and value.name.startswith("ort_zero::"):
-        raise NotLasting(f"operator {value.name} belongs to this process, and has no lasting name")
-    if dataclasses.is_dataclass(value):
-        return [("", getattr(value, field.name)) for field in dataclasses.fields(value)]
-    if isinstance(value, slice):
-        return [("", value.start), ("", value.stop), ("", value.step)]
-    if len(value) == 2 and type(value[0]) not in _NODES and type(value[1]) in _NODES:
-        name = str(value[0]) if type(value[0]) in (str, int) else ""
-        return [("", value[0]), (name, value[1])]
-    return [(str(i) if type(part) in _NODES else "", part) for i, part in enumerate(value)]
-
-
-def _without_prefix(value: Any) -> str:
-    return str(value).removeprefix("torch.")
-
-
-_WRITERS: dict[type, Callable[[Any], list]] = {
-    float: lambda value: ["float", struct.pack(">d", value).hex()],
-    complex: lambda value: ["complex", struct.pack(">dd", value.real, value.imag).hex()],
-    bytes: lambda value: ["bytes", base64.b64encode(value).decode()],
-    torch.dtype: lambda value: ["dtype", _without_prefix(value)],
-    torch.layout: lambda value: ["layout", _without_prefix(value)],
-    torch.memory_format: lambda value: ["memory_format", _without_prefix(value)],
-    torch.device: lambda value: ["device", str(value)],
-}
+def _doubles(written: str, count: int) -> tuple[float, ...]:
+    data = bytes.fromhex(written)
+    if len(data) != 8 * count:
+        raise NotDecodable(f"{written!r} is not {8 * count} bytes")
+    return struct.unpack(f">{count}d", data)
 
 
 def _float(written: str) -> float:
-    (value,) = struct.unpack(">d", bytes.fromhex(written))
+    (value,) = _doubles(written, 1)
     # structures are compared with ==, which takes one NaN for another only if they are one object
     return math.nan if value != value and written == struct.pack(">d", math.nan).hex() else value
 
 
-def _of_torch(kind: type) -> Callable[[str], Any]:
-    def read(name: str) -> Any:
-        return _must(isinstance(found := vars(torch).get(name), kind), found)
-
-    return read
+def _is_member(value: Any) -> bool:
+    return isinstance(value, enum.Enum) and type(value).__members__.get(value.name) is value
 
 
-def _member(kind: str, name: str) -> enum.Enum:
-    cls = _class_named(kind)
-    _must(issubclass(cls, enum.Enum))
-    return cls.__members__[name]
+def _write_member(value: enum.Enum, where: str, encode: Encode) -> dict[str, Any]:
+    return {"class": _name_for(type(value), where), "name": value.name}
 
 
-def _must(condition: Any, value: Any = None) -> Any:
-    if not condition:
-        raise NotReadable("not what was written")
-    return value
+def _read_member(fields: dict[str, Any], decode: Decode) -> enum.Enum:
+    kind = _class_named(must_be(str, fields["class"]))
+    if not issubclass(kind, enum.Enum):
+        raise NotDecodable(f"{kind.__qualname__} is no enum")
+    return kind.__members__[fields["name"]]
 
 
-_READERS: dict[str, Callable[..., Any]] = {
-    "int": lambda text: int(text, 16),
-    "float": _float,
-    "complex": lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
-    "bytes": lambda text: base64.b64decode(text, validate=True),
-    "dtype": _of_torch(torch.dtype),
-    "layout": _of_torch(torch.layout),
-    "memory_format": _of_torch(torch.memory_format),
-    "device": lambda text: torch.device(_must(type(text) is str, text)),
-    "enum": _member,
-    "type": _class_named,
-}
-"""By tag: takes what stands behind the tag."""
+def _write_tuple(value: tuple, where: str, encode: Encode) -> dict[str, Any]:
+    if len(value) == 2 and type(value[0]) not in _TAGS and type(value[1]) in _TAGS:  # name and node
+        name = str(value[0]) if type(value[0]) in (str, int) else ""
+        return {"items": [encode(value[0], where), encode(value[1], _longer(where, name))]}
+    names = (str(i) if type(part) in _TAGS else "" for i, part in enumerate(value))
+    return {"items": [encode(part, _longer(where, name)) for part, name in zip(value, names, strict=False)]}
 
 
-# -- containers and nodes ---------------------------------------------------------------------------------------------
+def _longer(where: str, name: str) -> str:
+    return f"{where}.{name}" if where and name else where or name
+
+
+_CONSTANTS = (
+    as_text("float", float, lambda value: struct.pack(">d", value).hex(), _float),
+    as_text(
+        "complex",
+        complex,
+        lambda value: struct.pack(">dd", value.real, value.imag).hex(),
+        lambda text: complex(*_doubles(text, 2)),
+    ),
+    BYTES,
+    DTYPE,
+    DEVICE,
+    of_torch("layout", torch.layout),
+    of_torch("memory_format", torch.memory_format),
+    TaggedType(
+        "tuple",
+        exactly(tuple),
+        _write_tuple,
+        lambda fields, decode: tuple([decode(part) for part in must_be(list, fields["items"])]),
+        ("items",),
+    ),
+    as_items("torch.Size", torch.Size, iter, torch.Size),
+    as_items("slice", slice, lambda value: (value.start, value.stop, value.step), lambda parts: slice(*_three(parts))),
+    TaggedType("enum", _is_member, _write_member, _read_member, ("class", "name")),
+    TaggedType(
+        "type",
+        lambda value: isinstance(value, type),
+        lambda value, where, encode: {"class": _name_for(value, where)},
+        lambda fields, decode: _class_named(must_be(str, fields["class"])),
+        ("class",),
+    ),
+)
+
+
+def _three(parts: list) -> list:
+    if len(parts) != 3:
+        raise NotDecodable(f"a slice has three parts, not {len(parts)}")
+    return parts
+
+
+# -- nodes -------------------------------------------------------------------------------------------------------------
 
 
 def _is_index(value: Any) -> bool:
@@ -244,7 +237,7 @@ def _check_operator(node: Any) -> bool:
 
 _CHECKS: dict[str, tuple[type, Callable[[Any], bool]]] = {
     "Slot": (pytree._TensorLeaf, lambda node: _is_index(node.index)),
-    "Constant": (pytree._Constant, lambda node: type(node.value) not in _NODES),
+    "Constant": (pytree._Constant, lambda node: type(node.value) not in _TAGS),
     "Size": (pytree._Size, lambda node: _is_index(node.index)),
     "Sequence": (
         pytree._Sequence,
@@ -258,35 +251,32 @@ _CHECKS: dict[str, tuple[type, Callable[[Any], bool]]] = {
         lambda node: _is_index(node.index) and node.kind in ("real", "complex", "bool"),
     ),
     "aten.Number": (aten_op.Number, lambda node: _is_index(node.index)),
-    "aten.Constant": (aten_op.Constant, lambda node: type(node.value) not in _NODES),
+    "aten.Constant": (aten_op.Constant, lambda node: type(node.value) not in _TAGS),
     "aten.List": (aten_op.List, lambda node: _all(node.items, _is_argument)),
     "aten.Operator": (aten_op.Operator, _check_operator),
 }
 """By tag: the class of a node, and what must hold of one that was read."""
 
-_NODES = {kind: tag for tag, (kind, _) in _CHECKS.items()}
-_STRUCTURES = tuple(kind for kind in _NODES if kind.__module__ == pytree.__name__)
-_CONTAINERS: dict[str, tuple[type, Callable[..., Any]]] = {
-    "tuple": (tuple, lambda *items: items),
-    "list": (list, lambda *items: list(items)),
-    "slice": (slice, lambda start, stop, step: slice(start, stop, step)),
-    "torch.Size": (torch.Size, lambda *items: torch.Size(items)),
-}
-_TAGS = {**_NODES, **{kind: tag for tag, (kind, _) in _CONTAINERS.items()}}
+_TAGS: dict[type, str] = {kind: tag for tag, (kind, _) in _CHECKS.items()}
+_STRUCTURES = tuple(kind for kind in _TAGS if kind.__module__ == pytree.__name__)
 
 
-def _decode(written: Any) -> Any:
-    if written is None or type(written) in (bool, int, float, str):
-        return written
-    _must(type(written) is list and written and type(written[0]) is str)
-    tag, *parts = written
-    if tag in _READERS:
-        return _READERS[tag](*parts)
-    parts = [_decode(part) for part in parts]
-    if tag in _CONTAINERS:
-        return _CONTAINERS[tag][1](*parts)
-    _must(tag in _CHECKS)
-    kind, holds = _CHECKS[tag]
-    _must(len(parts) == len(dataclasses.fields(kind)))
-    node = kind(*parts)
-    return _must(holds(node), node)
+def _node(tag: str, kind: type, holds: Callable[[Any], bool]) -> TaggedType:
+    """Return the type of nodes of one class, whose fields are those of the dataclass."""
+    names = tuple(field.name for field in dataclasses.fields(kind))
+
+    def write(value: Any, where: str, encode: Encode) -> dict[str, Any]:
+        if isinstance(value, aten_op.Operator) and value.name.startswith("ort_zero::"):
+            raise NotStorable(f"operator {value.name} belongs to this process, and has no lasting name")
+        return {name: encode(getattr(value, name), where) for name in names}
+
+    def read(fields: dict[str, Any], decode: Decode) -> Any:
+        node = kind(**{name: decode(written) for name, written in fields.items()})
+        if not holds(node):
+            raise NotDecodable(f"a {tag} that was not written like this")
+        return node
+
+    return TaggedType(tag, exactly(kind), write, read, names)
+
+
+_CODEC = JsonCodec([*(_node(tag, *rest) for tag, rest in _CHECKS.items()), *_CONSTANTS])

@@ -1,8 +1,8 @@
-"""Keeps exported graphs and optimized models in a folder, for other processes and later runs.
+"""Stores exported graphs and optimized models in a folder, for other processes and later runs.
 
 An entry is one zip file: ``entry.json`` tells from what the graph was made, and the digests of the other members.
-Whatever is in the folder is data to be checked: an entry counts if every criterion is equal, the code it was made from
-is the code that is loaded, and every digest is right. Nothing is unpickled, imported or run. Digests find damage, not
+Whatever is in the folder is data to be checked: an entry counts if every criterion is equal and every digest is right.
+Nothing is unpickled, imported or run. Digests find damage, not
 malice: who may write to the folder must be trusted.
 """
 
@@ -19,18 +19,17 @@ import tempfile
 import time
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ort_zero.errors import ConfigError
 from ort_zero.log import get_logger
-from ort_zero.runtime.export_cache import fingerprint
-from ort_zero.runtime.export_cache.fingerprint import Criterion, digest_of
+from ort_zero.runtime.export_cache.criteria import Criterion, difference, digest_of
 from ort_zero.utils import atomic_write
 
 FORMAT = "ort_zero.export"
-VERSION = 1
+VERSION = 2
 KEY = "ort_zero.ortmodule.cache_dir"
 LIMIT = 2 << 30
 """Bytes that the files of one folder may take together."""
@@ -53,8 +52,8 @@ class Found:
     path: Path
     meta: dict[str, Any]
     blobs: dict[str, bytes]
-    words: str
-    """What was compared: ``"the same model, packages, inputs, model code"``."""
+    compared: str
+    """What was compared: ``"the same model, packages, options, inputs, model code"``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class _Unusable(Exception):
 
 
 class ExportCache:
-    """Finds and keeps entries in one folder. Safe for several processes at once.
+    """Finds and stores entries in one folder. Safe for several processes at once.
 
     Args:
         folder: a local path; ``~`` is the user's home. Made if it is missing.
@@ -103,7 +102,7 @@ class ExportCache:
         """Return the graph that was made under the very same criteria, or why there is none. Never raises.
 
         Args:
-            criteria: by name; ``"model"`` names the class in its words.
+            criteria: by name; ``"model"`` names the class in its `about`.
             mode: ``"training"`` or ``"inference"``.
         """
         path = self._path(criteria, mode)
@@ -118,13 +117,8 @@ class ExportCache:
         _touch(path)
         return found
 
-    def keep(
-        self,
-        criteria: Mapping[str, Criterion],
-        mode: str,
-        meta: Mapping[str, Any],
-        blobs: Mapping[str, bytes],
-        code: Mapping[str, str],
+    def store(
+        self, criteria: Mapping[str, Criterion], mode: str, meta: Mapping[str, Any], blobs: Mapping[str, bytes]
     ) -> Path | None:
         """Write an entry, unless there is a valid one; return its path. Never raises for what the disk does.
 
@@ -133,7 +127,6 @@ class ExportCache:
             mode: as for :meth:`find`.
             meta: what ``json.dumps`` takes; comes back with :meth:`find`.
             blobs: bytes by name.
-            code: :attr:`.fingerprint.executed_files.code` of the export.
 
         Returns:
             None if nothing could be written; a warning has said why, once.
@@ -146,8 +139,7 @@ class ExportCache:
             "version": VERSION,
             "key": path.name,
             "mode": mode,
-            "criteria": {name: {"words": c.words, "parts": dict(c.parts)} for name, c in criteria.items()},
-            "code": dict(code),
+            "criteria": {name: {"about": c.about, "parts": dict(c.parts)} for name, c in criteria.items()},
             "meta": dict(meta),
             "blobs": {name: [len(data), digest_of(data)] for name, data in blobs.items()},
         }
@@ -163,8 +155,6 @@ class ExportCache:
             differing = _differences(header, criteria)
             if header["key"] != path.name or header["mode"] != mode or differing:
                 raise _Unusable(f"entry {path.name} belongs to something else, ignored")
-            if words := fingerprint.changed(header["code"]):
-                raise _Unusable(f"model code changed: {words}")
             blobs = {}
             for i, (name, (size, digest)) in enumerate(header["blobs"].items()):
                 about = archive.getinfo(f"blob/{i}")
@@ -173,11 +163,11 @@ class ExportCache:
                 blobs[name] = archive.read(about)
                 if digest_of(blobs[name]) != digest:
                     raise _Unusable(_damaged(path, "content digest"))
-        return Found(path, header["meta"], blobs, f"the same {', '.join([*criteria, 'model code'])}")
+        return Found(path, header["meta"], blobs, f"the same {', '.join(criteria)}")
 
     def _nearest(self, criteria: Mapping[str, Criterion], mode: str) -> str:
         """Return in which criteria the entry differs that differs in the fewest; the newest of them."""
-        about = criteria["model"].words if "model" in criteria else ""
+        about = criteria["model"].about if "model" in criteria else ""
         nearest: dict[str, str] | None = None
         ignored = ""
         for path in self._newest(f"{_prefix(criteria, mode)}."):
@@ -207,7 +197,7 @@ class ExportCache:
     # -- optimized models ----------------------------------------------------------------------------------------------
 
     def find_blob(self, digest: str) -> bytes | None:
-        """Return the bytes that were kept under `digest`; None if there are none, or they are damaged. Never raises.
+        """Return the bytes that were stored under `digest`; None if there are none, or they are damaged. Never raises.
 
         Args:
             digest: 32 hexadecimal digits: of all that the bytes were made from.
@@ -225,8 +215,8 @@ class ExportCache:
         _touch(path)
         return data
 
-    def keep_blob(self, digest: str, data: bytes) -> Path | None:
-        """Write bytes under a digest of all that they were made from; return the path, or None as :meth:`keep` does."""
+    def store_blob(self, digest: str, data: bytes) -> Path | None:
+        """Write bytes under a digest of all that they were made from; return their path, or None as :meth:`store`."""
         path = self._blob_path(digest)
         if self.find_blob(digest) is not None:
             return path
@@ -239,7 +229,7 @@ class ExportCache:
 
     # -- the folder ----------------------------------------------------------------------------------------------------
 
-    def _write(self, path: Path, pieces: list[bytes | memoryview]) -> Path | None:
+    def _write(self, path: Path, pieces: Sequence[bytes | memoryview]) -> Path | None:
         size = sum(map(len, pieces))
         if size > self.limit:
             self._warn(f"{path.name} is not kept: its {size} bytes exceed the limit of {self.limit}")
@@ -291,7 +281,7 @@ class ExportCache:
 
 
 def _prefix(criteria: Mapping[str, Criterion], mode: str) -> str:
-    about = criteria["model"].words if "model" in criteria else ""
+    about = criteria["model"].about if "model" in criteria else ""
     return re.sub(r"[^A-Za-z0-9_]", "_", f"{about or 'model'}"[:80]) + "-" + re.sub(r"[^A-Za-z0-9_]", "_", mode[:20])
 
 
@@ -300,6 +290,8 @@ def _damaged(path: Path, how: str) -> str:
 
 
 def _verb(name: str) -> str:
+    if name == "model code":
+        return "changed"
     return "differ" if name.endswith("s") else "differs"
 
 
@@ -364,7 +356,7 @@ def _differences(header: dict, criteria: Mapping[str, Criterion]) -> dict[str, s
         if name not in stored or name not in criteria:
             found[name] = "only one of the two has it"
         elif stored[name]["parts"] != dict(criteria[name].parts):
-            found[name] = fingerprint.difference(stored[name]["parts"], criteria[name].parts)
+            found[name] = difference(stored[name]["parts"], criteria[name].parts)
     return found
 
 
