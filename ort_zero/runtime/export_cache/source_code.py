@@ -8,6 +8,7 @@ counts by its version; if classes of the model come from it, then also by those 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -133,7 +134,10 @@ def _globals_of(module: ModuleType, text: str) -> Iterator[tuple[ModuleType, str
 
     The value is a marker where the module has no such global: the name may be a builtin's.
     """
-    names, attributes = _names_in(text)
+    try:
+        names, attributes = _names_in(text)
+    except (SyntaxError, ValueError):
+        raise NotStorable(f"{_label(module)} cannot be parsed") from None
     for name in sorted(names):
         value = vars(module).get(name, _MISSING)
         yield module, name, value
@@ -179,7 +183,10 @@ def _imported(text: str, module: ModuleType) -> Iterator[str]:
 
 
 def _module_of(value: Any) -> str:
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    try:
+        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    except Exception:  # whatever a proxy for another object raises
+        return ""
     return name if isinstance(name, str) else ""
 
 
@@ -206,12 +213,10 @@ def _content(file: str) -> str:
     Raises:
         NotStorable: it cannot be read, or is newer than what was loaded.
     """
-    try:
+    with contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError):
         about = os.stat(file)
         if about.st_mtime <= _STARTED:
             return _text_of(file, about.st_mtime_ns, about.st_size)
-    except OSError:
-        pass
     raise NotStorable(f"{file} is gone, or was changed after this process began")
 
 
