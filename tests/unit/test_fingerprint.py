@@ -134,6 +134,7 @@ CHANGES = [
     set_path("first", nn.Linear(3, 4, bias=False)),
     set_path("rest.2", nn.Linear(4, 5)),
     set_path("another", 1),
+    set_path("another", int),
     set_path("unlisted", [nn.Linear(1, 1)]),
     call("dtype of parameters", lambda net: net.double()),
     call("a tie", lambda net: setattr(net.rest[1], "weight", net.rest[1].bias)),
@@ -366,6 +367,7 @@ def rewrite(module, old, new):
 
 def test_the_files_of_a_model_and_of_what_it_imports_count_and_libraries_do_not(modules):
     net = modules[0].Net()
+    net.kind, net.other_kind = int, nn.Linear
     describe = Describer(net)
     model(net, describe)
     parts = SourceCode(describe.modules(), net).criterion.parts

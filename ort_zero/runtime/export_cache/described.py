@@ -120,7 +120,8 @@ class Describer:
         if isinstance(value, FUNCTIONS):
             return self._function(value, depth)
         if isinstance(value, type):
-            self.code.append(value)
+            if not self.is_foreign(value):
+                self.code.append(value)
             return f"class {qualified(value)}"
         if isinstance(value, ModuleType):
             return f"module {value.__name__}"

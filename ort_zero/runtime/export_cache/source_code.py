@@ -77,6 +77,8 @@ class SourceCode:
     def _add(self, name: str) -> Iterator[str]:
         """Add a module's file and globals; yield the names of the modules it uses that count by their files."""
         file = file_of(name)
+        if name in sys.builtin_module_names:
+            return
         if file is None:
             raise NotStorable(f"code of {name} is in no file")
         if is_foreign(file):
