@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TORCH := torch==2.13.0
-STEPS ?= 20
+STEPS ?= 200
 # the ranks of a test share few cores; without this each takes all of them
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -42,9 +42,9 @@ $(READY): setup.cfg constraints.txt
 	@touch $@
 
 .PHONY: train
-train: $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=20), aggregate, sample
+train: $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=200), aggregate, sample
 	@$(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --quiet --num_gpus 2 --master_port $(FREE_PORT) \
-	  examples/train_lm.py --deepspeed_config configs/zero3.json --steps $(STEPS) --out out/train --expect-ort
+	  examples/train_lm.py --deepspeed_config configs/zero3.json --steps $(STEPS) --out out/train --expect-ort --compare-torch 20
 	@$(BIN)/ort-zero aggregate out/train out/train_model --overwrite
 	@$(BIN)/python examples/sample_lm.py out/train_model
 

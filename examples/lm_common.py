@@ -1,10 +1,14 @@
-"""What the examples share: English text, a small GPT-2, the lines they print. Nothing here knows ort_zero's hooks."""
+"""What the examples share: English prose, a small GPT-2, the lines they print. Nothing here knows ort_zero's hooks."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -12,9 +16,16 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
-VOCAB = 256  # one token per byte
-_HELD_OUT = 10  # one block in so many is kept for validation
-_BLOCK = 4096
+VOCAB = 2560
+"""Number of tokens: 256 bytes, and the most frequent words."""
+_PIECE = re.compile(r" ?[^\W\d_]+| ?[\d_]+| ?[^\w\s]+|\s")
+"""A word, a number or punctuation, each with the space before it."""
+_HELD_OUT = 10
+"""One block in so many is kept for validation."""
+_BLOCK = 512
+"""Tokens of a block."""
+_LINES = 20
+"""Steps that are printed, however many there are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +40,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expect-ort", action="store_true", help="exit 1 unless ONNX Runtime ran every step")
 
 
-def load_text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the training and the validation bytes: the prose of Python's own manual, which every CPython ships."""
-    text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-    blocks = [text[i : i + _BLOCK] for i in range(0, len(text), _BLOCK)]
-    parts = (
-        b"".join(b for i, b in enumerate(blocks) if i % _HELD_OUT),
-        b"".join(b for i, b in enumerate(blocks) if not i % _HELD_OUT),
+@cache
+def prose() -> str:
+    """Return the prose of Python's own manual, which every CPython ships; code, tables and grammar are left out."""
+    paragraphs = (
+        " ".join(paragraph.split()) for name in sorted(topics) for paragraph in re.split(r"\n\s*\n", topics[name])
     )
-    train, held_out = (torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in parts)
-    return train, held_out
+    return "\n".join(text for text in paragraphs if len(text) > 60 and _share_of_letters(text) > 0.88)
+
+
+def _share_of_letters(text: str) -> float:
+    return sum(letter.isalpha() or letter == " " for letter in text) / len(text)
+
+
+class Vocabulary:
+    """Turns text into tokens and back: frequent words and punctuation are one token each, all else is spelt in bytes.
+
+    Args:
+        text: what the frequencies are counted in.
+        size: number of tokens; the first 256 are the bytes.
+    """
+
+    def __init__(self, text: str, size: int = VOCAB):
+        counts = Counter(_PIECE.findall(text))
+        frequent = sorted(counts, key=lambda piece: (-counts[piece], piece))[: size - 256]
+        self._bytes = [bytes([value]) for value in range(256)] + [piece.encode() for piece in frequent]
+        self._tokens = {piece: 256 + number for number, piece in enumerate(frequent)}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        found: list[int] = []
+        for piece in _PIECE.findall(text):
+            token = self._tokens.get(piece)
+            found += piece.encode() if token is None else [token]
+        return found
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens; bytes that are no UTF-8 become replacement characters."""
+        return b"".join(self._bytes[token] for token in tokens if token < len(self._bytes)).decode(errors="replace")
+
+
+def load_text() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of the training and of the validation text."""
+    tokens = torch.tensor(Vocabulary(prose()).encode(prose()))
+    blocks = tokens.split(_BLOCK)
+    train = [block for number, block in enumerate(blocks) if number % _HELD_OUT]
+    held_out = [block for number, block in enumerate(blocks) if not number % _HELD_OUT]
+    return torch.cat(train), torch.cat(held_out)
 
 
 def make_batch(
@@ -87,18 +135,27 @@ def mean_over_ranks(loss: torch.Tensor) -> float:
 
 
 class StepPrinter:
-    """Prints one line per step on rank 0; the time runs from one call to the next."""
+    """Prints a line for each step on rank 0, of a long run for some steps.
+
+    The seconds are those of a step, on average since the line before.
+    """
 
     def __init__(self, steps: int):
         self._steps = steps
+        self._every = max(1, steps // _LINES)
+        self._last = 0
         self._start = time.perf_counter()
 
     def __call__(self, step: int, loss: float) -> None:
+        if step != 1 and step != self._steps and step % self._every:
+            return
         now = time.perf_counter()
         if rank_and_world()[0] == 0:
             width = len(str(self._steps))
-            print(f"step {step:>{width}}/{self._steps}  loss {loss:.4f}  {now - self._start:.3f} s", flush=True)
+            seconds = (now - self._start) / max(1, step - self._last)
+            print(f"step {step:>{width}}/{self._steps}  loss {loss:.4f}  {seconds:.3f} s", flush=True)
         self._start = time.perf_counter()
+        self._last = step
 
 
 def print_proof(forwards: int) -> bool:

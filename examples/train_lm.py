@@ -9,8 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -26,6 +30,54 @@ from lm_common import (
     print_proof,
     rank_and_world,
 )
+from torch.optim.lr_scheduler import LinearLR
+
+LEARNING_RATE_STEPS = 20
+"""Steps over which the learning rate rises to the JSON's."""
+WARM_UP = 5
+"""Steps at the beginning that are left out of the times: export, first allocations."""
+
+
+def make_engine(args: argparse.Namespace, config: dict[str, Any]) -> Any:
+    """Return a DeepSpeed engine around a new model, the same weights each time."""
+    model = make_model(layers=args.layers, hidden=args.hidden, seq=args.seq, seed=args.seed)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        lr_scheduler=lambda optimizer: LinearLR(optimizer, start_factor=0.05, total_iters=LEARNING_RATE_STEPS),
+        config=config,
+    )
+    return engine
+
+
+def train(
+    engine: Any, steps: int, batch: Callable[[int], dict[str, torch.Tensor]], show: Callable[[int, float], None]
+) -> tuple[list[float], list[float]]:
+    """Train and return, for each step, the loss as the mean of all ranks, and the seconds it took."""
+    engine.train()
+    losses, seconds = [], []
+    for step in range(1, steps + 1):
+        start = time.perf_counter()
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = engine(**batch(step * engine.gradient_accumulation_steps() + micro)).loss
+            engine.backward(loss)
+            engine.step()
+        losses.append(mean_over_ranks(loss))
+        seconds.append(time.perf_counter() - start)
+        show(step, losses[-1])
+    return losses, seconds
+
+
+def comparison(ours: tuple[list[float], list[float]], torchs: tuple[list[float], list[float]]) -> str:
+    """Return a line that says how losses and times of the same first steps compare."""
+    steps = len(torchs[0])
+    apart = max(abs(a - b) for a, b in zip(ours[0], torchs[0]))
+    warm = min(WARM_UP, steps - 1)
+    times = [statistics.median(seconds[warm:steps]) for _, seconds in (ours, torchs)]
+    return (
+        f"PyTorch on the same {steps} steps: losses within {apart:.1e} of these; a step takes {times[0]:.3f} s in ONNX "
+        f"Runtime, {times[1]:.3f} s in PyTorch, ratio {times[0] / times[1]:.2f}"
+    )
 
 
 def main() -> int:
@@ -34,6 +86,9 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--deepspeed_config", required=True, help="path of the DeepSpeed JSON")
     parser.add_argument("--local_rank", type=int, default=-1, help="given by the deepspeed launcher")
+    parser.add_argument(
+        "--compare-torch", type=int, default=0, metavar="STEPS", help="train so many steps in PyTorch too, and compare"
+    )
     args = parser.parse_args()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
@@ -42,8 +97,7 @@ def main() -> int:
         config["train_micro_batch_size_per_gpu"] = args.batch
     deepspeed.init_distributed()
     rank, world = rank_and_world()
-    model = make_model(layers=args.layers, hidden=args.hidden, seq=args.seq, seed=args.seed)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine = make_engine(args, config)
     train_text, held_out = load_text()
     shape = {
         "batch": engine.train_micro_batch_size_per_gpu(),
@@ -54,15 +108,10 @@ def main() -> int:
         "device": engine.device,
     }
 
-    engine.train()
-    print_step = StepPrinter(args.steps)
-    for step in range(1, args.steps + 1):
-        for micro in range(engine.gradient_accumulation_steps()):
-            number = step * engine.gradient_accumulation_steps() + micro
-            loss = engine(**make_batch(train_text, step=number, **shape)).loss
-            engine.backward(loss)
-            engine.step()
-        print_step(step, mean_over_ranks(loss))
+    def batch(number: int) -> dict[str, torch.Tensor]:
+        return make_batch(train_text, step=number, **shape)
+
+    ours = train(engine, args.steps, batch, StepPrinter(args.steps))
 
     engine.eval()
     with torch.no_grad():
@@ -76,6 +125,12 @@ def main() -> int:
             print(f"checkpoint: {Path(args.out) / f'step_{args.steps}'}", flush=True)
     status = exit_status(proved, args)
     engine.destroy()
+    if args.compare_torch:
+        engine = make_engine(args, {key: value for key, value in config.items() if key != "ort_zero"})
+        torchs = train(engine, min(args.compare_torch, args.steps), batch, lambda step, loss: None)
+        if rank == 0:
+            print(comparison(ours, torchs), flush=True)
+        engine.destroy()
     dist.destroy_process_group()
     return status
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import base64
 import gc
 import json
@@ -11,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -134,29 +136,62 @@ def test_trainer_takes_the_section_and_trains_the_same(tmp_path):
     assert ours["evaluated"] == pytest.approx(theirs["evaluated"], abs=2e-4)
 
 
-def test_the_command_of_make_train_prints_a_screenful(tmp_path):
-    recipe = (ROOT / "Makefile").read_text().replace("\\\n", " ")
-    command = next(line for line in recipe.splitlines() if "--out out/train" in line).strip().lstrip("@")
+def _commands_of_make_train(folder: Path, steps: str | None = None) -> list[str]:
+    """Return the command lines of ``make train`` with their variables replaced; `steps` None takes the Makefile's."""
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = re.search(r"^train:.*\n((?:\t.*\n)+)", makefile.replace("\\\n", " "), flags=re.M)[1]
+    default = re.search(r"^STEPS \?= (\d+)$", makefile, flags=re.M)[1]
     for name, value in {
         "$(QUIET)": "DS_ACCELERATOR=cpu",
         'PATH="$(CURDIR)/$(BIN):$$PATH"': f'PATH="{BIN}:$PATH"',
         "$(BIN)": str(BIN),
         "$(FREE_PORT)": str(free_port()),
-        "$(STEPS)": "20",
-        "out/train": str(tmp_path / "train"),
+        "$(STEPS)": steps or default,
+        "out/train": str(folder / "train"),
     }.items():
-        command = command.replace(name, value)
-    assert "$(" not in command, command
+        recipe = recipe.replace(name, value)
+    assert "$(" not in recipe, recipe
+    return [line.strip().lstrip("@") for line in recipe.splitlines()]
+
+
+def _printed_by(command: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("ORT_ZERO_LOG_LEVEL", None)
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, timeout=240,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
-    lines = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_command_of_make_train_prints_a_screenful_and_compares_with_pytorch(tmp_path):
+    text = _printed_by(_commands_of_make_train(tmp_path, "20")[0])
+    lines = text.splitlines()
     # what `make train` does after it, aggregation and a sample, prints 8 lines
-    assert len(lines) <= 52, done.stdout
+    assert len(lines) <= 52, text
     assert sum(line.startswith("step ") for line in lines) == 20
     assert not [line for line in lines if "Warning" in line or "deprecated" in line or "[WARNING]" in line]
+    apart, ours, theirs, ratio = re.search(
+        r"^PyTorch on the same 20 steps: losses within (\S+) of these; a step takes (\S+) s in ONNX Runtime, "
+        r"(\S+) s in PyTorch, ratio (\S+)$", text, flags=re.M,
+    ).groups()  # fmt: skip
+    assert 0 <= float(apart) < 2e-4
+    assert float(ratio) == pytest.approx(float(ours) / float(theirs), rel=0.1)
+
+
+@pytest.mark.slow
+def test_what_make_train_writes_at_its_end_has_words_and_phrases_in_it(tmp_path):
+    train, aggregate, sample = _commands_of_make_train(tmp_path)
+    text = _printed_by(train)
+    assert len(re.findall(r"^step +\d+/", text, flags=re.M)) <= 21
+    _printed_by(aggregate)
+    written = ast.literal_eval(re.search(r"^sample: (.*)$", _printed_by(sample), flags=re.M)[1])
+    manual = "\n".join(topics.values())
+    words, known = (re.findall(r"[A-Za-z]+", text) for text in (written, manual))
+    assert len(words) > 20
+    assert sum(word in set(known) for word in words) > 0.8 * len(words), written
+    pairs = list(zip(words, words[1:]))
+    # frequent words drawn at random come to 0.6 at most
+    assert sum(pair in set(zip(known, known[1:])) for pair in pairs) > 0.7 * len(pairs), written
 
 
 def test_every_form_of_config_reaches_the_engine(tmp_path):
