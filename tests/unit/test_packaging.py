@@ -116,3 +116,25 @@ def test_constraints_pin_versions_that_the_extras_allow(setup_cfg):
 def test_makefile_installs_the_pinned_torch():
     (made,) = re.findall(r"^TORCH := (\S+)", (ROOT / "Makefile").read_text(), flags=re.M)
     assert made in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def test_the_forge_runs_what_everybody_runs():
+    import yaml
+
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    (python,) = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+    assert python in versions.PYTHON
+    script = (ROOT / ".ci/run").read_text()
+    assert script.index("make lint") < script.index("make test")
+
+
+def test_hooks_before_a_commit_are_the_tools_of_make_lint(setup_cfg):
+    import yaml
+
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    tools = {hook["entry"].split()[0] for hook in local["hooks"]}
+    assert local["repo"] == "local" and tools == {f".venv/bin/{name}" for name in extra(setup_cfg, "lint")}
+    recipe = (ROOT / "Makefile").read_text().split("\nlint:")[1].split("\n\n")[0]
+    assert all(f"$(BIN)/{Path(tool).name}" in recipe for tool in tools)
