@@ -121,7 +121,7 @@ def run_script_on_ranks(
         return [
             subprocess.CompletedProcess(
                 words,
-                process.returncode,
+                process.wait(),
                 (folder / f"rank_{rank}.output").read_text(errors="replace"),
                 (folder / f"rank_{rank}.errors").read_text(errors="replace"),
             )
