@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -82,7 +82,8 @@ class CollectiveExecutor:
     ):
         self.number = next(_numbers)
         self.plan = plan
-        self.store = store
+        # of a store that only takes gradients nothing else is asked: its plan gathers nothing
+        self.store = cast(ParameterStore, store)
         self.prefetch_elements = prefetch_elements
         self.counters = Counters()
         self.error: BaseException | None = None

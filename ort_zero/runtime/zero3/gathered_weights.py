@@ -37,7 +37,10 @@ class GatheredWeight:
 
     def again(self, weights: Sequence[GatheredWeight]) -> tuple[torch.Tensor, ...]:
         """Return the full `weights` once more. All ranks must call this."""
-        return self.gather()([weight.parameter() for weight in weights])
+        gather = self.gather()
+        if gather is None:
+            raise RuntimeError("the graph that gathered these weights is gone")
+        return gather([weight.parameter() for weight in weights])
 
 
 _weights: dict[int, GatheredWeight] = {}
