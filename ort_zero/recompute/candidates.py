@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ort_zero.compat.ort_kernels import RECOMPUTED
 from ort_zero.recompute.cost_model import seconds_of
-from ort_zero.recompute.graph_model import Flow
+from ort_zero.recompute.graph_model import Flow, Node
 
 COMPROMISE = 2
 """Kind of a recomputation that stops early, at a smaller value; 1 goes all the way."""
@@ -90,9 +91,11 @@ def entries_of(flow: Flow, kinds: Mapping[str, int], weights: Collection[str] = 
     copies = {node.name: node for node in flow.nodes if node.copy}
     operator_of = {node.name: node.operator for node in flow.nodes}
     stashed = _stashed(flow)
-    found: list[tuple[int, str, dict]] = []
+    found: list[tuple[int, str, dict[str, Any]]] = []
     for name, values in stashed.items():
-        taken, stack, seen, read = [], [copies[name]], {name}, set()
+        taken: list[Node] = []
+        stack, seen = [copies[name]], {name}
+        read: set[str] = set()
         while stack:
             node = stack.pop()
             taken.append(node)
@@ -105,7 +108,7 @@ def entries_of(flow: Flow, kinds: Mapping[str, int], weights: Collection[str] = 
         # a copy may be of another operator than its original, by which the cluster is known
         operators = "".join(f"{operator_of[node.name.removesuffix(RECOMPUTED)]}+" for node in taken)
         seconds = sum(seconds_of(flow, node) for node in taken)
-        about = {
+        about: dict[str, Any] = {
             "values": values,
             "saving": sum(flow.sizes[flow.owner(number[value])] for value in values),
             "seconds": seconds,

@@ -154,7 +154,7 @@ def in_given_order(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelPr
     nodes = ordered()
     barrier = next((node for node in nodes if node.op_type == BARRIER), None)
     late = _of_the_backward(nodes, barrier) if barrier is not None else []
-    if late:
+    if late and barrier is not None:
         place |= dict.fromkeys(late, place[barrier.name] + 0.5)
         nodes = ordered()
     return with_nodes(model, nodes)

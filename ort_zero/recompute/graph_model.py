@@ -9,7 +9,7 @@ import ast
 import dataclasses
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -83,8 +83,10 @@ class Flow:
             return number[name]
 
         given = frozenset(at(v.name) for v in chain(graph.input, graph.initializer))
-        nodes, alias, barrier = [], {}, -1
+        nodes: list[Node] = []
+        alias: dict[int, int] = {}
         outside: set[int] = set()
+        barrier = -1
         for i, node in enumerate(graph.node):
             reads = tuple(dict.fromkeys(at(name) for name in input_names(node)))
             makes = tuple(at(name) for name in node.output if name)
@@ -167,8 +169,9 @@ class _Sizes:
         kind = self._type(name)
         if kind is None or not kind.HasField("shape"):
             return None
-        dims = tuple(self._dim(dim) for dim in kind.shape.dim)
-        return None if None in dims else dims
+        dims = [self._dim(dim) for dim in kind.shape.dim]
+        known = tuple(size for size in dims if size is not None)
+        return known if len(known) == len(dims) else None
 
     def _type(self, name: str) -> Any:
         # ORT writes no shape for the copies that it makes
@@ -182,7 +185,7 @@ class _Sizes:
         return self._expressions[dim.dim_param]
 
 
-_OPERATORS = {
+_OPERATORS: dict[type, Callable[..., float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -191,8 +194,16 @@ _OPERATORS = {
     ast.Mod: operator.mod,
     ast.USub: operator.neg,
 }
-_FUNCTIONS = {"floor": math.floor, "ceil": math.ceil, "ceiling": math.ceil, "max": max, "min": min,
-              "Max": max, "Min": min, "int": int}  # fmt: skip
+_FUNCTIONS: dict[str, Callable[..., float]] = {
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "ceiling": math.ceil,
+    "max": max,
+    "min": min,
+    "Max": max,
+    "Min": min,
+    "int": int,
+}
 
 
 def evaluate(text: str, values: Mapping[str, float]) -> int | None:

@@ -43,7 +43,7 @@ def svg(runs: Sequence[Mapping[str, Any]], title: str = "") -> str:
     from matplotlib.figure import Figure
 
     # text stays text, and no random ids: a picture in a repository changes only where its figures do
-    style = {"svg.fonttype": "none", "svg.hashsalt": "ort_zero", "font.size": 10, "axes.edgecolor": _PALE,
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "ort_zero", "font.size": 10, "axes.edgecolor": _PALE,
              "axes.labelcolor": _INK, "text.color": _INK, "xtick.color": _INK, "ytick.color": _INK}  # fmt: skip
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(8.4, 5.2), layout="constrained")
@@ -60,15 +60,16 @@ def _draw(axes: Any, runs: Sequence[Mapping[str, Any]]) -> None:
     base = next((run["seconds_per_step"] for run in runs if run["kind"] == "without recomputation"), None)
     start = base or 0.0
     planned = [run for run in runs if run["decision"] is not None]
-    path = next((run["decision"]["path"] for run in planned if run["decision"]["path"]), [])
+    path: Sequence[Any] = next((run["decision"]["path"] for run in planned if run["decision"]["path"]), ())
     if path:
         x = [1000 * (start + seconds) for _, seconds, _ in path]
         axes.plot(x, [size / _MIB for size, *_ in path], "-o", color=_PREDICTED, linewidth=1.6, markersize=3.5,
                   label="predicted: recomputations, the cheapest first", zorder=2)  # fmt: skip
     measured = [run for run in runs if run["measured_bytes"] is not None and run["seconds_per_step"] is not None]
     if measured:
-        x, y = zip(*((1000 * run["seconds_per_step"], run["measured_bytes"] / _MIB) for run in measured), strict=True)
-        axes.plot(x, y, "D", color=_MEASURED, markersize=7, label="measured", zorder=4)
+        times = [1000 * run["seconds_per_step"] for run in measured]
+        axes.plot(times, [run["measured_bytes"] / _MIB for run in measured], "D", color=_MEASURED, markersize=7,
+                  label="measured", zorder=4)  # fmt: skip
     for run in [run for run in planned if run not in measured and run["kind"] == "budget"]:
         point = (1000 * (start + run["decision"]["recompute_seconds"]), run["predicted_bytes"] / _MIB)
         axes.plot(*point, "D", color=_PREDICTED, markersize=7, zorder=4)

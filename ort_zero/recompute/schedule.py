@@ -85,6 +85,7 @@ class _Scheduler:
     def _next(self, ready: list[int]) -> list[int]:
         """Return the nodes to run next: one, or all that still read a value that only their last one frees."""
         groups = {i: self._group(i) for i in ready}
+        best: tuple[int, ...]
         least, best = min((self._growth(group), (i,)) for i, group in groups.items())
         for together in self._last_readers(ready):
             growth = self._growth(list(dict.fromkeys(chain.from_iterable(groups[i] for i in together))))
