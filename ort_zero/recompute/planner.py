@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ort_zero.recompute import peak_memory, schedule
@@ -70,7 +70,7 @@ class Search:
         self._shown = shown
         self._path: list[Point] | None = None
 
-    def point(self, counts: dict[str, int]) -> Point:
+    def point(self, counts: Mapping[str, int]) -> Point:
         """Return what a plan needs."""
         key = tuple(sorted((name, count) for name, count in counts.items() if count))
         if key not in self._known:
