@@ -47,6 +47,8 @@ TABLE_32 = TABLE.astype(np.float32).reshape(-1)
 """The signs within a block, as the kernels take them."""
 # the accumulators of a block
 _TOTAL, _SQUARES, _MAGNITUDE, _LOW, _HIGH, _NEGATIVE, _ZERO, _SKETCH = range(8)
+_ROWS = 4
+"""Rows of columns that a loop takes at once."""
 _ONE = np.uint64(1)
 _mixed = numba.njit(nogil=True)(splitmix64)
 
@@ -74,39 +76,57 @@ def _end(row):
 
 
 @numba.njit(nogil=True)
+def _lesser(a, b):
+    return a if a < b else b
+
+
+@numba.njit(nogil=True)
+def _greater(a, b):
+    return a if a > b else b
+
+
+# Each loop takes rows of shape [n, _ROWS, SKETCH], so that an accumulator is loaded and stored once for four values.
+
+
+@numba.njit(nogil=True)
 def _add_deviations(rows, centre, columns):
     for i in range(rows.shape[0]):
         for j in range(SKETCH):
-            columns[j] += rows[i, j] - centre
+            first = (rows[i, 0, j] - centre) + (rows[i, 1, j] - centre)
+            columns[j] += first + ((rows[i, 2, j] - centre) + (rows[i, 3, j] - centre))
 
 
 @numba.njit(nogil=True)
 def _add_squares(rows, centre, columns):
     for i in range(rows.shape[0]):
         for j in range(SKETCH):
-            deviation = rows[i, j] - centre
-            columns[j] += deviation * deviation
+            a, b = rows[i, 0, j] - centre, rows[i, 1, j] - centre
+            c, d = rows[i, 2, j] - centre, rows[i, 3, j] - centre
+            columns[j] += (a * a + b * b) + (c * c + d * d)
 
 
 @numba.njit(nogil=True)
 def _add_magnitudes(rows, columns):
     for i in range(rows.shape[0]):
         for j in range(SKETCH):
-            columns[j] += abs(rows[i, j])
+            first = abs(rows[i, 0, j]) + abs(rows[i, 1, j])
+            columns[j] += first + (abs(rows[i, 2, j]) + abs(rows[i, 3, j]))
 
 
 @numba.njit(nogil=True)
 def _lower(rows, columns):
     for i in range(rows.shape[0]):
         for j in range(SKETCH):
-            columns[j] = rows[i, j] if rows[i, j] < columns[j] else columns[j]
+            first, second = _lesser(rows[i, 0, j], rows[i, 1, j]), _lesser(rows[i, 2, j], rows[i, 3, j])
+            columns[j] = _lesser(_lesser(first, second), columns[j])
 
 
 @numba.njit(nogil=True)
 def _raise(rows, columns):
     for i in range(rows.shape[0]):
         for j in range(SKETCH):
-            columns[j] = rows[i, j] if rows[i, j] > columns[j] else columns[j]
+            first, second = _greater(rows[i, 0, j], rows[i, 1, j]), _greater(rows[i, 2, j], rows[i, 3, j])
+            columns[j] = _greater(_greater(first, second), columns[j])
 
 
 @numba.njit(nogil=True)
@@ -114,7 +134,8 @@ def _count_negative(rows, columns):
     none, one = rows.dtype.type(0), rows.dtype.type(1)
     for i in range(rows.shape[0]):
         for j in range(SKETCH):
-            columns[j] += one if rows[i, j] < none else none
+            first = (one if rows[i, 0, j] < none else none) + (one if rows[i, 1, j] < none else none)
+            columns[j] += first + ((one if rows[i, 2, j] < none else none) + (one if rows[i, 3, j] < none else none))
 
 
 @numba.njit(nogil=True)
@@ -122,19 +143,21 @@ def _count_zero(rows, columns):
     none, one = rows.dtype.type(0), rows.dtype.type(1)
     for i in range(rows.shape[0]):
         for j in range(SKETCH):
-            columns[j] += one if rows[i, j] == none else none
+            first = (one if rows[i, 0, j] == none else none) + (one if rows[i, 1, j] == none else none)
+            columns[j] += first + ((one if rows[i, 2, j] == none else none) + (one if rows[i, 3, j] == none else none))
 
 
 @numba.njit(nogil=True)
 def _add_to_sketch(rows, signs, columns):
     for i in range(rows.shape[0]):
         for j in range(SKETCH):
-            columns[j] += rows[i, j] * signs[i, j]
+            first = rows[i, 0, j] * signs[i, 0, j] + rows[i, 1, j] * signs[i, 1, j]
+            columns[j] += first + (rows[i, 2, j] * signs[i, 2, j] + rows[i, 3, j] * signs[i, 3, j])
 
 
 @numba.njit(nogil=True)
 def _add_few(x, start, centre, table, sums):
-    """Add values that do not fill a row of columns to all accumulators."""
+    """Add values that do not fill four rows of columns to all accumulators."""
     for i in range(x.size):
         j = (start + i) % SKETCH
         sums[_TOTAL, j] += x[i] - centre
@@ -158,10 +181,10 @@ def _scan(x, start, centre, table, sums):
     sums[_LOW] = np.inf
     sums[_HIGH] = -np.inf
     head = min(x.size, -start % SKETCH)
-    count = (x.size - head) // SKETCH
-    tail = head + count * SKETCH
+    count = (x.size - head) // (_ROWS * SKETCH)
+    tail = head + count * _ROWS * SKETCH
     if count:
-        rows = x[head:tail].reshape((count, SKETCH))
+        rows = x[head:tail].reshape((count, _ROWS, SKETCH))
         _add_deviations(rows, centre, sums[_TOTAL])
         _add_squares(rows, centre, sums[_SQUARES])
         _add_magnitudes(rows, sums[_MAGNITUDE])
@@ -169,7 +192,8 @@ def _scan(x, start, centre, table, sums):
         _raise(rows, sums[_HIGH])
         _count_negative(rows, sums[_NEGATIVE])
         _count_zero(rows, sums[_ZERO])
-        _add_to_sketch(rows, table[start + head : start + tail].reshape((count, SKETCH)), sums[_SKETCH])
+        signs = table[start + head : start + tail].reshape((count, _ROWS, SKETCH))
+        _add_to_sketch(rows, signs, sums[_SKETCH])
     _add_few(x[:head], start, centre, table, sums)
     _add_few(x[tail:], start + tail, centre, table, sums)
     total, squares, magnitude, negative, zero = 0.0, 0.0, 0.0, 0.0, 0.0
