@@ -3,9 +3,8 @@
 While a row is filled, its MEAN is that of the values so far, STD holds the sum of the squares of their deviations from
 it, and ABS_MEAN the sum of magnitudes.
 
-Values are read in blocks of :data:`~.sketch_signs.BLOCK`, which stay in the L1 cache for one simple loop per statistic.
-Each loop has one accumulator for each of the 64 columns of the sketch, in the precision of the values: compilers make
-vector instructions of it, and the order of the additions, and so the result, depends on no processor.
+Values are read in blocks of :data:`~.sketch_signs.BLOCK`, which stay in the L1 cache; most of each block by the loop of
+:mod:`.vector_loop`.
 """
 
 from __future__ import annotations
@@ -39,16 +38,14 @@ with extra.required():
     import numpy as np
     from numba import types
 
+    from ort_zero.statistics.collect.vector_loop import accumulate
+
 Kernel = Callable[[np.ndarray, int, np.ndarray, np.ndarray, bool, bool], None]
 """``kernel(values, offset, row, table, begins, ends)``: add values, of which the first one has the flat index `offset`
 within its tensor, to a row. `begins` clears the row before; `ends` turns its sums into statistics."""
 
 TABLE_32 = TABLE.astype(np.float32).reshape(-1)
 """The signs within a block, as the kernels take them."""
-# the accumulators of a block
-_TOTAL, _SQUARES, _MAGNITUDE, _LOW, _HIGH, _NEGATIVE, _ZERO, _SKETCH = range(8)
-_ROWS = 4
-"""Rows of columns that a loop takes at once."""
 _ONE = np.uint64(1)
 _mixed = numba.njit(nogil=True)(splitmix64)
 
@@ -76,136 +73,33 @@ def _end(row):
 
 
 @numba.njit(nogil=True)
-def _lesser(a, b):
-    return a if a < b else b
-
-
-@numba.njit(nogil=True)
-def _greater(a, b):
-    return a if a > b else b
-
-
-# Each loop takes rows of shape [n, _ROWS, SKETCH], so that an accumulator is loaded and stored once for four values.
-
-
-@numba.njit(nogil=True)
-def _add_deviations(rows, centre, columns):
-    for i in range(rows.shape[0]):
-        for j in range(SKETCH):
-            first = (rows[i, 0, j] - centre) + (rows[i, 1, j] - centre)
-            columns[j] += first + ((rows[i, 2, j] - centre) + (rows[i, 3, j] - centre))
-
-
-@numba.njit(nogil=True)
-def _add_squares(rows, centre, columns):
-    for i in range(rows.shape[0]):
-        for j in range(SKETCH):
-            a, b = rows[i, 0, j] - centre, rows[i, 1, j] - centre
-            c, d = rows[i, 2, j] - centre, rows[i, 3, j] - centre
-            columns[j] += (a * a + b * b) + (c * c + d * d)
-
-
-@numba.njit(nogil=True)
-def _add_magnitudes(rows, columns):
-    for i in range(rows.shape[0]):
-        for j in range(SKETCH):
-            first = abs(rows[i, 0, j]) + abs(rows[i, 1, j])
-            columns[j] += first + (abs(rows[i, 2, j]) + abs(rows[i, 3, j]))
-
-
-@numba.njit(nogil=True)
-def _lower(rows, columns):
-    for i in range(rows.shape[0]):
-        for j in range(SKETCH):
-            first, second = _lesser(rows[i, 0, j], rows[i, 1, j]), _lesser(rows[i, 2, j], rows[i, 3, j])
-            columns[j] = _lesser(_lesser(first, second), columns[j])
-
-
-@numba.njit(nogil=True)
-def _raise(rows, columns):
-    for i in range(rows.shape[0]):
-        for j in range(SKETCH):
-            first, second = _greater(rows[i, 0, j], rows[i, 1, j]), _greater(rows[i, 2, j], rows[i, 3, j])
-            columns[j] = _greater(_greater(first, second), columns[j])
-
-
-@numba.njit(nogil=True)
-def _count_negative(rows, columns):
-    none, one = rows.dtype.type(0), rows.dtype.type(1)
-    for i in range(rows.shape[0]):
-        for j in range(SKETCH):
-            first = (one if rows[i, 0, j] < none else none) + (one if rows[i, 1, j] < none else none)
-            columns[j] += first + ((one if rows[i, 2, j] < none else none) + (one if rows[i, 3, j] < none else none))
-
-
-@numba.njit(nogil=True)
-def _count_zero(rows, columns):
-    none, one = rows.dtype.type(0), rows.dtype.type(1)
-    for i in range(rows.shape[0]):
-        for j in range(SKETCH):
-            first = (one if rows[i, 0, j] == none else none) + (one if rows[i, 1, j] == none else none)
-            columns[j] += first + ((one if rows[i, 2, j] == none else none) + (one if rows[i, 3, j] == none else none))
-
-
-@numba.njit(nogil=True)
-def _add_to_sketch(rows, signs, columns):
-    for i in range(rows.shape[0]):
-        for j in range(SKETCH):
-            first = rows[i, 0, j] * signs[i, 0, j] + rows[i, 1, j] * signs[i, 1, j]
-            columns[j] += first + (rows[i, 2, j] * signs[i, 2, j] + rows[i, 3, j] * signs[i, 3, j])
-
-
-@numba.njit(nogil=True)
-def _add_few(x, start, centre, table, sums):
-    """Add values that do not fill four rows of columns to all accumulators."""
-    for i in range(x.size):
-        j = (start + i) % SKETCH
-        sums[_TOTAL, j] += x[i] - centre
-        sums[_SQUARES, j] += (x[i] - centre) * (x[i] - centre)
-        sums[_MAGNITUDE, j] += abs(x[i])
-        sums[_LOW, j] = min(sums[_LOW, j], x[i])
-        sums[_HIGH, j] = max(sums[_HIGH, j], x[i])
-        sums[_NEGATIVE, j] += x[i] < 0
-        sums[_ZERO, j] += x[i] == 0
-        sums[_SKETCH, j] += x[i] * table[start + i]
-
-
-@numba.njit(nogil=True)
-def _scan(x, start, centre, table, sums):
-    """Return the sums over values of one block, of which x[0] is at ``start``, and leave their sketch in ``sums``.
+def _scan(x, start, centre, table, columns):
+    """Return sums over values of one block, of which x[0] is at ``start``, and write their sketch into ``columns``.
 
     The sums are of deviations from the centre, of their squares and of magnitudes; then come minimum, maximum, the
     number of negative values and that of zeros.
     """
-    sums[:] = 0
-    sums[_LOW] = np.inf
-    sums[_HIGH] = -np.inf
     head = min(x.size, -start % SKETCH)
-    count = (x.size - head) // (_ROWS * SKETCH)
-    tail = head + count * _ROWS * SKETCH
-    if count:
-        rows = x[head:tail].reshape((count, _ROWS, SKETCH))
-        _add_deviations(rows, centre, sums[_TOTAL])
-        _add_squares(rows, centre, sums[_SQUARES])
-        _add_magnitudes(rows, sums[_MAGNITUDE])
-        _lower(rows, sums[_LOW])
-        _raise(rows, sums[_HIGH])
-        _count_negative(rows, sums[_NEGATIVE])
-        _count_zero(rows, sums[_ZERO])
-        signs = table[start + head : start + tail].reshape((count, _ROWS, SKETCH))
-        _add_to_sketch(rows, signs, sums[_SKETCH])
-    _add_few(x[:head], start, centre, table, sums)
-    _add_few(x[tail:], start + tail, centre, table, sums)
-    total, squares, magnitude, negative, zero = 0.0, 0.0, 0.0, 0.0, 0.0
-    low, high = np.inf, -np.inf
-    for j in range(SKETCH):
-        total += sums[_TOTAL, j]
-        squares += sums[_SQUARES, j]
-        magnitude += sums[_MAGNITUDE, j]
-        low = min(low, np.float64(sums[_LOW, j]))
-        high = max(high, np.float64(sums[_HIGH, j]))
-        negative += sums[_NEGATIVE, j]
-        zero += sums[_ZERO, j]
+    rows = (x.size - head) // SKETCH
+    total, squares, magnitude, low, high, negative, zero = accumulate(
+        x.ctypes.data + head * x.itemsize,
+        table.ctypes.data + (start + head) % BLOCK * table.itemsize,
+        columns.ctypes.data,
+        rows,
+        centre,
+    )
+    for k in range(x.size - rows * SKETCH):
+        i = k if k < head else k + rows * SKETCH
+        value = x[i]
+        deviation = np.float64(value) - np.float64(centre)
+        total += deviation
+        squares += deviation * deviation
+        magnitude += abs(np.float64(value))
+        low = min(low, np.float64(value))
+        high = max(high, np.float64(value))
+        negative += value < 0
+        zero += value == 0
+        columns[(start + i) % SKETCH] += value * table[start + i]
     return total, squares, magnitude, low, high, negative, zero
 
 
@@ -265,7 +159,7 @@ def _add_careful(x, start, word, table, row):
 
 
 @numba.njit(nogil=True)
-def _add_block(x, start, word, table, sums, row):
+def _add_block(x, start, word, table, columns, row):
     """Add a block to a row, in the precision of ``x`` if that will do."""
     some = min(x.size, SKETCH)
     centre = x.dtype.type(0)
@@ -273,7 +167,7 @@ def _add_block(x, start, word, table, sums, row):
         centre += x[k]
     centre = centre / x.dtype.type(some)
     for attempt in range(2):
-        found = _scan(x, start, centre, table, sums)
+        found = _scan(x, start, centre, table, columns)
         total, squares, magnitude, low, high, negative, zero = found
         # the limits are those of float32: no sum overflows, and no square that counts underflows; false with NaN and
         # inf
@@ -282,7 +176,7 @@ def _add_block(x, start, word, table, sums, row):
             _add_careful(x, start, word, table, row)
             return
         if attempt == 1 or total * total <= 0.5 * squares * x.size:
-            _add(x.size, np.float64(centre), found, sums[_SKETCH], word, row)
+            _add(x.size, np.float64(centre), found, columns, word, row)
             return
         # most of the squares would cancel
         centre = x.dtype.type(centre + total / x.size)
@@ -294,13 +188,13 @@ def _add_values(x, offset, table, row):
     seen = int(row[ELEMENTS])
     for k in range(min(FIRST - seen, x.size)):
         row[FIRST_AT + seen + k] = x[k]
-    sums = np.empty((8, SKETCH), x.dtype)
+    columns = np.empty(SKETCH, x.dtype)
     at = 0
     while at < x.size:
         start = (offset + at) % BLOCK
         stop = min(at + BLOCK - start, x.size)
         word = _mixed(np.uint64((offset + at) // BLOCK))
-        _add_block(x[at:stop], start, word, table, sums, row)
+        _add_block(x[at:stop], start, word, table, columns, row)
         at = stop
 
 
@@ -342,7 +236,8 @@ def compiled(dtype: str) -> Kernel:
     """Return the compiled kernel for ``"float32"``, ``"float64"`` or ``"bfloat16"``, whose values it takes as int16.
 
     The machine code is stored for other processes if there is a folder that can be written. It contains the constants
-    of this module and of :mod:`~ort_zero.statistics.rows`, and numba uses it until this file changes.
+    of this module, of :mod:`~ort_zero.statistics.rows` and of :mod:`.vector_loop`, and numba uses it until this file
+    changes.
     """
     function, element = _SOURCES[dtype]
     values = types.Array(element, 1, "C", readonly=False, aligned=True)
