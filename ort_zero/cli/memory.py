@@ -13,7 +13,8 @@ from ort_zero.cli import print_json
 from ort_zero.errors import MemoryPlanError
 
 if TYPE_CHECKING:
-    from ort_zero.recompute.plan_command import Report, Run, Task
+    from ort_zero.recompute.trial_report import TrialReport, TrialRun
+    from ort_zero.recompute.trial_task import TrialTask
 
 _POINTS = 4
 _EPILOG = """The script has to use the same DeepSpeed JSON: give it as the script expects it, behind --. It is started
@@ -75,7 +76,7 @@ def _plan(args: argparse.Namespace) -> int:
     task = _task(args)
     bar = progress.bar(None, "planning", "run", shown=not args.json, delay=0)
     try:
-        report = plan_command.plan(task, bar.move)
+        report = plan_command.run_trials(task, bar.move)
     except plan_command.ScriptError as error:
         bar.close()
         for line in error.tail:
@@ -90,13 +91,13 @@ def _plan(args: argparse.Namespace) -> int:
     return 1 if report.wrong else 0
 
 
-def _task(args: argparse.Namespace) -> Task:
+def _task(args: argparse.Namespace) -> TrialTask:
     """Return what is to be done, after everything that can be checked without running the script."""
     from ort_zero.errors import ConfigError
-    from ort_zero.recompute import plan_command
+    from ort_zero.recompute import output_files, trial_task
 
     if args.out:
-        plan_command.check_target(Path(args.out), "--out", args.overwrite)
+        output_files.check_output_file(Path(args.out), "--out", args.overwrite)
         if len(args.budget) > 1:
             raise ConfigError("--out holds one plan: give one --budget, or leave --out away")
     if args.plot:
@@ -104,10 +105,10 @@ def _task(args: argparse.Namespace) -> Task:
 
         if not args.plot.lower().endswith(".svg"):
             raise ConfigError(f"--plot {args.plot}: the picture is SVG, name the file .svg")
-        plan_command.check_target(Path(args.plot), "--plot", args.overwrite)
+        output_files.check_output_file(Path(args.plot), "--plot", args.overwrite)
         plot.require()
-    return plan_command.prepare(
-        plan_command.Task(
+    return trial_task.prepare(
+        trial_task.TrialTask(
             config=Path(args.config),
             script=Path(args.script),
             arguments=tuple(args.arguments),
@@ -115,30 +116,30 @@ def _task(args: argparse.Namespace) -> Task:
             level=args.level,
             steps=0 if args.no_measure else args.steps,
             points=_POINTS if args.plot else 0,
-            launcher=plan_command.words_of(args.launcher) if args.launcher is not None else (),
+            launcher=trial_task.split_launcher(args.launcher) if args.launcher is not None else (),
         )
     )
 
 
-def _write(args: argparse.Namespace, report: Report) -> dict[str, Any]:
+def _write(args: argparse.Namespace, report: TrialReport) -> dict[str, Any]:
     """Write the files that were asked for; return their names."""
-    from ort_zero.recompute import plan_command
+    from ort_zero.recompute import output_files
 
     written: dict[str, Any] = {"out": None, "plot": None}
     found = _decision_of(report.plans[0])["plan"]
     if args.out and found:  # an empty list is no plan to anybody who reads it
-        plan_command.write_plan(Path(args.out), found)
+        output_files.write_plan_file(Path(args.out), found)
         written["out"] = args.out
     if args.plot:
         from ort_zero.recompute import plot
 
         title = f"{Path(report.script).name}: peak memory against the time of a step"
-        plan_command.replace_by(Path(args.plot), plot.svg(report.as_dict()["runs"], title))
+        output_files.write_output_file(Path(args.plot), plot.svg(report.as_dict()["runs"], title))
         written["plot"] = args.plot
     return written
 
 
-def text_of(report: Report, width: int | None = None, written: dict[str, Any] | None = None) -> str:
+def text_of(report: TrialReport, width: int | None = None, written: dict[str, Any] | None = None) -> str:
     """Return what was planned and measured: each plan with its table, then all runs beside each other.
 
     Args:
@@ -164,18 +165,18 @@ def text_of(report: Report, width: int | None = None, written: dict[str, Any] | 
     return "\n".join(lines)
 
 
-def _ranks(one: Run) -> str:
+def _ranks(one: TrialRun) -> str:
     return f", {one.ranks} ranks, the figures are those of one" if one.ranks > 1 else ""
 
 
-def _decision_of(one: Run) -> dict[str, Any]:
+def _decision_of(one: TrialRun) -> dict[str, Any]:
     """Return the decision of a run that found a plan."""
     if one.decision is None:
         raise MemoryPlanError(f"{one.name}: {one.error or 'no plan'}")
     return one.decision
 
 
-def _kept(one: Run) -> list[str]:
+def _kept(one: TrialRun) -> list[str]:
     decision = _decision_of(one)
     kept = decision["kept"]
     if not kept:
@@ -186,7 +187,7 @@ def _kept(one: Run) -> list[str]:
     return [f'kept: {kept} ({since}, with "memory": {{{how}}})']
 
 
-def _compared(runs: Iterable[Run], without: Run, width: int | None) -> list[str]:
+def _compared(runs: Iterable[TrialRun], without: TrialRun, width: int | None) -> list[str]:
     from ort_zero.recompute import plan_table
 
     head = ("run", "predicted", "measured", "off by", "of without", "step", "of without")

@@ -81,10 +81,10 @@ def wrap(
     """
     from ort_zero.compat import ortmodule as ort_compat
     from ort_zero.plugin import registry
-    from ort_zero.recompute import planning_session
+    from ort_zero.recompute import trial
     from ort_zero.runtime.runtime import Runtime
 
-    memory, section, more = planning_session.in_place_of(memory, section)
+    memory, section, more = trial.override_section(memory, section)
     request = _memory_request(memory) if memory is not None else None
     registry.patch_ortmodule()
     level = log.chosen(section.log_level)

@@ -193,6 +193,18 @@ def machine_memory() -> int:
     return size
 
 
+def free_memory() -> int:
+    """Return bytes of memory of this machine that nobody uses; 0 if unknown."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:  # not on Linux
+        pass
+    return 0
+
+
 def is_wrong(predicted: int, measured: int) -> bool:
     """Return whether a measured peak differs from its prediction by more than can be expected."""
     return abs(measured - predicted) > max(TOLERANCE * predicted, SLACK)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ort_zero.log import get_logger
-from ort_zero.recompute.optimizer import Decision
+from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.options import is_wrong
 from ort_zero.recompute.resident_memory import PeakMeter
 from ort_zero.utils.sizes import binary_size
@@ -38,7 +38,7 @@ class PeakCheck:
         self._over = True
         decision = self._decision
         decision.measured = measured = self._meter.read()
-        predicted = decision.predicted.resident if decision.predicted is not None else decision.chosen.resident
+        predicted = decision.predicted_resident
         off = measured / predicted - 1 if predicted else 0.0
         above = decision.budget is not None and measured > decision.budget
         tell = get_logger().warning if above or is_wrong(predicted, measured) else get_logger().info

@@ -21,7 +21,7 @@ def text(decision: Mapping[str, Any], width: int | None = None) -> str:
     """Return a decision as lines: what it needs, the table, the plan in the form of the section.
 
     Args:
-        decision: see :meth:`ort_zero.recompute.optimizer.Decision.as_dict`.
+        decision: see :meth:`ort_zero.recompute.decision.Decision.as_dict`.
         width: of the lines; long names are wrapped to fit. None wraps nothing.
     """
     lines = [*_needs(decision), ""]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import onnx
 
 from ort_zero.compat import ortmodule as ort_compat
-from ort_zero.recompute.optimizer import Decision
+from ort_zero.recompute.decision import Decision
 from ort_zero.runtime.export.tracer import Effects
 from ort_zero.runtime.guards.keys import ExportedModelInfo, ExportKey, KnownGraph, PostExportProcessedModelInfo
 from ort_zero.runtime.zero3 import gather_reduce

@@ -14,7 +14,7 @@ import torch
 
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.recompute.peak_check import PeakCheck
-from ort_zero.recompute.planning_session import Watch
+from ort_zero.recompute.trial import TrialMonitor
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.zero3.gather_reduce import CollectiveExecutor
@@ -26,7 +26,7 @@ def observe(
     *,
     device: torch.device,
     peak_check: PeakCheck | None = None,
-    planning: Watch | None = None,
+    planning: TrialMonitor | None = None,
 ) -> None:
     """Count the completed runs of a graph, and let them raise what a node raised rather than ORT's message about it.
 

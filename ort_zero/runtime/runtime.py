@@ -28,8 +28,7 @@ from ort_zero.log import get_logger
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.recompute.options import OFF, Request
 from ort_zero.recompute.peak_check import PeakCheck
-from ort_zero.recompute.planning_session import EndedError, Watch
-from ort_zero.recompute.planning_session import Session as PlanningSession
+from ort_zero.recompute.trial import Trial, TrialEndedError, TrialMonitor
 from ort_zero.runtime import run_observer, status
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.export import pytree
@@ -69,7 +68,7 @@ class Runtime:
         stage: int,
         memory_efficient_gradients: bool = False,
         memory: Request | None = None,
-        session: PlanningSession | None = None,
+        session: Trial | None = None,
     ):
         self.module = module
         self.memory_efficient_gradients = memory_efficient_gradients
@@ -91,7 +90,7 @@ class Runtime:
         if memory is not None and memory.mode != OFF:
             plans = Path(config.cache_dir) if config.cache_dir is not None else env.cache_dir() / "plans"
             self.memory = MemoryOptimizer(memory, plans, self.ranks.share_plan, walk=session is not None)
-        self._planning: Watch | None = session.watch(type(module).__name__) if session is not None else None
+        self._planning: TrialMonitor | None = session.monitor(type(module).__name__) if session is not None else None
         self.modes: dict[bool, GraphTransitionManager] = {}
         """Whether for training, to what holds the graphs."""
         self.runs: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
@@ -128,7 +127,7 @@ class Runtime:
         try:
             with torch_fallback.memory_owners(self._memory_owner_of()):
                 return call.run(args, kwargs)
-        except EndedError:
+        except TrialEndedError:
             raise
         except BaseException as error:
             clear, fall_back = call.failed(error)
@@ -212,7 +211,7 @@ class Runtime:
         """Note that a graph is about to run.
 
         Raises:
-            EndedError: ``ort-zero memory plan`` wants to know nothing more.
+            TrialEndedError: ``ort-zero memory plan`` wants to know nothing more.
         """
         if self._planning is not None:
             self._planning.built(self._training, graph.memory)

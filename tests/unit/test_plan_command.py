@@ -15,32 +15,33 @@ import pytest
 from ort_zero import env
 from ort_zero.cli import main as cli
 from ort_zero.errors import MemoryPlanError
-from ort_zero.recompute import plan_command, planning_session
+from ort_zero.recompute import plan_command, script_process, trial
+from ort_zero.recompute.trial_report import TrialRun
 
 MIB = 2**20
 SCRIPT = """\
 import json, os, sys
-from ort_zero.recompute.planning_session import Outcome, asked
-budget = asked().order.memory.get("budget")
-plan = asked().order.memory["recompute"]
+from ort_zero.recompute.trial import TrialResult, current_trial
+budget = current_trial().request.memory.get("budget")
+plan = current_trial().request.memory["recompute"]
 print("arguments", sys.argv[1:])
 with open(os.environ["SEEN"], "a") as file:
-    file.write(json.dumps([asked().order.memory, asked().order.steps, sys.argv[1:]]) + "\\n")
-outcome = Outcome("done", measured_bytes={measured} * 2**20 if plan != "off" else 200 * 2**20)
-outcome.step_seconds = [9.0, 0.25, 0.5] if plan == "off" else [9.0, 0.5, 0.75]
-if asked().order.steps == 0:
-    outcome.measured_bytes, outcome.step_seconds = None, []
+    file.write(json.dumps([current_trial().request.memory, current_trial().request.steps, sys.argv[1:]]) + "\\n")
+result = TrialResult("done", measured_bytes={measured} * 2**20 if plan != "off" else 200 * 2**20)
+result.step_seconds = [9.0, 0.25, 0.5] if plan == "off" else [9.0, 0.5, 0.75]
+if current_trial().request.steps == 0:
+    result.measured_bytes, result.step_seconds = None, []
 if budget == "1%":
-    outcome = Outcome("failed", error="it needs 90 MiB at least", error_type="MemoryPlanError")
+    result = TrialResult("failed", error="it needs 90 MiB at least", error_type="MemoryPlanError")
 elif plan != "off":
     path = [[200 * 2**20, 0.0, []], [150 * 2**20, 0.1, ["A+:1:2"]], [100 * 2**20, 0.2, ["A+:1:4"]]]
     row = dict(cluster="A+", kind=1, frequency=4, saving=2**20, symbolic="4 x b", requested=4, actual=4, seconds=0.2,
                note="")
-    outcome.decision = dict(
+    result.decision = dict(
         mode="auto", plan={plan}, table=[row], unconstrained_bytes=200 * 2**20, predicted_bytes=100 * 2**20,
         predicted_at="n", measured_bytes=None, least_bytes=90 * 2**20, budget_bytes=120 * 2**20,
         recompute_seconds=0.2, sizes={{}}, seconds=0.1, kept="plans/1.plan.json", found=False, path=path)
-asked().write(outcome)
+current_trial().write(result)
 """
 
 
@@ -191,21 +192,21 @@ def test_a_script_that_trains_nothing_is_told(folder, capsys):
     script(folder, text="print('hello')")
     assert run("--budget", "60%") == 2
     assert "made no DeepSpeed engine that runs in ONNX Runtime; it has to use the section" in capsys.readouterr().err
-    script(folder, text="from ort_zero.recompute.planning_session import *\nasked().watch('Net')")
+    script(folder, text="from ort_zero.recompute.trial import *\ncurrent_trial().monitor('Net')")
     assert run("--budget", "60%") == 2
     assert "ended before 3 training steps of Net" in capsys.readouterr().err
 
 
 def test_an_error_of_ours_is_repeated_in_one_line(folder, capsys):
-    text = "from ort_zero.recompute.planning_session import *\n"
-    text += "asked().write(Outcome('failed', error='{}', error_type='{}'))"
+    text = "from ort_zero.recompute.trial import *\n"
+    text += "current_trial().write(TrialResult('failed', error='{}', error_type='{}'))"
     script(folder, text=text.format("a loop", "ExportError"))
     assert run("--budget", "60%") == 2
     assert "ort-zero memory plan: without recomputation: a loop" in capsys.readouterr().err
 
 
 def test_a_script_that_does_not_end_is_ended(folder, monkeypatch):
-    monkeypatch.setattr(plan_command, "_GRACE", 0.5)
+    monkeypatch.setattr(script_process, "GRACE_SECONDS", 0.5)
     script(folder, text=SCRIPT.format(measured=101, plan=["A+:1:4"]) + "\nimport time\ntime.sleep(60)\n")
     began = time.monotonic()
     assert run("--budget", "60%") == 0
@@ -248,12 +249,10 @@ def test_a_signal_that_comes_while_the_script_is_being_started_ends_it(folder, m
 
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr(plan_command.subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(script_process.subprocess, "Popen", Interrupted)
     try:
         with pytest.raises(raised):
-            plan_command._start_and_wait(
-                [sys.executable, "train.py"], folder / "order", folder / "report", folder / "log"
-            )
+            script_process.run_script([sys.executable, "train.py"], folder / "order", folder / "report", folder / "log")
     finally:
         signal.signal(signal.SIGINT, before)
     assert started[0].poll() is not None
@@ -268,10 +267,10 @@ def test_a_launcher_stands_before_the_script(folder):
 
 
 def test_the_most_of_all_ranks_counts(folder):
-    outcome = planning_session.Outcome
-    done = [outcome("done", rank, measured_bytes=b, step_seconds=[5.0, s, 2 * s], decision={"plan": []})
+    result = trial.TrialResult
+    done = [result("done", rank, measured_bytes=b, step_seconds=[5.0, s, 2 * s], decision={"plan": []})
             for rank, b, s in ((0, 10, 0.5), (1, 12, 0.25))]  # fmt: skip
-    noted = plan_command._noted(plan_command.Run("", "budget", {}), done)
+    noted = plan_command._noted(TrialRun("", "budget", {}), done)
     assert (noted.measured_bytes, noted.seconds_per_step, noted.ranks) == (12, 0.5, 2)
 
 
@@ -285,9 +284,9 @@ def test_points_are_even_and_of_the_path():
 def test_a_stale_order_is_an_error_in_words(tmp_path, monkeypatch):
     monkeypatch.setenv(env.MEMORY_SESSION, str(tmp_path / "gone"))
     with pytest.raises(MemoryPlanError, match="unset it"):
-        planning_session.asked()
+        trial.current_trial()
     monkeypatch.delenv(env.MEMORY_SESSION)
-    assert planning_session.asked() is None
+    assert trial.current_trial() is None
 
 
 def test_planning_needs_neither_torch_nor_onnx_in_its_own_process():

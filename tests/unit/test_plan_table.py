@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ort_zero.recompute import options, plan_command, plan_table
-from ort_zero.recompute.candidates import Cluster
-from ort_zero.recompute.optimizer import Decision, MemoryOptimizer, Row
+from ort_zero.recompute import options, output_files, plan_table
+from ort_zero.recompute.decision import Decision, Row
 from ort_zero.recompute.peak_memory import Peak
+from ort_zero.recompute.plan_store import PlanStore
 from ort_zero.recompute.planner import Point
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -76,18 +76,19 @@ def test_the_plan_that_is_pasted_is_the_plan():
 
 def test_the_file_of_a_plan_is_read_back(tmp_path):
     file = tmp_path / "plan.json"
-    plan_command.write_plan(file, decision().plan)
+    output_files.write_plan_file(file, decision().plan)
     same_as_golden("memory_plan.json", file.read_text())
     assert [str(item) for item in options.read_plan(file)] == decision().plan
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
 
 
-def test_the_file_of_a_kept_plan(tmp_path):
-    optimizer = MemoryOptimizer(options.Request(options.AUTO), tmp_path)
-    none = decision().unconstrained
-    clusters = {f"{GELU}:1": Cluster(GELU, 1, 8), f"{LONG}:1": Cluster(LONG, 1, 16)}
-    kept = optimizer._keep("0123", {f"{GELU}:1": 8, f"{LONG}:1": 4}, 100 * MIB, none, clusters)
-    same_as_golden("memory_kept_plan.json", Path(kept).read_text() + "\n")
+def test_the_file_of_a_stored_plan(tmp_path):
+    counts, frequencies = {f"{GELU}:1": 8, f"{LONG}:1": 4}, {f"{GELU}:1": 8, f"{LONG}:1": 16}
+    unconstrained = decision().unconstrained.resident
+    stored = PlanStore(tmp_path).save(
+        "0123", counts, budget=100 * MIB, unconstrained=unconstrained, frequencies=frequencies
+    )
+    same_as_golden("memory_kept_plan.json", Path(stored).read_text() + "\n")
 
 
 def test_what_a_decision_may_lack_is_left_out():

@@ -8,8 +8,8 @@ from ort_zero.config import MemoryConfig
 from ort_zero.errors import ConfigError
 from ort_zero.recompute import options
 from ort_zero.recompute.candidates import clusters_of
-from ort_zero.recompute.optimizer import shortened_symbolic
 from ort_zero.recompute.options import Budget, Item
+from ort_zero.recompute.symbolic_savings import shortened_symbolic
 
 
 def read(**section):

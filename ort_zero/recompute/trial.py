@@ -1,4 +1,4 @@
-"""Steps of a user's unchanged script under another ``memory`` section: the seam of ``ort-zero memory plan``.
+"""Takes part in a trial: some steps of a user's unchanged script with the ``memory`` section that is tried.
 
 The command names a file in the environment. In the script that it starts, an engine takes its ``memory`` part from
 that file; the runtime counts the training graph's steps, and each rank writes a report and ends the process when they
@@ -23,19 +23,19 @@ from ort_zero.utils.atomic_write import write_json
 if TYPE_CHECKING:
     import torch
 
-    from ort_zero.recompute.optimizer import Decision
+    from ort_zero.recompute.decision import Decision
     from ort_zero.recompute.resident_memory import PeakMeter
 
 MADE, DONE, FAILED = "made", "done", "failed"
 
 
-class EndedError(SystemExit):
+class TrialEndedError(SystemExit):
     """All is known that was to be found out; the script's ``finally`` blocks run, and no handler of an Exception."""
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What the command wants of a script."""
+class TrialRequest:
+    """What the command wants a script to do."""
 
     memory: dict[str, Any]
     """Takes the place of the section's ``memory``."""
@@ -50,14 +50,14 @@ class Order:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What one rank found out, as the command reads it."""
+class TrialResult:
+    """What one rank has found out, as the command reads it."""
 
     state: str = MADE
     rank: int = 0
     model: str = ""
     decision: dict[str, Any] | None = None
-    """See :meth:`ort_zero.recompute.optimizer.Decision.as_dict`; None where nothing was planned."""
+    """See :meth:`ort_zero.recompute.decision.Decision.as_dict`; None where nothing was planned."""
     measured_bytes: int | None = None
     """Growth of the process in the first step; None where the system does not tell."""
     step_seconds: list[float] = field(default_factory=list)
@@ -66,96 +66,96 @@ class Outcome:
     error_type: str = ""
 
 
-def read_outcomes(report: str | Path) -> list[Outcome]:
+def read_results(report: str | Path) -> list[TrialResult]:
     """Return what the ranks on this machine have written, rank 0 first."""
     path = Path(report)
     found = []
     for file in path.parent.glob(f"{path.name}.*"):
         with suppress(OSError, ValueError, TypeError):  # of a rank that was killed while it wrote
-            found.append(Outcome(**json.loads(file.read_text(encoding="utf-8"))))
-    return sorted(found, key=lambda outcome: outcome.rank)
+            found.append(TrialResult(**json.loads(file.read_text(encoding="utf-8"))))
+    return sorted(found, key=lambda result: result.rank)
 
 
-class Session:
-    """The command's order in this process, and how far it is carried out.
+class Trial:
+    """The trial that this process is part of, and whether it has ended.
 
     Args:
-        order: see :class:`Order`.
+        request: see :class:`TrialRequest`.
     """
 
-    def __init__(self, order: Order):
-        self.order = order
-        self.memory = MemoryConfig(**order.memory)
+    def __init__(self, request: TrialRequest):
+        self.request = request
+        self.memory = MemoryConfig(**request.memory)
         self.ended = False
-        self._owner: Watch | None = None
+        self._owner: TrialMonitor | None = None
 
-    def watch(self, model: str) -> Watch:
+    def monitor(self, model: str) -> TrialMonitor:
         """Return what follows the calls of one model."""
-        return Watch(self, model)
+        return TrialMonitor(self, model)
 
-    def owned_by(self, watch: Watch) -> bool:
-        """Return whether `watch` follows the model that is looked at: the first that trains."""
+    def is_monitored_by(self, monitor: TrialMonitor) -> bool:
+        """Return whether `monitor` follows the model that is looked at: the first that trains."""
         if self._owner is None:
-            self._owner = watch
-        return self._owner is watch
+            self._owner = monitor
+        return self._owner is monitor
 
-    def write(self, outcome: Outcome) -> None:
+    def write(self, result: TrialResult) -> None:
         """Write this rank's report, in place of an earlier one."""
-        outcome.rank = env.rank()
-        target = Path(f"{self.order.report}.{outcome.rank}")
+        result.rank = env.rank()
+        target = Path(f"{self.request.report}.{result.rank}")
         try:
-            write_json(target, asdict(outcome))
+            write_json(target, asdict(result))
         except OSError:
-            if outcome.rank == 0:
+            if result.rank == 0:
                 raise
             # on another machine the folder does not exist: the ranks beside the command tell enough
 
 
-class Watch:
+class TrialMonitor:
     """Follows the calls of one model.
 
     Args:
-        session: of this process.
+        trial: of this process.
         model: its name.
     """
 
-    def __init__(self, session: Session, model: str):
-        self._session = session
-        self._outcome = Outcome(model=model)
+    def __init__(self, trial: Trial, model: str):
+        self._trial = trial
+        self._result = TrialResult(model=model)
         self._decision: Decision | None = None
         self._meter: PeakMeter | None = None
         self._began: list[float] = []
         self._steps = 0
-        session.write(self._outcome)
+        trial.write(self._result)
 
     def call(self) -> None:
         """Note that the model is about to be called.
 
         Raises:
-            EndedError: what was to be found out is known.
+            TrialEndedError: what was to be found out is known.
         """
-        if self._session.ended:
-            if self._session.owned_by(self):
+        if self._trial.ended:
+            if self._trial.is_monitored_by(self):
                 self._report(DONE)  # with the time of the last step
-            raise EndedError(0)
+            raise TrialEndedError(0)
 
     def built(self, training: bool, decision: Decision | None) -> None:
         """Note that a graph is there, and has not run.
 
         Raises:
-            EndedError: it is not to run.
+            TrialEndedError: it is not to run.
         """
-        if not training or not self._session.owned_by(self):
+        if not training or not self._trial.is_monitored_by(self):
             return
         self._decision = self._decision or decision
-        if not self._session.order.steps:
-            self._session.ended = True
+        if not self._trial.request.steps:
+            self._trial.ended = True
             self._report(DONE)
-            raise EndedError(0)
+            raise TrialEndedError(0)
 
     def before(self, phase: str, device: torch.device) -> None:
         """Note that the training graph's forward or backward begins."""
-        if phase != "forward" or not self._session.owned_by(self):
+        if phase != "forward" or not self._trial.is_monitored_by(self):
             return
         if not self._began and self._decision is None:
             from ort_zero.recompute.resident_memory import PeakMeter
@@ -166,37 +166,37 @@ class Watch:
 
     def after(self, phase: str) -> None:
         """Note that it has ended."""
-        if phase != "backward" or not self._session.owned_by(self) or self._session.ended:
+        if phase != "backward" or not self._trial.is_monitored_by(self) or self._trial.ended:
             return
         if not self._steps:
             if self._decision is not None:
-                self._outcome.measured_bytes = self._decision.measured
+                self._result.measured_bytes = self._decision.measured
             elif self._meter is not None and self._meter.started:
-                self._outcome.measured_bytes = self._meter.read()
+                self._result.measured_bytes = self._meter.read()
         self._steps += 1
-        if self._steps >= self._session.order.steps:
-            self._session.ended = True
+        if self._steps >= self._trial.request.steps:
+            self._trial.ended = True
             self._report(DONE, with_last=False)  # a script may end here
 
     def failed(self, error: BaseException) -> None:
         """Note an error that the command is to repeat."""
-        if isinstance(error, OrtZeroError) and not self._session.ended:
-            self._outcome.error, self._outcome.error_type = str(error), type(error).__name__
+        if isinstance(error, OrtZeroError) and not self._trial.ended:
+            self._result.error, self._result.error_type = str(error), type(error).__name__
             self._report(FAILED)
 
     def _report(self, state: str, with_last: bool = True) -> None:
         marks = [*self._began, time.perf_counter()] if with_last else self._began
-        self._outcome.state = state
-        self._outcome.step_seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
-        self._outcome.decision = self._decision.as_dict() if self._decision is not None else None
-        self._session.write(self._outcome)
+        self._result.state = state
+        self._result.step_seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+        self._result.decision = self._decision.as_dict() if self._decision is not None else None
+        self._trial.write(self._result)
 
 
-_sessions: dict[Path, Session] = {}
+_trials: dict[Path, Trial] = {}
 
 
-def asked() -> Session | None:
-    """Return the session that this process is part of; None outside of ``ort-zero memory plan``.
+def current_trial() -> Trial | None:
+    """Return the trial that this process is part of; None outside of ``ort-zero memory plan``.
 
     Raises:
         MemoryPlanError: the file that the environment names cannot be read.
@@ -204,22 +204,22 @@ def asked() -> Session | None:
     path = env.memory_session()
     if path is None:
         return None
-    if path not in _sessions:
+    if path not in _trials:
         try:
-            _sessions[path] = Session(Order(**json.loads(path.read_text(encoding="utf-8"))))
+            _trials[path] = Trial(TrialRequest(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError) as error:
             raise MemoryPlanError(f"{env.MEMORY_SESSION}={path} cannot be read, unset it: {error}") from None
-    return _sessions[path]
+    return _trials[path]
 
 
-def in_place_of(
+def override_section(
     memory: MemoryConfig | None, section: OrtModuleConfig
 ) -> tuple[MemoryConfig | None, OrtModuleConfig, Mapping[str, Any]]:
     """Return the parts of the section as the command wants them, and what a runtime has to be given besides.
 
     A model that cannot be exported is an error then: what PyTorch needs was not asked.
     """
-    session = asked()
-    if session is None:
+    trial = current_trial()
+    if trial is None:
         return memory, section, {}
-    return session.memory, section.model_copy(update={"fallback": "raise"}), {"session": session}
+    return trial.memory, section.model_copy(update={"fallback": "raise"}), {"session": trial}

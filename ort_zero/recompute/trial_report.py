@@ -1,0 +1,90 @@
+"""What the runs of a script under ``ort-zero memory plan`` have shown."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ort_zero.recompute.options import is_wrong
+from ort_zero.recompute.plan_table import against
+
+WITHOUT, BUDGET, POINT = "without recomputation", "budget", "point"
+"""Kinds of runs."""
+
+
+@dataclass(slots=True)
+class TrialRun:
+    """One run of the script."""
+
+    name: str
+    kind: str
+    memory: dict[str, Any]
+    """The section's part that it ran with."""
+    decision: dict[str, Any] | None = None
+    measured_bytes: int | None = None
+    """Of the rank that takes the most."""
+    seconds_per_step: float | None = None
+    """The fastest step but the first, of the slowest rank: other processes make steps slower, never faster."""
+    step_seconds: list[float] = field(default_factory=list)
+    ranks: int = 0
+    error: str = ""
+    """Why there is no plan."""
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """Peak that was predicted, if any."""
+        return self.decision["predicted_bytes"] if self.decision is not None else None
+
+    @property
+    def off(self) -> float | None:
+        """Share of the prediction by which the measurement differs."""
+        if not self.predicted_bytes or self.measured_bytes is None:
+            return None
+        return self.measured_bytes / self.predicted_bytes - 1
+
+    def wrong(self) -> list[str]:
+        """Return what is wrong with it, in words."""
+        found = []
+        budget = self.decision["budget_bytes"] if self.decision is not None else None
+        if budget is not None and self.measured_bytes is not None and self.measured_bytes > budget:
+            found.append(f"{self.name}: the measured peak is above it by {self.measured_bytes / budget - 1:.1%}")
+        if self.off is not None and is_wrong(self.predicted_bytes, self.measured_bytes):
+            found.append(f"{self.name}: the measured peak is {against(self.off)}")
+        return found
+
+
+@dataclass(slots=True)
+class TrialReport:
+    """What the runs have shown."""
+
+    script: str
+    config: str
+    command: list[str]
+    runs: list[TrialRun]
+
+    @property
+    def plans(self) -> list[TrialRun]:
+        """The runs for a budget that found a plan."""
+        return [run for run in self.runs if run.kind == BUDGET and run.decision is not None]
+
+    @property
+    def without(self) -> TrialRun | None:
+        """The run that computes nothing again."""
+        return next((run for run in self.runs if run.kind == WITHOUT), None)
+
+    @property
+    def wrong(self) -> list[str]:
+        """What does not hold, in words."""
+        return [words for run in self.runs for words in run.wrong()]
+
+    @property
+    def failed(self) -> list[TrialRun]:
+        """The runs without a plan."""
+        return [run for run in self.runs if run.error]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        runs = [{**asdict(run), "predicted_bytes": run.predicted_bytes, "off": run.off} for run in self.runs]
+        ok = not self.wrong and not self.failed
+        return {"ok": ok, "wrong": self.wrong, "script": self.script, "config": self.config,
+                "command": self.command, "runs": runs}  # fmt: skip

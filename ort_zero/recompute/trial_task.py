@@ -1,0 +1,107 @@
+"""What ``ort-zero memory plan`` is to try: the script, its section, budgets and steps, checked before anything runs."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ort_zero import config as section_config
+from ort_zero.config import MemoryConfig
+from ort_zero.errors import ConfigError
+from ort_zero.recompute.options import parse_budget, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class TrialTask:
+    """What is to be planned; see :func:`prepare`."""
+
+    config: Path
+    script: Path
+    arguments: tuple[str, ...] = ()
+    budgets: tuple[str, ...] = ()
+    """``"6GiB"``, ``"65%"``; none takes the section's, else a share of the memory that is free."""
+    level: int | None = None
+    """None takes the section's."""
+    steps: int = 3
+    """Of each run; 0 only predicts."""
+    points: int = 0
+    """Of the predicted path, to be measured besides."""
+    launcher: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> list[str]:
+        """The words that start the script."""
+        before = [str(_found(self.launcher[0])), *self.launcher[1:]] if self.launcher else [sys.executable]
+        return [*before, str(self.script), *self.arguments]
+
+    def memory(self, recompute: str | list[str], budget: str | None = None) -> dict[str, Any]:
+        """Return a ``memory`` part of the section."""
+        made: dict[str, Any] = {"recompute": recompute}
+        if budget is not None:
+            made["budget"] = budget
+        if self.level is not None and recompute != "off":
+            made["level"] = self.level
+        return made
+
+
+def prepare(task: TrialTask) -> TrialTask:
+    """Return `task` with what the section says where it says nothing itself.
+
+    Raises:
+        ConfigError: a file or a value is wrong.
+    """
+    for budget in task.budgets:
+        parse_budget(budget, "--budget")
+    if not task.script.is_file():
+        raise ConfigError(f"the script {task.script} does not exist")
+    section = read_section(task.config)
+    if task.launcher and _found(task.launcher[0]) is None:
+        raise ConfigError(f"--launcher: there is no program {task.launcher[0]!r}")
+    budgets = task.budgets
+    if not budgets and section.budget is not None:
+        parse_budget(section.budget)
+        budgets = (str(section.budget),)
+    return replace(task, budgets=budgets, level=section.level if task.level is None else task.level)
+
+
+def read_section(path: Path) -> MemoryConfig:
+    """Return the ``memory`` part of a DeepSpeed JSON whose section runs the model in ONNX Runtime.
+
+    Raises:
+        ConfigError: names the file, and what is wrong.
+    """
+    content = read_json(path, "the config")
+    try:
+        section = section_config.section_of(content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if section is None:
+        raise ConfigError(f'{path} has no enabled section "{section_config.SECTION}": add "ort_zero": {{}} to it')
+    if not section.ortmodule.enabled:
+        raise ConfigError(f'{path} has "ortmodule": {{"enabled": false}}: memory is planned for ONNX Runtime')
+    return section.memory
+
+
+def split_launcher(launcher: str) -> tuple[str, ...]:
+    """Return the words of a launcher's command line.
+
+    Raises:
+        ConfigError: a quote is not closed, or there are none.
+    """
+    try:
+        words = tuple(shlex.split(launcher))
+    except ValueError as error:
+        raise ConfigError(f"--launcher {launcher!r}: {error}") from None
+    if not words:
+        raise ConfigError("--launcher is empty")
+    return words
+
+
+def _found(program: str) -> str | None:
+    """Return the path of a launcher, first of those installed beside this Python."""
+    beside = Path(sys.executable).parent / program
+    return str(beside) if beside.is_file() else shutil.which(program)
