@@ -6,14 +6,14 @@ Plain loops of numba take about twice its time, with which collecting statistics
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 
-@intrinsic
-def accumulate(typing, address, table, columns, rows, centre):
+def _accumulate(typing, address, table, columns, rows, centre):
     """Return the sums, extremes and counts over rows of 64 values, and store their sketch.
 
     Called from compiled code alone. Numba does not notice changes here: :mod:`.kernels` has to change with this module.
@@ -36,6 +36,10 @@ def accumulate(typing, address, table, columns, rows, centre):
 
     number = types.int64
     return types.UniTuple(types.float64, 7)(number, number, number, number, centre), generate
+
+
+accumulate: Any = intrinsic(_accumulate)
+"""What compiled code calls, with the arguments of :func:`_accumulate` but `typing`."""
 
 
 class _VectorLoop:
