@@ -55,8 +55,9 @@ def run_trials(task: TrialTask, tell: Callable[[int, int, str], None] = lambda d
         report.runs.append(_run(task, TrialRun(name, kind, memory)))
     if not report.plans:
         raise MemoryPlanError(report.failed[0].error)
-    if task.steps:
-        for n, counts in enumerate(between(report.plans[0].decision, task.points), 1):
+    decision = report.plans[0].decision
+    if task.steps and decision is not None:
+        for n, counts in enumerate(between(decision, task.points), 1):
             tell(len(report.runs), total, f"point {n}")
             report.runs.append(_run(task, TrialRun(f"point {n}", POINT, task.memory(counts))))
     tell(total, total, "done")

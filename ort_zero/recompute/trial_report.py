@@ -48,7 +48,8 @@ class TrialRun:
         budget = self.decision["budget_bytes"] if self.decision is not None else None
         if budget is not None and self.measured_bytes is not None and self.measured_bytes > budget:
             found.append(f"{self.name}: the measured peak is above it by {self.measured_bytes / budget - 1:.1%}")
-        if self.off is not None and is_wrong(self.predicted_bytes, self.measured_bytes):
+        predicted, measured = self.predicted_bytes, self.measured_bytes
+        if self.off is not None and predicted and measured is not None and is_wrong(predicted, measured):
             found.append(f"{self.name}: the measured peak is {against(self.off)}")
         return found
 
