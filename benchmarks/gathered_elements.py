@@ -93,7 +93,7 @@ def ort_peak(name: str, window: int, options: dict[str, Any]) -> dict[str, int]:
         engine.step()
         after = max(after, live.current)
         if step == 0:
-            live.count(runtime.modes[True].current.table)
+            live.count(runtime.modes[True].current.executor)
     status = runtime.status()
     graph = status["graphs"]["training"]
     assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0, status

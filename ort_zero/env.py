@@ -6,7 +6,7 @@
 | ``ORT_ZERO_CACHE_DIR`` | folder of the built C++ extensions (default ``$XDG_CACHE_HOME/ort_zero``) |
 | ``ORT_ZERO_LOG_LEVEL`` | wins over the section's ``log_level``; an unknown name raises (:mod:`ort_zero.log`) |
 | ``ORT_ZERO_DEBUG`` | ``1``: command line errors keep their traceback |
-| ``ORT_ZERO_MEMORY_SESSION`` | internal: what ``ort-zero memory plan`` wants of the script that it runs, a file |
+| ``ORT_ZERO_MEMORY_TRIAL`` | internal: what ``ort-zero memory plan`` wants of the script that it runs, a file |
 | ``ORT_ZERO_WARM_RANKS`` | ``1``: see `fresh` of :func:`ort_zero.testing.ranks.run_on_ranks` |
 
 ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set by the launchers.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ort_zero.utils.cpu_count import usable_cores
 
-MEMORY_SESSION = "ORT_ZERO_MEMORY_SESSION"
+MEMORY_TRIAL = "ORT_ZERO_MEMORY_TRIAL"
 _TRUE = {"1", "true", "yes", "on"}
 
 
@@ -42,9 +42,9 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "ort_zero"
 
 
-def memory_session() -> Path | None:
+def memory_trial_file() -> Path | None:
     """Return the file in which ``ort-zero memory plan`` says what it wants of this process; None otherwise."""
-    name = os.environ.get(MEMORY_SESSION)
+    name = os.environ.get(MEMORY_TRIAL)
     return Path(name) if name else None
 
 

@@ -11,7 +11,7 @@ import bisect
 _UNIT = 256
 _FIRST = 1 << 20
 _LARGEST = 1 << 30
-"""A region that is asked for grows up to so many bytes, unless one allocation is larger."""
+"""Largest region in bytes that the arena takes from the system, unless one allocation is larger."""
 
 
 class _Chunk:
@@ -22,10 +22,10 @@ class _Chunk:
 
 
 class Arena:
-    """Memory of a process, as far as a session's values take it.
+    """Simulates the arena from which an ORT session allocates its values.
 
     Args:
-        dead: a chunk that is so many bytes larger than asked for is split, whatever its size.
+        dead: bytes by which a chunk may exceed the allocation that it serves without being split.
     """
 
     def __init__(self, dead: int = 1):
@@ -39,11 +39,11 @@ class Arena:
 
     @property
     def resident(self) -> int:
-        """Bytes that were written to at one time or another."""
+        """Bytes of the arena that have been written to since it began."""
         return sum(self._touched.values())
 
     def take(self, size: int) -> int:
-        """Allocate `size` bytes and write to all of them; return where."""
+        """Allocate `size` bytes and write to all of them; return the address, a number of bytes from 0."""
         size = max(_UNIT, -(-size // _UNIT) * _UNIT)
         found = bisect.bisect_left(self._free, (size, -1))
         if found == len(self._free):
@@ -59,7 +59,7 @@ class Arena:
         return at
 
     def give(self, at: int) -> None:
-        """Free what :meth:`take` returned."""
+        """Free the allocation at the address `at` that :meth:`take` returned."""
         chunk = self._chunks[at]
         chunk.free = True
         if chunk.after is not None and self._chunks[chunk.after].free:

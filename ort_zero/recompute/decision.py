@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ort_zero.recompute.candidates import Cluster, Entry
+from ort_zero.recompute.candidates import Candidate, Cluster
 from ort_zero.recompute.graph_model import evaluate
 from ort_zero.recompute.peak_memory import Peak
 from ort_zero.recompute.planner import Point
@@ -24,10 +24,10 @@ class Row:
     kind: int
     frequency: int
     saving: int
-    """Bytes of all its stashed values."""
+    """Bytes that computing it again at all its places saves: those of its stashed values."""
     symbolic: str
     requested: int
-    """-1: all; 0: not asked for."""
+    """Number of its places that the user or the planner wants computed again; -1 for all, 0 for none."""
     actual: int
     seconds: float
     """Estimate of the time that computing it again takes in a step, for all its places in the graph."""
@@ -41,20 +41,20 @@ class Decision:
     mode: str
     rows: list[Row]
     plan: list[str]
-    """In ORT's form."""
+    """The plan in ORT's notation, such as ``["FastGelu+:1:8"]``."""
     unconstrained: Point
     chosen: Point
     least: Point | None = None
     budget: int | None = None
-    """Bytes."""
+    """Bytes that a step may take; None without a budget."""
     path: list[Point] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
-    """Of the named dimensions, as in the first call."""
+    """Size of each named dimension in the first call, for which memory was planned."""
     seconds: float = 0.0
-    """Time that the planning took."""
-    kept: str = ""
+    """Seconds that the planning took."""
+    plan_file: str = ""
     """File in which the plan is stored; empty if it is not."""
-    found: bool = False
+    from_store: bool = False
     """Whether the plan was read from that file."""
     predicted: Peak | None = None
     """Peak of the graph that runs; None until its order of execution is known."""
@@ -66,8 +66,8 @@ class Decision:
         """Bytes by which the process is predicted to grow in a step."""
         return (self.predicted or self.chosen).resident
 
-    def in_words(self) -> list[tuple[str, str]]:
-        """Return what is computed again and what it brings, line by line."""
+    def summary_lines(self) -> list[tuple[str, str]]:
+        """Return what is computed again and the bytes that it saves, as lines of a name and a text."""
         lines = [
             (f"{row.cluster} {row.actual} of {row.frequency}",
              f"-{binary_size(row.saving * row.actual / row.frequency)} of activations")
@@ -92,16 +92,16 @@ class Decision:
             "recompute_seconds": round(self.chosen.seconds, 6),
             "sizes": dict(self.sizes),
             "seconds": round(self.seconds, 3),
-            "kept": self.kept,
-            "found": self.found,
+            "kept": self.plan_file,
+            "found": self.from_store,
             "path": [[point.resident, round(point.seconds, 6), plan_texts(point.counts)] for point in self.path],
         }
 
 
 def table_rows(
     clusters: Mapping[str, Cluster],
-    entries: Sequence[Entry],
-    usable: Sequence[Entry],
+    candidates: Sequence[Candidate],
+    usable: Sequence[Candidate],
     requested: Mapping[str, int],
     counts: Mapping[str, int],
     sizes: Mapping[str, int],
@@ -110,16 +110,16 @@ def table_rows(
 
     Args:
         clusters: all of the graph, by key.
-        entries: all places where they can be applied.
+        candidates: all places where they can be applied.
         usable: those of the places that may be chosen.
-        requested: how many places of each cluster were asked for, -1 for all.
-        counts: how many were chosen.
-        sizes: of the named dimensions.
+        requested: key of a cluster, to the number of its places that the user wants, -1 for all.
+        counts: key of a cluster, to the number of its places that were chosen.
+        sizes: size of each named dimension.
     """
-    free = Counter(entry.cluster for entry in usable)
+    free = Counter(candidate.cluster for candidate in usable)
     rows = []
     for key, cluster in clusters.items():
-        mine = [entry for entry in entries if entry.cluster == key]
+        mine = [candidate for candidate in candidates if candidate.cluster == key]
         note = ""
         if free[key] < len(mine):
             note = f"{len(mine) - free[key]} read weights that ZeRO-3 partitions"
@@ -128,12 +128,12 @@ def table_rows(
                 cluster.name,
                 cluster.kind,
                 len(mine) or cluster.frequency,
-                # of what was not applied ORT's word has to do
-                sum(entry.saving for entry in mine) if mine else evaluate(cluster.symbolic, sizes) or 0,
+                # for clusters that were not applied there is only ORT's estimate
+                sum(candidate.saving for candidate in mine) if mine else evaluate(cluster.symbolic, sizes) or 0,
                 shortened_symbolic(cluster.symbolic),
                 requested.get(key, 0),
                 counts.get(key, 0),
-                sum(entry.seconds for entry in mine),
+                sum(candidate.seconds for candidate in mine),
                 note,
             )
         )
@@ -141,5 +141,5 @@ def table_rows(
 
 
 def plan_texts(counts: Sequence[tuple[str, int]]) -> list[str]:
-    """Return a plan in ORT's form, ``["FastGelu+:1:8"]``."""
+    """Return a plan in ORT's notation, such as ``["FastGelu+:1:8"]``."""
     return [f"{key}:{count}" for key, count in counts]

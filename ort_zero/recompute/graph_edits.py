@@ -27,7 +27,7 @@ def optimized(manager: Manager, model: onnx.ModelProto, info: GraphInfo, plan: R
     """Return the agent of a session, and the model that it runs after ORT's changes.
 
     Args:
-        manager: of the training mode.
+        manager: manager of the training mode.
         model: gradient graph.
         info: what ORT knows of it.
         plan: what ORT is to compute again; `model` has been optimized before then.
@@ -42,13 +42,13 @@ def optimized(manager: Manager, model: onnx.ModelProto, info: GraphInfo, plan: R
 def with_copies(
     manager: Manager, model: onnx.ModelProto, info: GraphInfo, clusters: Sequence[str], probe: str
 ) -> onnx.ModelProto:
-    """Return `model` in which ORT has applied all entries of `clusters`.
+    """Return `model` in which ORT has applied every place of `clusters`.
 
     Args:
-        manager: of the training mode.
+        manager: manager of the training mode.
         model: gradient graph that ORT has optimized.
         info: what ORT knows of it.
-        clusters: keys, ``"FastGelu+:1"``.
+        clusters: keys of the clusters, such as ``"FastGelu+:1"``.
         probe: see :class:`ort_zero.compat.ortmodule.Recompute`.
     """
     from ort_zero.compat.ortmodule import Recompute

@@ -20,12 +20,12 @@ from ort_zero.compat.ort_kernels import ALIASES, BARRIER, FROM_TORCH, HEAP, RECO
 from ort_zero.onnx_edit.topology import input_names
 
 _BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 14: 8, 15: 16, 16: 2}
-"""Of an element, by ONNX's number of the type."""
+"""Bytes of one element, by ONNX's number of the data type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node; values are numbers, places in :attr:`Flow.sizes`."""
+    """One node of a graph; a value is given by its number, the index into :attr:`GraphModel.sizes`."""
 
     name: str
     operator: str
@@ -34,42 +34,45 @@ class Node:
     copy: bool = False
     """Whether it computes again what another node has computed."""
     scratch: tuple[int, ...] = ()
-    """Blocks of bytes that the kernel takes from the arena while it runs."""
+    """Sizes in bytes of the blocks that the kernel takes from the arena while it runs."""
     heap: int = 0
-    """Bytes that it takes elsewhere."""
+    """Bytes that the kernel takes outside of the arena while it runs."""
 
 
 @dataclass(slots=True)
-class Flow:
-    """A training graph."""
+class GraphModel:
+    """A training graph in numbers: its nodes in the order of execution, and the bytes of each value.
+
+    A value's number is the index of its name in :attr:`values` and of its bytes in :attr:`sizes`.
+    """
 
     nodes: list[Node]
     values: list[str]
-    """Names."""
+    """Name of each value."""
     sizes: list[int]
-    """Bytes; 0 for what exists before the run (graph inputs, initializers) and for what is not known."""
+    """Bytes of each value; 0 for what exists before the run (graph inputs, initializers) and for what is not known."""
     given: frozenset[int]
     """Values that exist before the run."""
     results: frozenset[int]
     """Values that stay after it."""
     barrier: int
-    """Place of the barrier among the nodes, -1 without one."""
+    """Index of the barrier among the nodes, -1 without one."""
     outside: frozenset[int] = frozenset()
     """Values that are not in ORT's arena."""
     alias: dict[int, int] = field(default_factory=dict)
     """Whose memory a value is, where it has none of its own."""
     unknown: tuple[str, ...] = ()
-    """Values whose size cannot be told."""
+    """Names of the values whose size is not known."""
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of each value whose shape is known, graph inputs and aliases included."""
+    """Shape of each value whose shape is known, graph inputs and aliases included."""
 
     @classmethod
-    def of(cls, model: onnx.ModelProto, sizes: Mapping[str, int]) -> Flow:
-        """Return the flow of a model.
+    def from_onnx(cls, model: onnx.ModelProto, sizes: Mapping[str, int]) -> GraphModel:
+        """Return the numbers of an ONNX model.
 
         Args:
             model: gradient graph of ORT's, with shapes.
-            sizes: of the named dimensions.
+            sizes: size of each named dimension.
         """
         graph = model.graph
         known = _Sizes(graph, sizes)
@@ -111,15 +114,15 @@ class Flow:
         )
 
     def owner(self, value: int) -> int:
-        """Return the value whose memory `value` is."""
+        """Return the number of the value in whose memory `value` lies: itself unless it is an alias."""
         return self.alias.get(value, value)
 
     def makers(self) -> dict[int, int]:
         """Return for each value the place of the node that makes it."""
         return {value: i for i, node in enumerate(self.nodes) for value in node.makes}
 
-    def with_copies(self, kept: Collection[str]) -> Flow:
-        """Return the flow in which only the copies named in `kept` are left; what read others reads the originals."""
+    def with_copies(self, kept: Collection[str]) -> GraphModel:
+        """Return the graph in which only the copies named in `kept` are left; what read others reads the originals."""
         number = {name: i for i, name in enumerate(self.values)}
         back = {
             value: number[self.values[value].removesuffix(RECOMPUTED)]
@@ -139,8 +142,8 @@ class Flow:
         alias = {value: alias.get(owner, owner) for value, owner in alias.items()}
         return dataclasses.replace(self, nodes=nodes, barrier=_barrier(nodes), alias=alias)
 
-    def in_order(self, order: Sequence[int]) -> Flow:
-        """Return the flow with its nodes in another order."""
+    def in_order(self, order: Sequence[int]) -> GraphModel:
+        """Return the graph with its nodes in another order."""
         nodes = [self.nodes[i] for i in order]
         return dataclasses.replace(self, nodes=nodes, barrier=_barrier(nodes))
 
@@ -207,7 +210,7 @@ _FUNCTIONS: dict[str, Callable[..., float]] = {
 
 
 def evaluate(text: str, values: Mapping[str, float]) -> int | None:
-    """Return the value of a symbolic dimension such as ``"floor(input_dim1/2) + 1"``; None if it cannot be told."""
+    """Return the value of a symbolic dimension such as ``"floor(input_dim1/2) + 1"``; None if it is not known."""
     if text in values:
         return int(values[text])
     try:

@@ -23,10 +23,18 @@ import onnx
 from ort_zero import env
 from ort_zero.errors import MemoryPlanError
 from ort_zero.recompute import graph_edits, peak_memory, schedule
-from ort_zero.recompute.candidates import COMPROMISE, Cluster, Entry, choose, clusters_of, copies_of, entries_of
+from ort_zero.recompute.candidates import (
+    COMPROMISE,
+    Candidate,
+    Cluster,
+    choose,
+    clusters_of,
+    copies_of,
+    find_candidates,
+)
 from ort_zero.recompute.decision import Decision, plan_texts, table_rows
-from ort_zero.recompute.graph_model import Flow
-from ort_zero.recompute.options import ALL, AUTO, PLAN, Request, free_memory, machine_memory
+from ort_zero.recompute.graph_model import GraphModel
+from ort_zero.recompute.options import ALL, AUTO, PLAN, RecomputeRequest, free_memory, machine_memory
 from ort_zero.recompute.plan_store import PlanStore, plan_digest
 from ort_zero.recompute.planner import Point, Search, budget_for
 from ort_zero.utils.sizes import binary_size
@@ -35,7 +43,7 @@ if TYPE_CHECKING:
     from ort_zero.compat.ortmodule import GraphInfo, Manager
 
 _SHARE = 0.8
-"""Of the memory that is free when a budget is not given."""
+"""Share of the free memory that a training graph may take when no budget is given."""
 
 
 @dataclass(slots=True)
@@ -43,10 +51,11 @@ class _Choice:
     """How many places of each cluster are computed again, and how that was found."""
 
     requested: Mapping[str, int]
-    """What the user asked for, -1 for all."""
+    """Key of a cluster, to the number of its places that the user wants, -1 for all."""
     counts: Mapping[str, int]
+    """Key of a cluster, to the number of its places that are computed again."""
     budget: int | None = None
-    """Bytes."""
+    """Bytes that a step may take; None without a budget."""
     path: list[Point] = field(default_factory=list)
     least: Point | None = None
     file: str = ""
@@ -57,7 +66,7 @@ class MemoryOptimizer:
     """Serves the training graphs of one model.
 
     Args:
-        request: what is asked for.
+        request: what the user asks for.
         folder: in which plans are stored.
         share: calls what it is given on the first rank, and returns the result on every rank; all ranks call it once
             for each graph.
@@ -66,7 +75,7 @@ class MemoryOptimizer:
 
     def __init__(
         self,
-        request: Request,
+        request: RecomputeRequest,
         folder: Path,
         share: Callable[[Callable[[], Any]], Any] = lambda make: make(),
         walk: bool = False,
@@ -76,7 +85,7 @@ class MemoryOptimizer:
         self._share = share
         self._walk = walk and env.rank() == 0
         self.decisions: list[Decision] = []
-        """Of the graphs that were made, the newest last."""
+        """One decision for each graph that was built, the newest last."""
 
     def recompute(
         self,
@@ -91,10 +100,10 @@ class MemoryOptimizer:
         """Return the graph with the copies that the request asks for, and the decision.
 
         Args:
-            manager: of the training mode.
+            manager: manager of the training mode.
             model: gradient graph, before the bridge.
             info: what ORT knows of it.
-            sizes: of the named dimensions.
+            sizes: size of each named dimension.
             partitioned: weights that no rank holds in whole: what reads them cannot be computed again.
             released: results that leave the graph the moment they exist.
 
@@ -111,16 +120,19 @@ class MemoryOptimizer:
         def with_copies(names: Sequence[str]) -> onnx.ModelProto:
             return graph_edits.with_copies(manager, optimized, info, names, self.request.probe) if names else optimized
 
-        names = self._applied(clusters, lambda names: entries_of(Flow.of(with_copies(names), sizes), _kinds(names)))
+        def candidates_of(names: Sequence[str]) -> list[Candidate]:
+            return find_candidates(GraphModel.from_onnx(with_copies(names), sizes), _kinds(names))
+
+        names = self._applied(clusters, candidates_of)
         full = with_copies(names)
-        flow = Flow.of(full, sizes)
+        graph = GraphModel.from_onnx(full, sizes)
         early = set(released)
-        flow = dataclasses.replace(flow, results=frozenset(i for i in flow.results if flow.values[i] not in early))
-        entries = entries_of(flow, _kinds(names), partitioned)
-        usable = [entry for entry in entries if not entry.weights]
+        graph = dataclasses.replace(graph, results=frozenset(i for i in graph.results if graph.values[i] not in early))
+        candidates = find_candidates(graph, _kinds(names), partitioned)
+        usable = [candidate for candidate in candidates if not candidate.weights]
         # only plans that were searched for are stored
         digest = plan_digest(self.request, optimized, sizes, partitioned) if self.request.mode == AUTO else ""
-        decision = self._decide(flow, clusters, entries, usable, digest, sizes)
+        decision = self._decide(graph, clusters, candidates, usable, digest, sizes)
         kept = copies_of(choose(usable, dict(decision.chosen.counts)))
         decision.seconds = time.perf_counter() - started
         self.decisions.append(decision)
@@ -128,58 +140,65 @@ class MemoryOptimizer:
 
     def arrange(self, model: onnx.ModelProto, sizes: Mapping[str, int], decision: Decision) -> onnx.ModelProto:
         """Return the graph in the order in which it is to run, and note in `decision` what that needs."""
-        flow = Flow.of(model, sizes)
-        order = schedule.order(flow)
-        decision.predicted = peak_memory.peak(flow.in_order(order))
+        graph = GraphModel.from_onnx(model, sizes)
+        order = schedule.order(graph)
+        decision.predicted = peak_memory.peak(graph.in_order(order))
         return graph_edits.ordered(model, order)
 
     # -- decide ----------------------------------------------------------------------------------------------------
 
-    def _applied(self, clusters: Mapping[str, Cluster], entries: Callable[[Sequence[str]], list[Entry]]) -> list[str]:
-        """Return the clusters that ORT is to apply: where a place has two kinds, ORT would take the full one."""
+    def _applied(
+        self, clusters: Mapping[str, Cluster], candidates_of: Callable[[Sequence[str]], list[Candidate]]
+    ) -> list[str]:
+        """Return the keys of the clusters that ORT is to apply; where a place has two kinds, it takes the full one.
+
+        Args:
+            clusters: all of the graph, by key.
+            candidates_of: returns the candidates of the graph in which ORT has applied the clusters with these keys.
+        """
         compromises = [key for key, cluster in clusters.items() if cluster.kind == COMPROMISE]
         full = [key for key in clusters if key not in compromises]
         if self.request.mode == PLAN:
-            planned = [item.key for item in self.request.items]
+            planned = [requested.key for requested in self.request.cluster_counts]
             return planned if set(planned) & set(compromises) else full
         if self.request.level != COMPROMISE or not compromises:
             return full
-        stashed = {value for entry in entries(compromises) for value in entry.values}
-        replaced = {entry.cluster for entry in entries(full) if stashed.intersection(entry.values)}
+        stashed = {value for candidate in candidates_of(compromises) for value in candidate.values}
+        replaced = {candidate.cluster for candidate in candidates_of(full) if stashed.intersection(candidate.values)}
         return compromises + [key for key in full if key not in replaced]
 
     def _check_names(self, clusters: Mapping[str, Cluster]) -> None:
-        for item in self.request.items:
-            if item.key in clusters:
+        for requested in self.request.cluster_counts:
+            if requested.key in clusters:
                 continue
-            near = difflib.get_close_matches(item.key, clusters, n=1, cutoff=0.3)
+            near = difflib.get_close_matches(requested.key, clusters, n=1, cutoff=0.3)
             have = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(clusters) or 'none'}"
             where = f" of {self.request.source}" if self.request.source else ""
             raise MemoryPlanError(
-                f"the plan{where} asks for cluster {item.key!r}, which this model does not have; {have} "
+                f"the plan{where} asks for cluster {requested.key!r}, which this model does not have; {have} "
                 '(ort-zero memory plan prints the table; "recompute": "auto" finds a plan)'
             )
 
     def _decide(
         self,
-        flow: Flow,
+        graph: GraphModel,
         clusters: Mapping[str, Cluster],
-        entries: Sequence[Entry],
-        usable: Sequence[Entry],
+        candidates: Sequence[Candidate],
+        usable: Sequence[Candidate],
         digest: str,
         sizes: Mapping[str, int],
     ) -> Decision:
         """Return what the graph computes again. All ranks must call this with graphs of the same structure.
 
         Args:
-            flow: of the graph in which everything is computed again.
-            clusters: of the graph, by key.
-            entries: all places of the clusters.
+            graph: model of the graph in which everything is computed again.
+            clusters: all of the graph, by key.
+            candidates: all places of the clusters.
             usable: those of the places that may be chosen.
             digest: name of the plan in the store.
-            sizes: of the named dimensions.
+            sizes: size of each named dimension.
         """
-        search = Search(flow, usable, shown=env.rank() == 0)
+        search = Search(graph, usable, shown=env.rank() == 0)
         unconstrained = search.point({})
         if self.request.mode == AUTO:
             choice = self._within_budget(search, unconstrained, digest, clusters)
@@ -188,7 +207,7 @@ class MemoryOptimizer:
         counts = choice.counts
         return Decision(
             mode=self.request.mode,
-            rows=table_rows(clusters, entries, usable, choice.requested, counts, sizes),
+            rows=table_rows(clusters, candidates, usable, choice.requested, counts, sizes),
             plan=[f"{key}:{count}" for key, count in counts.items() if count],
             unconstrained=unconstrained,
             chosen=search.point(counts),
@@ -196,8 +215,8 @@ class MemoryOptimizer:
             budget=choice.budget,
             path=choice.path,
             sizes=dict(sizes),
-            kept=choice.file,
-            found=choice.found,
+            plan_file=choice.file,
+            from_store=choice.found,
         )
 
     def _within_budget(
@@ -230,7 +249,7 @@ class MemoryOptimizer:
         return _Choice(dict.fromkeys(search.frequency, -1), self._share(lambda: dict(search.frequency)))
 
     def _as_planned(self, search: Search) -> _Choice:
-        requested = {item.key: item.count for item in self.request.items}
+        requested = {part.key: part.count for part in self.request.cluster_counts}
         frequency = search.frequency
         possible = {k: frequency[k] if n < 0 else min(n, frequency[k]) for k, n in requested.items()}
         counts = self._share(lambda: possible)
@@ -243,7 +262,7 @@ class MemoryOptimizer:
 
     def _budget(self, unconstrained: Point) -> int:
         if self.request.budget is not None:
-            return self.request.budget.bytes(unconstrained.resident)
+            return self.request.budget.in_bytes(unconstrained.resident)
         free = free_memory() or machine_memory()
         return int(_SHARE * free / env.local_world_size()) if free else unconstrained.resident
 

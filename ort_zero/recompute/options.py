@@ -16,7 +16,7 @@ from ort_zero.utils.sizes import binary_size, parse_size
 
 OFF, ALL, AUTO, PLAN = "off", "all", "auto", "plan"
 TOLERANCE = 0.1
-"""Of a predicted peak: a larger difference is worth a warning."""
+"""Share of a predicted peak by which the measured one may differ before a warning is logged."""
 SLACK = 16 << 20
 """Bytes by which a prediction may be wrong whatever its size: what a process takes besides varies by so much."""
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
@@ -24,18 +24,18 @@ _ITEM = re.compile(r"\s*([A-Za-z0-9_]+\+(?:[A-Za-z0-9_]+\+)*)\s*:\s*([12])\s*:\s
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """Part of a plan: compute so many places of a cluster again."""
+class ClusterCount:
+    """Part of a plan: how many places of one cluster are computed again."""
 
     name: str
     kind: int = 1
     """1: recompute, 2: with compromise."""
     count: int = -1
-    """-1: all."""
+    """Number of places that are computed again, the first ones of the forward; -1 for all."""
 
     @property
     def key(self) -> str:
-        """``"FastGelu+:1"``."""
+        """Name and kind of the cluster in ORT's notation, such as ``"FastGelu+:1"``."""
         return f"{self.name}:{self.kind}"
 
     def __str__(self) -> str:
@@ -43,33 +43,37 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class MemoryBudget:
     """Memory that a training graph may take while it runs, on each rank."""
 
     size: float
     """Bytes, or a share of what it takes where nothing is computed again."""
     relative: bool = False
 
-    def bytes(self, unconstrained: int) -> int:
-        """Return bytes."""
+    def in_bytes(self, unconstrained: int) -> int:
+        """Return the budget in bytes.
+
+        Args:
+            unconstrained: bytes that a step takes where nothing is computed again.
+        """
         return int(self.size * unconstrained) if self.relative else int(self.size)
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked for."""
+class RecomputeRequest:
+    """What the user asks of the memory optimizer, read from the section's ``memory`` part."""
 
     mode: str
-    items: tuple[Item, ...] = ()
-    budget: Budget | None = None
+    cluster_counts: tuple[ClusterCount, ...] = ()
+    budget: MemoryBudget | None = None
     level: int = 0
     """0: any recomputable sub-graph; 1: within transformer layers; 2: the same, with compromise."""
     source: str = ""
-    """File of the plan."""
+    """Path of the file that the plan was read from; empty for any other mode or a plan in the section."""
 
     @property
     def probe(self) -> str:
-        """What ORT calls it, see :class:`ort_zero.compat.ortmodule.Recompute`."""
+        """The level as ORT's probe setting writes it, see :class:`ort_zero.compat.ortmodule.Recompute`."""
         return "1:1" if self.level else "1:0"
 
     def __str__(self) -> str:
@@ -77,10 +81,10 @@ class Request:
         if self.budget is not None:
             size = self.budget.size
             budget = f", budget {size:.0%}" if self.budget.relative else f", budget {binary_size(int(size))}"
-        return f"{', '.join(map(str, self.items)) or self.mode}{budget}"
+        return f"{', '.join(map(str, self.cluster_counts)) or self.mode}{budget}"
 
 
-def read(config: MemoryConfig, *, folder: Path | None = None) -> Request:
+def read(config: MemoryConfig, *, folder: Path | None = None) -> RecomputeRequest:
     """Return the request of a section.
 
     Args:
@@ -96,15 +100,15 @@ def read(config: MemoryConfig, *, folder: Path | None = None) -> Request:
         raise ConfigError(f'ort_zero.memory.budget needs "recompute": "auto", not {wanted!r}')
     level = config.level if config.level is not None else 1 if wanted == ALL else 0
     if isinstance(wanted, str) and wanted in (OFF, ALL, AUTO):
-        return Request(wanted, budget=budget, level=level)
+        return RecomputeRequest(wanted, budget=budget, level=level)
     texts = [wanted] if isinstance(wanted, str) else list(wanted)
     if len(texts) == 1 and texts[0].endswith(".json"):
         path = Path(texts[0]) if folder is None else folder / texts[0]
-        return Request(PLAN, read_plan(path), level=level, source=str(path))
-    return Request(PLAN, parse_plan(texts, key), level=level)
+        return RecomputeRequest(PLAN, read_plan(path), level=level, source=str(path))
+    return RecomputeRequest(PLAN, parse_plan(texts, key), level=level)
 
 
-def parse_budget(text: str | int, key: str = "ort_zero.memory.budget") -> Budget:
+def parse_budget(text: str | int, key: str = "ort_zero.memory.budget") -> MemoryBudget:
     """Return a budget such as ``"6GiB"``, ``"800 MB"`` or ``"65%"``.
 
     Raises:
@@ -115,7 +119,7 @@ def parse_budget(text: str | int, key: str = "ort_zero.memory.budget") -> Budget
     if share > 1:
         raise ConfigError(f"{key}: {text!r} is more than the graph needs where nothing is computed again")
     if share > 0:
-        return Budget(share, relative=True)
+        return MemoryBudget(share, relative=True)
     try:
         size = parse_size(text, bare_letters=True)
     except ValueError:
@@ -125,16 +129,16 @@ def parse_budget(text: str | int, key: str = "ort_zero.memory.budget") -> Budget
     have = machine_memory()
     if have and size > have:
         raise ConfigError(f"{key}: {text!r} is more than this machine has ({binary_size(have)})")
-    return Budget(size)
+    return MemoryBudget(size)
 
 
-def parse_plan(texts: Sequence[str], key: str) -> tuple[Item, ...]:
+def parse_plan(texts: Sequence[str], key: str) -> tuple[ClusterCount, ...]:
     """Return the items of ``["FastGelu+:1:12", ...]``, in which a text may hold several, separated by commas.
 
     Raises:
         ConfigError: names the first item that is none.
     """
-    items: dict[str, Item] = {}
+    items: dict[str, ClusterCount] = {}
     for part in (part for text in texts for part in str(text).split(",") if part.strip()):
         match = _ITEM.fullmatch(part)
         if match is None:
@@ -143,13 +147,13 @@ def parse_plan(texts: Sequence[str], key: str) -> tuple[Item, ...]:
                 'such as "FastGelu+:1:12" (operators each followed by +, then 1 or 2 for with compromise, then how '
                 "many, -1 for all)"
             )
-        items[match[1]] = Item(match[1], int(match[2]), int(match[3]))
+        items[match[1]] = ClusterCount(match[1], int(match[2]), int(match[3]))
     if not items:
         raise ConfigError(f'{key}: the plan is empty; write "off" to compute nothing again')
     return tuple(items.values())
 
 
-def read_plan(path: Path) -> tuple[Item, ...]:
+def read_plan(path: Path) -> tuple[ClusterCount, ...]:
     """Return the items of a file in the form that ORT reads: a JSON list of texts.
 
     Raises:
@@ -165,8 +169,8 @@ def read_json(path: Path, what: str) -> Any:
     """Return what a JSON file of the user's holds.
 
     Args:
-        path: of the file.
-        what: it is, for the error: "the plan file".
+        path: path of the file.
+        what: name of the file in the error message, such as "the plan file".
 
     Raises:
         ConfigError: the file is missing or malformed.

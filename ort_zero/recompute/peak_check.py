@@ -12,12 +12,12 @@ from ort_zero.utils.sizes import binary_size
 
 
 class PeakCheck:
-    """Watches the runs of one graph.
+    """Compares the memory of the first step of one graph with the prediction, and logs the result.
 
     Args:
-        decision: of the graph; the measured peak is noted there.
+        decision: the decision for the graph; the measured peak is noted there.
         model: name, for the log.
-        device: of the model.
+        device: device that the model is on.
     """
 
     def __init__(self, decision: Decision, model: str, device: torch.device):

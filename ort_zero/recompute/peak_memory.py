@@ -1,4 +1,4 @@
-"""The memory that a training graph needs while it runs, told without running it.
+"""The memory that a training graph needs while it runs, computed without running it.
 
 The executor frees a value when the last node that reads it has run; the backward goes on with what the forward left.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ort_zero.compat.ort_kernels import BARRIER
 from ort_zero.recompute.arena_model import Arena
-from ort_zero.recompute.graph_model import Flow
+from ort_zero.recompute.graph_model import GraphModel
 
 OVERHEAD = 8 << 20
 """Bytes that a first step takes for other things: buffers of kernels and threads. Measured, the same for all models."""
@@ -18,51 +18,51 @@ OVERHEAD = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most memory that a run needs."""
+    """The most memory that a run of a graph needs at one time."""
 
     live: int
     """Bytes of all values that exist at one time."""
     resident: int
     """Bytes that the process grows by: what lies between the values counts as well."""
     at: int
-    """Place of the node at which `live` is reached."""
+    """Index of the node at which `live` is reached."""
     name: str
-    """Of that node."""
+    """Name of that node."""
 
 
-def reads_left(flow: Flow) -> Counter[int]:
+def reads_left(graph: GraphModel) -> Counter[int]:
     """Return how often the memory of each value is still to be read, what outlives the run counted once more."""
     left: Counter[int] = Counter()
-    for node in flow.nodes:
-        left.update(flow.owner(value) for value in node.reads)
+    for node in graph.nodes:
+        left.update(graph.owner(value) for value in node.reads)
         if node.operator == BARRIER:
-            left.update(flow.owner(value) for value in node.reads)  # the caller's until the backward is over
-    left.update(flow.owner(value) for value in flow.results)
+            left.update(graph.owner(value) for value in node.reads)  # the caller's until the backward is over
+    left.update(graph.owner(value) for value in graph.results)
     return left
 
 
-def peak(flow: Flow, *, steps: int = 2) -> Peak:
-    """Return the most memory that `flow` needs, its nodes run in their order.
+def peak(graph: GraphModel, *, steps: int = 2) -> Peak:
+    """Return the most memory that `graph` needs, its nodes run in their order.
 
     Args:
-        flow: see :class:`Flow`.
-        steps: so many runs follow one another in one arena: the second finds other gaps than the first.
+        graph: the graph, its nodes in the order of execution.
+        steps: number of runs that follow one another in one arena: the second finds other gaps than the first.
     """
     arena = Arena()
     most = at = resident = outside = 0
-    first = reads_left(flow)
-    sizes, owner = flow.sizes, flow.owner
+    first = reads_left(graph)
+    sizes, owner = graph.sizes, graph.owner
     for step in range(steps):
         left = Counter(first)
         held: dict[int, int] = {}
         live = 0
-        for i, node in enumerate(flow.nodes):
+        for i, node in enumerate(graph.nodes):
             for value in node.makes:
                 size = sizes[value]
                 if not size:
                     continue
                 live += size
-                if value in flow.outside:
+                if value in graph.outside:
                     outside += size
                     held[value] = -1
                 else:
@@ -82,7 +82,7 @@ def peak(flow: Flow, *, steps: int = 2) -> Peak:
                     outside -= _free(arena, held.pop(mine), sizes[mine])
         for value, place in held.items():
             outside -= _free(arena, place, sizes[value])
-    return Peak(most, resident + OVERHEAD, at, flow.nodes[at].name if flow.nodes else "")
+    return Peak(most, resident + OVERHEAD, at, graph.nodes[at].name if graph.nodes else "")
 
 
 def _free(arena: Arena, place: int, size: int) -> int:

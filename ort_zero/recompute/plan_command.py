@@ -18,7 +18,7 @@ from ort_zero.recompute.trial_report import BUDGET, POINT, WITHOUT, TrialReport,
 from ort_zero.recompute.trial_task import TrialTask
 
 _TAIL = 20
-"""Lines of a script that failed."""
+"""Number of lines that are shown of the output of a script that failed."""
 
 
 class ScriptError(MemoryPlanError):
@@ -65,7 +65,7 @@ def run_trials(task: TrialTask, tell: Callable[[int, int, str], None] = lambda d
 
 
 def between(decision: Mapping[str, Any], number: int) -> list[list[str]]:
-    """Return so many plans of a predicted path, evenly spaced by their peaks, the one of the least memory last."""
+    """Return `number` plans of a predicted path, evenly spaced by their peaks, the one of the least memory last."""
     path = [(size, counts) for size, _, counts in decision["path"] if counts]
     if not path or not number:
         return []
@@ -92,11 +92,11 @@ def _run(task: TrialTask, run: TrialRun) -> TrialRun:
     done = [result for result in results if result.state == DONE]
     if failed:
         # the rank that failed itself tells it better than those that heard of it
-        told = min(failed, key=lambda result: result.error_type == RankError.__name__)
-        if told.error_type == MemoryPlanError.__name__ and run.kind == BUDGET:
-            run.error = told.error
+        reported = min(failed, key=lambda result: result.error_type == RankError.__name__)
+        if reported.error_type == MemoryPlanError.__name__ and run.kind == BUDGET:
+            run.error = reported.error
             return run
-        raise ScriptError(f"{run.name}: {told.error}", tail)
+        raise ScriptError(f"{run.name}: {reported.error}", tail)
     if not done or done[0].rank != 0:
         raise ScriptError(_why(task, run, status, results), tail)
     return _noted(run, done)

@@ -11,7 +11,7 @@ import xxhash
 
 from ort_zero import env
 from ort_zero.log import get_logger
-from ort_zero.recompute.options import Request
+from ort_zero.recompute.options import RecomputeRequest
 from ort_zero.utils.atomic_write import write_json
 
 FORMAT = "ort_zero.plan"
@@ -20,14 +20,14 @@ PLANNER_VERSION = 3
 
 
 def plan_digest(
-    request: Request, model: onnx.ModelProto, sizes: Mapping[str, int], partitioned: Collection[str]
+    request: RecomputeRequest, model: onnx.ModelProto, sizes: Mapping[str, int], partitioned: Collection[str]
 ) -> str:
     """Return a name for a request and all that its plan depends on.
 
     Args:
         request: what a plan is searched for.
         model: training graph that ORT has optimized, without recomputation.
-        sizes: of the named dimensions.
+        sizes: size of each named dimension.
         partitioned: weights that no rank holds in whole.
     """
     budget = [request.budget.size, request.budget.relative] if request.budget is not None else None

@@ -22,7 +22,7 @@ def text(decision: Mapping[str, Any], width: int | None = None) -> str:
 
     Args:
         decision: see :meth:`ort_zero.recompute.decision.Decision.as_dict`.
-        width: of the lines; long names are wrapped to fit. None wraps nothing.
+        width: characters of a line; long names are wrapped to fit. None wraps nothing.
     """
     lines = [*_needs(decision), ""]
     rows = decision["table"]
@@ -41,7 +41,7 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | Non
     Args:
         head: names of the columns; those of text are aligned left.
         rows: cells.
-        width: of the lines, as far as the columns that may be wrapped can be made narrower.
+        width: characters of a line, as far as the columns that may be wrapped can be made narrower.
     """
     widths = tables.column_widths([head, *rows])
     if width is not None:

@@ -14,20 +14,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ort_zero.recompute import peak_memory, schedule
-from ort_zero.recompute.candidates import Entry, applied, choose
+from ort_zero.recompute.candidates import Candidate, applied, choose
 from ort_zero.recompute.cost_model import seconds_of
-from ort_zero.recompute.graph_model import Flow
+from ort_zero.recompute.graph_model import GraphModel
 from ort_zero.utils.progress import bar
 
 STEPS = 16
-"""A cluster is added in at most so many steps."""
+"""Number of points of the path, at most, in which one cluster is added."""
 _RESERVE = 0.02
 _GAPS = 16 << 20
 _SMALL = 128 << 20
-"""Of a budget a share is left free, and so many bytes for a value that lands in another gap between the others than was
-foreseen. Budgets up to the third need the latter not at all, and those up to twice as much in part."""
+"""What of a budget is left free: the share `_RESERVE`, and `_GAPS` bytes for a value that lands in another gap between
+the others than was foreseen. Budgets up to `_SMALL` bytes do without these bytes, those up to twice as much need a
+part of them."""
 _LEAST = 1 << 16
-"""Savings of fewer bytes are none."""
+"""Bytes below which a saving counts as none."""
 
 
 def budget_for(resident: int) -> int:
@@ -39,45 +40,50 @@ def budget_for(resident: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A plan, and what it needs."""
+    """A plan, with the memory and the time that it needs."""
 
     counts: tuple[tuple[str, int], ...]
-    """How many places of each cluster, by its key."""
+    """Key of each cluster with the number of its places that are computed again."""
     live: int
     """Bytes, see :class:`ort_zero.recompute.peak_memory.Peak`."""
     resident: int
+    """Bytes, see :class:`ort_zero.recompute.peak_memory.Peak`."""
     seconds: float
-    """Estimate of the time of all recomputations of a step."""
+    """Estimated seconds that all recomputations of a step take."""
     at: str = ""
-    """Node at which the most is needed."""
+    """Name of the node at which the most is needed."""
 
 
 class Search:
-    """Works on one graph.
+    """Searches the recomputations of one graph that fit a budget.
 
     Args:
-        flow: in which ORT has applied every cluster.
-        entries: of that flow, those that may be chosen.
+        graph: a graph in which ORT has applied every cluster.
+        candidates: the candidates of that graph that may be chosen.
         shown: whether a bar shows how far the walk along the path is.
     """
 
-    def __init__(self, flow: Flow, entries: Sequence[Entry], shown: bool = False):
-        self._flow = flow
-        self._entries = entries
-        self.frequency = Counter(entry.cluster for entry in entries)
-        """How many places each cluster has."""
+    def __init__(self, graph: GraphModel, candidates: Sequence[Candidate], shown: bool = False):
+        self._graph = graph
+        self._candidates = candidates
+        self.frequency = Counter(candidate.cluster for candidate in candidates)
+        """Key of each cluster, to the number of its places."""
         self._known: dict[tuple[tuple[str, int], ...], Point] = {}
         self._shown = shown
         self._path: list[Point] | None = None
 
     def point(self, counts: Mapping[str, int]) -> Point:
-        """Return what a plan needs."""
+        """Return the memory and the time that a plan needs.
+
+        Args:
+            counts: key of a cluster, to the number of its places that are computed again.
+        """
         key = tuple(sorted((name, count) for name, count in counts.items() if count))
         if key not in self._known:
-            chosen = choose(self._entries, counts)
-            flow = applied(self._flow, chosen)
-            peak = peak_memory.peak(flow.in_order(schedule.order(flow)))
-            seconds = sum(seconds_of(flow, node) for node in flow.nodes if node.copy)
+            chosen = choose(self._candidates, counts)
+            graph = applied(self._graph, chosen)
+            peak = peak_memory.peak(graph.in_order(schedule.order(graph)))
+            seconds = sum(seconds_of(graph, node) for node in graph.nodes if node.copy)
             self._known[key] = Point(key, peak.live, peak.resident, seconds, peak.name)
         return self._known[key]
 

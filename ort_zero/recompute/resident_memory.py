@@ -16,7 +16,7 @@ class PeakMeter:
     mark of the largest resident set is put back; from it go the pages of files and shared memory.
 
     Args:
-        device: of the model.
+        device: device that the model is on.
     """
 
     def __init__(self, device: torch.device):

@@ -12,41 +12,41 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
-from ort_zero.recompute.graph_model import Flow
+from ort_zero.recompute.graph_model import GraphModel
 from ort_zero.recompute.peak_memory import reads_left
 
 _NOTHING = 4096
-"""Growth of no more bytes is none."""
+"""Bytes up to which growth counts as none."""
 
 
-def order(flow: Flow) -> list[int]:
-    """Return the places of the nodes of `flow` in the order in which they are to run.
+def order(graph: GraphModel) -> list[int]:
+    """Return the places of the nodes of `graph` in the order in which they are to run.
 
     The forward stays as it is. In the backward what frees most of all that frees as much as it takes runs first: one
     node, or several that free together what each of them reads (a weight's gradient and its bias's); where nothing
     does, the next node of the given order runs. A copy runs when the first of its readers does.
 
     Args:
-        flow: in an order in which it can run.
+        graph: a graph whose nodes stand in an order in which they can run.
     """
-    return _Scheduler(flow).run()
+    return _Scheduler(graph).run()
 
 
 class _Scheduler:
-    def __init__(self, flow: Flow):
-        self._flow = flow
-        made_by = flow.makers()
-        self._needs = [tuple(dict.fromkeys(made_by[v] for v in node.reads if v in made_by)) for node in flow.nodes]
-        self._left = reads_left(flow)
-        self._read = [tuple(Counter(map(flow.owner, node.reads)).items()) for node in flow.nodes]
-        """For each node whose memory it reads, and how often."""
-        self._made = [sum(flow.sizes[v] for v in node.makes if self._left[v]) for node in flow.nodes]
-        """For each node the bytes of what it makes and somebody reads."""
-        self._done = [False] * len(flow.nodes)
+    def __init__(self, graph: GraphModel):
+        self._graph = graph
+        made_by = graph.makers()
+        self._needs = [tuple(dict.fromkeys(made_by[v] for v in node.reads if v in made_by)) for node in graph.nodes]
+        self._left = reads_left(graph)
+        self._read = [tuple(Counter(map(graph.owner, node.reads)).items()) for node in graph.nodes]
+        """For each node the values whose memory it reads, and how often."""
+        self._made = [sum(graph.sizes[v] for v in node.makes if self._left[v]) for node in graph.nodes]
+        """For each node the bytes of those of its results that are read."""
+        self._done = [False] * len(graph.nodes)
         self._order: list[int] = []
 
     def run(self) -> list[int]:
-        nodes = self._flow.nodes
+        nodes = self._graph.nodes
         self._forward()
         waiting = [i for i, node in enumerate(nodes) if not node.copy and not self._done[i]]
         missing = {i: self._missing(i) for i in waiting}
@@ -68,12 +68,12 @@ class _Scheduler:
 
     def _forward(self) -> None:
         """Run the forward: as it stands, and what the barrier needs although it stands behind as soon as it can."""
-        barrier = self._flow.barrier
+        barrier = self._graph.barrier
         if barrier < 0:
             return
         left = [i for i in self._group(barrier) if i > barrier]
         for i in range(barrier):
-            if self._flow.nodes[i].copy or self._done[i]:
+            if self._graph.nodes[i].copy or self._done[i]:
                 continue
             self._execute(self._group(i))
             left = [j for j in left if not self._done[j]]
@@ -98,7 +98,7 @@ class _Scheduler:
         times: dict[int, int] = defaultdict(int)
         for i in ready:
             for value, read in self._read[i]:
-                if self._flow.sizes[value] > _NOTHING:
+                if self._graph.sizes[value] > _NOTHING:
                     times[value] += read
                     reading[value].append(i)
         return {
@@ -114,7 +114,7 @@ class _Scheduler:
                 if other in seen or self._done[other]:
                     continue
                 seen.add(other)
-                if self._flow.nodes[other].copy:
+                if self._graph.nodes[other].copy:
                     stack.append(other)
                 else:
                     found.add(other)
@@ -140,7 +140,7 @@ class _Scheduler:
 
     def _growth(self, group: Sequence[int]) -> int:
         """Return by how many bytes the memory grows when `group` has run."""
-        sizes, left = self._flow.sizes, self._left
+        sizes, left = self._graph.sizes, self._left
         if len(group) == 1:
             (i,) = group
             return self._made[i] - sum(sizes[value] for value, times in self._read[i] if left[value] <= times)

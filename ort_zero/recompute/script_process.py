@@ -15,7 +15,7 @@ from ort_zero import env
 from ort_zero.recompute.trial import DONE, read_results
 
 GRACE_SECONDS = 60.0
-"""What a script gets to end by itself when its steps are done."""
+"""Seconds that a script has to end by itself when its steps are done."""
 
 
 def run_script(command: Sequence[str], request: Path, report: Path, log: Path) -> int:
@@ -30,7 +30,7 @@ def run_script(command: Sequence[str], request: Path, report: Path, log: Path) -
         log: file for the output.
     """
     # nothing else differs from the user's own start: another PATH would make DeepSpeed compile its operators again
-    environment = {**os.environ, env.MEMORY_SESSION: str(request), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, env.MEMORY_TRIAL: str(request), "PYTHONUNBUFFERED": "1"}
     with open(log, "wb") as output, _Signals() as signals:
         # raised in here, an interrupt would leave a script that nobody knows of
         process = subprocess.Popen(

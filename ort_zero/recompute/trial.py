@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ort_zero.recompute.decision import Decision
     from ort_zero.recompute.resident_memory import PeakMeter
 
-MADE, DONE, FAILED = "made", "done", "failed"
+STARTED, DONE, FAILED = "started", "done", "failed"
 
 
 class TrialEndedError(SystemExit):
@@ -53,7 +53,7 @@ class TrialRequest:
 class TrialResult:
     """What one rank has found out, as the command reads it."""
 
-    state: str = MADE
+    state: str = STARTED
     rank: int = 0
     model: str = ""
     decision: dict[str, Any] | None = None
@@ -116,7 +116,7 @@ class TrialMonitor:
 
     Args:
         trial: of this process.
-        model: its name.
+        model: name of the model's class.
     """
 
     def __init__(self, trial: Trial, model: str):
@@ -165,7 +165,7 @@ class TrialMonitor:
         self._began.append(time.perf_counter())
 
     def after(self, phase: str) -> None:
-        """Note that it has ended."""
+        """Note that the training graph's forward or backward has ended."""
         if phase != "backward" or not self._trial.is_monitored_by(self) or self._trial.ended:
             return
         if not self._steps:
@@ -201,14 +201,14 @@ def current_trial() -> Trial | None:
     Raises:
         MemoryPlanError: the file that the environment names cannot be read.
     """
-    path = env.memory_session()
+    path = env.memory_trial_file()
     if path is None:
         return None
     if path not in _trials:
         try:
             _trials[path] = Trial(TrialRequest(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError) as error:
-            raise MemoryPlanError(f"{env.MEMORY_SESSION}={path} cannot be read, unset it: {error}") from None
+            raise MemoryPlanError(f"{env.MEMORY_TRIAL}={path} cannot be read, unset it: {error}") from None
     return _trials[path]
 
 
@@ -217,9 +217,9 @@ def override_section(
 ) -> tuple[MemoryConfig | None, OrtModuleConfig, Mapping[str, Any]]:
     """Return the parts of the section as the command wants them, and what a runtime has to be given besides.
 
-    A model that cannot be exported is an error then: what PyTorch needs was not asked.
+    A model that cannot be exported is an error then: the memory that PyTorch needs is not what the command plans.
     """
     trial = current_trial()
     if trial is None:
         return memory, section, {}
-    return trial.memory, section.model_copy(update={"fallback": "raise"}), {"session": trial}
+    return trial.memory, section.model_copy(update={"fallback": "raise"}), {"trial": trial}

@@ -22,7 +22,7 @@ class TrialRun:
     """The section's part that it ran with."""
     decision: dict[str, Any] | None = None
     measured_bytes: int | None = None
-    """Of the rank that takes the most."""
+    """Bytes by which the process of the rank that takes the most has grown."""
     seconds_per_step: float | None = None
     """The fastest step but the first, of the slowest rank: other processes make steps slower, never faster."""
     step_seconds: list[float] = field(default_factory=list)
@@ -32,18 +32,18 @@ class TrialRun:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Peak that was predicted, if any."""
+        """Predicted peak of a step in bytes; None where nothing was planned."""
         return self.decision["predicted_bytes"] if self.decision is not None else None
 
     @property
     def off(self) -> float | None:
-        """Share of the prediction by which the measurement differs."""
+        """Share of the predicted peak by which the measured one differs from it; None without one of them."""
         if not self.predicted_bytes or self.measured_bytes is None:
             return None
         return self.measured_bytes / self.predicted_bytes - 1
 
     def wrong(self) -> list[str]:
-        """Return what is wrong with it, in words."""
+        """Return a sentence for each way in which the measured peak breaks the budget or the prediction."""
         found = []
         budget = self.decision["budget_bytes"] if self.decision is not None else None
         if budget is not None and self.measured_bytes is not None and self.measured_bytes > budget:
@@ -56,7 +56,7 @@ class TrialRun:
 
 @dataclass(slots=True)
 class TrialReport:
-    """What the runs have shown."""
+    """The runs of a script under ``ort-zero memory plan``, with what they have shown."""
 
     script: str
     config: str
@@ -75,8 +75,8 @@ class TrialReport:
 
     @property
     def wrong(self) -> list[str]:
-        """What does not hold, in words."""
-        return [words for run in self.runs for words in run.wrong()]
+        """A sentence for each run whose measured peak breaks its budget or its prediction."""
+        return [problem for run in self.runs for problem in run.wrong()]
 
     @property
     def failed(self) -> list[TrialRun]:
@@ -84,7 +84,7 @@ class TrialReport:
         return [run for run in self.runs if run.error]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the report as values that JSON can hold, as ``ort-zero memory plan --json`` prints it."""
         runs = [{**asdict(run), "predicted_bytes": run.predicted_bytes, "off": run.off} for run in self.runs]
         ok = not self.wrong and not self.failed
         return {"ok": ok, "wrong": self.wrong, "script": self.script, "config": self.config,

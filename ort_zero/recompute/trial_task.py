@@ -25,16 +25,16 @@ class TrialTask:
     budgets: tuple[str, ...] = ()
     """``"6GiB"``, ``"65%"``; none takes the section's, else a share of the memory that is free."""
     level: int | None = None
-    """None takes the section's."""
+    """The section's ``level``; None takes the one in the configuration file."""
     steps: int = 3
-    """Of each run; 0 only predicts."""
+    """Number of training steps of each run; 0 only predicts."""
     points: int = 0
-    """Of the predicted path, to be measured besides."""
+    """Number of points of the predicted path that are measured besides the budgets."""
     launcher: tuple[str, ...] = ()
 
     @property
     def command(self) -> list[str]:
-        """The words that start the script."""
+        """The command line that starts the script, as a list of arguments."""
         before = [str(_found(self.launcher[0])), *self.launcher[1:]] if self.launcher else [sys.executable]
         return [*before, str(self.script), *self.arguments]
 
@@ -87,18 +87,18 @@ def read_section(path: Path) -> MemoryConfig:
 
 
 def split_launcher(launcher: str) -> tuple[str, ...]:
-    """Return the words of a launcher's command line.
+    """Return the arguments of a launcher's command line.
 
     Raises:
         ConfigError: a quote is not closed, or there are none.
     """
     try:
-        words = tuple(shlex.split(launcher))
+        arguments = tuple(shlex.split(launcher))
     except ValueError as error:
         raise ConfigError(f"--launcher {launcher!r}: {error}") from None
-    if not words:
+    if not arguments:
         raise ConfigError("--launcher is empty")
-    return words
+    return arguments
 
 
 def _found(program: str) -> str | None:

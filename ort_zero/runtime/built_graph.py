@@ -48,7 +48,7 @@ class BuiltGraph:
     exported: ExportedModule
     info: PostExportProcessedModelInfo
     session: ort_compat.Session
-    table: gather_reduce.CollectiveExecutor | None
+    executor: gather_reduce.CollectiveExecutor | None
     digest: str
     """Of the collectives in the graph; ranks with equal digests perform the same ones in one order."""
     bridge: str | None

@@ -112,9 +112,9 @@ class ForwardCall:
         """
         transitions, state = self._transitions, self._ranks.state
         for graph in self._runtime.graphs():
-            if graph.table is not None:
+            if graph.executor is not None:
                 with contextlib.suppress(Exception):
-                    graph.table.drain()
+                    graph.executor.drain()
         builder = transitions.builder
         builder.output.replay()
         if state.builds:

@@ -241,18 +241,18 @@ class GraphBuilder:
         if self.memory is not None:
             with self._timed("memory plan"):
                 model, decision = self._recomputed(self.memory, model, info, sizes, parameters)
-        table, bridge, digest, gradient = None, None, "no bridge", None
+        executor, bridge, digest, gradient = None, None, "no bridge", None
         plan = self._plan(model, parameters)
         if plan is not None:
             with self._timed("bridge"):
-                table, model, gradient = self._rewritten(model, plan, parameters)
+                executor, model, gradient = self._rewritten(model, plan, parameters)
             bridge, digest = str(plan), plan.digest()
         if exported.readers:
             graph_readers.register(ort_compat.register_function)
             graph_readers.insert_readers(model)
         if self.memory is not None and decision is not None:
             model = self.memory.arrange(model, sizes, decision)
-        run = self._model_info(exported, model, parameters, wanted, inputs, table)
+        run = self._model_info(exported, model, parameters, wanted, inputs, executor)
         self._save(model)
         session = self._session(run, model, info, gradient, in_order=decision is not None)
         return BuiltGraph(
@@ -260,7 +260,7 @@ class GraphBuilder:
             exported=exported,
             info=run,
             session=session,
-            table=table,
+            executor=executor,
             digest=f"{digest}, {len(exported.effects.guards)} guards",
             bridge=bridge,
             nodes=len(model.graph.node),
@@ -314,14 +314,14 @@ class GraphBuilder:
         return plan if plan.events else None
 
     def _rewritten(self, model: onnx.ModelProto, plan: CollectivePlan, parameters: dict[str, Any]) -> tuple:
-        """Return the table that carries out the collectives, the graph with them, and the gradient of the trigger."""
+        """Return the executor of the collectives, the graph with them, and the gradient of the trigger."""
         gather_reduce.register(ort_compat.register_function)
         store = DeepSpeedParameters() if plan.gathers_weights else PlainParameters()
-        table = gather_reduce.CollectiveExecutor(plan, parameters, store, self.prefetch_elements, self.sums)
+        executor = gather_reduce.CollectiveExecutor(plan, parameters, store, self.prefetch_elements, self.sums)
         if plan.gathers_weights:
             in_torch = {name for node in model.graph.node if node.op_type == "PythonOp" for name in node.input}
-            table.weights_read_in_torch = frozenset(in_torch & set(plan.weights))
-        return table, *insert_collectives(model, plan, executor=table.number, training=self.manager.training)
+            executor.weights_read_in_torch = frozenset(in_torch & set(plan.weights))
+        return executor, *insert_collectives(model, plan, executor=executor.number, training=self.manager.training)
 
     def _model_info(
         self,
@@ -330,14 +330,14 @@ class GraphBuilder:
         parameters: dict[str, Any],
         wanted: Sequence[str],
         inputs: Sequence[str],
-        table: gather_reduce.CollectiveExecutor | None,
+        executor: gather_reduce.CollectiveExecutor | None,
     ) -> PostExportProcessedModelInfo:
         flattened = self.manager.flattened_module
         buffers = dict(flattened.named_buffers())
         accessors: dict[str, Callable] = {name: _argument(name) for name in exported.info.onnx_graph_input_names}
         accessors.update({name: _buffer(flattened, name) for name in buffers})
-        if table is not None:
-            accessors[TRIGGER] = lambda _: table.new_trigger(self.manager.device)
+        if executor is not None:
+            accessors[TRIGGER] = lambda _: executor.new_trigger(self.manager.device)
         names = tuple(given.name for given in model.graph.input)
         return PostExportProcessedModelInfo(
             onnx_graph_input_names=names,

@@ -26,7 +26,7 @@ def observe(
     *,
     device: torch.device,
     peak_check: PeakCheck | None = None,
-    planning: TrialMonitor | None = None,
+    trial_monitor: TrialMonitor | None = None,
 ) -> None:
     """Count the completed runs of a graph, and let them raise what a node raised rather than ORT's message about it.
 
@@ -35,38 +35,38 @@ def observe(
         runs: counts completed runs by ``"forward"`` and ``"backward"``.
         device: of the model.
         peak_check: holds the memory of the first step against the prediction.
-        planning: follows the steps for ``ort-zero memory plan``.
+        trial_monitor: follows the steps for ``ort-zero memory plan``.
     """
-    table = graph.table
+    executor = graph.executor
 
     def around(phase: str, run: Callable[[], Any]) -> Any:
         if peak_check is not None:
             peak_check.before(phase)
-        if planning is not None:
-            planning.before(phase, device)
+        if trial_monitor is not None:
+            trial_monitor.before(phase, device)
         try:
             result = run()
         except BaseException as error:
-            raise _nodes_own_error(table, error) from None
+            raise _nodes_own_error(executor, error) from None
         runs[phase] += 1
         if peak_check is not None:
             peak_check.after(phase)
-        if planning is not None:
-            planning.after(phase)
+        if trial_monitor is not None:
+            trial_monitor.after(phase)
         return result
 
     ort_compat.guard_agent(graph.session.agent, around)
 
 
-def _nodes_own_error(table: CollectiveExecutor | None, error: BaseException) -> BaseException:
+def _nodes_own_error(executor: CollectiveExecutor | None, error: BaseException) -> BaseException:
     """Return the error that a node raised, in place of ORT's message about it; finish what was gathered ahead."""
     own = torch_fallback.take_failure()
-    if table is not None:
-        own, table.error = table.error or own, None
+    if executor is not None:
+        own, executor.error = executor.error or own, None
     if own is None:
         return error
-    if table is None:
+    if executor is None:
         return own
     with contextlib.suppress(Exception):
-        table.drain()
+        executor.drain()
     return own

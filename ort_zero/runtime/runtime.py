@@ -26,7 +26,7 @@ from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.log import get_logger
 from ort_zero.recompute.optimizer import MemoryOptimizer
-from ort_zero.recompute.options import OFF, Request
+from ort_zero.recompute.options import OFF, RecomputeRequest
 from ort_zero.recompute.peak_check import PeakCheck
 from ort_zero.recompute.trial import Trial, TrialEndedError, TrialMonitor
 from ort_zero.runtime import run_observer, status
@@ -55,7 +55,7 @@ class Runtime:
         stage: ZeRO stage of the engine.
         memory_efficient_gradients: hand each gradient to its parameter the moment it exists, also below ZeRO-3.
         memory: what of the activations is to be computed again.
-        session: of ``ort-zero memory plan``, which looks at some steps.
+        trial: the trial of ``ort-zero memory plan`` that this process is part of; None outside of one.
 
     Raises:
         ConfigError: a pattern of ``exclude`` matches nothing, or ``cache_dir`` cannot be written to.
@@ -67,8 +67,8 @@ class Runtime:
         config: OrtModuleConfig,
         stage: int,
         memory_efficient_gradients: bool = False,
-        memory: Request | None = None,
-        session: Trial | None = None,
+        memory: RecomputeRequest | None = None,
+        trial: Trial | None = None,
     ):
         self.module = module
         self.memory_efficient_gradients = memory_efficient_gradients
@@ -89,8 +89,8 @@ class Runtime:
         self.memory: MemoryOptimizer | None = None
         if memory is not None and memory.mode != OFF:
             plans = Path(config.cache_dir) if config.cache_dir is not None else env.cache_dir() / "plans"
-            self.memory = MemoryOptimizer(memory, plans, self.ranks.share_plan, walk=session is not None)
-        self._planning: TrialMonitor | None = session.monitor(type(module).__name__) if session is not None else None
+            self.memory = MemoryOptimizer(memory, plans, self.ranks.share_plan, walk=trial is not None)
+        self._trial_monitor: TrialMonitor | None = trial.monitor(type(module).__name__) if trial is not None else None
         self.modes: dict[bool, GraphTransitionManager] = {}
         """Whether for training, to what holds the graphs."""
         self.runs: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
@@ -113,8 +113,8 @@ class Runtime:
 
         With ``"fallback": "warn"`` a graph that one rank cannot build makes all ranks run PyTorch from then on.
         """
-        if self._planning is not None:
-            self._planning.call()
+        if self._trial_monitor is not None:
+            self._trial_monitor.call()
         if self.fallback_reason is not None:
             return run_in_torch()
         self._training = manager.training
@@ -131,8 +131,8 @@ class Runtime:
             raise
         except BaseException as error:
             clear, fall_back = call.failed(error)
-            if self._planning is not None:
-                self._planning.failed(clear)
+            if self._trial_monitor is not None:
+                self._trial_monitor.failed(clear)
             if not fall_back:
                 if clear is error:
                     raise
@@ -204,8 +204,10 @@ class Runtime:
         if graph.memory is not None and not sum(self.runs[True].values()):
             # later graphs find the arena grown already
             check = PeakCheck(graph.memory, type(self.module).__name__, device)
-        planning = self._planning if self._training else None
-        run_observer.observe(graph, self.runs[self._training], device=device, peak_check=check, planning=planning)
+        trial_monitor = self._trial_monitor if self._training else None
+        run_observer.observe(
+            graph, self.runs[self._training], device=device, peak_check=check, trial_monitor=trial_monitor
+        )
 
     def graph_is_ready(self, graph: BuiltGraph) -> None:
         """Note that a graph is about to run.
@@ -213,8 +215,8 @@ class Runtime:
         Raises:
             TrialEndedError: ``ort-zero memory plan`` wants to know nothing more.
         """
-        if self._planning is not None:
-            self._planning.built(self._training, graph.memory)
+        if self._trial_monitor is not None:
+            self._trial_monitor.built(self._training, graph.memory)
 
     def end_call(self, graph: BuiltGraph, result: Any, args: tuple, kwargs: dict) -> None:
         """Show subscribers what the call was given and returned; announce what runs after the first training graph."""
@@ -280,7 +282,7 @@ class Runtime:
         here: set[int] = set()
 
         def owner_of(tensor: torch.Tensor) -> Any:
-            if any(graph.table is not None and graph.table.plan.gathers_weights for graph in self.graphs()):
+            if any(graph.executor is not None and graph.executor.plan.gathers_weights for graph in self.graphs()):
                 return gathered_weights.weight_at(tensor)
             if not here:
                 whole = (p for p in self.module.parameters() if not is_partitioned(p))

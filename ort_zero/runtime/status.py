@@ -61,7 +61,7 @@ def report(
 
 def memory_summary(memory: MemoryOptimizer | None) -> list[tuple[str, str]]:
     """Return what the newest training graph computes again, and what that brings, line by line."""
-    return memory.decisions[-1].in_words() if memory is not None and memory.decisions else []
+    return memory.decisions[-1].summary_lines() if memory is not None and memory.decisions else []
 
 
 def _graphs_of(

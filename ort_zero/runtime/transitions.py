@@ -236,9 +236,9 @@ def _tensor_input(name: str, dtype: torch.dtype, rank: int) -> TensorInput:
 
 def counted(graph: BuiltGraph) -> dict[str, int]:
     """Return how many gathers and reduces a graph has done, and the elements that it gathered."""
-    if graph.table is None:
+    if graph.executor is None:
         return {"gathers": 0, "gathered_elements": 0, "reduces": 0}
-    counters = graph.table.counters
+    counters = graph.executor.counters
     return {
         "gathers": counters.gathers,
         "gathered_elements": counters.gathered_elements,

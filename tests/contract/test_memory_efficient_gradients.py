@@ -71,11 +71,11 @@ def test_gradients_of_models_over_two_micro_batches(name):
         batches.loss(reference, step).backward()
     assert_equal(wrapped, reference)
     graph = assert_ran(runtime, 2, 2)
-    table = runtime.modes[True].current.table
-    assert {n.removeprefix("_original_module.") for _, e in table.plan.reduces() for n in e.weights} == {
+    executor = runtime.modes[True].current.executor
+    assert {n.removeprefix("_original_module.") for _, e in executor.plan.reduces() for n in e.weights} == {
         n for n, p in wrapped.named_parameters() if p.grad is not None
     }
-    assert graph["reduces"] == 2 * len(table.plan.reduces()) and graph["gathers"] == 0
+    assert graph["reduces"] == 2 * len(executor.plan.reduces()) and graph["gathers"] == 0
 
 
 @pytest.mark.parametrize("kind", [Tied, CalledOften])

@@ -16,7 +16,7 @@ from ort_zero.compat.ortmodule import Recompute, import_ortmodule
 from ort_zero.errors import ExportError, MemoryPlanError
 from ort_zero.plugin import engine_patch
 from ort_zero.recompute import candidates, graph_edits, peak_memory
-from ort_zero.recompute.graph_model import Flow
+from ort_zero.recompute.graph_model import GraphModel
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
 
@@ -92,16 +92,18 @@ def test_ort_alone_ignores_counts(tmp_path):
 def test_what_is_left_of_everything_is_what_ort_makes_of_each_cluster(kind):
     manager, optimized, info, clusters = built(kind)
     full = graph_edits.with_copies(manager, optimized, info, list(clusters), "1:0")
-    flow = Flow.of(full, sizes())
-    entries = candidates.entries_of(flow, {c.name: c.kind for c in clusters.values()})
-    assert {e.cluster for e in entries} == set(clusters)
+    everything = GraphModel.from_onnx(full, sizes())
+    found = candidates.find_candidates(everything, {c.name: c.kind for c in clusters.values()})
+    assert {e.cluster for e in found} == set(clusters)
     for key, cluster in clusters.items():
-        mine = [entry for entry in entries if entry.cluster == key]
+        mine = [candidate for candidate in found if candidate.cluster == key]
         assert len(mine) >= cluster.frequency - 1, key  # ORT's table leaves out what shares its memory
         alone = graph_edits.with_copies(manager, optimized, info, [key], "1:0")
         assert copies(graph_edits.only_copies(full, candidates.copies_of(mine))) == copies(alone), key
     assert not copies(graph_edits.only_copies(full, []))
-    assert peak_memory.peak(candidates.applied(flow, [])) == peak_memory.peak(Flow.of(optimized, sizes()))
+    assert peak_memory.peak(candidates.applied(everything, [])) == peak_memory.peak(
+        GraphModel.from_onnx(optimized, sizes())
+    )
 
 
 @pytest.mark.parametrize("memory", [{"recompute": "all"}, {"recompute": "auto", "budget": "99%"},

@@ -282,10 +282,10 @@ def test_points_are_even_and_of_the_path():
 
 
 def test_a_stale_order_is_an_error_in_words(tmp_path, monkeypatch):
-    monkeypatch.setenv(env.MEMORY_SESSION, str(tmp_path / "gone"))
+    monkeypatch.setenv(env.MEMORY_TRIAL, str(tmp_path / "gone"))
     with pytest.raises(MemoryPlanError, match="unset it"):
         trial.current_trial()
-    monkeypatch.delenv(env.MEMORY_SESSION)
+    monkeypatch.delenv(env.MEMORY_TRIAL)
     assert trial.current_trial() is None
 
 

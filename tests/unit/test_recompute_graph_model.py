@@ -12,7 +12,7 @@ from ort_zero.compat.ort_kernels import BACKWARD
 from ort_zero.recompute import candidates, peak_memory, schedule
 from ort_zero.recompute.arena_model import Arena
 from ort_zero.recompute.graph_edits import in_given_order, only_copies, ordered
-from ort_zero.recompute.graph_model import Flow, evaluate
+from ort_zero.recompute.graph_model import GraphModel, evaluate
 from ort_zero.recompute.planner import Search, budget_for
 
 MIB = 1 << 20
@@ -83,8 +83,8 @@ def recomputed() -> onnx.ModelProto:
     return in_given_order(model, [node.name for node in chain().graph.node])
 
 
-def flow(model: onnx.ModelProto) -> Flow:
-    return Flow.of(model, {"batch": ROWS})
+def graph_model(model: onnx.ModelProto) -> GraphModel:
+    return GraphModel.from_onnx(model, {"batch": ROWS})
 
 
 def test_symbolic_sizes():
@@ -97,40 +97,40 @@ def test_symbolic_sizes():
     assert evaluate("a b", values) is None
 
 
-def test_a_flow_knows_bytes_and_memory_of_others():
+def test_a_graph_model_knows_bytes_and_memory_of_others():
     model = graph(
         [("MatMul", ["x", "w"], ["a"]), ("Reshape", ["a", "w"], ["r"]), ("Relu", ["r"], ["b"])], ["b"]
     )  # fmt: skip
-    f = flow(model)
-    size = dict(zip(f.values, f.sizes, strict=True))
+    g = graph_model(model)
+    size = dict(zip(g.values, g.sizes, strict=True))
     assert (size["a"], size["r"], size["b"], size["x"]) == (MIB, 0, MIB, 0)
     # a lives until the reshaped value has been read
-    assert peak_memory.peak(f, steps=1).live == 2 * MIB
+    assert peak_memory.peak(g, steps=1).live == 2 * MIB
 
 
 def test_unknown_sizes_are_named():
     model = chain()
     model.graph.value_info[0].type.tensor_type.shape.dim[0].dim_param = "something_else"
-    assert model.graph.value_info[0].name in flow(model).unknown
+    assert model.graph.value_info[0].name in graph_model(model).unknown
 
 
 def test_values_die_with_their_last_reader():
     nodes = [("Relu", ["x"], ["a"]), ("Relu", ["a"], ["b"]), ("Relu", ["b"], ["c"]), ("Relu", ["c"], ["d"])]
-    assert peak_memory.peak(flow(graph(nodes, ["d"])), steps=1).live == 2 * MIB
+    assert peak_memory.peak(graph_model(graph(nodes, ["d"])), steps=1).live == 2 * MIB
     kept = [*nodes, ("Add", ["a", "d"], ["e"])]
-    assert peak_memory.peak(flow(graph(kept, ["e"])), steps=1).live == 3 * MIB
+    assert peak_memory.peak(graph_model(graph(kept, ["e"])), steps=1).live == 3 * MIB
 
 
 def test_the_order_of_execution_saves_what_the_given_one_holds():
-    f = flow(recomputed())
-    order = schedule.order(f)
-    assert sorted(order) == list(range(len(f.nodes)))
-    done: set[int] = set(f.given)
+    g = graph_model(recomputed())
+    order = schedule.order(g)
+    assert sorted(order) == list(range(len(g.nodes)))
+    done: set[int] = set(g.given)
     for i in order:
-        assert done.issuperset(f.nodes[i].reads), f.nodes[i].name
-        done.update(f.nodes[i].makes)
-    assert order[: f.barrier + 1] == [i for i in range(f.barrier + 1) if not f.nodes[i].copy]
-    assert peak_memory.peak(f.in_order(order)).live < peak_memory.peak(f).live
+        assert done.issuperset(g.nodes[i].reads), g.nodes[i].name
+        done.update(g.nodes[i].makes)
+    assert order[: g.barrier + 1] == [i for i in range(g.barrier + 1) if not g.nodes[i].copy]
+    assert peak_memory.peak(g.in_order(order)).live < peak_memory.peak(g).live
 
 
 def test_gradients_of_a_weight_and_its_bias_run_together_where_only_both_free_what_they_read():
@@ -138,14 +138,14 @@ def test_gradients_of_a_weight_and_its_bias_run_together_where_only_both_free_wh
     nodes += [("Relu", [f"d{i}"], [f"d{i + 1}"]) for i in range(LAYERS - 1)]
     for i in range(LAYERS):
         nodes += [("ReduceSum", [f"d{i}"], [f"bias{i}"]), ("MatMul", ["x", f"d{i}"], [f"half{i}"])]
-    f = flow(graph(nodes, [f"{name}{i}" for i in range(LAYERS) for name in ("bias", "half")]))
-    names = [f.nodes[i].name for i in schedule.order(f)]
+    g = graph_model(graph(nodes, [f"{name}{i}" for i in range(LAYERS) for name in ("bias", "half")]))
+    names = [g.nodes[i].name for i in schedule.order(g)]
     for i in range(LAYERS - 2):
         both = [names.index(f"{name}{i}_node") for name in ("bias", "half")]
         assert sorted(both) == [both[0], both[0] + 1] and max(both) < names.index(f"d{i + 2}_node")
     # two gradients on their way, and half of each layer's
-    assert peak_memory.peak(f.in_order(schedule.order(f))).live < (2 + LAYERS / 2 + 0.1) * MIB
-    assert peak_memory.peak(f).live > LAYERS * MIB
+    assert peak_memory.peak(g.in_order(schedule.order(g))).live < (2 + LAYERS / 2 + 0.1) * MIB
+    assert peak_memory.peak(g).live > LAYERS * MIB
 
 
 def test_what_can_run_early_but_reads_a_copy_belongs_to_the_backward():
@@ -160,13 +160,13 @@ def test_what_can_run_early_but_reads_a_copy_belongs_to_the_backward():
     model.graph.node.append(helper.make_node("Relu", ["x"], ["a_recompute"], name="a_node_recompute"))
     expected = ["a", "other", "loss", "d", "a_node_recompute", "early", "too", "e"]
     assert [node.name.removesuffix("_node") for node in in_given_order(model, names).graph.node] == expected
-    (entry,) = candidates.entries_of(flow(in_given_order(model, names)), {"Relu+": 1})
-    assert entry.values == ("a",)
+    (candidate,) = candidates.find_candidates(graph_model(in_given_order(model, names)), {"Relu+": 1})
+    assert candidate.values == ("a",)
 
 
 def test_a_copy_runs_when_it_is_needed():
-    f = flow(recomputed())
-    nodes = [f.nodes[i] for i in schedule.order(f)]
+    g = graph_model(recomputed())
+    nodes = [g.nodes[i] for i in schedule.order(g)]
     for i, node in enumerate(nodes):
         if node.copy:
             assert set(node.makes) & set(nodes[i + 1].reads), f"{node.name} waits"
@@ -177,31 +177,31 @@ def test_what_the_barrier_needs_runs_before_it_and_soon():
         ("Relu", ["x"], ["a"]), ("Relu", ["a"], ["b"]), ("Relu", ["b"], ["c"]), ("ReduceSum", ["c"], ["loss"]),
         ("YieldOp", ["loss", "seen"], ["d"]), ("Relu", ["d"], ["e"]), ("Reader", ["a"], ["seen"]),
     ]  # fmt: skip
-    f = flow(graph(nodes, ["e"]))
-    names = [f.nodes[i].name for i in schedule.order(f)]
+    g = graph_model(graph(nodes, ["e"]))
+    names = [g.nodes[i].name for i in schedule.order(g)]
     assert names == ["a_node", "seen_node", "b_node", "c_node", "loss_node", "d_node", "e_node"]
 
 
-def test_entries_and_what_is_left_of_them():
-    f = flow(recomputed())
-    entries = candidates.entries_of(f, {"FastGelu+": 1})
-    assert [(e.cluster, e.number, e.values, e.saving) for e in entries] == [
+def test_candidates_and_what_is_left_of_them():
+    g = graph_model(recomputed())
+    found = candidates.find_candidates(g, {"FastGelu+": 1})
+    assert [(e.cluster, e.number, e.values, e.saving) for e in found] == [
         ("FastGelu+:1", i, (f"g{i}",), MIB) for i in range(LAYERS)
     ]
-    plain, none = flow(chain()), candidates.applied(f, [])
+    plain, none = graph_model(chain()), candidates.applied(g, [])
     assert [n.name for n in none.nodes] == [n.name for n in plain.nodes]
     assert peak_memory.peak(none) == peak_memory.peak(plain)
-    two = candidates.choose(entries, {"FastGelu+:1": 2})
+    two = candidates.choose(found, {"FastGelu+:1": 2})
     assert [e.values for e in two] == [("g0",), ("g1",)]
-    names = {n.name for n in candidates.applied(f, two).nodes if n.copy}
+    names = {n.name for n in candidates.applied(g, two).nodes if n.copy}
     assert names == {"g0_node_recompute", "g1_node_recompute"} == candidates.copies_of(two)
 
 
-def test_the_model_is_edited_as_the_flow_is():
-    model, f = recomputed(), flow(recomputed())
-    two = candidates.choose(candidates.entries_of(f, {"FastGelu+": 1}), {"FastGelu+:1": 2})
-    edited = flow(only_copies(model, candidates.copies_of(two)))
-    ours = candidates.applied(f, two)
+def test_the_model_is_edited_as_the_graph_model_is():
+    model, g = recomputed(), graph_model(recomputed())
+    two = candidates.choose(candidates.find_candidates(g, {"FastGelu+": 1}), {"FastGelu+:1": 2})
+    edited = graph_model(only_copies(model, candidates.copies_of(two)))
+    ours = candidates.applied(g, two)
     assert [(n.name, {ours.values[v] for v in n.reads}) for n in ours.nodes] == [
         (n.name, {edited.values[v] for v in n.reads}) for n in edited.nodes
     ]
@@ -210,7 +210,7 @@ def test_the_model_is_edited_as_the_flow_is():
 
 def test_the_backward_is_marked_in_the_file():
     model = recomputed()
-    order = schedule.order(flow(model))
+    order = schedule.order(graph_model(model))
     result = ordered(model, order)
     assert [n.name for n in result.graph.node] == [model.graph.node[i].name for i in order]
     marks = [any(a.name == BACKWARD for a in n.attribute) for n in result.graph.node]
@@ -222,8 +222,8 @@ def test_the_backward_is_marked_in_the_file():
 
 
 def test_smaller_budgets_never_need_more():
-    f = flow(recomputed())
-    search = Search(f, candidates.entries_of(f, {"FastGelu+": 1}))
+    g = graph_model(recomputed())
+    search = Search(g, candidates.find_candidates(g, {"FastGelu+": 1}))
     whole, least = search.point({}), search.least()
     assert least.resident < whole.resident and least.seconds > 0 == whole.seconds
     before = None

@@ -8,7 +8,7 @@ from ort_zero.config import MemoryConfig
 from ort_zero.errors import ConfigError
 from ort_zero.recompute import options
 from ort_zero.recompute.candidates import clusters_of
-from ort_zero.recompute.options import Budget, Item
+from ort_zero.recompute.options import ClusterCount, MemoryBudget
 from ort_zero.recompute.symbolic_savings import shortened_symbolic
 
 
@@ -22,11 +22,11 @@ def read(**section):
 )
 def test_budgets(text, size, monkeypatch):
     monkeypatch.setattr(options, "machine_memory", lambda: 64 << 30)
-    assert options.parse_budget(text) == Budget(size)
+    assert options.parse_budget(text) == MemoryBudget(size)
 
 
 def test_a_share_is_of_what_is_needed_without():
-    assert options.parse_budget("65%").bytes(1000) == 650
+    assert options.parse_budget("65%").in_bytes(1000) == 650
 
 
 @pytest.mark.parametrize("text", ["much", "6 GiBs", "-1GiB", "0", "", "1e9", "six GiB", "%"])
@@ -47,7 +47,7 @@ def test_modes():
     assert read().mode == "off"
     assert (read(recompute="all").mode, read(recompute="all").probe) == ("all", "1:1")
     auto = read(recompute="auto", budget="50%")
-    assert (auto.mode, auto.budget, auto.probe) == ("auto", Budget(0.5, relative=True), "1:0")
+    assert (auto.mode, auto.budget, auto.probe) == ("auto", MemoryBudget(0.5, relative=True), "1:0")
     assert read(recompute="all", level=0).probe == "1:0"
 
 
@@ -58,10 +58,10 @@ def test_a_budget_is_for_auto():
 
 @pytest.mark.parametrize("plan", ["FastGelu+:1:12,Gemm+Reshape+:2:-1", ["FastGelu+:1:12", "Gemm+Reshape+:2:-1"]])
 def test_inline_plans(plan):
-    asked = read(recompute=plan)
-    assert asked.mode == "plan"
-    assert asked.items == (Item("FastGelu+", 1, 12), Item("Gemm+Reshape+", 2, -1))
-    assert str(asked) == "FastGelu+:1:12, Gemm+Reshape+:2:-1"
+    request = read(recompute=plan)
+    assert request.mode == "plan"
+    assert request.cluster_counts == (ClusterCount("FastGelu+", 1, 12), ClusterCount("Gemm+Reshape+", 2, -1))
+    assert str(request) == "FastGelu+:1:12, Gemm+Reshape+:2:-1"
 
 
 @pytest.mark.parametrize("plan", ["atuo", "FastGelu:1:1", "FastGelu+:3:1", "FastGelu+:1", "FastGelu+:1:-2", ["x"]])
@@ -78,12 +78,13 @@ def test_an_empty_plan():
 def test_plan_files(tmp_path):
     file = tmp_path / "plan.json"
     file.write_text('["FastGelu+:1:-1", "Add+:1:2"]')
-    asked = read(recompute=str(file))
-    assert asked.items == (Item("FastGelu+"), Item("Add+", 1, 2)) and asked.source == str(file)
-    for content, words in (("[", "is not JSON"), ("{}", "does not hold a list of texts"), ("[1]", "list of texts"),
-                           ('["Add+"]', "is no plan")):  # fmt: skip
+    request = read(recompute=str(file))
+    assert request.cluster_counts == (ClusterCount("FastGelu+"), ClusterCount("Add+", 1, 2))
+    assert request.source == str(file)
+    for content, message in (("[", "is not JSON"), ("{}", "does not hold a list of texts"), ("[1]", "list of texts"),
+                             ('["Add+"]', "is no plan")):  # fmt: skip
         file.write_text(content)
-        with pytest.raises(ConfigError, match=words) as raised:
+        with pytest.raises(ConfigError, match=message) as raised:
             read(recompute=str(file))
         assert "plan.json" in str(raised.value)
     file.unlink()

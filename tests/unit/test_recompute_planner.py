@@ -6,7 +6,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ort_zero.recompute import candidates
-from ort_zero.recompute.graph_model import Flow
+from ort_zero.recompute.graph_model import GraphModel
 from ort_zero.recompute.planner import Search, budget_for
 
 MIB = 1 << 20
@@ -36,10 +36,10 @@ def search_of(nodes: list[tuple[str, str, str]], result: str, **recomputed: str)
             made.append(helper.make_node(operator, names, [f"{makes}_recompute"], name=f"{makes}_node_recompute"))
     values = [info(makes) for _, _, makes in nodes if makes != result]
     graph = helper.make_graph(made, "g", [info("x"), info("w")], [info(result)], value_info=values)
-    flow = Flow.of(helper.make_model(graph), {})
-    entries = candidates.entries_of(flow, dict.fromkeys(recomputed.values(), 1))
-    assert {entry.cluster for entry in entries} == {f"{name}:1" for name in recomputed.values()}
-    return Search(flow, entries)
+    model = GraphModel.from_onnx(helper.make_model(graph), {})
+    found = candidates.find_candidates(model, dict.fromkeys(recomputed.values(), 1))
+    assert {candidate.cluster for candidate in found} == {f"{name}:1" for name in recomputed.values()}
+    return Search(model, found)
 
 
 def moves_of(search: Search) -> list[set[str]]:
