@@ -29,7 +29,7 @@ class OrtModuleConfig(_Strict):
     log_level: str = "INFO"
     """DEBUG, VERBOSE, DEVINFO, INFO, WARNING or ERROR."""
     graph_cache_size: int = Field(default=8, ge=1)
-    """Most graphs that are held in each mode, training and inference."""
+    """Maximum number of graphs that are held in each mode, training and inference."""
     cache_dir: str | None = None
     """Folder of the export cache; None keeps no cache across runs."""
     cache_key: str | None = None
@@ -89,13 +89,14 @@ class MemoryConfig(_Strict):
     recompute: str | list[str] = "off"
     """off, all, auto, a plan ("FastGelu+:1:12,..." or a list of such items), or the path of a JSON file with one."""
     budget: str | int | None = None
-    """Most memory that a training graph may take while it runs, for "auto": "6GiB", "65%" of what it takes without."""
+    """Maximum memory that a training graph may take while it runs, for "auto": "6GiB", "65%" of what it takes
+    without."""
     level: Literal[0, 1, 2] | None = None
     """0: any sub-graph; 1: within transformer layers; 2: the same, with compromise. By default 1 for "all", else 0."""
 
 
 class Config(_Strict):
-    """The whole ``"ort_zero"`` section."""
+    """The configuration of ort_zero: the whole ``"ort_zero"`` section."""
 
     enabled: bool = True
     ortmodule: OrtModuleConfig = Field(default_factory=OrtModuleConfig)

@@ -29,7 +29,7 @@ class Problem:
 
     what: str
     fix: str
-    """The command line that solves it."""
+    """The command line that solves the problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

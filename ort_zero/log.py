@@ -26,7 +26,7 @@ DEFAULT = "INFO"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What one level means for everything that prints."""
+    """The meaning of one level for everything that prints."""
 
     name: str
     number: int
@@ -54,7 +54,7 @@ _BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
 logging.addLevelName(_BY_NAME["DEVINFO"].number, "DEVINFO")
 
 _requested: weakref.WeakKeyDictionary[Any, Level] = weakref.WeakKeyDictionary()
-"""What each engine asks for."""
+"""The level that each engine asks for."""
 
 
 class _RankFilter(logging.Filter):

@@ -33,7 +33,7 @@ _LEFT_OVER = re.compile(rf"\.(?P<name>.+?)(\.data)?\.[0-9a-f]{{8}}{re.escape(PAR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AggregateReport:
-    """What :func:`aggregate` wrote, or would write."""
+    """Report of :func:`aggregate`: what it wrote, or in a dry run would write."""
 
     source: str
     """Folder or URL of the checkpoint that was read."""
@@ -45,17 +45,17 @@ class AggregateReport:
     world_size: int
     destination: str
     files: Mapping[str, int]
-    """Bytes by file name; in a dry run of torch's format about."""
+    """Size in bytes of each output file by name; approximate in a dry run of torch's format."""
     bytes: int
     tensors: int
     parameters: int
-    """Elements of all parameters, tied ones once."""
+    """Number of elements of all parameters, tied ones counted once."""
     dtype: str
-    """As it was given: "keep", "fp32", "fp16" or "bf16"."""
+    """Dtype that was asked for: "keep", "fp32", "fp16" or "bf16"."""
     verified: bool
     """True if what was read was compared with its checksums, as far as the source has any."""
     bytes_read: int
-    """Of the shards, by all ranks."""
+    """Number of bytes of the shards that all ranks together read."""
     seconds: float
     dry_run: bool
     warnings: tuple[str, ...]
@@ -63,7 +63,7 @@ class AggregateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """What rank 0 decides and all ranks know."""
+    """The decisions of rank 0, which all ranks know."""
 
     plan: Plan
     root: str
@@ -73,7 +73,7 @@ class _Job:
     """The fields of the report that come from the source."""
     warnings: tuple[str, ...]
     there: frozenset[str] = frozenset()
-    """Names in the destination before."""
+    """Names of the files that the destination held before."""
     extras: Mapping[str, bytes] = field(default_factory=dict)
     """Config files to copy: name -> content."""
 

@@ -33,11 +33,11 @@ class OutputEntry(NamedTuple):
     """One tensor of an output file, and where its bytes come from."""
 
     name: str
-    """Its key in the output file."""
+    """Key of the tensor in the output file."""
     tensor: Tensor
-    """Where its bytes come from."""
+    """The stored tensor from which its bytes come."""
     dtype: str
-    """In which it is written."""
+    """Dtype in which the tensor is written."""
     offset: int
     """Bytes from the start of the data section."""
 
@@ -55,11 +55,11 @@ class OutputFile:
     format: str
     """"safetensors" or "torch". A torch file's data is laid out as safetensors first, then saved again."""
     header: bytes
-    """Of safetensors: length in 8 bytes, JSON, spaces up to a multiple of 8."""
+    """Header of the safetensors file: length in 8 bytes, JSON, spaces up to a multiple of 8."""
     entries: tuple[OutputEntry, ...]
-    """In the order of their offsets, wide types first, so that every tensor is aligned."""
+    """The tensors in the order of their offsets, wide types first, so that every tensor is aligned."""
     aliases: Mapping[str, str]
-    """Tied names -> the name among `entries`."""
+    """Tied names that are not written -> the name among `entries`."""
 
     @property
     def data_bytes(self) -> int:
@@ -80,7 +80,7 @@ class Plan:
     texts: Mapping[str, str]
     """Small files that make the others findable, to be written last: name -> text."""
     parameters: int
-    """Elements of all parameters, tied ones once, buffers not counted."""
+    """Number of elements of all parameters, tied ones counted once, buffers not counted."""
 
     @property
     def size(self) -> int:

@@ -27,7 +27,7 @@ from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _ALIGNMENT = 8
-"""Bytes; the widest element type needs slices in the buffer at multiples of it."""
+"""Alignment in bytes of slices in the buffer: the widest element type needs multiples of it."""
 
 
 class Part(NamedTuple):
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     offset: int
     """Bytes from the start of the file."""
     length: int
-    """Bytes."""
+    """Number of bytes that were read."""
     crc: int
 
 
@@ -49,9 +49,9 @@ class Findings:
 
     parts: list[Part] = field(default_factory=list)
     not_finite: set[str] = field(default_factory=set)
-    """Parameters whose stored values hold NaN or inf."""
+    """Names of parameters whose stored values hold NaN or inf."""
     overflown: set[str] = field(default_factory=set)
-    """Parameters whose finite values became inf by the cast."""
+    """Names of parameters whose finite values became inf by the cast."""
 
 
 class _Slice(NamedTuple):
@@ -62,7 +62,7 @@ class _Slice(NamedTuple):
     offset: int
     """Bytes from the start of the source file."""
     length: int
-    """Bytes."""
+    """Length of the range in bytes."""
     buffer_offset: int
     """Bytes from the start of the buffer of its batch."""
 

@@ -33,7 +33,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is the same on every rank."""
+    """Facts about the model that are the same on every rank."""
 
     shapes: dict[str, tuple[int, ...]]
     """Shapes of all parameters and buffers by name."""

@@ -29,7 +29,7 @@ CONFIG_FILES = (
 )
 """The names of these files."""
 _PARENTS = 2
-"""So many folders above the checkpoint's are looked into."""
+"""Number of folders above the checkpoint's that are searched."""
 
 
 def config_files_beside(root: str, src: str) -> dict[str, bytes]:

@@ -24,12 +24,12 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
 _MOST_NAMED = 5
-"""So many names a message lists."""
+"""Maximum number of names that a message lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadRequest:
-    """A range of a stored tensor that this rank reads, and where it goes."""
+    """A range of a stored tensor that this rank reads, and the memory into which it is read."""
 
     tensor: Tensor
     start: int

@@ -79,7 +79,7 @@ class Manifest(_Strict):
     world_size: Annotated[int, Field(ge=1)]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
     dtype: Annotated[str, AfterValidator(_known_dtype)]
-    """Of the module's floating-point weights; they follow from the masters by a cast to it."""
+    """Dtype of the module's floating-point weights; they follow from the masters by a cast to it."""
     run_id: str
     save_id: str
     versions: dict[str, str]

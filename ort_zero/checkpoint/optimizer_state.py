@@ -21,7 +21,7 @@ from ort_zero.utils.text import shortened
 _SINGLE = "optimizer.safetensors"
 _INDEX = "optimizer.safetensors.index.json"
 _OF_THE_RUN = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Keys of a parameter group that say how this process computes, not what."""
+"""Keys of a parameter group that say how this process computes the step, not what the step is."""
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLike, model: torch.nn.Module) -> None:

@@ -20,7 +20,7 @@ WEIGHT = "weight"
 BUFFER = "buffer"
 """Kind of a persistent buffer of the module."""
 MOST_NAMED = 20
-"""So many tensors a message names."""
+"""Maximum number of tensors that a message names."""
 # every other kind is the name of an optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", ...
 
 
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     offset: int
     """Bytes from the start of the file."""
     length: int
-    """Bytes of the range."""
+    """Length of the range in bytes."""
     start: int
     """Index of its first element in the flattened (row-major) tensor."""
     check: str | None = None
@@ -48,12 +48,14 @@ class Tensor:
     kind: str
     """:data:`MASTER`, :data:`WEIGHT`, :data:`BUFFER`, or the name of an optimizer state."""
     dtype: str
-    """Code of safetensors: "F32", "BF16", ..."""
+    """The dtype's code in safetensors: "F32", "BF16", ..."""
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    """In the order of `start`; together they cover every element exactly once (see :func:`check_cover`)."""
+    """The ranges of the tensor in the order of `start`; together they cover every element exactly once (see
+    :func:`check_cover`)."""
     strides: tuple[int, ...] | None = None
-    """Elements; only for a tensor stored in one piece that is not row-major. The piece then spans its storage range."""
+    """Strides in elements, only for a tensor stored in one piece that is not row-major. The piece then spans its
+    storage range."""
 
     @property
     def elements(self) -> int:
@@ -76,11 +78,11 @@ class File:
     """One file of a checkpoint, with the checksums that its format keeps."""
 
     name: str
-    """Relative to the checkpoint's folder."""
+    """Name of the file, relative to the checkpoint's folder."""
     size: int
-    """Bytes of the whole file."""
+    """Size of the whole file in bytes."""
     xxh3_128: str | None = None
-    """Of the whole file as 32 hex digits; None where the format keeps none."""
+    """XXH3-128 checksum of the whole file as 32 hex digits; None where the format keeps none."""
     records: tuple[tuple[int, int, int], ...] = ()
     """(offset, length, CRC-32) of each stored record, for formats that check by record (the zip of ``torch.save``)."""
 
@@ -90,7 +92,7 @@ class ParamGroup:
     """One parameter group of the optimizer: which parameters share which hyper-parameters."""
 
     names: tuple[str, ...]
-    """Parameters, in the optimizer's order."""
+    """Names of the parameters, in the optimizer's order."""
     options: Mapping[str, Any]
     """Hyper-parameters: lr, betas, eps, weight_decay, ... as JSON values."""
 
@@ -129,7 +131,7 @@ class Source:
     config: Mapping[str, str] = field(default_factory=dict)
     """Small text files that describe the model (file name -> text), such as ``config.json``."""
     notes: tuple[str, ...] = ()
-    """What a user should be told about this checkpoint, one sentence each."""
+    """Remarks on this checkpoint for the user, one sentence each."""
 
     def by_name(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of one kind by name, in their order."""

@@ -13,7 +13,7 @@ from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
-"""Of the JSON: the safetensors library refuses a longer one."""
+"""Maximum length in bytes of a header's JSON: the safetensors library refuses a longer one."""
 _METADATA = "__metadata__"
 
 
@@ -22,7 +22,7 @@ class HeaderEntry(NamedTuple):
 
     name: str
     dtype: str
-    """Code of safetensors: "F32", "BF16", ..."""
+    """The dtype's code in safetensors: "F32", "BF16", ..."""
     shape: tuple[int, ...]
     offset: int
     """Bytes from the start of the data section."""

@@ -19,7 +19,7 @@ from ort_zero.utils.text import shortened
 
 _RANK = re.compile(r"rank_(\d+)_")
 _MOST_NAMED = 3
-"""So many damaged tensors of a file a message names."""
+"""Maximum number of damaged tensors of one file that a message names."""
 _buffers = threading.local()
 
 

@@ -26,7 +26,7 @@ class Staging:
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        """What is reserved, in bytes."""
+        """The reserved memory, a uint8 tensor [bytes]."""
 
     def reserve(self, shard: Shard) -> None:
         """Have room for `shard`; what was copied before is lost.

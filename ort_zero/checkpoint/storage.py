@@ -17,7 +17,7 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.atomic_write import partial_name, removed_on_error
 
 CHUNK = 8 << 20
-"""Bytes that are in flight at a time, per worker."""
+"""Number of bytes that each worker has in flight at a time."""
 
 
 class Folder:

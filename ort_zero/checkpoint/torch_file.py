@@ -63,7 +63,7 @@ class TorchFile:
 
     file: File
     content: Any
-    """What was saved, with :class:`~ort_zero.compat.torch_load.StoredTensor` for tensors."""
+    """The saved value, with :class:`~ort_zero.compat.torch_load.StoredTensor` for tensors."""
     saved_as: str
     """Name without ``.pt`` under which it was written; "archive" if it was written to a stream."""
 

@@ -33,13 +33,13 @@ class VerifyReport:
     files: int
     """Number of files that were read."""
     bytes: int
-    """Bytes of all files that were read."""
+    """Size of all files that were read, in bytes."""
     tensors: int
-    """0 if the checkpoint could not be opened."""
+    """Number of tensors in the checkpoint; 0 if it could not be opened."""
     problems: tuple[str, ...]
-    """One sentence each, with the name of the file."""
+    """Problems that were found, one sentence each, with the name of the file."""
     notes: tuple[str, ...] = ()
-    """What is no fault of the checkpoint but should be known."""
+    """Remarks on what is no fault of the checkpoint but should be known."""
     seconds: float
 
     @property
@@ -53,7 +53,7 @@ class _Findings:
     """What the checks of one checkpoint report; filled from several threads."""
 
     problems: dict[str, list[str]] = field(default_factory=dict)
-    """By file; "" for what concerns no single file."""
+    """Problems by file name; "" for those that concern no single file."""
     notes: list[str] = field(default_factory=list)
     files: int = 0
     tensors: int = 0

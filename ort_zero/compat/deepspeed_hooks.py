@@ -38,7 +38,7 @@ class _Function:
     """A nested function that gets rebound."""
 
     arguments: tuple[str, ...]
-    """As written, ``*name`` for the variadic one."""
+    """Names of the parameters as the source has them, ``*name`` for the variadic one."""
     wrapper: str | None = None
     """The decorator DeepSpeed puts on it: ``"compile"`` (torch.compiler.disable), ``"nvtx"`` or none."""
 

@@ -39,7 +39,7 @@ class Flat:
     group: int
     """Index of the parameter group."""
     master: torch.Tensor
-    """The fp32 masters, 1-D, padding included."""
+    """The fp32 master weights with their padding, a tensor [elements]."""
     key: Any
     """The object under which the optimizer keeps the state."""
     spans: tuple[Span, ...]

@@ -7,11 +7,11 @@ measured. Contract tests compare predicted with measured peaks.
 from __future__ import annotations
 
 RECOMPUTED = "_recompute"
-"""How ORT's memory optimizer ends the name of a copy, and of each value that it makes."""
+"""Suffix that ORT's memory optimizer gives to the name of a copy, and of each value that the copy computes."""
 BACKWARD = "__backwardpass"
 """Attribute by which ORT's priorities recognise a node of the backward."""
 BARRIER = "YieldOp"
-"""Between forward and backward; what it reads goes to the caller, what it makes comes from there."""
+"""Operator between forward and backward: what it reads goes to the caller, what it returns comes from the caller."""
 
 ALIASES = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 """Operators whose kernels say Alias(0, 0): the result is the input's memory."""
@@ -19,7 +19,8 @@ SCRATCH = {"Where": 2}
 """Memory that a kernel takes from the arena while it runs, in sizes of its first result: the CPU's Where selects twice,
 then merges."""
 HEAP = {"SoftmaxCrossEntropyLossInternal": 1, "SoftmaxCrossEntropyLoss": 1, "LayerNormalizationGrad": 4}
-"""The same from the heap, in sizes of its first operand: shifted logits, products of matrices that are not merged."""
+"""Memory that a kernel takes from the heap while it runs, in sizes of its first operand: shifted logits, products of
+matrices that are not merged."""
 FROM_TORCH = frozenset((BARRIER, "ATen", "PythonOp", "PythonOpGrad"))
 """Operators whose results are tensors of PyTorch's, outside of ORT's arena."""
 
@@ -37,4 +38,4 @@ contrib_ops/cpu/fusedmatmul.cc, orttraining/training_ops/cpu/{tensor/gather_grad
 The files were read at other commits than that of 1.19.2; a contract test runs the kernels of the installed version.
 """
 ATEN_NEW_MEMORY = frozenset(("embedding_backward", "aten::embedding_backward"))
-"""The same for the operators of ATen nodes, which return tensors of PyTorch's."""
+"""Operators of ATen nodes that write each result into memory of its own; they return tensors of PyTorch's."""

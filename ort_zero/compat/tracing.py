@@ -20,7 +20,7 @@ _COMPARISONS = frozenset(
     {torch.Tensor.ne, torch.Tensor.eq, torch.ne, torch.eq, torch.Tensor.__eq__, torch.Tensor.__ne__}
 )
 MOST_VALUES = 256
-"""A tensor with more elements that Python reads is data, and no setting."""
+"""Maximum number of elements of a tensor that Python may read as a setting; a larger tensor is data."""
 _READS: dict[Any, str] = {
     torch.Tensor.__bool__: "takes a tensor for a Python bool",
     torch.Tensor.__int__: "takes a tensor for a Python int",
@@ -69,7 +69,7 @@ class ValueReadError(BaseException):
     def __init__(self, module: torch.nn.Module | None, what: str, where: str):
         super().__init__(f"{what} ({where})")
         self.module = module
-        """The innermost module that ran."""
+        """The innermost module that ran when the value was read."""
 
     @classmethod
     def again(cls, module: torch.nn.Module | None, message: str) -> ValueReadError:
@@ -89,12 +89,12 @@ class Guard:
 
 
 class Seen(Protocol):
-    """What a trace does not hold."""
+    """Facts about a module that its trace does not hold."""
 
     guards: list[Guard]
-    """Values that Python code took from tensors."""
+    """The values that Python code took from tensors."""
     normalised: list[torch.nn.Module]
-    """Modules that count their batches, once for each call."""
+    """Normalisation modules that count their batches, listed once for each call."""
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a result that depends on the arguments."""

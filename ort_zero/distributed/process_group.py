@@ -123,7 +123,7 @@ class RankGroup:
         collectives.raise_if_others_failed(reports, what, self.rank)
 
     def close(self) -> None:
-        """Release what connects the ranks."""
+        """Release the connections between the ranks."""
 
 
 class PeerGroup(RankGroup):
@@ -195,7 +195,7 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE"),
 )
 RENDEZVOUS = ".rendezvous_"
-"""Start of the names of files in which ranks meet."""
+"""Prefix of the names of files in which ranks meet."""
 _JOB_IDS = ("OMPI_MCA_ess_base_jobid", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
 
 

@@ -1,4 +1,4 @@
-"""Where ort_zero could not be enabled: an engine whose config has an enabled section raises the reason."""
+"""A patch for when ort_zero could not be enabled: an engine whose config has an enabled section raises the reason."""
 
 from __future__ import annotations
 

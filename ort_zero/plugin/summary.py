@@ -19,10 +19,10 @@ from ort_zero.utils.text import shortened
 
 _NARROWEST, _WIDEST = 40, 120
 _LEAST = 8
-"""No column gets narrower than this, however narrow the terminal is."""
+"""Minimum width of a column in characters, however narrow the terminal is."""
 _ASCII, _BOXES = ("-", "|", "+"), ("─", "│", "┼")
 Row = tuple[str, ...]
-"""Feature, state, what to write to switch it; two cells: the second one takes all the room."""
+"""Cells of a row: feature, state, what to write to switch it; with two cells the second one takes all the room."""
 
 
 def table(

@@ -33,9 +33,9 @@ class ExportedModule:
     info: ExportedModelInfo
     effects: Effects
     differentiable: frozenset[str]
-    """Arguments that were traced with gradients."""
+    """Names of the arguments that were traced with gradients."""
     readers: list[reader_marks.GraphReaders] = field(default_factory=list)
-    """One for each subscriber that reads values in the graph."""
+    """The readers of values in the graph, one object for each subscribed model that reads there."""
     only_read: frozenset[str] = frozenset()
     """Graph inputs that no result depends on: they are there for subscribers."""
 
@@ -50,16 +50,16 @@ class BuiltGraph:
     session: ort_compat.Session
     executor: gather_reduce.CollectiveExecutor | None
     digest: str
-    """Of the collectives in the graph; ranks with equal digests perform the same ones in one order."""
+    """Digest of the collectives in the graph; ranks with equal digests perform the same ones in one order."""
     bridge: str | None
-    """The collectives in the graph, for people; None without any."""
+    """Description of the collectives in the graph for messages; None for a graph without any."""
     nodes: int
     python_ops: int
-    """Nodes that run Python code: operators in PyTorch, gathers and reduces, readers."""
+    """Number of nodes that run Python code: operators in PyTorch, gathers and reduces, readers."""
     memory: Decision | None = None
-    """What the backward computes again; None if the configuration asks for no recomputation."""
+    """The decision on what the backward computes again; None if the configuration asks for no recomputation."""
 
     @property
     def effects(self) -> Effects:
-        """What the module does besides returning a result."""
+        """The effects of the module besides the result that it returns."""
         return self.exported.effects

@@ -75,14 +75,15 @@ from typing import Any
 
 
 class Scope(enum.Enum):
-    """How much of a call the ranks agree on."""
+    """The extent to which the ranks agree in one call."""
 
     ALONE = "alone"
-    """Nothing: no other rank waits for this one."""
+    """The ranks agree on nothing: no other rank waits for this one."""
     FIRST_GRAPH = "first graph"
-    """That every rank can build the graph."""
+    """The ranks agree that every rank can build the graph."""
     EVERY_CALL = "every call"
-    """What each rank is about to do, that the graphs perform the same collectives, and that the guards hold."""
+    """The ranks agree on what each of them is about to do, that the graphs perform the same collectives, and that the
+    guards hold."""
 
 
 def scope_of(*, world_size: int, collectives_in_graph: bool, training: bool, agreed: bool) -> Scope:
@@ -102,7 +103,7 @@ def scope_of(*, world_size: int, collectives_in_graph: bool, training: bool, agr
 
 
 class Phase(enum.Enum):
-    """Where a rank is in a call."""
+    """The point that a rank has reached in a call."""
 
     PREPARING = "preparing"
     """Arguments are taken apart, and the guards decide whether a graph fits."""
@@ -133,23 +134,23 @@ class Phase(enum.Enum):
 
 
 class Ballot(enum.IntEnum):
-    """What a vote is about; the numbers travel between ranks."""
+    """The subject of a vote; the numbers travel between ranks."""
 
     REUSE = 0
-    """At the beginning of a call: a graph is there."""
+    """Vote at the beginning of a call: a graph is there."""
     BUILD = 1
-    """At the beginning of a call: a graph has to be built."""
+    """Vote at the beginning of a call: a graph has to be built."""
     FAILED = 2
-    """At the beginning of a call: the rank cannot go on."""
+    """Vote at the beginning of a call: the rank cannot go on."""
     GUARDS = 3
-    """After a run: whether the guards of the graph hold."""
+    """Vote after a run: whether the guards of the graph hold."""
     BACKWARD = 4
-    """In a backward of ZeRO-2: which gradients the rank reduces."""
+    """Vote in a backward of ZeRO-2: which gradients the rank reduces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank says in a vote: three integers."""
+    """The vote of one rank: three integers."""
 
     ballot: Ballot
     value: int = 0
@@ -164,7 +165,7 @@ class Built:
     """Report of a rank whose graph is ready."""
 
     digest: str
-    """Equal for graphs that perform the same collectives in one order."""
+    """Digest of the collectives in the graph, equal for graphs that perform the same ones in one order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ class SharedPlan:
     """Report of a rank in the middle of building, which needs the recomputation plan of the first rank."""
 
     plan: Any = None
-    """None on all ranks but the first."""
+    """The recomputation plan of the first rank; None on all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ class Failure:
 
 
 Report = Built | SharedPlan | Failure | None
-"""What a rank exchanges; None from a rank that only listens."""
+"""Report that a rank sends in an exchange; None from a rank that only listens."""
 
 
 # -- events: what happened on this rank ------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class PlanMade:
     """Building a graph, together with other ranks, has come to the recomputation plan."""
 
     plan: Any = None
-    """What the first rank has planned; None on all others."""
+    """The recomputation plan of the first rank; None on all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ class Entered:
     """The graph that is to run is ready: built, switched to, or the one of the last call."""
 
     digest: str
-    """Equal for graphs that perform the same collectives in one order."""
+    """Digest of the collectives in the graph, equal for graphs that perform the same ones in one order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +347,7 @@ Action = CastVote | Exchange | Enter | UsePlan | Run | BuildAgain | Return | Sto
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where one rank is in one call, and what it has learnt so far."""
+    """The point that one rank has reached in one call, and what it has learnt so far."""
 
     scope: Scope
     phase: Phase = Phase.PREPARING

@@ -77,11 +77,11 @@ class Runtime:
         self.group: Any = None
         """Process group of the ranks that share the model; None for the default one."""
         self.prefetch_elements = 0
-        """Elements that may be gathered ahead of their use."""
+        """Number of elements that may be gathered ahead of their use."""
         self.ranks = RankAgreement(fallback=config.fallback == "warn")
         self.sums = GradientSums(self.ranks.agree_on_backward)
         self.fallback_reason: str | None = None
-        """Why PyTorch runs the model; None while ONNX Runtime does."""
+        """The reason why PyTorch runs the model; None while ONNX Runtime does."""
         self.excluded = ExcludedModules(module, config.exclude)
         self.guard_failures = GuardFailures()
         self.history = TransitionHistory()
@@ -92,14 +92,14 @@ class Runtime:
             self.memory = MemoryOptimizer(memory, plans, self.ranks.share_plan, walk=trial is not None)
         self._trial_monitor: TrialMonitor | None = trial.monitor(type(module).__name__) if trial is not None else None
         self.modes: dict[bool, GraphTransitionManager] = {}
-        """Whether for training, to what holds the graphs."""
+        """The holder of the graphs of each mode: True for training, False for inference."""
         self.runs: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-        """Completed runs of sessions, by ``"forward"`` and ``"backward"``."""
+        """Number of completed session runs in each mode (True for training), by ``"forward"`` and ``"backward"``."""
         self._module_guard: ModuleGuard | None = None
         self._subscribed: list[SubscribedModel] = []
-        """Those who subscribed to this module or a part of it, in this call."""
+        """The subscribed models whose root is this module or lies below it, in this call."""
         self.graph_subscribers: list[SubscribedModel] = []
-        """Those of them who want to see tensors of the graph in this call."""
+        """Those of the subscribed models with a subscriber that wants to see tensors of the graph in this call."""
         self._parameters = pytree.parameters_of(module.forward)
         self._training = True
         """Whether the call that runs wants gradients; the module's own mode is another matter."""

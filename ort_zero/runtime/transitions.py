@@ -31,7 +31,7 @@ from ort_zero.runtime.guards.module_guard import ModuleGuard
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 
 MOST_TRANSITIONS = 1000
-"""Transitions of a model that are remembered, the newest ones."""
+"""Maximum number of transitions of a model that are remembered; the oldest ones are forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class CompletedTransition:
     graph: int
     transition: Transition
     seconds: float
-    """From the decision until the graph was ready."""
+    """Seconds from the decision until the graph was ready."""
     steps: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the work."""
     cache: str | None = None
-    """Whether the export cache had the graph, and why not; None without a cache."""
+    """Result of the lookup in the export cache, with the reason of a miss; None without a cache."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the transition as plain values, for ``ort_zero.status()``."""
@@ -95,7 +95,7 @@ class GraphTransitionManager:
         self.retired: Counter[str] = Counter()
         """Counters of the graphs that are gone, see :func:`counted`."""
         self._logged_switches: set[tuple[int, int]] = set()
-        """Pairs of graph numbers, from and to."""
+        """Pairs of graph numbers (from, to) whose switch was logged before."""
 
     @property
     def mode(self) -> str:
@@ -104,7 +104,7 @@ class GraphTransitionManager:
 
     @property
     def current(self) -> BuiltGraph | None:
-        """The graph of the last call."""
+        """The graph of the last call; None before the first call."""
         return self.graphs[0] if self.graphs else None
 
     # -- check -----------------------------------------------------------------------------------------------------

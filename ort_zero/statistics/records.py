@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 SKETCH = 64
-"""Numbers in a sketch."""
+"""Number of numbers in a sketch."""
 FIRST = 8
-"""How many of the first values of a tensor are in its statistics."""
+"""Number of a tensor's first values that are in its statistics."""
 FORMAT = "ort_zero statistics"
 """Value of ``format`` in the manifest of a folder that is ours."""
 FORMAT_VERSION = 1
@@ -38,15 +38,15 @@ class Statistics:
     """
 
     elements: int
-    """How many elements these numbers cover: all of the tensor, or fewer where it was sampled."""
+    """Number of elements that these numbers cover: all of the tensor, or fewer where it was sampled."""
     min: float
     max: float
     mean: float
     std: float
-    """Of the population: the mean square deviation's root (``numpy.std``)."""
+    """Standard deviation of the population: the mean square deviation's root (``numpy.std``)."""
     abs_mean: float
     l2: float
-    """Root of the sum of squares."""
+    """Euclidean norm: the root of the sum of squares."""
     negative: int
     positive: int
     zero: int
@@ -83,22 +83,23 @@ class Record:
     phase: Phase
     order: int
     call: int
-    """-1 in rows of parameters."""
+    """Number of the module's call in the step; -1 in rows of parameters."""
     caller: int
     module: str
-    """Path from the root without wrappers' prefixes; empty for the root itself. For parameters, of their owner."""
+    """Path of the module from the root without wrappers' prefixes; empty for the root itself. For parameters, path of
+    their owner."""
     occurrence: int
-    """1 for the module's first call in the step, 2 for its second; 1 for parameters."""
+    """Number of the call among those of the module in the step, from 1; 1 for parameters."""
     kind: str
-    """``"input"``, ``"output"``, ``"inspect"`` or ``"parameter"``."""
+    """Kind of the tensor: ``"input"``, ``"output"``, ``"inspect"`` or ``"parameter"``."""
     slot: str
-    """Which tensor of them: ``""`` for a single one, ``"[0]"``, ``".logits"``, ``".past[1][0]"``, ``".input_ids"``; the
-    name given to ``inspect_activation``; the parameter's own name."""
+    """Name of the tensor among those of its kind: ``""`` for a single one, ``"[0]"``, ``".logits"``, ``".past[1][0]"``,
+    ``".input_ids"``; the name given to ``inspect_activation``; the parameter's own name."""
     source: int
-    """-1 if the row has statistics of its own."""
+    """Order of the row that has the statistics of the same tensor; -1 if the row has statistics of its own."""
     shape: tuple[int, ...]
     dtype: str
-    """``"float32"``, ``"bfloat16"``, ``"int64"``, ..."""
+    """Name of the dtype: ``"float32"``, ``"bfloat16"``, ``"int64"``, ..."""
     partitioned: bool
     """True if other ranks hold the rest of the tensor (ZeRO-3): sketches, sums and counts of all ranks add up."""
     statistics: Statistics | None
@@ -111,7 +112,7 @@ class RunInfo:
     path: str
     run_id: str
     backend: str
-    """``"onnxruntime"`` or ``"torch"``."""
+    """The backend that ran the model: ``"onnxruntime"`` or ``"torch"``."""
     world_size: int
     zero_stage: int
     dtype: str

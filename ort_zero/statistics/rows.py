@@ -13,9 +13,9 @@ with extra.required():
     import numpy as np
 
 COLUMNS = ("elements", "min", "max", "mean", "std", "abs_mean", "l2", "negative", "positive", "zero", "nan", "inf")
-"""What the first numbers of a row are: fields of :class:`~.records.Statistics`."""
+"""Names of the first numbers of a row, fields of :class:`~.records.Statistics`."""
 COUNTS = frozenset({"elements", "negative", "positive", "zero", "nan", "inf"})
-"""Those that are whole numbers."""
+"""Names of the columns that are whole numbers."""
 # compiled code has these as constants, and numba keeps it until measure.py itself changes
 ELEMENTS, MIN, MAX, MEAN, STD, ABS_MEAN, L2, NEGATIVE, POSITIVE, ZERO, NAN, INF = range(len(COLUMNS))
 FIRST_AT = len(COLUMNS)
@@ -23,7 +23,7 @@ FIRST_COLUMNS = slice(FIRST_AT, FIRST_AT + FIRST)
 SKETCH_AT = FIRST_COLUMNS.stop
 SKETCH_COLUMNS = slice(SKETCH_AT, SKETCH_AT + SKETCH)
 WIDTH = SKETCH_COLUMNS.stop
-"""Numbers in a row."""
+"""Number of numbers in a row."""
 
 _SUMS = [*(COLUMNS.index(name) for name in sorted(COUNTS)), *range(SKETCH_AT, WIDTH)]
 

@@ -37,7 +37,7 @@ IMPORTED = (
 OF_RANKS = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
 )
-"""Variables that no module reads when it is imported."""
+"""Environment variables that no module reads when it is imported."""
 READ_LATE = frozenset(
     (
         "ORT_ZERO_CACHE_DIR",
@@ -49,12 +49,12 @@ READ_LATE = frozenset(
         "AWS_EC2_METADATA_DISABLED",
     )
 )
-"""The same, of those that tests set: the C++ extensions, which are looked for in the cache, are loaded already, and
-clients of S3 read theirs when they are made."""
+"""Environment variables that tests set and that no module reads when it is imported: the C++ extensions, which are
+looked for in the cache, are loaded already, and clients of S3 read theirs when they are made."""
 
 
 class Forked:
-    """A rank, with what is used of :class:`subprocess.Popen`."""
+    """A forked rank, with the methods of :class:`subprocess.Popen` that are used."""
 
     def __init__(self, server: Server, pid: int):
         self._server = server
@@ -75,7 +75,7 @@ class Forked:
         return self.returncode if self.returncode is not None else -signal.SIGKILL
 
     def send_signal(self, number: int) -> None:
-        """Send a signal."""
+        """Send a signal to the rank unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -120,7 +120,7 @@ class Server:
             raise RuntimeError(f"the process that starts ranks has ended: {error!r}") from error
 
     def close(self) -> None:
-        """End it."""
+        """End the process and wait until it is gone."""
         self.alive = False
         self._connection.close()
         self._process.wait()

@@ -36,8 +36,9 @@ _STACK_TAIL = 20_000  # faulthandler prints the innermost frame first: a short t
 
 
 _PORTS = range(10_000, 32_000)
-"""Below those that the system gives out by itself (32768 and above on Linux, 49152 elsewhere): between the moment when
-such a port is found free and the one when rank 0 listens there, any connection of another process could get it."""
+"""Ports for the ranks, below those that the system gives out by itself (32768 and above on Linux, 49152 elsewhere):
+between the moment when such a port is found free and the one when rank 0 listens there, any connection of another
+process could get it."""
 
 
 def free_port() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PARTIAL = ".partial"
-"""How the name of a file ends that is being written; it begins with a dot."""
+"""Suffix of the name of a file that is being written; the name begins with a dot."""
 
 
 def partial_name(name: str, token: str) -> str:

@@ -1,4 +1,4 @@
-"""How many processor cores there are for us."""
+"""Number of processor cores that this process may use."""
 
 from __future__ import annotations
 

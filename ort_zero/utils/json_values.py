@@ -37,7 +37,7 @@ class NotEncodable(Exception):
 
 
 class NotDecodable(Exception):
-    """What was read is damaged, or was not written by this codec."""
+    """An error: the value that was read is damaged, or was not written by this codec."""
 
 
 class UnknownTag(NotDecodable):
@@ -54,7 +54,7 @@ class UnknownTag(NotDecodable):
 
 @dataclass(frozen=True, slots=True)
 class TaggedType:
-    """How values of one type become JSON objects and come back."""
+    """The codec of one type: how its values become JSON objects and come back."""
 
     tag: str
     matches: Callable[[Any], bool]

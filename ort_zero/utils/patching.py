@@ -30,7 +30,7 @@ class Patch:
     build: Callable[[Any], Any]
     """Gets the original object, returns the replacement."""
     why: str
-    """One phrase for ``status()`` and error messages."""
+    """The purpose of the patch in one phrase, for ``status()`` and error messages."""
     guard: Callable[[Any], None] | None = None
     """Gets the original object, raises PatchError if its shape is unknown."""
     may_be_new: bool = False

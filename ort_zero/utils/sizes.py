@@ -7,7 +7,7 @@ import re
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _PREFIXES = {1000: ("", "k", "M", "G", "T"), 1024: ("", "Ki", "Mi", "Gi", "Ti")}
 _UNITS = {f"{prefix}B": base**power for base, names in _PREFIXES.items() for power, prefix in enumerate(names)}
-"""Bytes by unit: 1 by "B", 1000 by "kB", 1024 by "KiB", up to "TB" and "TiB"."""
+"""Number of bytes of each unit: 1 for "B", 1000 for "kB", 1024 for "KiB", up to "TB" and "TiB"."""
 _BY_LOWER_CASE = {"": 1, **{unit.lower(): size for unit, size in _UNITS.items()}}
 _LETTERS = {letter: 1024**power for power, letter in enumerate("kmgt", start=1)}
 _DECIMALS = {1000: (0, 1, 1, 2), 1024: (0, 0, 0, 2)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 GAP = "  "
-"""Spaces between two columns, by default."""
+"""The space between two columns, by default."""
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), separator: str = GAP) -> list[str]:

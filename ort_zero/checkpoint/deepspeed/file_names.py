@@ -9,11 +9,11 @@ from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-"""Optimizer states of one rank."""
+"""Matches the name of a file with the optimizer states of one rank."""
 RANK_MODULE_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-"""Module states of one rank: ZeRO-3."""
+"""Matches the name of a file with the module states of one rank (ZeRO-3)."""
 MODULE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-"""Module states of all ranks: ZeRO-0 to 2."""
+"""Matches the name of a file with the module states of all ranks (ZeRO-0 to 2)."""
 _STATE_FILES = (OPTIMIZER_FILE, RANK_MODULE_FILE, MODULE_FILE)
 _UNSUPPORTED = (
     (re.compile(r"(expp_rank_|expert_|layer_.*_expert_).*\.pt"), "belongs to a mixture of experts (MoE)"),

@@ -36,7 +36,7 @@ class FlatLayout:
     number_of: dict[str, int] = field(default_factory=dict)
     """Number of the flat tensor (group, or sub-group for ZeRO-3) of each parameter."""
     lengths: list[list[int]] = field(default_factory=list)
-    """Elements of each flat tensor of each vector, without what is not a parameter's at the end for ZeRO-1 and 2."""
+    """Number of elements of each flat tensor of each vector; for ZeRO-1 and 2 without the padding at the end."""
     parts: list[list[tuple[int, int]]] = field(default_factory=list)
     """(rank, number of the flat tensor) of each part of each vector."""
 

@@ -17,7 +17,7 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 _NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
 """Formats of :mod:`struct` by dtype."""
 State = dict[str, Any]
-"""What the optimizer holds of one flat tensor, by name: "exp_avg", "step", ..."""
+"""The optimizer's state of one flat tensor, by name: "exp_avg", "step", ..."""
 
 
 def read_optimizer(files: StateFiles, partitioning: Partitioning, layout: FlatLayout) -> tuple[Optimizer, list[Tensor]]:

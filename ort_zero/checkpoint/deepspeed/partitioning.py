@@ -23,9 +23,9 @@ class Partitioning:
     """
 
     masters_key: str
-    """Where the optimizer's file holds the flat masters."""
+    """Key under which the optimizer's file holds the flat masters."""
     inner_optimizer_key: str
-    """Where it holds the state of the optimizer that ZeRO wraps."""
+    """Key under which the optimizer's file holds the state of the optimizer that ZeRO wraps."""
 
     def __init__(self, files: StateFiles):
         self.files = files

@@ -37,7 +37,7 @@ class StateFiles:
     """ZeRO stage of the run that wrote them, 0 to 3."""
     world_size: int
     notes: list[str] = field(default_factory=list)
-    """What a user should be told about the checkpoint, one sentence each."""
+    """Remarks on the checkpoint for the user, one sentence each."""
 
     @property
     def module(self) -> dict[str, Any]:

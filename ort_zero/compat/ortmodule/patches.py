@@ -14,7 +14,7 @@ from ort_zero.compat.ortmodule.sessions import AllInputs
 from ort_zero.utils.patching import Patch, defined_in
 
 _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
-"""What upstream's backward reads of the manager."""
+"""Attributes of the manager that upstream's backward reads."""
 _NVTX = "onnxruntime.training.utils.torch_profile_utils"
 
 

@@ -43,15 +43,15 @@ class Session:
     differentiable: list[int]
     """Positions of the inputs that autograd sees."""
     gradient_map: list[int]
-    """Output of the backward for each of them, -1 for none."""
+    """Index of the backward's output for each differentiable input, -1 for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """An order to ORT's memory optimizer."""
+    """Settings of ORT's memory optimizer, which makes the backward compute values again."""
 
     file: str
-    """JSON list of ``"cluster:kind:count"``; kind 1 is recompute, 2 recompute with compromise."""
+    """Path of a file with a JSON list of ``"cluster:kind:count"``; kind 1 is recompute, 2 recompute with compromise."""
     probe: str = "1:0"
     """``"level:layers"``: which operators may be computed again (1: products and normalizations too), and whether
     whole transformer layers are (0 or 1)."""

@@ -132,7 +132,7 @@ class _Transitions:
     def __init__(self, view: Manager):
         self._view = view
         self._post_export_processed_model_info = SimpleNamespace(is_mem_efficient_grad_management_enabled=False)
-        """Upstream's session options ask it for the order of execution."""
+        """Model information that upstream's session options ask for the order of execution."""
 
     @property
     def _device(self) -> Any:

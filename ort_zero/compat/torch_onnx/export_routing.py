@@ -184,7 +184,7 @@ def _unscaled(result, context):
 
 
 _NO_CHANGE = {f"onnx::{name}" for name in ("Identity", "Cast", "Dropout", "Expand", "Reshape", "Slice", "Pad")}
-"""What ORT's optimizer may find to change nothing, and leave out."""
+"""Operators that ORT's optimizer may find to change nothing, and leave out."""
 
 
 def _is_scaled(value) -> bool:

@@ -16,10 +16,10 @@ from ort_zero.utils.patching import Patch, PatchSet
 
 HOME = "torch.onnx._internal.torchscript_exporter"
 _INTERNAL = ("jit_utils", "registration", "onnx_proto_utils")
-"""Modules that were in ``torch.onnx._internal``."""
+"""Names of the modules that older versions of torch have in ``torch.onnx._internal``."""
 # ORT's symbolics import private helpers (_convolution, ...), which the public facades of symbolic_opset* do not have
 _PUBLIC = ("_globals", "_type_utils", *(f"symbolic_opset{opset}" for opset in range(7, 21)))
-"""Modules that were in ``torch.onnx``."""
+"""Names of the modules that older versions of torch have in ``torch.onnx``."""
 
 
 def module_of(name: str) -> ModuleType:

@@ -190,7 +190,7 @@ def torch_dtype(elem_type: int):
 
 
 class Schema:
-    """One overload of an operator."""
+    """The schema of one overload of an ATen operator."""
 
     def __init__(self, schema):
         self.overload = schema.overload_name
@@ -198,7 +198,7 @@ class Schema:
 
     @property
     def writes_into_argument(self) -> bool:
-        """True for the ``out=`` forms."""
+        """True for the ``out=`` overloads, which write into an argument."""
         return any(a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in self._arguments)
 
     def position(self, name: str) -> int | None:
@@ -207,7 +207,7 @@ class Schema:
 
     @property
     def names(self) -> list[str | None]:
-        """For each argument None, or its name if it must be given by name."""
+        """The name of each argument that must be given by name, None for each other argument."""
         return [a.name if a.kwarg_only else None for a in self._arguments]
 
     def wants_number(self, position: int) -> bool:

@@ -34,7 +34,7 @@ class CapturedOutput:
     def __init__(self, hold: bool):
         self.hold = hold
         self.entries: list[tuple[_Stream, str]] = []
-        """(stream, text) in the order of writing, over both streams."""
+        """Pairs (stream, text) in the order of writing, over both streams."""
         self._file: Any = None
         self._thread = 0
         self._holding = False

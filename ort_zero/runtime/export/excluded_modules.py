@@ -94,7 +94,7 @@ class ExcludedModules:
         self._root = root
         self._paths = {module: path for path, module in root.named_modules() if path}
         self.reasons: dict[str, str] = {}
-        """Path of each submodule that runs in PyTorch, and why."""
+        """The reason why a submodule runs in PyTorch, by the submodule's path."""
         self._module_calls: list[ModuleCall] = []
         paths = list(self._paths.values())
         for pattern in patterns:

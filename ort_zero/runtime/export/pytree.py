@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 _MOST_LEVELS = 12
-"""Nested containers and objects that are flattened; what lies deeper is one constant."""
+"""Maximum depth of nested containers and objects that are flattened; what lies deeper is one constant."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, slice)
 
 

@@ -16,7 +16,7 @@ import xxhash
 from ort_zero.utils.text import shortened
 
 _LONGEST = 48
-"""Characters of a part that is stored as it is; longer ones are stored as digests."""
+"""Maximum number of characters of a part that is stored as it is; longer ones are stored as digests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Criterion:
     """One of the things that must be equal for a graph to be used again."""
 
     parts: Mapping[str, str]
-    """By name: short values as they are, others as digests."""
+    """The values to compare, by name: short ones as they are, others as digests."""
     about: str = ""
-    """What it describes: ``"GPT2LMHeadModel"``."""
+    """Name of the object that the criterion describes, such as ``"GPT2LMHeadModel"``."""
 
     @property
     def digest(self) -> str:

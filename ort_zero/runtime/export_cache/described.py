@@ -37,7 +37,7 @@ AS_REPR = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
      slice, range, type(...), re.Pattern}
 )  # fmt: skip
-"""Types whose ``repr`` tells all."""
+"""Types whose ``repr`` describes a value completely."""
 FUNCTIONS = (FunctionType, BuiltinFunctionType, WrapperDescriptorType, MethodWrapperType, type(str.join),
              type(torch.relu))  # fmt: skip
 

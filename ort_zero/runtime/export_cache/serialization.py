@@ -255,7 +255,7 @@ _CHECKS: dict[str, tuple[type, Callable[[Any], bool]]] = {
     "aten.List": (aten_op.List, lambda node: _all(node.items, _is_argument)),
     "aten.Operator": (aten_op.Operator, _check_operator),
 }
-"""By tag: the class of a node, and what must hold of one that was read."""
+"""The class of the nodes of each tag, and the check that a node must pass after it was read."""
 
 _TAGS: dict[type, str] = {kind: tag for tag, (kind, _) in _CHECKS.items()}
 _STRUCTURES = tuple(kind for kind in _TAGS if kind.__module__ == pytree.__name__)

@@ -32,14 +32,14 @@ FORMAT = "ort_zero.export"
 VERSION = 2
 KEY = "ort_zero.ortmodule.cache_dir"
 LIMIT = 2 << 30
-"""Bytes that the files of one folder may take together."""
+"""Maximum number of bytes that the files of one folder take together."""
 
 _HEADER = "entry.json"
 _LONGEST_HEADER = 256 << 20
 _LOOKED_AT = 50
-"""Entries whose headers are read to say why there is no hit."""
+"""Maximum number of entries whose headers are read to say why there is no hit."""
 _FORGOTTEN = 3600
-"""Seconds after which a temporary file belongs to a process that was killed."""
+"""Age in seconds from which a temporary file belongs to a process that was killed."""
 _OURS = re.compile(r"[\w.-]+\.[0-9a-f]{32}\.(?:graph|session)")
 _TEMPORARY = re.compile(r"\.ort_zero-.+\.tmp")
 _BLOB = b"ort_zero.session 1 "
@@ -47,21 +47,21 @@ _BLOB = b"ort_zero.session 1 "
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """An entry that is as good as a new export."""
+    """The result of a successful lookup: an entry that is as good as a new export."""
 
     path: Path
     meta: dict[str, Any]
     blobs: dict[str, bytes]
     compared: str
-    """What was compared: ``"the same model, packages, options, inputs, model code"``."""
+    """The criteria that were compared, for messages: ``"the same model, packages, options, inputs, model code"``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Missed:
-    """There is no such entry."""
+    """The result of a lookup that found no entry, with the reason."""
 
     why: str
-    """``"packages differ: torch 2.12.0 -> 2.13.0"``."""
+    """The reason of the miss, such as ``"packages differ: torch 2.12.0 -> 2.13.0"``."""
 
 
 class _Unusable(Exception):
@@ -296,7 +296,7 @@ def _verb(name: str) -> str:
 
 
 def _touch(path: Path) -> None:
-    """Note the use of an entry."""
+    """Set the time of an entry's last use to now."""
     with contextlib.suppress(OSError):
         os.utime(path)
 
@@ -310,7 +310,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _packed(header: dict, blobs: Mapping[str, bytes]) -> list[memoryview]:
-    """Return the bytes of an entry."""
+    """Return the content of an entry's file, in parts."""
     text = json.dumps(header).encode()
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:

@@ -17,13 +17,13 @@ class Action(str, enum.Enum):
     """What a call does about the graph before it runs."""
 
     REUSE = "reuse"
-    """Nothing: the graph of the last call fits."""
+    """Run the graph of the last call, which fits."""
     SWITCH = "switch"
-    """Another graph, which is ready, takes its place."""
+    """Run another graph, which is ready, in its place."""
     REPROCESS = "re-process"
-    """A new gradient graph and session from a module that has been exported."""
+    """Build a new gradient graph and session from a module that has been exported."""
     EXPORT = "export"
-    """A new graph from a new export of the module, or from the export cache."""
+    """Build a new graph from a new export of the module, or from the export cache."""
 
     @property
     def builds(self) -> bool:
@@ -49,7 +49,7 @@ class ModelVersion:
     changes: tuple[str, ...] = ()
     """Descriptions of the changes that led to this number."""
     modes: bytes = b""
-    """``training`` of each submodule, in the order of ``modules()``."""
+    """The flag ``training`` of each submodule, one byte each, in the order of ``modules()``."""
 
     def same_code(self, other: ModelVersion) -> bool:
         """Return whether a trace of the one is a trace of the other."""
@@ -58,7 +58,7 @@ class ModelVersion:
 
 @dataclass(frozen=True, slots=True)
 class ExportKey:
-    """What an exported model depends on."""
+    """The properties of a call that an exported model depends on."""
 
     structure: tuple
     """Pytree structure of the arguments, with the constants among them; see
@@ -80,12 +80,12 @@ class ExportKey:
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """What the gradient graph and the session depend on besides the exported model."""
+    """The properties of a call that the gradient graph and the session depend on besides the exported model."""
 
     frozen: tuple[str, ...] = ()
     """Names of the parameters that do not require grad; empty for inference."""
     inputs: tuple[str, ...] = ()
-    """Names of the arguments that do; empty for inference."""
+    """Names of the arguments that require grad; empty for inference."""
     memory_plan: str = ""
     """The recomputation that the configuration asks for; empty for none."""
     deterministic: bool = False
@@ -105,11 +105,11 @@ class KnownGraph:
     """A graph that is ready to run."""
 
     number: int
-    """Counts the graphs of one model, from 1."""
+    """Number of the graph among those of its model, from 1."""
     export: ExportKey
     process: ProcessKey
     differentiable: frozenset[str] = frozenset()
-    """Arguments that the exported model has a gradient for; PyTorch has none for some."""
+    """Names of the arguments that the exported model has a gradient for; PyTorch has none for some."""
 
     def exported_for(self, observed: Observed) -> bool:
         """Return whether the exported model serves a call, possibly with another gradient graph."""
@@ -124,13 +124,13 @@ class Graphs:
 
     @property
     def current(self) -> KnownGraph | None:
-        """The graph of the last call."""
+        """The graph of the last call; None before the first call."""
         return self.known[0] if self.known else None
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What a call does about the graph, and why."""
+    """The action of a call on the graph, with the reasons for it."""
 
     action: Action
     reasons: tuple[str, ...] = ()
@@ -138,19 +138,19 @@ class Transition:
     graph: int | None = None
     """Number of the known graph to run, or (re-process) whose exported model is used."""
     forced: bool = False
-    """The graph that was decided for did not hold when it ran, or could not be built."""
+    """True if the graph that was decided for did not hold when it ran, or could not be built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedModelInfo:
-    """What the export of a module gave."""
+    """The result of exporting a module."""
 
     module_forward_output_schema: Any
     """Pytree structure of what the module returns."""
     onnx_graph_input_names: tuple[str, ...]
     """Arguments, parameters and buffers that the graph reads, in the order of its inputs."""
     onnx_graph_input_names_user_defined: tuple[str, ...]
-    """Those of them that are arguments of the module."""
+    """Names of those inputs that are arguments of the module."""
     dynamic_axes_map: Mapping[str, Mapping[int, str]]
     """Name of each dynamic axis of each argument."""
     exported_model: bytes
@@ -164,7 +164,7 @@ class PostExportProcessedModelInfo:
     onnx_graph_input_names: tuple[str, ...]
     """Inputs of the graph that runs, in its order."""
     onnx_graph_input_names_require_grad: tuple[str, ...]
-    """Those whose gradient the gradient graph computes, parameters included."""
+    """Names of the inputs whose gradient the gradient graph computes, parameters included."""
     onnx_graph_input_names_user_defined: tuple[str, ...]
     onnx_graph_input_names_require_grad_user_defined: tuple[str, ...]
     dynamic_axes_map: Mapping[str, Mapping[int, str]]

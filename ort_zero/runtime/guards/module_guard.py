@@ -19,14 +19,14 @@ from ort_zero.compat.torch_modules import parameter_table, submodule_table
 from ort_zero.runtime.guards.keys import ModelVersion
 
 MOST_CHANGES = 5
-"""Changes of one call that are described one by one."""
+"""Maximum number of changes in one call that are described one by one."""
 _TRAINING = operator.itemgetter("training")
 _DTYPE = operator.attrgetter("dtype")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _CONTAINERS = (
     torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict
 )  # fmt: skip
-"""Modules that may be filled later."""
+"""Classes of modules that may be filled after they are made."""
 
 
 class ModuleGuard:
@@ -87,7 +87,7 @@ class ModuleGuard:
 
     @property
     def device(self) -> torch.device:
-        """Where the module is now; engines move it after it is wrapped."""
+        """Device on which the module is now; engines move it after it is wrapped."""
         return self._tensors[0].device if self._tensors else torch.device("cpu")
 
     def _unchanged(self) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 from ort_zero.compat.tracing import ValueReadError
 
 MOST_FAILURES = 3
-"""A graph is exported again this many times because one value changed; then its module runs in PyTorch."""
+"""Number of times that a graph is exported again because one value changed, before its module runs in PyTorch
+instead."""
 
 
 def first_failed(guards: Sequence[tuple[list, ValueReadError]], values: Sequence[Any]) -> int | None:

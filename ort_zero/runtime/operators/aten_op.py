@@ -27,7 +27,8 @@ class Tensor:
 
     index: int
     kind: str = "real"
-    """``"complex"`` for pairs of numbers; ``"bool"``, which ORT hands over as bytes."""
+    """Kind of the elements: ``"real"``; ``"complex"`` for pairs of numbers; ``"bool"``, which ORT hands over as
+    bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,11 @@ class Operator:
     """One ATen operator (or one that a package registered) with all that does not come from the graph."""
 
     name: str
-    """With its namespace: ``"aten::cumprod"``."""
+    """Name of the operator with its namespace, such as ``"aten::cumprod"``."""
     overload: str
     """Name of the overload, empty for the default one."""
     arguments: tuple
-    """(name or None, argument) pairs; those with a name are given by name."""
+    """Pairs (name, argument); the name is None for an argument that is given by position."""
 
     @property
     def function_name(self) -> str:

@@ -18,7 +18,7 @@ from ort_zero.runtime.operators.fallback_table import IN_TORCH, WITHOUT_GRADIENT
 _NO_KERNEL = re.compile(r"Could not find an implementation for (?P<operator>\w+)\(")
 _NO_GRADIENT = re.compile(r"gradient builder has not been registered: (?P<operator>\w+)")
 _GRADIENT_OF = {"Cos": ("Sin",), "Sin": ("Cos",), "Sign": ("Abs",), "Exp": ("Erf", "Gelu"), "Pow": ("Sqrt",)}
-"""Operators in gradients to those whose gradients they are."""
+"""For operators in gradient graphs, the operators whose gradients they may belong to."""
 
 
 class FallbackPolicy:
@@ -33,11 +33,11 @@ class FallbackPolicy:
     def __init__(self, training: bool, register: Callable[[str, type], None]):
         self.training = training
         self.reasons: dict[str, str] = {}
-        """Name of each operator that runs in PyTorch, and why."""
+        """The reason why an operator runs in PyTorch, by the operator's name."""
         self._register = register
         self._sizes: list[list[int | None]] = []
         self._learned: dict[str, str] = {}
-        """ONNX operators to avoid, each with the reason."""
+        """The reason why an ONNX operator is to be avoided, by the operator's name."""
 
     def learn(self, message: str) -> bool:
         """Avoid the ONNX operator that ORT's error `message` names; return False if it names none, or none new."""

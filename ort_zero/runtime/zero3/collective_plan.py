@@ -28,7 +28,8 @@ from ort_zero.runtime.zero3.gradient_memory import gradients_with_own_memory
 from ort_zero.runtime.zero3.graph_analysis import GraphAnalysis, analyse
 
 MAX_LEVEL_DISTANCE = 8
-"""Uses of a weight within so many levels share one gather; a farther use gathers again, so nothing is kept between."""
+"""Maximum distance in levels of uses of a weight that share one gather; a farther use gathers again, so nothing is kept
+between."""
 
 
 class Phase(enum.Enum):
@@ -44,9 +45,9 @@ class Weight:
 
     name: str
     shape: tuple[int, ...]
-    """Full shape, not the partition's."""
+    """Shape of the full weight, not of its partition."""
     elem_type: int
-    """ONNX element type."""
+    """Element type by its number in ONNX."""
     trainable: bool = True
 
     @property
@@ -62,7 +63,7 @@ class Gather:
     phase: Phase
     weights: tuple[str, ...]
     anchor: str | None
-    """Activation that must exist before the gather runs; None: at the start."""
+    """Name of the activation that must exist before the gather runs; None for a gather at the start."""
     readers: tuple[tuple[str, ...], ...]
     """For each weight the keys (see :func:`~ort_zero.onnx_edit.topology.node_key`) of the nodes that read it, or
     something computed from weights only."""
@@ -76,7 +77,8 @@ class Reduce:
     weights: tuple[str, ...]
     gradients: tuple[str, ...]
     after: tuple[str, ...] = ()
-    """Values that must exist before: what is still to be computed from the weights, which a hook may change."""
+    """Names of values that must exist before the reduce runs: what is still to be computed from the weights, which a
+    hook may change."""
 
 
 Event = Gather | Reduce
@@ -91,7 +93,8 @@ class CollectivePlan:
     gathers_weights: bool = True
     """Whether the weights are partitioned, so that they stop being graph inputs, be they gathered anywhere or not."""
     own_memory: frozenset[str] = frozenset()
-    """Gradients that share their memory with no other value of the graph: the parameter may keep it."""
+    """Names of gradients that share their memory with no other value of the graph, so that the parameter may keep
+    it."""
 
     def gathers(self, phase: Phase | None = None) -> list[tuple[int, Gather]]:
         """Return (index, gather) in order, of one phase or of both."""
@@ -100,7 +103,7 @@ class CollectivePlan:
         ]
 
     def reduces(self) -> list[tuple[int, Reduce]]:
-        """Return (index, reduce) in order."""
+        """Return the pairs (index, reduce) in execution order."""
         return [(i, e) for i, e in enumerate(self.events) if isinstance(e, Reduce)]
 
     def digest(self) -> str:
@@ -203,7 +206,7 @@ class _Use:
     """Nodes of one phase, near each other, that read one weight."""
 
     level: int
-    """Of the first reader."""
+    """Level of the first reader."""
     weight: str
     readers: list[str]
     """Keys of the nodes, the first to run first."""

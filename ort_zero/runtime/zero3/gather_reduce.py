@@ -24,21 +24,21 @@ from ort_zero.runtime.zero3.node_names import GATHER_FUNCTION, REDUCE_FUNCTION
 from ort_zero.runtime.zero3.parameter_store import GradientStore, ParameterStore
 
 BUCKET_ELEMENTS = 1 << 20
-"""Small gathers that are started ahead share one collective of at most so many elements; a larger one has its own."""
+"""Maximum number of elements of a collective that small gathers started ahead share; a larger gather has its own."""
 
 executors: weakref.WeakValueDictionary[int, CollectiveExecutor] = weakref.WeakValueDictionary()
-"""Those that some graph still holds, by their number."""
+"""The executors that some graph still holds, by their number."""
 _numbers = itertools.count()
 
 
 @dataclass(slots=True)
 class Counters:
-    """What an executor has done since it was made."""
+    """Counts of what an executor has done since it was made."""
 
     gathers: int = 0
     gathered_elements: int = 0
     waits: int = 0
-    """Gathers that no prefetch had started."""
+    """Number of gathers that no prefetch had started."""
     reduces: int = 0
 
 
@@ -87,9 +87,10 @@ class CollectiveExecutor:
         self.prefetch_elements = prefetch_elements
         self.counters = Counters()
         self.error: BaseException | None = None
-        """What a node has raised; ORT passes on its text only."""
+        """The exception that a node has raised, of which ORT passes on the text only."""
         self.weights_read_in_torch: frozenset[str] = frozenset()
-        """Weights that nodes read which run in PyTorch, and may want again in their backward."""
+        """Names of the weights that are read by nodes that run in PyTorch, and that these may need again in their
+        backward."""
         self.sums = sums or GradientSums()
         self._parameters = [[parameters[name] for name in event.weights] for event in plan.events]
         self._reduced = {name: parameters[name] for _, event in plan.reduces() for name in event.weights}
@@ -98,8 +99,8 @@ class CollectiveExecutor:
         self._sequence = {phase: [i for i, _ in plan.gathers(phase)] for phase in Phase}
         self._position = {i: (seq, at) for seq in self._sequence.values() for at, i in enumerate(seq)}
         self.ahead: dict[int, tuple[StartedGather | None, list[Any]]] = {}
-        """By index of an event that is still to come: what was started for it, and the parameters that it will have to
-        release; None if all of those are kept from an earlier event."""
+        """For each event to come, by its index: the gather that was started for it, and the parameters that it will
+        have to release; the gather is None if all of those are kept from an earlier event."""
         executors[self.number] = self
 
     def new_trigger(self, device: Any) -> torch.Tensor:
@@ -304,7 +305,7 @@ class GatherFunction(torch.autograd.Function):
 
 
 class ReduceFunction(torch.autograd.Function):
-    """Runs the reduce nodes."""
+    """The autograd Function that runs the reduce nodes."""
 
     @staticmethod
     def forward(ctx, executor, index, token, *gradients):

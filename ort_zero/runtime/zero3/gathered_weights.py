@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _MOST = 4096
-"""Weights that are remembered before those that ORT has let go of are forgotten."""
+"""Number of remembered weights above which those that ORT has let go of are forgotten."""
 
 Gather = Callable[[Sequence[Any]], tuple[torch.Tensor, ...]]
 """Gathers parameters and returns their full weights; all ranks must call it."""
@@ -26,7 +26,7 @@ class GatheredWeight:
     """A gathered weight that ORT holds."""
 
     gather: weakref.WeakMethod
-    """See :data:`Gather`."""
+    """The method that gathers the weight again, see :data:`Gather`."""
     parameter: weakref.ref
     storage: StorageWeakRef
     sample: tuple
@@ -44,7 +44,7 @@ class GatheredWeight:
 
 
 _weights: dict[int, GatheredWeight] = {}
-"""By the address of their first element: the weights of one collective share a storage."""
+"""The remembered weights by the address of their first element: the weights of one collective share a storage."""
 
 
 def remember(weight: torch.Tensor, parameter: Any, gather: Gather) -> None:

@@ -15,16 +15,17 @@ OPAQUE_OPERATORS = frozenset(("YieldOp", "PythonOp", "PythonOpGrad"))
 
 @dataclass(frozen=True, slots=True)
 class GraphAnalysis:
-    """What is known of each node and value before anything is decided."""
+    """Facts about each node and value of a graph, found before anything is decided."""
 
     order: list[onnx.NodeProto]
     """The nodes in a topological order."""
     node_level: dict[str, int]
-    """By :func:`~ort_zero.onnx_edit.topology.node_key`: nodes on the longest path from the graph's inputs."""
+    """Level of each node by its :func:`~ort_zero.onnx_edit.topology.node_key`: the number of nodes on the longest path
+    from the graph's inputs."""
     value_level: dict[str, int]
     """Level of the node that produces the value; graph inputs and initializers are missing (level 0)."""
     backward: set[str]
-    """Values that exist only after the forward's outputs were handed to the user."""
+    """Names of the values that exist only after the forward's outputs were handed to the user."""
     constant: set[str]
     """Values that are the same in each run: initializers, shapes of weights, and what is computed from such values."""
     source_weights: dict[str, frozenset[str]]

@@ -106,7 +106,7 @@ class _WeightUses:
         self._cloned: dict[tuple, str] = {}
         self.clones: list[onnx.NodeProto] = []
         self.infos: list[onnx.ValueInfoProto] = []
-        """Types of what the clones produce."""
+        """Types of the values that the clones produce."""
         self.initializers: list[onnx.TensorProto] = []
         """Shapes of weights, which nodes of the graph have read from the weights."""
         self.nodes = self._renamed(_gathered_for(plan)) if plan.gathers_weights else list(analysis.order)
@@ -204,7 +204,7 @@ class _CollectiveNodes:
         self._types = value_types(graph)
         self.nodes: list[onnx.NodeProto] = []
         self.infos: list[onnx.ValueInfoProto] = []
-        """Types of what the nodes produce."""
+        """Types of the values that the nodes produce."""
         self._existence: dict[str, str] = {}
         for index, event in enumerate(plan.events):
             if isinstance(event, Gather):

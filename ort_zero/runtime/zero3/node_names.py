@@ -10,7 +10,7 @@ TRIGGER = "ort_zero_trigger"
 GATHER_FUNCTION = "ort_zero::gather"
 """Name under which ORT finds the autograd Function of the gather nodes."""
 REDUCE_FUNCTION = "ort_zero::reduce"
-"""The same for the reduce nodes."""
+"""Name under which ORT finds the autograd Function of the reduce nodes."""
 
 _PREFIX = "ort_zero_"
 

@@ -23,11 +23,11 @@ class CollectedStep:
     def __init__(self, number: int, rows: int = 128):
         self.number = number
         self.columns: list[tuple] = []
-        """Of each row what is no number, in the order of :data:`_COLUMNS`."""
+        """The columns of each row that are no statistics, in the order of :data:`_COLUMNS`."""
         self.raw = np.zeros((rows, WIDTH))
         self.used = 0
         self.sources: list[tuple[int, int]] = []
-        """Rows that refer to another, and the order of that one."""
+        """Pairs of a row that refers to another one, and the order of that one."""
         self.by_order: dict[int, int] = {}
         self.with_gradient: set[tuple[int, int]] = set()
         self.awaits_gradients = False

@@ -107,7 +107,7 @@ class _Mark:
     """A mark that was taken out of a graph."""
 
     number: tuple[int, int]
-    """Number of the :class:`~.reader_marks.GraphReaders`, and that of the mark among its marks."""
+    """Number of the :class:`~.reader_marks.GraphReaders`, and number of the mark among its marks."""
     value: str
     """Name of the value that was marked."""
     gradient: str
@@ -119,11 +119,11 @@ class _WithoutMarks:
     """A graph without its marks."""
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
-    """The nodes that stay, in their order."""
+    """The nodes that stay in the graph, in their order."""
     marks: list[_Mark] = field(default_factory=list)
-    """In the order of their nodes."""
+    """The marks that were taken out, in the order of their nodes."""
     same: dict[str, str] = field(default_factory=dict)
-    """Names that a mark gave to a value, and the value's own name."""
+    """For each name that a mark gave to a value, the value's own name."""
     end_of_forward: str | None = None
     """The result of the graph that depends on all readers of the forward."""
 

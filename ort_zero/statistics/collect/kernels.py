@@ -45,7 +45,7 @@ Kernel = Callable[[np.ndarray, int, np.ndarray, np.ndarray, bool, bool], None]
 within its tensor, to a row. `begins` clears the row before; `ends` turns its sums into statistics."""
 
 TABLE_32 = TABLE.astype(np.float32).reshape(-1)
-"""The signs within a block, as the kernels take them."""
+"""The signs within a block, float32 and flat as the kernels take them."""
 _ONE = np.uint64(1)
 _mixed = numba.njit(nogil=True)(splitmix64)
 

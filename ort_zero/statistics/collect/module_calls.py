@@ -18,14 +18,14 @@ class ModuleCall:
     """One call of one module."""
 
     number: int
-    """From 0 within the step; the root's is 0."""
+    """Number of the call within the step, from 0; the root's call is 0."""
     caller: int
     """Number of the call within which it happens, -1 for the root."""
     module_ref: weakref.ref[Module]
     path: str
-    """From the root, without the names that wrappers add; empty for the root."""
+    """Path of the module from the root, without the names that wrappers add; empty for the root."""
     occurrence: int
-    """1 for the module's first call in the step."""
+    """Number of the call among those of the module in the step, from 1."""
 
     @property
     def module(self) -> Module | None:
@@ -38,12 +38,13 @@ class TensorSlot:
     """The position of one tensor among the inputs and outputs of a module call."""
 
     order: int
-    """From 0 within the step, as the code reaches the tensors."""
+    """Number of the tensor within the step, from 0, in the order in which the code reaches the tensors."""
     call: ModuleCall
     kind: str
-    """``"input"``, ``"output"`` or ``"inspect"``."""
+    """Kind of the tensor: ``"input"``, ``"output"`` or ``"inspect"``."""
     name: str
-    """Which of them: ``""`` for a single one, ``"[0]"``, ``".logits"``; the name given to ``inspect_activation``."""
+    """Name of the tensor among those of its kind: ``""`` for a single one, ``"[0]"``, ``".logits"``; the name given to
+    ``inspect_activation``."""
     source: int
     """Order of the slot where this very tensor was seen first, -1 if it is here."""
 

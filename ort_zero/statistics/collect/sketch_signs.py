@@ -18,7 +18,8 @@ import numpy as np
 from ort_zero.statistics.records import SKETCH
 
 BLOCK = 4096
-"""Elements whose signs in the sketch are a table's; few enough that they and the table stay in the L1 cache."""
+"""Number of elements whose signs in the sketch come from a table; few enough that they and the table stay in the L1
+cache."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)

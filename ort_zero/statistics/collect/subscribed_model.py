@@ -62,13 +62,13 @@ class SubscribedModel:
         self._root = weakref.ref(root)
         self.subscribers: tuple[SubscriberBase, ...] = ()
         self.active: tuple[SubscriberBase, ...] = ()
-        """Those that act in the step that runs."""
+        """The subscribers that act in the step that runs."""
         self._for_gradients: tuple[SubscriberBase, ...] = ()
-        """Those of them that act on gradients."""
+        """The active subscribers that act on gradients."""
         self.step = -1
         """The step that runs, or that ran last."""
         self.backend = "torch"
-        """What runs the step: ``"torch"`` or ``"onnxruntime"``."""
+        """The backend that runs the step: ``"torch"`` or ``"onnxruntime"``."""
         self.calls = CallTracker(root)
         self._handles: list[RemovableHandle] = []
 

@@ -26,7 +26,7 @@ from ort_zero.statistics.records import Phase
 from ort_zero.statistics.run_folder import rank_name
 
 _MOST_PENDING = 8
-"""Steps that may wait for their backward."""
+"""Maximum number of steps that wait for their backward."""
 
 
 class StatisticsSubscriber(SubscriberBase):
@@ -67,7 +67,7 @@ class StatisticsSubscriber(SubscriberBase):
         self._pending: list[CollectedStep] = []
         self._rows = 128
         self._gradient_handles: dict[int, Any] = {}
-        """By the parameter's number; one may be unfrozen in mid-training."""
+        """Handles of the gradients' hooks by the parameter's number; a parameter may be unfrozen in mid-training."""
         if start_step < 0 or (end_step is not None and end_step <= start_step):
             raise StatisticsError(f"start_step {start_step}, end_step {end_step}: no step is between them")
         if bucket_size < 1:

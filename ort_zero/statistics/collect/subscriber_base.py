@@ -20,7 +20,7 @@ class SubscriberBase:
     start_step: int = 0
     """The first step in which the actions run; the first step of a model is 0."""
     end_step: int | None = None
-    """The step before which they stop; None: never."""
+    """The step before which the actions stop; None for never."""
 
     def is_active(self, step: int) -> bool:
         """Return True if the actions run in `step`."""

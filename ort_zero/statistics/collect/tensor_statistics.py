@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from ort_zero.statistics.collect.kernels import Kernel
 
 BUCKET = 1 << 22
-"""Elements of a tensor that may be copied at a time, unless the caller says otherwise."""
+"""Maximum number of elements of a tensor that are copied at a time, unless the caller says otherwise."""
 _CHUNK = 1 << 16
-"""Elements converted or made contiguous at a time: they stay in the L2 cache until they are measured."""
+"""Number of elements converted or made contiguous at a time: they stay in the L2 cache until they are measured."""
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _kernels: dict[torch.dtype, Kernel] = {}
 _table: np.ndarray = np.zeros(0, np.float32)

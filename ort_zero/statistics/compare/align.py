@@ -23,7 +23,7 @@ class Pairs:
     row_a: np.ndarray
     row_b: np.ndarray
     measured_a: np.ndarray
-    """Rows with the statistics, -1 without."""
+    """For each pair the row of the first table that has the statistics, -1 without."""
     measured_b: np.ndarray
     own: np.ndarray
     """True where the value came into being here; False where both runs refer to one and the same earlier pair."""

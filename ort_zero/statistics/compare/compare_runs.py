@@ -29,7 +29,8 @@ from ort_zero.statistics.reader import Run, open_run
 
 MOST_DIFFERENCES = 1000
 MOST_STEPS = 12
-"""Steps whose errors are kept for the report; three of them are the first divergence's step and its neighbours."""
+"""Maximum number of steps whose errors are kept for the report; three of them are the first divergence's step and its
+neighbours."""
 
 
 def compare(
@@ -87,7 +88,7 @@ class _Result:
         self.pair = -1
         """Number of the pair behind the first divergence."""
         self.parameter_error = 0.0
-        """Of the parameters as the runs diverged: what comes later is their consequence."""
+        """Relative error of the parameters as the runs diverged: what comes later is its consequence."""
         self.records = 0
         self.counts: Counter[str] = Counter()
         self.differences: list[Difference] = []
@@ -96,7 +97,7 @@ class _Result:
         self.series: dict[int, list[Series]] = {}
         self._planned = _evenly_spaced(steps)
         self._last: list[StepComparison] = []
-        """The step before, without sketches."""
+        """The comparisons of the step before, without sketches."""
 
     def add(self, compared: list[StepComparison], ranks: list[RankComparison]) -> None:
         """Take in one step of all ranks."""

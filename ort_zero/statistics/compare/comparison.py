@@ -23,9 +23,9 @@ class Difference:
     module: str
     occurrence: int
     tensor: str
-    """Kind, slot: ``"output[0]"``, ``"input.hidden_states"``, ``"weight"``."""
+    """Kind and slot of the tensor, or a parameter's name: ``"output[0]"``, ``"input.hidden_states"``, ``"weight"``."""
     kind: str
-    """One of :data:`KINDS`."""
+    """Kind of the difference, one of :data:`KINDS`."""
     error: float
     """l2 norm of the difference, relative to the larger of the two tensors' (NaN where it has none)."""
     tolerance: float
@@ -42,7 +42,7 @@ class FirstDivergence:
 
     same: bool
     module: str = ""
-    """The module that adds the error; empty for the root."""
+    """Path of the module that adds the error; empty for the root."""
     occurrence: int = 1
     direction: str = ""
     """``"forward"``, ``"backward"``, ``"input"`` (the model was given other data) or ``"update"`` (parameters changed
@@ -61,35 +61,35 @@ class Series:
     rank: int
     phase: Phase
     modules: list[str]
-    """With ``#2`` and so on where a module is called several times."""
+    """Path of each record's module, with ``#2`` and so on where a module is called several times."""
     tensors: list[str]
     errors: list[float]
     tolerances: list[float]
     kinds: list[str]
-    """Empty string where the record does not differ."""
+    """Kind of each record's difference; an empty string where the record does not differ."""
     a: list[Mapping[str, Any] | None]
     b: list[Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two runs side by side."""
+    """The result of comparing two runs."""
 
     a: RunInfo
     b: RunInfo
     rtol: str
-    """``"auto"`` or the number given."""
+    """Relative tolerance: ``"auto"`` or the number given."""
     verdict: FirstDivergence
-    """Named as in the output of ``--json``."""
+    """The first divergence of the runs, under its name in the output of ``--json``."""
     steps: tuple[int, ...]
     """Steps that both runs have, and that were compared."""
     records: int
-    """How many pairs of records were compared."""
+    """Number of pairs of records that were compared."""
     counts: Mapping[str, int]
-    """How many records differ, by kind."""
+    """Number of records that differ, by kind of difference."""
     differences: list[Difference]
-    """The first ones in execution order, at most 1,000."""
+    """The first differences in execution order, at most 1,000."""
     notes: list[str] = field(default_factory=list)
-    """What a reader should know: records that only one run has without consequences, ranks left out, cut files."""
+    """Remarks for the reader: records that only one run has without consequences, ranks left out, cut files."""
     series: list[Series] = field(default_factory=list)
-    """For the report: at most a dozen steps, the ones around the first divergence first."""
+    """Errors of at most a dozen steps for the report, those around the first divergence first."""

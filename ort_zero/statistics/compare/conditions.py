@@ -16,17 +16,18 @@ LEAF = 12.0
 COMPOUND = 64.0
 """Amplification by code between children: several operators, among them softmax of large scores."""
 LATER = 8.0
-"""Times the limit once parameters were trained apart: what is wrong from the start was found there, and values that
+"""Factor on the limit once parameters were trained apart: what is wrong from the start was found there, and values that
 vanish, as behind many normalizations, amplify what the parameters brought."""
 BACKWARD = 16.0
 PARAMETER_GRADIENT = 8.0
 _LARGE_INPUT = 8.0
-"""exp and the like amplify relative errors by their input's size; smaller inputs are covered by :data:`LEAF`."""
+"""Size of inputs above which they count: exp and the like amplify relative errors by it; smaller inputs are covered by
+:data:`LEAF`."""
 _LARGEST_NORM = 1e30
-"""What is larger is no value that is computed with: the smallest number of a dtype as a mask."""
+"""Norm from which a value is none that is computed with, such as the smallest number of a dtype as a mask."""
 _LARGEST_OFFSET = 1e3
 CANCELLATION = 8.0
-"""A linear layer with small weights makes values so many times smaller without any cancellation."""
+"""Factor by which a linear layer with small weights makes values smaller without any cancellation."""
 _SOME_ZEROS = 0.005
 """Share of zeros in a gradient from which a ReLU or a maximum is assumed."""
 
@@ -45,7 +46,7 @@ class _Step:
     Errors are relative to it: nothing in place of something is no rounding error.
     """
     elements: np.ndarray
-    """How many elements the norms are of."""
+    """Number of elements that the norms cover."""
     usable: np.ndarray
     """False where the size of a value has no meaning."""
     bare: np.ndarray

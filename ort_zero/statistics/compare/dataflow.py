@@ -18,7 +18,8 @@ from ort_zero.statistics.compare.layout import INPUT, INSPECT, OUTPUT
 from ort_zero.statistics.records import Phase
 
 _STRIDE = 16.0
-"""More than any error: running maxima of all frames are taken at once by lifting each frame above the one before."""
+"""Distance between the values of neighbouring frames, larger than any error: running maxima of all frames are taken at
+once by lifting each frame above the one before."""
 _MOST_SIBLINGS = 8
 
 
@@ -81,7 +82,7 @@ class FurtherOutputs:
 
     pair: np.ndarray
     last: np.ndarray
-    """For each the number of entries of ``Dataflow.computed_first`` up to the last one of its call."""
+    """For each output the number of entries of ``Dataflow.computed_first`` up to the last one of its call."""
     siblings: np.ndarray
     """[n, 2]: outputs of one call, of which the second may be computed from the first or the other way round."""
 
@@ -101,24 +102,24 @@ class Dataflow:
 
     pairs: Pairs
     frames: int
-    """How many frames there are."""
+    """Number of frames in the step."""
     forward: np.ndarray
-    """Pairs of the forward phase, by time."""
+    """Pairs of the forward phase, in the order of time."""
     order: np.ndarray
     """Order of each pair of the forward phase among the records of the phase."""
     frame: np.ndarray
     """For each pair of the forward phase the frame whose code computed it; -1 for the model's own inputs."""
     frame_of_call: dict[int, int]
     known: FrameEntries
-    """What a frame knows: its inputs, children's outputs, what it computed."""
+    """The values that a frame knows: its inputs, children's outputs, what it computed."""
     computed: FrameEntries
-    """What a frame computed: inputs of children, and its outputs, as far as they are new."""
+    """The values that a frame computed: inputs of children, and its outputs, as far as they are new."""
     computed_first: FrameEntries
-    """The same without further outputs."""
+    """The values that a frame computed, without further outputs."""
     uses: Uses
     """Every tensor in each frame where it can be used, with `after` among :attr:`computed`."""
     passed: Uses
-    """What frames computed and passed to children, with `after` among :attr:`computed_first`."""
+    """The values that frames computed and passed to children, with `after` among :attr:`computed_first`."""
     returned: np.ndarray
     """Pairs that the model returns."""
     further: FurtherOutputs

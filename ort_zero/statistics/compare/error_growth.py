@@ -14,9 +14,10 @@ from ort_zero.statistics.records import Phase
 UNKNOWN_ERROR = 1e-2
 """Error of parameters at later steps where they were not collected, or not the same samples of them."""
 UNSEEN = 4.0
-"""Adam turns a gradient that is nothing but noise into a whole step. Where gradients agree to a fraction x, about that
-share of the elements does so: the changes of a parameter then differ by about sqrt(x) of their size, in so few elements
-that a sample may have none of them. So many times that is assumed."""
+"""Factor on sqrt(x) in the relative error that is assumed of the changes of parameters outside of the samples, where
+gradients agree to a fraction x. Adam turns a gradient that is nothing but noise into a whole step, and about the
+share x of the elements has such a gradient: the changes of a parameter then differ by about sqrt(x) of their size,
+in so few elements that a sample may have none of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,14 +26,14 @@ class PreviousStep:
 
     step: int
     sketch_a: np.ndarray
-    """Of the pairs that are parameters."""
+    """Sketches of the pairs that are parameters in the first run, float64 [pairs, SKETCH]."""
     sketch_b: np.ndarray
     gradient_errors: np.ndarray
-    """Of the same pairs; the median where there is no gradient."""
+    """Relative error of the gradient of each of these pairs; the median where there is no gradient."""
     gradient_error: float
-    """Median over gradients; NaN if there are none."""
+    """Median of the gradients' relative errors; NaN if there are no gradients."""
     unseen: np.ndarray
-    """What may have come apart outside the samples, as norms."""
+    """Norms of the differences that may have come about outside of the samples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,11 +41,12 @@ class ErrorGrowth:
     """How far the parameters of two runs are apart as a step begins, as relative errors."""
 
     total: float
-    """Of all parameters together."""
+    """Relative error of all parameters together."""
     of_frames: np.ndarray
-    """For each frame: what its own parameters bring, at least the total (tied parameters have one owner alone)."""
+    """Relative error that each frame's own parameters bring, at least the total (tied parameters have one owner
+    alone)."""
     unseen: np.ndarray
-    """See :class:`PreviousStep`."""
+    """Norms of differences outside of the samples, see :class:`PreviousStep`."""
 
 
 def remember(tables: PairedTables, found: Distances, growth: ErrorGrowth) -> PreviousStep:

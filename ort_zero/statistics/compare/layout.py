@@ -30,7 +30,7 @@ class Layout:
     keys: list[Key]
     kind: np.ndarray
     measured: np.ndarray
-    """The row that has each row's statistics; -1 if there is none."""
+    """For each row the row that has its statistics; -1 if there is none."""
     sequence: np.ndarray
     """All rows in the order in which the values came into being."""
     gradient: np.ndarray

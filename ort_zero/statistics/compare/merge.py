@@ -30,7 +30,7 @@ class MergeReport:
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
     records: int
-    """Lines of the summary."""
+    """Number of lines of the summary."""
     only_pt: int
     only_ort: int
     files: int

@@ -25,7 +25,7 @@ class MergedRecord:
     rows: tuple[int | None, int | None]
     numbers: list[tuple | None]
     differences: tuple | None
-    """Of each number, relative to the larger one; None where a side has none."""
+    """Differences of the numbers, each relative to the larger one; None where a side has none."""
     error: float | None
     """l2 norm of the tensors' difference, estimated, relative to the larger norm; None where shapes differ."""
     same_as: str

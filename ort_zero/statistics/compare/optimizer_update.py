@@ -15,11 +15,12 @@ from ort_zero.statistics.compare.wording import full_name
 MOST_UPDATES = 0.5
 """Share of parameters that must have changed differently for the optimizer to be named."""
 UPDATE_GAP = 0.03
-"""Smallest relative difference of updates that counts; times of :data:`UPDATE_SPREAD` where gradients differ."""
+"""Smallest relative difference of updates that counts; where gradients differ, :data:`UPDATE_SPREAD` raises it."""
 UPDATE_SPREAD = 30.0
-"""See :data:`~.error_growth.UNSEEN`: times sqrt(x) the changes may differ."""
+"""Factor on sqrt(x), by which changes of parameters may differ where gradients agree to a fraction x; see
+:data:`~.error_growth.UNSEEN`."""
 GRADIENTS_AGREE = 1e3
-"""Epsilons of the median gradient error up to which gradients agree."""
+"""Maximum median gradient error, in epsilons, with which gradients count as equal."""
 
 
 def find_update_divergence(previous: PreviousStep | None, step: StepComparison) -> tuple[FirstDivergence, int] | None:

@@ -12,18 +12,19 @@ from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import SKETCH, Phase
 
 ISOLATED = 8
-"""So many numbers of a sketch may be off because of single elements."""
+"""Maximum number of a sketch's numbers that may be off because of single elements."""
 INHERITED_TIMES = 8.0
-"""With a tolerance given as a number: so many times what is inherited is a reason of its own."""
+"""Factor for a tolerance that is given as a number: an error that is larger than the inherited one by it has a reason
+of its own."""
 VANISHED = 1e-6
 """Root mean square of activations that are next to nothing: what batch normalization makes of channels that hardly vary
 is rounding, of which the numbers of a whole tensor know nothing."""
 REORDERED = 0.3
 """Least relative error of the same values in another order."""
 REORDERED_VALUES = 1e-4
-"""Relative difference of norm, means and extremes of what may be the same values in another order."""
+"""Maximum relative difference of norm, means and extremes of what may be the same values in another order."""
 REORDERED_RESULTS = 1e-4
-"""Error of the results of the module around, up to which the order did not matter."""
+"""Maximum error of the results of the module around with which the order did not matter."""
 
 
 def pairs_with_own_error(step: StepComparison, rtol: float | None) -> np.ndarray:

@@ -69,7 +69,7 @@ class RankComparison:
     def __init__(self, rank: int, other_dtype: bool, rtol: float | None):
         self.rank = rank
         self.previous: PreviousStep | None = None
-        """The step before the one that is compared."""
+        """The parameters and gradients of the step before the one that is compared."""
         self._other_dtype, self._rtol = other_dtype, rtol
         self._layouts = _Layouts(3)
         self._structure: _Structure | None = None

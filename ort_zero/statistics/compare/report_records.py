@@ -12,7 +12,7 @@ from typing import Any
 from ort_zero.statistics.compare.comparison import Comparison, Series
 
 LARGEST = 2_600_000
-"""Bytes that the records may take in the file; plotly.js takes 4.8 million on top."""
+"""Maximum number of bytes that the records take in the file; plotly.js takes 4.8 million on top."""
 _DIGITS = 6
 _NOT_SHOWN = {"shape", "dtype", "first", "sketch"}
 

@@ -31,7 +31,7 @@ class StepComparison:
     tolerance: np.ndarray
     """The error of each pair that what it inherits explains."""
     norm_tolerance: np.ndarray
-    """The same for the difference of norms."""
+    """The difference of norms of each pair that what it inherits explains."""
 
     @property
     def step(self) -> int:

@@ -19,9 +19,9 @@ class StructureNote:
     """One kind of difference in structure that a step has."""
 
     kind: str
-    """Notes of one kind are made once: ``"missing"``, ``"dtype"``, ``"sampled"``, ..."""
+    """Kind of the note, for notes of one kind are made once: ``"missing"``, ``"dtype"``, ``"sampled"``, ..."""
     count: int
-    """Records that count as different; 0 if the note is none of a difference."""
+    """Number of records that count as different; 0 if the note is none of a difference."""
     text: str
 
 

@@ -30,18 +30,18 @@ EPSILON = {
     "float8_e5m2fnuz": 2.0**-2,
 }
 FLOOR = 16.0
-"""Epsilons that one operator may be off: sums in another order, other approximations of exp and erf."""
+"""Rounding error of one operator in epsilons: sums in another order, other approximations of exp and erf."""
 HALF_FLOOR = 2.0
-"""The same for half precision, whose sums are accumulated in float32."""
+"""Rounding error of one operator in epsilons of half precision, whose sums are accumulated in float32."""
 _SINGLE_PARAMETERS = 3
-"""A module with more parameters of its own than these is no single operator."""
+"""Maximum number of parameters of its own of a module that is a single operator."""
 NORM_FLOOR = 8.0
-"""Epsilons by which norms may differ."""
+"""Rounding error of a norm in epsilons."""
 NORM_INHERITED = 2.0
 JUMP = 16.0
-"""Times the inherited error is the share of elements that cross a border where a derivative jumps."""
+"""Ratio of the share of elements that cross a border where a derivative jumps to the inherited error."""
 REFERENCE = 4.0
-"""Times the spread between two runs of the reference."""
+"""Factor by which an error may exceed the spread between two runs of the reference."""
 
 
 def epsilons(dtypes: list[str]) -> np.ndarray:
@@ -54,7 +54,7 @@ class Limits:
     """What may be expected of the pairs of a structure, whatever their values."""
 
     epsilon: np.ndarray
-    """Of the coarsest dtype among a value and what it was computed from."""
+    """Epsilon of the coarsest dtype among each value and what it was computed from."""
     exact: np.ndarray
     """True for integers and booleans."""
     compound: np.ndarray
