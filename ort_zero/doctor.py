@@ -34,7 +34,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What :func:`examine` found out about the installation."""
+    """The findings of :func:`examine` about the installation."""
 
     python: str
     """Path of the interpreter."""

@@ -129,7 +129,7 @@ def set_level(name: str, engine: Any = None) -> Level:
     one that lives decides about it, while the other sinks are each engine's own.
 
     Args:
-        name: of the level.
+        name: name of the level.
         engine: the engine whose section names the level; None sets the level whatever engines ask for.
 
     Raises:

@@ -107,7 +107,7 @@ def aggregate(
         dst: folder or fsspec URL to write into.
         tag: which checkpoint of several.
         what: "weights", or "weights+optimizer" for :func:`~ort_zero.checkpoint.load_optimizer_state` as well.
-        dtype: of floating-point weights: "keep" (as stored, masters before weights), "fp32", "fp16" or "bf16".
+        dtype: dtype of floating-point weights: "keep" (as stored, masters before weights), "fp32", "fp16" or "bf16".
             Optimizer state keeps its own.
         max_shard_size: bytes of tensors per file, as a number or "5GB", "2GiB".
         format: "safetensors", or "torch" for ``pytorch_model.bin``; optimizer state is safetensors in either case.

@@ -107,9 +107,9 @@ def make_plan(
     Args:
         source: an opened checkpoint.
         what: one of :data:`WHAT`.
-        dtype: of floating-point weights and buffers, one of ``dtypes.CHOICES``. Optimizer state keeps its own.
+        dtype: dtype of floating-point weights and buffers, one of ``dtypes.CHOICES``. Optimizer state keeps its own.
         max_shard_size: bytes of tensors per file; a tensor that is larger gets a file of its own.
-        format: of the weights, one of :data:`FORMATS`; optimizer state is always safetensors.
+        format: format of the weights, one of :data:`FORMATS`; optimizer state is always safetensors.
         exclude_frozen: leave out the parameters that the optimizer does not train.
 
     Raises:

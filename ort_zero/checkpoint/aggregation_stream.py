@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 @dataclass
 class Findings:
-    """What was noticed while streaming. Thread-safe as far as it is used: ``list.append``, ``set.add``."""
+    """The findings of the stream. Thread-safe as far as it is used: ``list.append``, ``set.add``."""
 
     parts: list[Part] = field(default_factory=list)
     not_finite: set[str] = field(default_factory=set)

@@ -168,7 +168,7 @@ class _ReadRequests:
     """The ranges of stored tensors that this rank needs.
 
     Args:
-        state: of the engine.
+        state: state of the engine.
         source: the checkpoint.
         full: with the optimizer's states.
         writing: with their targets, and states of the optimizer made where there are none yet.

@@ -99,7 +99,7 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """What is known of the optimizer besides the tensors of its state."""
+    """The facts about an optimizer besides the tensors of its state."""
 
     class_name: str | None
     """Name of the optimizer's class ("AdamW"), None where the format does not tell."""

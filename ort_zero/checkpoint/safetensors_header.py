@@ -55,7 +55,7 @@ def read_metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
 
     Args:
         folder: where the file lies.
-        name: of the file.
+        name: name of the file.
         size: bytes of the file.
 
     Raises:

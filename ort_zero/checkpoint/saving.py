@@ -137,7 +137,7 @@ def _save(
     save_latest: bool,
     exclude_frozen: bool,
 ) -> str:
-    """Do what :func:`save` says, with interrupts held back between the exchanges."""
+    """Carry out :func:`save`, with interrupts held back between the exchanges."""
     with ranks.raise_on_all("preparing the checkpoint"):
         state = EngineState(engine)
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"

@@ -29,9 +29,9 @@ def problems_of_shard(
     """Yield what is wrong with one file, at most one sentence. Every byte is read.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         file: as the manifest lists it.
-        manifest: of the checkpoint.
+        manifest: manifest of the checkpoint.
         source: what the manifest describes.
         advance: called with the bytes that were read.
 

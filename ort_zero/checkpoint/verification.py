@@ -23,7 +23,7 @@ _OURS = re.compile(r"rank_.*|.*\.safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What :func:`verify` read and what it found wrong."""
+    """The report of :func:`verify`: how much it read, and the problems that it found."""
 
     root: str
     """Folder or URL of the checkpoint."""
@@ -50,7 +50,7 @@ class VerifyReport:
 
 @dataclass
 class _Findings:
-    """What the checks of one checkpoint report; filled from several threads."""
+    """The findings of the checks of one checkpoint; filled from several threads."""
 
     problems: dict[str, list[str]] = field(default_factory=dict)
     """Problems by file name; "" for those that concern no single file."""

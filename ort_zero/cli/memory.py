@@ -143,8 +143,8 @@ def text_of(report: TrialReport, width: int | None = None, written: dict[str, An
     """Return what was planned and measured: each plan with its table, then all runs beside each other.
 
     Args:
-        report: of the runs.
-        width: of the lines.
+        report: report of the runs.
+        width: maximum length of the lines in characters; None does not limit it.
         written: names of files by option.
     """
     from ort_zero.recompute import plan_table

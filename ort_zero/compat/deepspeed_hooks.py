@@ -102,7 +102,7 @@ _SETUP = _Expectation(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HookShape:
-    """What a probe found: code objects that are safe to rebind."""
+    """The result of a probe: code objects that are safe to rebind."""
 
     function: FunctionType
     codes: Mapping[str, CodeType]

@@ -79,7 +79,7 @@ _loaded: dict[str, ModuleType] = {}
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What one call of :func:`build` did.
+    """The result of one call of :func:`build`.
 
     Attributes:
         directory: folder of the extensions.

@@ -47,7 +47,7 @@ REQUIREMENTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What is installed of one requirement, against what is needed."""
+    """The installed version of one requirement, against the versions that are needed."""
 
     name: str
     found: str | None

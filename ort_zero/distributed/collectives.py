@@ -23,7 +23,7 @@ def exchange_integers(values: Sequence[int], group: Any = None) -> list[list[int
     All ranks of `group` must call this with equally many.
 
     Args:
-        values: of this rank, each within 64 bits.
+        values: values of this rank, each within 64 bits.
         group: process group; None for the default one.
     """
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"

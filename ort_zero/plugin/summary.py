@@ -37,11 +37,11 @@ def table(
     """Return what an engine does, as lines of equal form.
 
     Args:
-        status: of the engine's model, from ``Runtime.status()``; None where the section leaves the model in PyTorch.
-        section: of the engine's config.
-        versions: by distribution.
+        status: ``Runtime.status()`` of the engine's model; None where the section leaves the model in PyTorch.
+        section: section of the engine's config.
+        versions: installed versions by distribution.
         plans: recomputation: cluster with its counts, and what it brings.
-        width: of the terminal.
+        width: width of the terminal in characters.
         boxes: draw lines with box characters rather than ASCII.
     """
     rows: list[Row] = [

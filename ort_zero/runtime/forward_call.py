@@ -33,7 +33,7 @@ from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 
 
 class ModuleRuntime(Protocol):
-    """What a forward call needs of :class:`ort_zero.runtime.runtime.Runtime`."""
+    """The interface that a forward call needs of :class:`ort_zero.runtime.runtime.Runtime`."""
 
     module: torch.nn.Module
     config: OrtModuleConfig
@@ -66,7 +66,7 @@ class ForwardCall:
     """Carries out one call.
 
     Args:
-        runtime: of the module.
+        runtime: runtime of the module.
         manager: ORT's, of the mode.
         transitions: holds the graphs of the mode.
     """

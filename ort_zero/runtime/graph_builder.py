@@ -60,7 +60,7 @@ class GraphBuilder:
         config: the section's ``ortmodule`` part.
         manager: ORT's, of the mode.
         excluded: submodules that run in PyTorch.
-        sums: of the gradients of all graphs of the model.
+        sums: sums of the gradients of all graphs of the model.
         cache: holds the graphs of earlier runs; None without one.
         memory_efficient_gradients: put reduce nodes into the training graph also where no weight is partitioned.
         memory: computes activations again; None for keeping all of them.
@@ -112,7 +112,7 @@ class GraphBuilder:
             observed: keys of the call.
             call: the same call, taken apart.
             subscribers: who reads values in the graph.
-            number: of the new graph.
+            number: number of the new graph.
             anew: do not look into the export cache: what it has may be what did not hold.
 
         Raises:
@@ -226,7 +226,7 @@ class GraphBuilder:
         Args:
             exported: see :meth:`export`.
             process: what the gradient graph depends on.
-            number: of the new graph.
+            number: number of the new graph.
             call: the first that it is to run; its sizes are those that memory is planned for.
             built: ORT's gradient graph, if there is one already.
         """

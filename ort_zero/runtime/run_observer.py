@@ -33,7 +33,7 @@ def observe(
     Args:
         graph: a new one.
         runs: counts completed runs by ``"forward"`` and ``"backward"``.
-        device: of the model.
+        device: device of the model.
         peak_check: holds the memory of the first step against the prediction.
         trial_monitor: follows the steps for ``ort-zero memory plan``.
     """

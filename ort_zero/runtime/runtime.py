@@ -47,14 +47,14 @@ from ort_zero.statistics.collect.subscribed_model import SubscribedModel, subscr
 
 
 class Runtime:
-    """What one ORTModule under DeepSpeed runs with.
+    """The state and the services with which one ORTModule under DeepSpeed runs.
 
     Args:
         module: the user's module.
         config: the section's ``ortmodule`` part.
         stage: ZeRO stage of the engine.
         memory_efficient_gradients: hand each gradient to its parameter the moment it exists, also below ZeRO-3.
-        memory: what of the activations is to be computed again.
+        memory: the recomputation of activations that is asked for; None for none.
         trial: the trial of ``ort-zero memory plan`` that this process is part of; None outside of one.
 
     Raises:

@@ -36,7 +36,7 @@ def report(
         excluded: submodules that run in PyTorch.
         modes: whether for training, to the graphs.
         runs: whether for training, to completed runs by ``"forward"`` and ``"backward"``.
-        transitions: of all modes, the oldest first.
+        transitions: transitions of all modes, the oldest first.
         memory: computes activations again; None if the configuration asks for no recomputation.
     """
     transitions = list(transitions)

@@ -78,7 +78,7 @@ class GraphTransitionManager:
 
     Args:
         builder: builds graphs.
-        module_guard: of the user's module, shared by the modes.
+        module_guard: guard of the user's module, shared by the modes.
         history: shared by the modes.
         capacity: graphs that may be held at a time.
     """

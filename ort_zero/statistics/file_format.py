@@ -50,7 +50,7 @@ STAMP_PATTERN = re.compile(rb"step=(\d{20}) xxh3=([0-9a-f]{16})")
 
 @dataclass(slots=True)
 class StepRows:
-    """What a rank collected in one step: the columns of :class:`~.records.Record` as lists of one length.
+    """The rows that a rank collected in one step: the columns of :class:`~.records.Record` as lists of one length.
 
     Where ``source`` is not -1 the row of `raw` does not matter.
     """

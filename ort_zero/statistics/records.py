@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 
 
 class Phase(IntEnum):
-    """What a record is about; within a step the phases are compared in this order."""
+    """The subject of a record; within a step the phases are compared in this order."""
 
     PARAMETER = 0
     """A parameter as the step begins."""

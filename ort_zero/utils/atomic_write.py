@@ -96,7 +96,7 @@ def write_json(path: Path, value: Any, **options: Any) -> None:
     Args:
         path: the file.
         value: what :func:`json.dumps` accepts.
-        options: of :func:`json.dumps`, such as ``indent``.
+        options: options of :func:`json.dumps`, such as ``indent``.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.

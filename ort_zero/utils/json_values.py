@@ -41,7 +41,7 @@ class NotDecodable(Exception):
 
 
 class UnknownTag(NotDecodable):
-    """What was read has a tag that the codec does not know.
+    """An error: the value that was read has a tag that the codec does not know.
 
     Attributes:
         tag: what stands there.
@@ -159,7 +159,7 @@ def as_items(tag: str, kind: type, items: Callable[[Any], Iterable], build: Call
     """Return a container type whose parts are a list, in the field ``"items"``.
 
     Args:
-        tag: of the type.
+        tag: tag of the type.
         kind: the container's class.
         items: returns the parts of a container.
         build: returns the container of a list of parts.

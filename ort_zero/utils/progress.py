@@ -39,7 +39,7 @@ def bar(total: int | None, what: str, unit: str = "B", *, shown: bool = True, de
     Args:
         total: None if it is not known before the first :meth:`Bar.move`.
         what: is being done.
-        unit: of the numbers; bytes are shown as KiB, MiB, ...
+        unit: unit of the numbers; bytes are shown as KiB, MiB, ...
         shown: False on ranks and with options that want no bar.
         delay: seconds of work before a bar appears.
     """

@@ -18,7 +18,7 @@ from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
 
 
 class BackwardAction:
-    """What runs before or after the backward of one module.
+    """An action that runs before or after the backward of one module.
 
     It is stored where DeepSpeed stores an autograd Function of the module, and has the one method that is called there.
     """

@@ -43,8 +43,8 @@ def refuse_unsupported(folder: Folder, names: Sequence[str]) -> None:
     """Raise if a file is of a kind of parallelism or of a format that cannot be read.
 
     Args:
-        folder: of one tag.
-        names: of all files and folders in it.
+        folder: folder of one tag.
+        names: names of all files and folders in it.
 
     Raises:
         CheckpointError: names the file, its kind and the way out.

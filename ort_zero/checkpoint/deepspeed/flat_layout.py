@@ -86,7 +86,7 @@ def flat_tensors(files: StateFiles, layout: FlatLayout, kind: str, flats: list[F
     """Yield one tensor of `kind` per parameter of which there is one.
 
     Args:
-        files: of the checkpoint.
+        files: files of the checkpoint.
         layout: where the parameters lie.
         kind: :data:`~ort_zero.checkpoint.records.MASTER` or the name of an optimizer state.
         flats: for each rank its flat tensors; a missing one is no entry.

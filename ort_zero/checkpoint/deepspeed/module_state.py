@@ -13,7 +13,7 @@ from ort_zero.errors import CheckpointError
 
 
 class ModuleState:
-    """What the module's file says of values and names.
+    """Values and names of the model's tensors, as the module's files have them.
 
     Args:
         files: the opened files.

@@ -105,7 +105,7 @@ def open_state_files(folder: Folder, trust_pickle: bool) -> StateFiles:
     """Return the files of one tag, having checked that they belong together.
 
     Args:
-        folder: of the tag.
+        folder: folder of the tag.
         trust_pickle: unpickle whatever the files hold.
 
     Raises:

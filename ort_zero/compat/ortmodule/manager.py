@@ -110,9 +110,9 @@ class Manager:
 
         Args:
             model: serialized, from :meth:`process`.
-            names: of all graph inputs.
-            trained: of those whose gradient is wanted.
-            inputs: of those among `trained` that are arguments of the call.
+            names: names of all graph inputs.
+            trained: names of those whose gradient is wanted.
+            inputs: names of those among `trained` that are arguments of the call.
         """
         import onnx
         from onnxruntime.capi import _pybind_state as C
@@ -193,7 +193,7 @@ class Manager:
         """Return what ORT's memory optimizer could compute again, by cluster: symbolic saving in bytes, frequency.
 
         Args:
-            agent: of a training graph in which nothing is computed again.
+            agent: agent of a training graph in which nothing is computed again.
             probe: see :class:`Recompute`.
         """
         _, found = agent.get_serialized_ortmodule_memory_stat("", probe, False)

@@ -15,7 +15,7 @@ _LAID_OUT = frozenset({"Conv", "FusedConv", "MaxPool", "AveragePool", "GlobalMax
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphInfo:
-    """What ORT's graph builder knows of a graph, by the names that ORTModule reads."""
+    """The facts that ORT's graph builder knows about a graph, by the names that ORTModule reads."""
 
     user_output_names: list[str]
     output_grad_indices_non_differentiable: list[int]

@@ -34,7 +34,7 @@ def make_ortmodule(module: Any, *, save_onnx: str | None = None, level: log.Leve
     Args:
         module: the user's.
         save_onnx: folder for its graphs; rank 0 writes them.
-        level: of what ORTModule and ONNX Runtime print; None is the default one.
+        level: log level of what ORTModule and ONNX Runtime print; None is the default one.
     """
     level = level or log.chosen(log.DEFAULT)
     _warn_of_variables()
@@ -127,7 +127,7 @@ class _UnpatchedError(PatchError, AttributeError):
 
 
 class _Transitions:
-    """What the rest of ORTModule asks its graph transition manager; all decisions are the runner's."""
+    """Stands in for the graph transition manager that the rest of ORTModule asks; all decisions are the runner's."""
 
     def __init__(self, view: Manager):
         self._view = view

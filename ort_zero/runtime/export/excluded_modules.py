@@ -84,7 +84,7 @@ class ExcludedModules:
 
     Args:
         root: the model.
-        patterns: of module paths as in ``fnmatch``: ``"*.router"``, ``"model.layers.0.mlp"``.
+        patterns: patterns of module paths as in ``fnmatch``: ``"*.router"``, ``"model.layers.0.mlp"``.
 
     Raises:
         ConfigError: a pattern matches no module, or the model itself.

@@ -148,7 +148,7 @@ def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Seq
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        parameters: of the module's ``forward``; they name the positional arguments.
+        parameters: parameters of the module's ``forward``; they name the positional arguments.
 
     Raises:
         TypeError: an argument has a type whose contents cannot be guarded; names the argument.

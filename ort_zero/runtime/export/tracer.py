@@ -25,7 +25,7 @@ from ort_zero.statistics.collect import reader_marks
 
 @dataclass(slots=True)
 class Effects:
-    """What running a module does besides returning its result, and a graph does not."""
+    """The effects of running a module besides its result, which a graph does not have."""
 
     results: int = 0
     """Number of tensors of the result; those of the effects are further outputs of the graph, behind them."""
@@ -46,7 +46,7 @@ class Tracer:
     Args:
         training: whether the graph is for training. Training leaves caches of keys and values out.
         call: the call that is exported.
-        readers: of the subscribers that want to see values.
+        readers: readers of the subscribers that want to see values.
         all_inputs: whether arguments are traced with gradients that want none in this call.
         pytorch_context: makes a context in which the module runs as PyTorch would run it.
     """

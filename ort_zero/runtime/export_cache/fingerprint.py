@@ -34,7 +34,7 @@ def model(module: torch.nn.Module, describe: Describer | None = None) -> Criteri
 
     Args:
         module: the user's module.
-        describe: of the module; its `code` has the classes and functions of the model afterwards.
+        describe: describer of the module; its `code` has the classes and functions of the model afterwards.
 
     Raises:
         NotStorable: an attribute is a tensor whose values cannot be read, or a function's code is in no file.

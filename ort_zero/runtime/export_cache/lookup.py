@@ -46,7 +46,7 @@ class Lookup:
     Args:
         cache: the folder.
         module: the user's module, before anything is done for its export.
-        manager: of the graph's mode.
+        manager: manager of the graph's mode.
         observed: the call.
         call: the same, taken apart.
         excluded: submodules that stay in PyTorch; a graph that has some has no meaning in another process.
@@ -230,7 +230,7 @@ def session_of(
 
     Args:
         cache: folder of graphs of earlier runs.
-        manager: of the graph's mode.
+        manager: manager of the graph's mode.
         model: before its random numbers are those of this run.
         info: what ORT knows of it.
         in_order: ORT has optimized the model, and its nodes run in their order.

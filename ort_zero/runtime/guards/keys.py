@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Action(str, enum.Enum):
-    """What a call does about the graph before it runs."""
+    """The action of a call on its graph before the graph runs."""
 
     REUSE = "reuse"
     """Run the graph of the last call, which fits."""

@@ -28,8 +28,8 @@ def output_shapes(
 
     Args:
         function: as in :func:`ort_zero.runtime.operators.torch_fallback.node_class`; it is run on meta tensors.
-        shapes: of the arguments; unknown dimensions count as symbols of their own.
-        dtypes: of the arguments.
+        shapes: shapes of the arguments; unknown dimensions count as symbols of their own.
+        dtypes: dtypes of the arguments.
     """
     named = [[dim if dim is not None else f"?{i}_{j}" for j, dim in enumerate(shape)] for i, shape in enumerate(shapes)]
     symbols = list(dict.fromkeys(dim for shape in named for dim in shape if isinstance(dim, str)))
@@ -61,9 +61,9 @@ def ones_that_stay(
 
     Args:
         function: see :func:`output_shapes`.
-        shapes: of the arguments.
+        shapes: shapes of the arguments.
         traced: the sizes of the arguments in the trace.
-        dtypes: of the arguments.
+        dtypes: dtypes of the arguments.
         among: vary only those that have one of these sizes in the trace.
     """
     groups = sorted({t for s, ts in zip(shapes, traced, strict=True) for d, t in zip(s, ts, strict=True) if d is None})

@@ -63,7 +63,7 @@ def node_class(name: str, function: Function) -> type[torch.autograd.Function]:
     """Return the autograd Function to register with ORT for nodes that run `function`.
 
     Args:
-        name: of the class.
+        name: name of the class.
         function: takes as many tensors as the node has inputs, returns as many as it has outputs.
     """
 

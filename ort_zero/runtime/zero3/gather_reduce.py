@@ -159,7 +159,7 @@ class CollectiveExecutor:
         All ranks must call this.
 
         Args:
-            index: of the event.
+            index: index of the event.
             gradients: behind them may come values for which the event has only waited.
         """
         if not self.sums.backward_reduces_parameters():

@@ -52,7 +52,7 @@ def remember(weight: torch.Tensor, parameter: Any, gather: Gather) -> None:
 
     Args:
         weight: as it is given to ORT.
-        parameter: of the model; only referred to weakly.
+        parameter: a parameter of the model; only referred to weakly.
         gather: a bound method, whose object is referred to weakly too.
     """
     if len(_weights) > _MOST:

@@ -54,9 +54,9 @@ class GradientSums:
         """Note that a run starts: a backward that reaches `trigger` will reduce `parameters`.
 
         Args:
-            trigger: of the run.
-            parameters: by name.
-            digest: of which parameters these are.
+            trigger: trigger of the run.
+            parameters: the parameters by name.
+            digest: checksum of the names of the parameters.
             whole_parameters: they are not partitioned, so that the loss may use them outside of the run as well.
         """
         self._runs = [run for run in self._runs if run.leaf.alive()]
@@ -83,7 +83,7 @@ class GradientSums:
         The second value says whether the parameter may keep the gradient's memory.
 
         Args:
-            parameter: of the model.
+            parameter: a parameter of the model.
             gradient: that a run has computed.
             own_memory: nothing else uses the gradient's memory.
         """

@@ -91,8 +91,8 @@ class _WeightUses:
 
     Args:
         graph: with weights among its inputs.
-        plan: of the graph.
-        analysis: of the graph; without weights if the plan gathers none.
+        plan: plan of the graph.
+        analysis: analysis of the graph; without weights if the plan gathers none.
 
     Raises:
         BridgeError: no gather of the plan serves a use of a weight.
@@ -194,7 +194,7 @@ class _CollectiveNodes:
 
     Args:
         graph: gives the types of the values that the events wait for.
-        plan: of the graph.
+        plan: plan of the graph.
         executor: number of the executor that the nodes call.
     """
 

@@ -52,7 +52,7 @@ def _verify_backward_gathers_anew(
     Args:
         nodes: in a topological order.
         initializers: names of values that are there before the first node runs.
-        plan: of the graph.
+        plan: plan of the graph.
     """
     from_forward = {gathered_name(w, i) for i, g in plan.gathers(Phase.FORWARD) for w in g.weights}
     constant = set(initializers)

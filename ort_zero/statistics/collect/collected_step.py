@@ -18,7 +18,7 @@ _COLUMNS = (
 
 
 class CollectedStep:
-    """What a rank has collected of one step so far."""
+    """The statistics that a rank has collected of one step so far."""
 
     def __init__(self, number: int, rows: int = 128):
         self.number = number

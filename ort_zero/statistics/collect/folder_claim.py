@@ -39,7 +39,7 @@ def taken_over(output: Path, rank: int, world_size: int, *, run_id: str, overrid
         output: the run's folder, the same for all its ranks; it is made if need be.
         rank: number of this rank.
         world_size: number of ranks.
-        run_id: of all ranks of this run, and of no other.
+        run_id: name of this run, the same on all its ranks, and of no other run.
         override: empty the folder if it belongs to another run; what is not ours stays or is refused.
 
     Yields:

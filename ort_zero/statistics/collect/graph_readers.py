@@ -116,7 +116,7 @@ class _Mark:
 
 @dataclass(slots=True)
 class _WithoutMarks:
-    """A graph without its marks."""
+    """The nodes of a graph without its marks, and the marks that were taken out."""
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     """The nodes that stay in the graph, in their order."""

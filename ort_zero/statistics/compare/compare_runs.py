@@ -75,7 +75,7 @@ def compare_runs(
 
 
 class _Result:
-    """What is gathered while the steps go by.
+    """The result of a comparison, gathered step by step.
 
     Args:
         rtol: relative error that counts as a difference; None: what rounding does not explain.

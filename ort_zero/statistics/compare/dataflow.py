@@ -98,7 +98,7 @@ class Owners:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataflow:
-    """What each value of a step was computed from."""
+    """The values that each value of a step was computed from, as index arrays."""
 
     pairs: Pairs
     frames: int

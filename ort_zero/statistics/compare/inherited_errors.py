@@ -12,7 +12,7 @@ def inherited_errors(dataflow: Dataflow, errors: np.ndarray, known: np.ndarray, 
 
     Args:
         dataflow: what was computed from what.
-        errors: of all pairs, at most :data:`~.distance.NO_NUMBER`.
+        errors: errors of all pairs, at most :data:`~.distance.NO_NUMBER`.
         known: False for pairs that were not compared.
         parameters: the error that each frame's own parameters bring.
     """

@@ -22,7 +22,7 @@ from ort_zero.utils.progress import bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
-    """What a merge of two runs wrote, and what it left out."""
+    """The report of a merge of two runs: what it wrote, and what it left out."""
 
     pt_dir: str
     ort_dir: str

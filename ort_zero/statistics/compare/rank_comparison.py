@@ -28,7 +28,7 @@ tolerance given as a number is relative to what they are sums of."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Structure:
-    """What is the same in steps that differ in numbers alone."""
+    """The structure that steps share which differ in numbers alone."""
 
     pairs: Pairs
     dataflow: Dataflow

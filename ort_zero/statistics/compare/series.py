@@ -20,7 +20,7 @@ def series_of(step: StepComparison, tolerance: np.ndarray, over: np.ndarray) -> 
 
     Args:
         step: one step of a rank.
-        tolerance: of each pair.
+        tolerance: tolerance of each pair.
         over: True for the pairs that differ.
     """
     names = _module_names(step.pairs)

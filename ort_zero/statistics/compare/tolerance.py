@@ -51,7 +51,7 @@ def epsilons(dtypes: list[str]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Limits:
-    """What may be expected of the pairs of a structure, whatever their values."""
+    """Properties of the pairs of a structure that limit their errors, whatever their values."""
 
     epsilon: np.ndarray
     """Epsilon of the coarsest dtype among each value and what it was computed from."""
