@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,9 @@ for folder in ("unit", "dist"):  # models, checkpoints and the like that tests o
     sys.path.insert(0, str(Path(__file__).parent / folder))
 os.environ.setdefault("ORT_ZERO_WARM_RANKS", "1")
 os.environ.pop("ORT_ZERO_LOG_LEVEL", None)  # it wins over those that tests set
+# a shell starts its background jobs with SIGINT ignored, and so would be every process that a test interrupts
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # DeepSpeed builds its operators with the ninja on the path, and builds them again when that is another one
 os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
 # ... and those of an environment at another path, half a minute each time that two clones take turns

@@ -25,7 +25,7 @@ with open(os.environ["FAKE_COUNTER"], "a") as file:
     file.write("x")
 time.sleep(float(os.environ.get("FAKE_SLEEP", "0")))
 if os.environ.get("FAKE_FAIL", "-") in " ".join(sys.argv):
-    print("\\n".join(f"noise {{i}}" for i in range(50)))
+    print("\\n".join(f"noise {{i}}" for i in range(50)), flush=True)
     print("fake.cc:1: error: expected something", file=sys.stderr)
     sys.exit(3)
 if "FAKE_NOTHING" not in os.environ:
