@@ -195,8 +195,6 @@ def test_what_make_train_writes_at_its_end_has_words_and_phrases_in_it(tmp_path)
 
 
 def test_every_form_of_config_reaches_the_engine(tmp_path):
-    from config_forms import all_forms
-
     (got,) = run_on_ranks(all_forms, 1, str(tmp_path))
     assert got == {"dict": "onnxruntime", "path": "onnxruntime", "string": "onnxruntime", "args": "onnxruntime",
                    "disabled": None, "absent": None}  # fmt: skip
