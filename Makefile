@@ -87,7 +87,7 @@ test-dist: $(READY) ## Run the tests on 2-4 ranks
 
 .PHONY: test-slow
 test-slow: $(READY) ## Run the tests that take minutes
-	$(PYTEST) -m slow --timeout 1800 tests
+	$(PYTEST) -m slow --timeout 1800 $(RANKS) tests
 
 .PHONY: bench
 bench: $(READY) ## Run every benchmark
