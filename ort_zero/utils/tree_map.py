@@ -15,7 +15,7 @@ def map_slots(function: Callable[[str, torch.Tensor], Any], value: Any) -> Any:
     tensor. A value in which nothing changed is returned as it is. Containers keep their type, objects of other types
     are passed over.
     """
-    return _mapped(function, value, "", _is_tensor)
+    return _mapped(function, value, "")
 
 
 def map_arguments(function: Callable[[str, torch.Tensor], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -23,34 +23,18 @@ def map_arguments(function: Callable[[str, torch.Tensor], Any], args: tuple, kwa
     return map_slots(function, args), map_slots(function, dict(kwargs))
 
 
-def map_tensors(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return `value` with every tensor replaced by what ``function(tensor)`` returned for it, see :func:`map_slots`.
-
-    A tensor is here whatever has ``requires_grad`` and ``detach``.
-    """
-    return _mapped(lambda slot, tensor: function(tensor), value, "", _acts_as_tensor)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _acts_as_tensor(value: Any) -> bool:
-    return hasattr(value, "requires_grad") and hasattr(value, "detach")
-
-
-def _mapped(function: Callable[[str, Any], Any], value: Any, slot: str, is_tensor: Callable[[Any], bool]) -> Any:
-    if is_tensor(value):
+def _mapped(function: Callable[[str, Any], Any], value: Any, slot: str) -> Any:
+    if isinstance(value, torch.Tensor):
         result = function(slot, value)
         return value if result is None else result
     if isinstance(value, (tuple, list)):
-        items = [_mapped(function, item, f"{slot}[{i}]", is_tensor) for i, item in enumerate(value)]
+        items = [_mapped(function, item, f"{slot}[{i}]") for i, item in enumerate(value)]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         for key in list(value):
-            item = _mapped(function, value[key], f"{slot}.{key}", is_tensor)
+            item = _mapped(function, value[key], f"{slot}.{key}")
             if item is not value[key]:
                 # in place: subclasses such as transformers' ModelOutput cannot be rebuilt from items alone
                 value[key] = item

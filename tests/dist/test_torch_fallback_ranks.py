@@ -124,7 +124,7 @@ def train(name: str, stage: int, ort: bool) -> dict[str, Any]:
         loss = engine(batch(name, step))
         if ort and stage == 3:
             left.append(sum(p.ds_status.name != "NOT_AVAILABLE" for p in model.parameters()))
-            held.append(gathered_weights.number_alive())
+            held.append(sum(not weight.gone() for weight in gathered_weights._weights.values()))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

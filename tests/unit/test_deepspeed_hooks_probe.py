@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from ort_zero.compat import deepspeed_hooks, versions
 from ort_zero.errors import PatchError
-from ort_zero.utils.tree_map import map_tensors
+from ort_zero.utils.tree_map import map_slots
 from ort_zero.zero3_hooks import backend_context
 
 KNOWN = """
@@ -162,14 +163,8 @@ def test_mode_holds_within_its_block_only():
             pass
 
 
-def test_map_tensors_keeps_containers_and_replaces_tensors():
-    class Fake:
-        requires_grad = False
-
-        def detach(self):
-            return self
-
-    old, new = Fake(), Fake()
-    assert map_tensors(lambda tensor: new, [old, (old, 1), {"a": old}]) == [new, (new, 1), {"a": new}]
+def test_map_slots_keeps_containers_and_replaces_tensors():
+    old, new = torch.zeros(1), torch.ones(1)
+    assert map_slots(lambda slot, tensor: new, [old, (old, 1), {"a": old}]) == [new, (new, 1), {"a": new}]
     values = (old, [1, 2])
-    assert map_tensors(lambda tensor: None, values) is values
+    assert map_slots(lambda slot, tensor: None, values) is values

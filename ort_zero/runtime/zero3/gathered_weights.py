@@ -70,11 +70,6 @@ def weight_at(tensor: torch.Tensor) -> GatheredWeight | None:
     return None if found is None or found.gone() or found.sample != _sample(tensor) else found
 
 
-def number_alive() -> int:
-    """Return how many of the remembered weights are held by somebody."""
-    return sum(not weight.gone() for weight in _weights.values())
-
-
 def _sample(tensor: torch.Tensor) -> tuple:
     """Return size and some elements: ORT computes in place where it can."""
     flat = tensor.detach().reshape(-1)
