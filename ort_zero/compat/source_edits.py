@@ -70,6 +70,12 @@ EDITS: tuple[Edit, ...] = (
     ),
     Edit(
         "custom_function_fw.cc",
+        "bool need_materialize_grads = true;",
+        "bool need_materialize_grads = false;",
+        "nodes of ours are to see which results have no gradient, and zeros would have the shape of the first run",
+    ),
+    Edit(
+        "custom_function_fw.cc",
         "torch::utils::tensor_fromDLPack(",
         "ort_zero_from_dlpack(",
         "torch::utils::tensor_fromDLPack is not exported",

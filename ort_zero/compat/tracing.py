@@ -243,6 +243,33 @@ def _correct(result: Any) -> None:
             _correct(item)
 
 
+_observers: list[_Observer] = []
+"""The observers of the modules that are traced at the moment, innermost last."""
+
+
+def innermost_module() -> torch.nn.Module | None:
+    """Return the innermost module whose forward is traced at the moment; None outside of :func:`watched`."""
+    modules = _observers[-1].modules if _observers else []
+    return modules[-1] if modules else None
+
+
+def depends_on_inputs(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor of the trace is computed from the graph's inputs, weights included."""
+    return bool(_observers) and _observers[-1]._depends_on_inputs(_C._get_value_trace(tensor))
+
+
+def is_number_of_sizes(tensor: torch.Tensor) -> bool:
+    """Return True if `tensor` is a Python number outside of the trace: one that is computed from sizes."""
+    if not _observers or tensor.dim() or tensor.dtype != torch.int64 or not depends_on_inputs(tensor):
+        return False
+    return not _observers[-1]._depends_on_data(_C._get_value_trace(tensor), "value")
+
+
+def read_here(what: str) -> ValueReadError:
+    """Return the error that keeps the innermost module in PyTorch, since its code, at its line, does `what`."""
+    return ValueReadError(innermost_module(), what, _user_line())
+
+
 class _DenseOperands(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if "grouped_mm" in getattr(func, "__name__", ""):
@@ -278,9 +305,11 @@ def watched() -> Iterator[Seen]:
         torch_module.register_module_forward_pre_hook(enter),
         torch_module.register_module_forward_hook(leave),
     ]
+    _observers.append(observer)
     try:
         with observer:
             yield observer
     finally:
+        _observers.remove(observer)
         for hook in hooks:
             hook.remove()

@@ -26,6 +26,7 @@ from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.runtime.built_graph import BuiltGraph, BuiltModel, ExportedModule
 from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.autograd_functions import AutogradFunctions
 from ort_zero.runtime.export.captured_output import CapturedOutput
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.fake_weights import fake_weights, unchanged_buffers
@@ -83,6 +84,7 @@ class GraphBuilder:
         self.config = config
         self.manager = manager
         self.excluded = excluded
+        self.functions = AutogradFunctions(module)
         self.sums = sums
         self.fallback_policy = FallbackPolicy(manager.training, ort_compat.register_function)
         self.prefetch_elements = 0
@@ -183,6 +185,7 @@ class GraphBuilder:
             paused(),
             torch_checkpoint.on_checkpointing(self._refuse_checkpointing),
             self.excluded.as_operators(),
+            self.functions.as_operators(),
             torch_onnx.routing(self.fallback_policy),
             unchanged_buffers(flattened),
             fake_weights(flattened),

@@ -17,6 +17,7 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltModel, ExportedModule
+from ort_zero.runtime.export import autograd_functions
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.post_export_passes import with_run_seed
 from ort_zero.runtime.export.pytree import Call
@@ -212,10 +213,21 @@ def _operators(model: onnx.ModelProto) -> dict[str, Any]:
     found = {}
     for name in sorted(_functions(model)):
         operator = aten_op.operator_named(name)
-        if operator is None:
-            raise NotStorable(f"the graph runs {name}")
+        if operator is None or operator.name == autograd_functions.OPERATOR:
+            function = (
+                name if operator is None else autograd_functions.call_numbered(operator.arguments[-1][1].value).name
+            )
+            raise NotStorable(f"the graph runs {function}")
         found[name] = serialization.encode(operator, "operator")
     return found
+
+
+def _function_of(operator: aten_op.Operator | None) -> str | None:
+    """Return the name of the user's autograd Function that an operator calls."""
+    if operator is None:
+        return None
+    number = next(argument.value for _, argument in operator.arguments if isinstance(argument, aten_op.Constant))
+    return autograd_functions.call_numbered(number).name
 
 
 def session_of(

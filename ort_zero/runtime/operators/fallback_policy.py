@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero.compat.torch_onnx import TracedNode, TracedValue, torch_dtype
-from ort_zero.runtime.export import excluded_modules
+from ort_zero.runtime.export import autograd_functions, excluded_modules
 from ort_zero.runtime.operators import aten_op, shape_inference
 from ort_zero.runtime.operators.fallback_table import IN_TORCH, WITHOUT_GRADIENT, WRONG_GRADIENT
 
@@ -62,6 +62,8 @@ class FallbackPolicy:
             call = node.argument("call")
             assert call is not None
             return excluded_modules.call_numbered(call.constant_number).reason
+        if node.name == autograd_functions.OPERATOR:
+            return _function_call(node).reason
         if aten_op.uses_complex(node):
             return "ONNX Runtime has no complex numbers"
         entry = IN_TORCH.get(node.name.removesuffix("_"))
@@ -85,7 +87,9 @@ class FallbackPolicy:
         operator, inputs = aten_op.operator_of(node)
         name, function = aten_op.function_for(operator)
         self._register(name, function)
-        if node.name != excluded_modules.OPERATOR:
+        if node.name == autograd_functions.OPERATOR:
+            self.reasons.setdefault(_function_call(node).name, why)
+        elif node.name != excluded_modules.OPERATOR:
             self.reasons.setdefault(node.name, why)
         outputs = node.outputs
         self._sizes = aten_op.result_shapes(operator, inputs, outputs)
@@ -107,6 +111,12 @@ class FallbackPolicy:
     def result_sizes(self, node: TracedNode) -> list[list[int | None]]:
         """Return the sizes of the results of `node`, the last one that runs in PyTorch; None for those that vary."""
         return self._sizes
+
+
+def _function_call(node: TracedNode) -> autograd_functions.FunctionCall:
+    call = node.argument("call")
+    assert call is not None
+    return autograd_functions.call_numbered(call.constant_number)
 
 
 def infer_python_op(node: Any, input_shapes: list, input_types: list[int]) -> list[list[Any]] | None:

@@ -186,7 +186,7 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
             outputs = function(*arguments)
         ctx.shapes = [(t.shape, t.dtype, t.device) for t in inputs]
         ctx.gathered_again = list(own.gathered_again.values())
-        ctx.ends = [(get_gradient_edge(t), t.shape) if t.requires_grad else None for t in outputs]
+        ctx.ends = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
     foreign = own.storages | own.saved
     results = []
     for output in outputs:
@@ -201,9 +201,8 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
     ends, given = [], []
     for end, gradient in zip(ctx.ends, gradients, strict=True):
-        # ORT fills in zeros of the first run's shape for an output that nothing depends on
-        if end is not None and gradient is not None and gradient.shape == end[1]:
-            ends.append(end[0])
+        if end is not None and gradient is not None:
+            ends.append(end)
             given.append(gradient)
     starts = list(ctx.starts.values())
     with torch.no_grad(), _whole(ctx.gathered_again):

@@ -1,0 +1,59 @@
+"""Lets calls of autograd Functions be seen while a module is traced, in whatever way the module calls them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd import function as torch_function
+
+Apply = Callable[..., Any]
+_RULES = "symbolic", "infer_shape", "alias_input"
+"""Methods by which the author of a Function says how ONNX, or ORTModule, is to export it."""
+
+
+@contextlib.contextmanager
+def calls_go_to(call: Callable[[type, Apply, tuple, dict], Any]) -> Iterator[None]:
+    """Have ``call(function, apply, args, kwargs)`` take the place of each ``apply`` that is traced in the block.
+
+    Functions that are exported by rules of their own are called as ever: see :func:`has_own_export`.
+
+    Args:
+        call: returns what ``apply(*args, **kwargs)``, torch's own, would return.
+    """
+
+    def wrapped(original: Any) -> Any:
+        def apply(cls: type, /, *args: Any, **kwargs: Any) -> Any:
+            def own(*args: Any, **kwargs: Any) -> Any:
+                return original.__get__(None, cls)(*args, **kwargs)
+
+            if not torch.jit.is_tracing() or has_own_export(cls):
+                return own(*args, **kwargs)
+            return call(cls, own, args, kwargs)
+
+        return classmethod(apply)
+
+    # the base of Function: models keep `apply` of their classes in variables, and each one ends here
+    base: Any = torch_function._SingleLevelFunction
+    original = next(vars(cls)["apply"] for cls in base.__mro__ if "apply" in vars(cls))
+    outer = vars(base).get("apply")
+    base.apply = wrapped(original)
+    try:
+        yield
+    finally:
+        if outer is None:
+            del base.apply
+        else:
+            base.apply = outer
+
+
+def has_own_export(function: type) -> bool:
+    """Return True if a rule says how calls of the autograd Function `function` are exported."""
+    from onnxruntime.training.ortmodule import _custom_autograd_function_exporter as exporter
+    from onnxruntime.training.ortmodule._utils import get_fully_qualified_class_name
+
+    if any(hasattr(function, rule) for rule in _RULES) or function.__name__ == "CheckpointFunction":
+        return True
+    return exporter._SpecialCustomFunctionHandler.get_handler(get_fully_qualified_class_name(function)) is not None
