@@ -23,7 +23,7 @@ began = time.perf_counter()
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 from ort_zero import config
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 torch.set_num_threads(1)
 torch.manual_seed(0)
 name, layers, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3] or None
@@ -33,7 +33,7 @@ if name == "bert":
 else:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_embd=256, n_layer=layers, n_head=4, n_positions=128))
 model.train()
-runtime, wrapped = engine_patch.wrap(model, config.OrtModuleConfig(cache_dir=folder), stage=0)
+runtime, wrapped = wrap_model(model, config.OrtModuleConfig(cache_dir=folder), stage=0)
 ids = torch.randint(0, 1000, (2, 64))
 ready = time.perf_counter()
 loss = wrapped(input_ids=ids, labels=ids).loss

@@ -20,7 +20,7 @@ from transformers import BertConfig, BertForMaskedLM
 
 from ort_zero import config
 from ort_zero.compat import ortmodule as ort_compat
-from ort_zero.plugin import engine_patch, registry
+from ort_zero.plugin.wrap import registry, wrap_model
 
 FIXED_US, PARAMETER_US = 60.0, 0.3
 """The goal: so many microseconds, and so many for each parameter."""
@@ -43,7 +43,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 def our_check(layers: int) -> Callable[[], object]:
     """Return our check of a BERT that has a graph."""
-    runtime, wrapped = engine_patch.wrap(bert(layers).train(), config.OrtModuleConfig(), stage=0)
+    runtime, wrapped = wrap_model(bert(layers).train(), config.OrtModuleConfig(), stage=0)
     arguments = batch()
     wrapped(**arguments)
     manager = runtime.modes[True].builder.manager

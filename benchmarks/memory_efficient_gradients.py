@@ -43,13 +43,13 @@ class Variant:
 
     def __init__(self, on: bool, options: dict[str, Any]):
         from ort_zero import config
-        from ort_zero.plugin import engine_patch, registry
+        from ort_zero.plugin.wrap import registry, wrap_model
 
         model = build(options["model"], options)
         self.elements = sum(p.numel() for p in model.parameters())
         self.steps = 0
         if options["stage"] == "ddp":
-            self.runtime, wrapped = engine_patch.wrap(
+            self.runtime, wrapped = wrap_model(
                 model, config.OrtModuleConfig(log_level="ERROR"), 0, memory_efficient_gradients=on
             )
             self.module = torch.nn.parallel.DistributedDataParallel(wrapped, gradient_as_bucket_view=True)

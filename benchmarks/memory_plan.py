@@ -47,7 +47,7 @@ def work(options: argparse.Namespace) -> None:
     import torch
 
     from ort_zero import config
-    from ort_zero.plugin import engine_patch
+    from ort_zero.plugin.wrap import wrap_model
     from ort_zero.recompute.resident_memory import PeakMeter
     from ort_zero.testing.peaks import start_at_first_run
 
@@ -61,7 +61,7 @@ def work(options: argparse.Namespace) -> None:
             variant, {"recompute": "auto", "budget": variant}
         )
         level = config.OrtModuleConfig(log_level="ERROR")
-        runtime, wrapped = engine_patch.wrap(model, level, 0, memory=config.MemoryConfig(**memory))
+        runtime, wrapped = wrap_model(model, level, 0, memory=config.MemoryConfig(**memory))
         if variant == "upstream-1":
             _as_upstream(runtime)
     torch.manual_seed(1)

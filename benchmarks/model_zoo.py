@@ -176,10 +176,10 @@ def run(name: str, side: str) -> Row:
 def compare(spec: zoo_models.Spec, losses: list[float], gradients: dict[str, torch.Tensor]) -> Row:
     """Train a new copy of the model in ORT and compare with what PyTorch gave."""
     from ort_zero import config
-    from ort_zero.plugin import engine_patch
+    from ort_zero.plugin.wrap import wrap_model
 
     model, batches = spec.build()
-    runtime, wrapped = engine_patch.wrap(model, config.OrtModuleConfig(), stage=0)
+    runtime, wrapped = wrap_model(model, config.OrtModuleConfig(), stage=0)
     ours, our_gradients = train(wrapped, model, batches)
     status = runtime.status()
     apart = differing_gradients(gradients, our_gradients)

@@ -31,7 +31,7 @@ class Variant:
 
     def __init__(self, name: str, options: dict[str, Any], *, ort: bool, folder: Path):
         from ort_zero import config
-        from ort_zero.plugin import engine_patch
+        from ort_zero.plugin.wrap import wrap_model
         from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
         from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
 
@@ -40,7 +40,7 @@ class Variant:
         self.model.config.use_cache = False  # upstream cannot take a cache apart
         self.run, self.runtime = self.model, None
         if ort:
-            self.runtime, self.run = engine_patch.wrap(self.model, config.OrtModuleConfig(log_level="ERROR"), stage=0)
+            self.runtime, self.run = wrap_model(self.model, config.OrtModuleConfig(log_level="ERROR"), stage=0)
         self.folder = folder / f"{name.replace(' ', '_')}_{'ort' if ort else 'torch'}"
         if name in GOALS:
             start = 0 if name == "on" else 1 << 40

@@ -13,6 +13,7 @@ from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import third_party
 from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import summary
+from ort_zero.plugin.wrap import wrap_model
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
 
@@ -39,7 +40,7 @@ def _engine_init(original):
             return _subscribe(self, section.statistics)
         stage = int((ds_config.get("zero_optimization") or {}).get("stage", 0))
         _refuse_half_on_cpu(ds_config)
-        runtime, bound.arguments["model"] = wrap(
+        runtime, bound.arguments["model"] = wrap_model(
             bound.arguments["model"],
             section.ortmodule,
             stage,
@@ -55,65 +56,6 @@ def _engine_init(original):
         return _subscribe(self, section.statistics)
 
     return __init__
-
-
-def wrap(
-    model: Any,
-    section: config.OrtModuleConfig,
-    stage: int,
-    *,
-    memory_efficient_gradients: bool = False,
-    memory: config.MemoryConfig | None = None,
-) -> tuple[Any, Any]:
-    """Return the runtime of `model` and the ORTModule around it.
-
-    Args:
-        model: the user's module.
-        section: how it runs.
-        stage: ZeRO stage of its engine, 0 without one.
-        memory_efficient_gradients: hand each gradient to its parameter the moment it exists; ZeRO-3 always does.
-        memory: what of the activations is computed again.
-
-    Raises:
-        ConfigError: a key of `memory` is wrong, or a plan's file is missing on a rank.
-        UnsupportedVersionError: torch, Python or onnxruntime-training is out of range.
-        BuildError: the C++ extensions cannot be built.
-    """
-    from ort_zero.compat import ortmodule as ort_compat
-    from ort_zero.plugin import registry
-    from ort_zero.recompute import trial
-    from ort_zero.runtime.runtime import Runtime
-
-    memory, section, more = trial.override_section(memory, section)
-    request = _memory_request(memory) if memory is not None else None
-    registry.patch_ortmodule()
-    level = log.chosen(section.log_level)
-    wrapped = ort_compat.make_ortmodule(model, save_onnx=section.save_onnx, level=level)
-    runtime = Runtime(model, section, stage, memory_efficient_gradients, request, **more)
-    ort_compat.attach(wrapped, runtime)
-    registry.register(runtime)
-    return runtime, wrapped
-
-
-def _memory_request(section: config.MemoryConfig) -> Any:
-    """Return what the memory optimizer is to do, the same on all ranks.
-
-    Raises:
-        ConfigError: on all ranks, if one cannot read the plan or reads another one.
-    """
-    from ort_zero.distributed.process_group import RankGroup, default_group
-    from ort_zero.recompute import options
-
-    ranks = RankGroup() if section == config.MemoryConfig() else default_group()
-    with ranks.raise_on_all("reading the section's memory part", everywhere=ConfigError):
-        request = options.read(section)
-    plans = ranks.gather(str(request))
-    odd = [rank for rank, plan in enumerate(plans) if plan != plans[0]]
-    if odd:
-        raise ConfigError(
-            f"ort_zero.memory.recompute: ranks {odd} read another plan than rank 0; give all ranks one file"
-        )
-    return request
 
 
 def _note(engine: Any) -> None:

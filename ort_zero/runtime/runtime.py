@@ -1,6 +1,6 @@
 """Runs one user's module in ONNX Runtime: owns its graphs, its guards and its agreement with the other ranks.
 
-:mod:`ort_zero.plugin.engine_patch` makes one :class:`Runtime` for each model; ORTModule's forward calls it. A forward
+:mod:`ort_zero.plugin.wrap` makes one :class:`Runtime` for each model; ORTModule's forward calls it. A forward
 call goes through these steps, and those with (*) concern all ranks of the ZeRO group::
 
     call -> take arguments apart -> decide (guards.decide) -> (*) vote -> export, gradient graph, collectives, session

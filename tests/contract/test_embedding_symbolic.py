@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ort_zero import config
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 
 VOCAB, WIDTH = 11, 6
 
@@ -45,7 +45,7 @@ def test_forward_and_weight_gradient_equal_torchs(options, shape):
     torch.manual_seed(0)
     module = Embedded(**options)
     reference = copy.deepcopy(module)
-    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(), 0)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), 0)
     ids = torch.randint(0, VOCAB, shape)
     ids.view(-1)[:4] = torch.tensor([2, 2, 5, 5])  # the padding index, and a repeated one
     ours, theirs = wrapped(ids), reference(ids)

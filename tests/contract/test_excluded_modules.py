@@ -8,7 +8,7 @@ from torch import nn
 
 from ort_zero import config
 from ort_zero.errors import ConfigError, ExportError
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 
 
 class Router(nn.Module):
@@ -82,7 +82,7 @@ def both(cls, **options):
     torch.manual_seed(0)
     reference = cls()
     torch.manual_seed(0)
-    runtime, wrapped = engine_patch.wrap(cls(), config.OrtModuleConfig(**options), stage=0)
+    runtime, wrapped = wrap_model(cls(), config.OrtModuleConfig(**options), stage=0)
     return reference, wrapped, runtime
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ort_zero import config
 from ort_zero.errors import ConfigError
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 from ort_zero.runtime.export_cache.store import ExportCache
 
 
@@ -79,7 +79,7 @@ def run(module: nn.Module, folder, *args, steps: int = 2, **options):
     """Return results and gradients of a fresh copy, and the last transition of each mode."""
     module = copy.deepcopy(module)
     args = copy.deepcopy(args)
-    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(cache_dir=str(folder), **options), stage=0)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(cache_dir=str(folder), **options), stage=0)
     results = []
     for _ in range(steps):
         result = wrapped(*args)
@@ -223,9 +223,9 @@ import torch
 sys.path.insert(0, sys.argv[2])
 from model import Model
 from ort_zero import config
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 torch.manual_seed(0)
-runtime, wrapped = engine_patch.wrap(Model(), config.OrtModuleConfig(cache_dir=sys.argv[1]), stage=0)
+runtime, wrapped = wrap_model(Model(), config.OrtModuleConfig(cache_dir=sys.argv[1]), stage=0)
 loss = wrapped(torch.ones(2, 4))
 loss.backward()
 print(json.dumps([loss.item(), runtime.status()["transitions"][0]["cache"]]))
@@ -266,4 +266,4 @@ def test_edited_code_is_noticed_in_another_process(tmp_path):
 def test_a_folder_that_cannot_be_used_is_refused_before_training_starts(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r'"ort_zero.ortmodule.cache_dir" is .*file.*name a folder'):
-        engine_patch.wrap(Gelus(), config.OrtModuleConfig(cache_dir=str(tmp_path / "file")), stage=0)
+        wrap_model(Gelus(), config.OrtModuleConfig(cache_dir=str(tmp_path / "file")), stage=0)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ort_zero.config import OrtModuleConfig
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager, inspect_activation, unwrapped
 
@@ -141,7 +141,7 @@ CASES = {
 
 
 def in_ort(model):
-    return engine_patch.wrap(model, OrtModuleConfig(log_level="ERROR"), stage=0)
+    return wrap_model(model, OrtModuleConfig(log_level="ERROR"), stage=0)
 
 
 def observed(case, *, ort, steps=2):
@@ -350,7 +350,7 @@ def test_a_submodule_that_stays_in_torch_is_seen_from_outside():
             return self.b(self.reads(self.a(x)))
 
     recorder = Recorder()
-    runtime, run = engine_patch.wrap(seeded(Net), OrtModuleConfig(log_level="ERROR", exclude=["reads"]), stage=0)
+    runtime, run = wrap_model(seeded(Net), OrtModuleConfig(log_level="ERROR", exclude=["reads"]), stage=0)
     GlobalSubscriberManager.subscribe(run, [recorder])
     run(torch.ones(2, 4)).sum().backward()
     assert "reads" in runtime.status()["in_torch"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from ort_zero import config
 from ort_zero.errors import ExportError
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 from ort_zero.runtime.graph_builder import GraphBuilder
 
 
@@ -32,7 +32,7 @@ class Model(nn.Module):
 def test_the_gradient_graph_has_the_types_of_the_weights(tmp_path, monkeypatch, dtype, elem_type):
     monkeypatch.setattr(GraphBuilder, "_refuse_unsupported", lambda self: None)
     module = Model().to(dtype)
-    _, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(save_onnx=str(tmp_path / "new" / "folder")), stage=0)
+    _, wrapped = wrap_model(module, config.OrtModuleConfig(save_onnx=str(tmp_path / "new" / "folder")), stage=0)
     try:
         wrapped(torch.tensor([[1, 2]])).backward()
     except ExportError as error:
@@ -47,6 +47,6 @@ def test_the_gradient_graph_has_the_types_of_the_weights(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_on_a_cpu_is_refused_by_the_parameters_name(dtype):
-    _, wrapped = engine_patch.wrap(Model().to(dtype), config.OrtModuleConfig(), stage=0)
+    _, wrapped = wrap_model(Model().to(dtype), config.OrtModuleConfig(), stage=0)
     with pytest.raises(ExportError, match=r"parameter embed.weight is b?float16.*no b?float16 kernels"):
         wrapped(torch.tensor([[1, 2]]))

@@ -21,14 +21,14 @@ from ort_zero.compat import ort_kernels
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.errors import BridgeError
 from ort_zero.onnx_edit.python_op import python_op
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 
 
 def wrap(module: nn.Module, on: bool = True):
     """Return (runtime, ORTModule, reference in torch)."""
     reference = copy.deepcopy(module)
     section = config.OrtModuleConfig()
-    runtime, wrapped = engine_patch.wrap(module, section, 0, memory_efficient_gradients=on)
+    runtime, wrapped = wrap_model(module, section, 0, memory_efficient_gradients=on)
     return runtime, wrapped, reference
 
 

@@ -14,7 +14,7 @@ from ort_zero import config
 from ort_zero.compat.ort_kernels import RECOMPUTED
 from ort_zero.compat.ortmodule import Recompute, import_ortmodule
 from ort_zero.errors import ExportError, MemoryPlanError
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 from ort_zero.recompute import candidates, graph_edits, peak_memory
 from ort_zero.recompute.graph_model import GraphModel
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
@@ -34,7 +34,7 @@ def plans(tmp_path, monkeypatch):
 
 def wrap(module: nn.Module, memory: dict | None = None, **section):
     memory = config.MemoryConfig(**memory) if memory is not None else None
-    return engine_patch.wrap(module.train(), config.OrtModuleConfig(**section), 0, memory=memory)
+    return wrap_model(module.train(), config.OrtModuleConfig(**section), 0, memory=memory)
 
 
 def model(kind: str = "gpt2") -> nn.Module:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from ort_zero import config
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 
 WIDTH = 6
 SHAPES = {"rows": (WIDTH,), "words": (5, WIDTH), "planes": (4, 7, WIDTH), "volumes": (2, 5, 4, WIDTH)}
@@ -897,7 +897,7 @@ def test_operator(name, sizes):
     torch.manual_seed(case.seed)
     module = Net(case)
     reference = copy.deepcopy(module)
-    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(), 0)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), 0)
     exports = []
     for size in sizes:
         x = torch.randn(size, *SHAPES[case.kind], generator=torch.Generator().manual_seed(size))

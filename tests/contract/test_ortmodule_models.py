@@ -12,13 +12,13 @@ from models import BATCH, SEQ, VOCAB, build
 from torch import nn
 
 from ort_zero import config
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 
 
 def wrap(module: nn.Module):
     """Return (runtime, ORTModule, reference in torch)."""
     reference = copy.deepcopy(module)
-    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(), 0)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), 0)
     return runtime, wrapped, reference
 
 

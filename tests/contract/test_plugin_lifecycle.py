@@ -227,7 +227,7 @@ from ort_zero import config
 from ort_zero.compat import ortmodule
 from ort_zero.compat.ortmodule.functions import SYMBOLICS
 from ort_zero.compat.torch_onnx import exporter_modules
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 from ort_zero.utils.patching import resolve
 
 def exporter_names():
@@ -237,7 +237,7 @@ def exporter_names():
     return found | {f"{name} (attribute)": attributes.get(name) for name in ("_globals", "_type_utils")}
 
 def wrap():
-    return engine_patch.wrap(torch.nn.Linear(3, 2), config.OrtModuleConfig(), 0)
+    return wrap_model(torch.nn.Linear(3, 2), config.OrtModuleConfig(), 0)
 """
 
 

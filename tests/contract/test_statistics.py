@@ -18,7 +18,7 @@ from torch import nn
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import StatisticsError
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, inspect_activation
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 from ort_zero.statistics.compare.compare_runs import compare
 from ort_zero.statistics.reader import open_run
 from ort_zero.statistics.records import Phase
@@ -44,7 +44,7 @@ IDS = torch.arange(12).view(3, 4)
 def train(folder, steps=3, *, model=None, ort=False, **options):
     """Train with statistics; return the model and what every place held, by (step, phase, module, kind, slot)."""
     model = model or Net()
-    run = engine_patch.wrap(model, OrtModuleConfig(log_level="ERROR"), stage=0)[1] if ort else model
+    run = wrap_model(model, OrtModuleConfig(log_level="ERROR"), stage=0)[1] if ort else model
     session = GlobalSubscriberManager.subscribe(run, [StatisticsSubscriber(str(folder), **options)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):

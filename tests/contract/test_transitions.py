@@ -25,7 +25,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from ort_zero import config
 from ort_zero.errors import ExportError
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 
 VOCAB = 64
 
@@ -33,7 +33,7 @@ VOCAB = 64
 def wrap(module: nn.Module, **section):
     """Return runtime, wrapped module and a copy that PyTorch runs."""
     reference = copy.deepcopy(module)
-    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(**section), stage=0)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(**section), stage=0)
     return runtime, wrapped, reference
 
 
@@ -380,7 +380,7 @@ MEMORY = """
 import torch
 from torch import nn
 from ort_zero import config
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 def anonymous():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
@@ -393,7 +393,7 @@ class Wide(nn.Module):
             x = torch.tanh(layer(x)) * factor
         return x.mean()
 torch.set_num_threads(1)
-_, wrapped = engine_patch.wrap(Wide(), config.OrtModuleConfig(), stage=0)
+_, wrapped = wrap_model(Wide(), config.OrtModuleConfig(), stage=0)
 wrapped(torch.ones(2, 64), 1).backward()
 x, levels = torch.randn(80000, 64), [anonymous()]
 for factor in (1, 2, 3, 4):

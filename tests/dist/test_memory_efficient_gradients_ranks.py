@@ -69,12 +69,10 @@ class Run:
     def ddp(self, kind: type[nn.Module] = Tied, **options: Any) -> None:
         """Train with torch's DistributedDataParallel around an ORTModule, in several buckets."""
         from ort_zero import config
-        from ort_zero.plugin import engine_patch
+        from ort_zero.plugin.wrap import wrap_model
 
         model = self.build(kind)
-        self.runtime, wrapped = engine_patch.wrap(
-            model, config.OrtModuleConfig(), 0, memory_efficient_gradients=self.on
-        )
+        self.runtime, wrapped = wrap_model(model, config.OrtModuleConfig(), 0, memory_efficient_gradients=self.on)
         self.call = DistributedDataParallel(wrapped, bucket_cap_mb=0.002, **options)
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         self.backward: Callable = torch.Tensor.backward

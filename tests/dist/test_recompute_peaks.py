@@ -18,16 +18,14 @@ from ort_zero.testing.ranks import run_on_ranks
 def peak(kind: str, case: str) -> dict[str, Any]:
     """Return the growth of this process in the first step of a model of some 200 MiB, and the plan of `case`."""
     from ort_zero import config
-    from ort_zero.plugin import engine_patch
+    from ort_zero.plugin.wrap import wrap_model
     from ort_zero.recompute.resident_memory import PeakMeter
     from ort_zero.testing.peaks import start_at_first_run
 
     torch.manual_seed(0)
     model = {"gpt2": gpt2, "bert": bert}[kind](words=1024, hidden=256, layers=4, positions=128, **DROPOUT[kind])
     section = {"off": {}, "all": {"recompute": "all"}}.get(case, {"recompute": "auto", "budget": case})
-    runtime, wrapped = engine_patch.wrap(
-        model.train(), config.OrtModuleConfig(), 0, memory=config.MemoryConfig(**section)
-    )
+    runtime, wrapped = wrap_model(model.train(), config.OrtModuleConfig(), 0, memory=config.MemoryConfig(**section))
     meter = PeakMeter(torch.device("cpu"))
     start_at_first_run(runtime, meter)
     ids = torch.randint(0, 1024, (12, 128), generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,7 @@ from ort_zero.compat.ortmodule.functions import onnx_type, register_function, wi
 from ort_zero.compat.ortmodule.loading import import_ortmodule, is_ortmodule
 from ort_zero.compat.ortmodule.manager import Manager
 from ort_zero.compat.ortmodule.patches import patches, symbolic_patches
-from ort_zero.compat.ortmodule.runner import ModelRunner
+from ort_zero.compat.ortmodule.runner import ModelRunner, running
 from ort_zero.compat.ortmodule.sessions import GraphInfo, Recompute, Session, guard_agent
 from ort_zero.compat.ortmodule.wrapping import attach, make_ortmodule, managers_of
 
@@ -29,6 +29,7 @@ __all__ = [
     "onnx_type",
     "patches",
     "register_function",
+    "running",
     "symbolic_patches",
     "with_all_gradients",
 ]

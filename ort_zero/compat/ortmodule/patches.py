@@ -11,6 +11,7 @@ from ort_zero.compat.ortmodule.functions import SYMBOLICS, with_all_gradients
 from ort_zero.compat.ortmodule.loading import PACKAGE
 from ort_zero.compat.ortmodule.runner import current_runner, runner_of, running
 from ort_zero.compat.ortmodule.sessions import AllInputs
+from ort_zero.compat.ortmodule.wrapper_class import warn_of_collisions
 from ort_zero.utils.patching import Patch, defined_in
 
 _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
@@ -33,6 +34,11 @@ def patches() -> tuple[Patch, ...]:
             f"{PACKAGE}._torch_module_ort:TorchModuleORT.is_training",
             _patch_is_training,
             "modes set on the user's module",
+        ),
+        _patch(
+            f"{PACKAGE}._utils:check_for_name_collisions_and_bind_methods_to_ortmodule",
+            _patch_bind_methods,
+            "methods stay bound to the user's module",
         ),
         # a builtin, and a function that contextlib made: neither says where it was defined
         Patch(
@@ -108,6 +114,14 @@ def _patch_flattened(original: Callable) -> Callable:
         return [_OutputIdentityOp.apply(tensor) for tensor in tensors]
 
     return forward
+
+
+def _patch_bind_methods(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def check_for_name_collisions_and_bind_methods_to_ortmodule(ortmodule, user_module, logger):
+        warn_of_collisions(ortmodule, user_module, logger)
+
+    return check_for_name_collisions_and_bind_methods_to_ortmodule
 
 
 def _patch_is_training(original: Callable) -> Callable:

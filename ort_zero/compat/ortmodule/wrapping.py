@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from ort_zero.compat import third_party
 from ort_zero.compat.ortmodule.loading import import_ortmodule
 from ort_zero.compat.ortmodule.manager import Manager
 from ort_zero.compat.ortmodule.runner import ModelRunner, set_runner
+from ort_zero.compat.ortmodule.wrapper_class import COPIED, wrapper_class
 from ort_zero.errors import PatchError
 
 _WITHOUT_EFFECT = {
@@ -40,9 +41,6 @@ def make_ortmodule(module: Any, *, save_onnx: str | None = None, level: log.Leve
     _warn_of_variables()
     package = import_ortmodule()
     wrapped = _wrapped(package, module, level, save_onnx if env.rank() == 0 else None)
-    if hasattr(module, "generate"):
-        # upstream's copy, bound to the wrapper, looks for transformers' methods in the wrapper's type
-        wrapped.__dict__["generate"] = module.generate
     for manager in managers_of(wrapped):
         manager._ort_zero_level = level
         _set_runtime_options(manager._runtime_options)
@@ -78,7 +76,7 @@ def _wrapped(package: Any, module: Any, level: log.Level, save_onnx: str | None)
         modes = [(part, part.training) for part in module.modules()]
         # it looks at every attribute of the module, also at those that are deprecated
         with third_party.quiet():
-            wrapped = package.ORTModule(module, options)
+            wrapped = wrapper_class(package.ORTModule, type(module))(module, options)
         for part, training in modes:
             part.training = training  # upstream puts all of them into the mode of the whole
     finally:
@@ -114,8 +112,15 @@ def managers_of(ortmodule: Any) -> tuple[Any, Any]:
     return factory(True), factory(False)
 
 
-def attach(ortmodule: Any, runner: ModelRunner) -> None:
-    """Give both managers of an ORTModule their runner."""
+def attach(ortmodule: Any, runner: ModelRunner, wrap_copy: Callable[[Any], Any]) -> None:
+    """Give both managers of an ORTModule their runner.
+
+    Args:
+        ortmodule: from :func:`make_ortmodule`.
+        runner: does its calls.
+        wrap_copy: returns the wrapper of a copy of the user's module, for ``copy.deepcopy``.
+    """
+    vars(ortmodule)[COPIED] = wrap_copy
     for manager in managers_of(ortmodule):
         set_runner(manager, runner)
         manager._ort_zero_view = Manager(manager)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ort_zero import config
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 from ort_zero.runtime.export_cache import fingerprint
 
 
@@ -31,7 +31,7 @@ def make(folder: Path) -> None:
     """Write an entry into `folder`."""
     torch.manual_seed(0)
     fingerprint._cpu = lambda: "any"  # of no importance here
-    _, wrapped = engine_patch.wrap(TwoLayers(), config.OrtModuleConfig(cache_dir=str(folder)), stage=0)
+    _, wrapped = wrap_model(TwoLayers(), config.OrtModuleConfig(cache_dir=str(folder)), stage=0)
     wrapped(torch.ones(2, 3), scale=0.5)["loss"].backward()
     for optimized in folder.glob("*.session"):  # the graph is enough
         optimized.unlink()
