@@ -8,7 +8,7 @@ import re
 import sys
 import sysconfig
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\](?P<name>\w+)")
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -18,6 +18,8 @@ _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _EXTENDED_ARG, _LOAD_GLOBAL = dis.opmap["EXTENDED_ARG"], dis.opmap["LOAD_GLOBAL"]
 _CALL_BIT = int(sys.version_info >= (3, 11))
 """The lowest bit of LOAD_GLOBAL's argument tells since Python 3.11 whether a call follows."""
+_DUPLICATE = dis.opmap["COPY"] if "COPY" in dis.opmap else dis.opmap["DUP_TOP"]
+_LOAD_ATTR = dis.opmap["LOAD_ATTR"]
 
 
 def is_foreign(file: str) -> bool:
@@ -49,3 +51,22 @@ def global_names(code: CodeType) -> tuple[set[str], set[str]]:
             found |= inner
             names |= attributes
     return found, names
+
+
+def is_augmented_read(frame: FrameType) -> bool:
+    """Return True while `frame` reads an attribute for an augmented assignment to it, such as ``self.calls += 1``."""
+    ops, place = frame.f_code.co_code, frame.f_lasti
+    if place < 2 or ops[place] != _LOAD_ATTR:
+        return False
+    place -= 2
+    while place > 0 and ops[place] == _EXTENDED_ARG:
+        place -= 2
+    return ops[place] == _DUPLICATE and (_DUPLICATE == dis.opmap.get("DUP_TOP") or ops[place + 1] == 1)
+
+
+def user_line() -> str:
+    """Return ``FILE:LINE in FUNCTION`` of the model's code that runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else "unknown line"

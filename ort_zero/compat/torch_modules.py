@@ -43,6 +43,11 @@ def forward_hooks(module: Any) -> Mapping[str, list[Callable]]:
     return {name: list(getattr(module, name).values()) for name in ("_forward_hooks", "_forward_pre_hooks")}
 
 
+def hook_tables(module: Any) -> tuple[dict[int, Callable], ...]:
+    """Return the very dicts in which `module` keeps the hooks around its forward and its backward."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
 def inside_of_compiled(module: Any) -> Any:
     """Return the module that ``torch.compile`` made `module` of."""
     return submodule_table(module)["_orig_mod"]

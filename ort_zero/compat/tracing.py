@@ -99,6 +99,9 @@ class Seen(Protocol):
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a result that depends on the arguments."""
 
+    def running(self) -> torch.nn.Module | None:
+        """Return the innermost module that runs."""
+
 
 class _Observer(TorchFunctionMode):
     def __init__(self) -> None:
@@ -128,6 +131,10 @@ class _Observer(TorchFunctionMode):
             return result
         nothing: Any = sized.size(0) * 0  # a tensor while a trace is made
         return result ^ (nothing != 0) if result.dtype == torch.bool else result + nothing.to(result.dtype)
+
+    def running(self) -> torch.nn.Module | None:
+        """Return the innermost module that runs, None outside of all."""
+        return self.modules[-1] if self.modules else None
 
     def _depends_on_inputs(self, value: Any) -> bool:
         stack, seen = [value], set()

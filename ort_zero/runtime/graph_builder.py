@@ -6,6 +6,7 @@ recomputation plan that the memory optimizer shares.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ from ort_zero.runtime.export.post_optimize_passes import unfuse_for_cpu
 from ort_zero.runtime.export.tracer import Tracer
 from ort_zero.runtime.export_cache.lookup import Lookup, session_of
 from ort_zero.runtime.export_cache.store import ExportCache
+from ort_zero.runtime.guards.attribute_guard import HOOKS, METHODS, NOTHING_READ, AttributeGuard, ReadValues
 from ort_zero.runtime.guards.keys import (
     ExportedModelInfo,
     KnownGraph,
@@ -65,6 +67,7 @@ class GraphBuilder:
         cache: holds the graphs of earlier runs; None without one.
         memory_efficient_gradients: put reduce nodes into the training graph also where no weight is partitioned.
         memory: computes activations again; None for keeping all of them.
+        attribute_guard: guard on what the module's code reads besides its arguments.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class GraphBuilder:
         cache: ExportCache | None,
         memory_efficient_gradients: bool,
         memory: MemoryOptimizer | None = None,
+        attribute_guard: AttributeGuard | None = None,
     ):
+        self.attribute_guard = attribute_guard or AttributeGuard(module)
         self.memory = memory if manager.training else None
         self.memory_efficient_gradients = memory_efficient_gradients
         self.module = module
@@ -162,7 +167,17 @@ class GraphBuilder:
             dynamic_axes_map=axes,
             exported_model=model.SerializeToString(),
         )
-        return ExportedModule(observed.export, info, tracer.effects, tracer.differentiable, tracer.readers, only_read)
+        key = dataclasses.replace(observed.export, attributes=self._read_values(tracer))
+        return ExportedModule(key, info, tracer.effects, tracer.differentiable, tracer.readers, only_read)
+
+    def _read_values(self, tracer: Tracer) -> ReadValues:
+        """Return the values of what Python code has read in a trace; the guard looks at them from now on."""
+        reads = tracer.attributes
+        if reads is None:
+            return NOTHING_READ
+        now = self.attribute_guard.watch(reads.reads, reads.whole).values
+        places = (*reads.reads, HOOKS, METHODS)
+        return ReadValues({place: now[place] for place in places}, model=type(self.module).__name__)
 
     def _tracer(self, call: pytree.Call, subscribers: Sequence[SubscribedModel], *, all_inputs: bool) -> Tracer:
         """Return what follows the export of a call.

@@ -36,6 +36,7 @@ from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export_cache.store import ExportCache
 from ort_zero.runtime.forward_call import ForwardCall
 from ort_zero.runtime.graph_builder import GraphBuilder
+from ort_zero.runtime.guards.attribute_guard import AttributeGuard
 from ort_zero.runtime.guards.module_guard import ModuleGuard
 from ort_zero.runtime.guards.value_guards import GuardFailures
 from ort_zero.runtime.operators import torch_fallback
@@ -96,6 +97,7 @@ class Runtime:
         self.runs: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
         """Number of completed session runs in each mode (True for training), by ``"forward"`` and ``"backward"``."""
         self._module_guard: ModuleGuard | None = None
+        self.attribute_guard = AttributeGuard(module)
         self._subscribed: list[SubscribedModel] = []
         """The subscribed models whose root is this module or lies below it, in this call."""
         self.graph_subscribers: list[SubscribedModel] = []
@@ -161,9 +163,10 @@ class Runtime:
                 self._cache,
                 self.memory_efficient_gradients,
                 self.memory,
+                self.attribute_guard,
             )
             self.modes[manager.training] = GraphTransitionManager(
-                builder, self._module_guard, self.history, self.config.graph_cache_size
+                builder, self._module_guard, self.attribute_guard, self.history, self.config.graph_cache_size
             )
         self.modes[manager.training].builder.prefetch_elements = self.prefetch_elements
         manager.device = self._module_guard.device

@@ -25,6 +25,7 @@ from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.graph_builder import GraphBuilder
+from ort_zero.runtime.guards.attribute_guard import AttributeGuard
 from ort_zero.runtime.guards.decide import decide
 from ort_zero.runtime.guards.keys import Action, ExportKey, Graphs, Observed, ProcessKey, TensorInput, Transition
 from ort_zero.runtime.guards.module_guard import ModuleGuard
@@ -78,14 +79,23 @@ class GraphTransitionManager:
 
     Args:
         builder: builds graphs.
-        module_guard: guard of the user's module, shared by the modes.
+        module_guard: guard on the tree of the user's module, shared by the modes.
+        attribute_guard: guard on what its code reads besides, shared by the modes.
         history: shared by the modes.
         capacity: graphs that may be held at a time.
     """
 
-    def __init__(self, builder: GraphBuilder, module_guard: ModuleGuard, history: TransitionHistory, capacity: int):
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        module_guard: ModuleGuard,
+        attribute_guard: AttributeGuard,
+        history: TransitionHistory,
+        capacity: int,
+    ):
         self.builder = builder
         self.module_guard = module_guard
+        self.attribute_guard = attribute_guard
         self.history = history
         self.capacity = capacity
         self.graphs: list[BuiltGraph] = []
@@ -116,15 +126,23 @@ class GraphTransitionManager:
             [_tensor_input(name, t.dtype, t.dim()) for name, t in zip(call.names, call.tensors, strict=True)]
         )
         training = self.builder.manager.training
+        device = self.builder.manager.device
         wanted = tuple([n for n, t in zip(call.names, call.tensors, strict=True) if t.requires_grad])
         return Observed(
-            ExportKey(call.structure, tensors, version, tuple(subscribers)),
+            ExportKey(
+                call.structure,
+                tensors,
+                version,
+                tuple(subscribers),
+                self.attribute_guard.check(version.number),
+                torch_state(device.type),
+            ),
             ProcessKey(
                 frozen=self.module_guard.frozen if training else (),
                 inputs=wanted if training else (),
                 memory_plan=self.memory_plan,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
-                device=str(self.builder.manager.device),
+                device=str(device),
             ),
         )
 
@@ -232,6 +250,22 @@ class GraphTransitionManager:
 def _tensor_input(name: str, dtype: torch.dtype, rank: int) -> TensorInput:
     """Return the key of one tensor; making a frozen record takes longer than finding it."""
     return TensorInput(name, str(dtype), rank)
+
+
+def torch_state(device: str) -> tuple[tuple[str, str], ...]:
+    """Return the global settings of torch that a trace depends on, by name.
+
+    Args:
+        device: type of the model's device.
+    """
+    return _torch_state(
+        torch.get_default_dtype(), torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _torch_state(default: torch.dtype, autocast: torch.dtype | None) -> tuple[tuple[str, str], ...]:
+    return ("default dtype", str(default)), ("autocast", str(autocast) if autocast is not None else "off")
 
 
 def counted(graph: BuiltGraph) -> dict[str, int]:

@@ -20,6 +20,7 @@ from ort_zero.compat.torch_modules import version_of
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.errors import ExportError
 from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.attribute_reads import AttributeReads
 from ort_zero.statistics.collect import reader_marks
 
 
@@ -67,6 +68,8 @@ class Tracer:
         self.all_inputs = all_inputs
         self.trace_error: Exception | None = None
         """What the module raised while it was traced; None if nothing."""
+        self.attributes: AttributeReads | None = None
+        """What Python code has read besides the arguments; None before the trace."""
         self.effects = Effects()
         self.users_error: BaseException | None = None
         """What the module raised when it ran as PyTorch would run it; None if nothing."""
@@ -130,11 +133,14 @@ class Tracer:
         """Run the module for the tracer; what a graph does not do by itself becomes more outputs of it."""
         versions = [version_of(tensor) for tensor in given]
         with tracing.watched() as seen:
+            attributes = self.attributes = AttributeReads(module, seen.running)
             try:
-                value = module(*args, **kwargs)
+                with attributes.recording():
+                    value = module(*args, **kwargs)
             except Exception as error:
                 self.trace_error = error
                 raise
+            attributes.finish()
         tensors, schema = pytree.flatten(value, drop_caches=self.training, known=known)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
         changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]

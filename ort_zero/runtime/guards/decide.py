@@ -6,7 +6,8 @@ what changed                                                        action
 nothing; a size on a dynamic axis; the batch size; the step         reuse
 structure, dtype or rank of an argument; a constant (None, bool,    export, or switch to the
 int, float, str); the module tree or the mode of a submodule;       graph of an earlier call
-subscribers that read values
+subscribers that read values; an attribute or global that Python
+code read during the trace; torch's default dtype and autocast
 ``requires_grad`` of a parameter or argument; the memory plan;      re-process, or switch to the
 determinism; the device                                             graph of an earlier call
 ==================================================================  ============================
@@ -65,6 +66,9 @@ def export_reasons(old: ExportKey, new: ExportKey) -> tuple[str, ...]:
         found.append(_mode_reason(old.model.modes, new.model.modes))
     found += pytree.differences(old.structure, new.structure)
     found += _tensor_reasons(old.tensors, new.tensors)
+    found += old.read.reasons(new.attributes)
+    now = dict(new.torch_state)
+    found += [f"{name}: {was} -> {now.get(name)}" for name, was in old.torch_state if now.get(name) != was]
     if new.readers != old.readers:
         found.append("subscribers read values" if new.readers else "no subscriber reads values any more")
     if not found and not old.matches(new):

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ort_zero.runtime.guards.attribute_guard import NOTHING_READ, AttributeValues, ReadValues
+
 
 class Action(str, enum.Enum):
     """The action of a call on its graph before the graph runs."""
@@ -67,15 +69,26 @@ class ExportKey:
     model: ModelVersion = ModelVersion()
     readers: tuple = ()
     """Subscribers that read values inside of the graph."""
+    attributes: ReadValues | AttributeValues = NOTHING_READ
+    """Of a graph: what Python code read while it was traced; of a call: all values that are looked at."""
+    torch_state: tuple[tuple[str, str], ...] = ()
+    """Names and values of torch's global settings that a trace depends on."""
 
     def matches(self, other: ExportKey) -> bool:
-        """Return whether a model that was exported for the one serves the other."""
+        """Return whether a model that was exported for this key serves a call, or has the key of another graph."""
         return (
             self.tensors == other.tensors
             and self.model.same_code(other.model)
             and self.readers == other.readers
+            and self.torch_state == other.torch_state
             and self.structure == other.structure
+            and self.read.hold(other.attributes)
         )
+
+    @property
+    def read(self) -> ReadValues:
+        """What was read during the trace of a graph."""
+        return self.attributes if isinstance(self.attributes, ReadValues) else NOTHING_READ
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,237 @@
+"""Names the places outside of a call's arguments where Python code finds values: attributes, items, globals.
+
+The recorder of reads (:mod:`.attribute_reads`) makes them while a module is traced; the guard
+(:mod:`ort_zero.runtime.guards.attribute_guard`) looks there at each call; the export cache stores them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+ATTRIBUTE, ITEM, CELL = "attribute", "item", "cell"
+MODULE, GLOBAL = "module", "global"
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
+"""The value of an attribute that is not there."""
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
+         torch.memory_format, slice, range, type(...))  # fmt: skip
+"""Types whose instances do not change, and are compared by type and value."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A place where Python code finds a value: names and keys that lead there from a module."""
+
+    root: tuple[str, str]
+    """``("module", path in the module tree)``, or ``("global", name of a Python module)``."""
+    steps: tuple[tuple[str, Any], ...] = ()
+    """(kind, key) of each step: ``("attribute", "config")``, ``("item", "temperature")``, ``("cell", "scale")``."""
+
+    def then(self, kind: str, key: Any) -> Place:
+        """Return the place that lies one step further."""
+        return Place(self.root, (*self.steps, (kind, key)))
+
+    @property
+    def holder(self) -> Place:
+        """The place of the object that holds the value."""
+        return Place(self.root, self.steps[:-1])
+
+    def named(self, model: str) -> str:
+        """Return a name for people: ``"Model.temperature"``, ``"encoder.layer.0.dropout.p"``, ``"train.SCALE"``.
+
+        Args:
+            model: name of the class of the model.
+        """
+        kind, start = self.root
+        text = start or (model if kind == MODULE else "")
+        for step, key in self.steps:
+            plain = step == ATTRIBUTE or (kind == GLOBAL and text == start)
+            text += f".{key}" if plain else f" ({key})" if step == CELL else f"[{key!r}]"
+        return text
+
+    def as_input(self, model: str) -> str:
+        """Return the name of the graph input that stands for the value."""
+        return "ort_zero_" + re.sub(r"\W+", "_", self.named(model)).strip("_")
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value cannot change, and is compared by type and value."""
+    if isinstance(value, (tuple, frozenset)):
+        return type(value) in (tuple, frozenset, torch.Size) and all(map(is_plain, value))
+    return type(value) in PLAIN or isinstance(value, enum.Enum)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is an int or a float of Python, and no bool."""
+    return type(value) in (int, float)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class TensorState:
+    """The value of an attribute that is a tensor: the tensor, and how often it was changed in place."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Contents:
+    """The value of an attribute that is a container, whose parts have places of their own."""
+
+    kind: type
+    keys: tuple
+    """The keys of a mapping in their order; (length,) of a sequence; () for an object with attributes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """The value of an attribute that is a large container of plain values, or a set."""
+
+    copy: Any
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two values of one place make equal graphs."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, TensorState):
+        return one.tensor is other.tensor and one.version == other.version
+    if isinstance(one, Contents):
+        return one.kind is other.kind and one.keys == other.keys
+    if isinstance(one, Snapshot):
+        return type(one.copy) is type(other.copy) and bool(one.copy == other.copy)
+    if type(one) in (tuple, torch.Size):
+        return len(one) == len(other) and all(map(same, one, other))
+    if not is_plain(one):
+        return False
+    return one == other or (one != one and other != other)
+
+
+def shown(value: Any) -> str:
+    """Return a value in a word or two."""
+    if isinstance(value, TensorState):
+        return "a tensor"
+    if isinstance(value, Contents):
+        return f"a {value.kind.__name__} of {list(value.keys)}"[:60] if value.keys else f"a {value.kind.__name__}"
+    if isinstance(value, Snapshot):
+        return f"a {type(value.copy).__name__} of {len(value.copy)} values"
+    if is_plain(value) or value is MISSING:
+        return repr(value)[:60]
+    return f"a {type(value).__name__}" if not isinstance(value, type) else value.__name__
+
+
+MISSING_STEP = (MISSING, None, None)
+
+
+def step_into(holder: Any, kind: str, key: Any) -> tuple[Any, Any, Any]:
+    """Return the value one step away from `holder`, and container and key by which it can be looked up again.
+
+    The container is None if there is no such value.
+    """
+    if kind == ITEM:
+        try:
+            return holder[key], holder, key
+        except (KeyError, IndexError, TypeError):
+            return MISSING_STEP
+    if kind == CELL:
+        cells = CellsOf(holder)
+        try:
+            return cells[key], cells, key
+        except (KeyError, ValueError):
+            return MISSING_STEP
+    own = attributes_of(holder)
+    if own is not None and key in own:
+        return own[key], own, key
+    for cls in type(holder).__mro__:
+        if key in vars(cls):
+            value = vars(cls)[key]
+            if is_slot(value):
+                slots = SlotsOf(holder)
+                return (slots[key], slots, key) if hasattr(holder, key) else MISSING_STEP
+            return value, vars(cls), key
+    return MISSING_STEP
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Return the very dict of an object's attributes, None if it has none."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
+def is_slot(value: Any) -> bool:
+    """Return whether a class attribute stands for an entry of ``__slots__``."""
+    return type(value).__name__ == "member_descriptor"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SlotsOf:
+    """Looks up the attributes of an object that has ``__slots__`` as items."""
+
+    owner: Any
+
+    def __getitem__(self, name: str) -> Any:
+        return object.__getattribute__(self.owner, name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class CellsOf:
+    """Looks up the variables that a function has from the functions around it as items."""
+
+    function: Any
+
+    def __getitem__(self, name: str) -> Any:
+        function = self.function
+        return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        function = self.function
+        function.__closure__[function.__code__.co_freevars.index(name)].cell_contents = value
+
+
+class PlaceFinder:
+    """Finds the values at places of one model.
+
+    Args:
+        model: the user's module.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self._modules = dict(model.named_modules())
+
+    def root_of(self, place: Place) -> Any:
+        """Return the object that a place starts from, MISSING if it is gone."""
+        kind, name = place.root
+        if kind == MODULE:
+            return self._modules.get(name, MISSING)
+        return vars(sys.modules[name]) if name in sys.modules else MISSING
+
+    def find(self, places: Sequence[Place] | Mapping[Place, Any]) -> Iterator[tuple[Place, Any, Any, Any]]:
+        """Yield (place, value, container, key) of each place; a place comes after the one that holds it."""
+        found: dict[Place, Any] = {}
+        for place in places:
+            holder = place.holder
+            if holder not in found:
+                found[holder] = self._value(holder, found)
+            value, container, key = MISSING_STEP
+            if found[holder] is not MISSING:
+                value, container, key = step_into(found[holder], *place.steps[-1])
+            found[place] = value
+            yield place, value, container, key
+
+    def _value(self, place: Place, found: dict[Place, Any]) -> Any:
+        if not place.steps:
+            return self.root_of(place)
+        if place.holder not in found:
+            found[place.holder] = self._value(place.holder, found)
+        holder = found[place.holder]
+        return holder if holder is MISSING else step_into(holder, *place.steps[-1])[0]

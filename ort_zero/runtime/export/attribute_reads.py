@@ -1,0 +1,354 @@
+"""Records what the Python code of a module reads besides its arguments while it is traced: attributes and globals.
+
+The trace holds for the values that were read. :class:`ort_zero.runtime.export.tracer.Tracer` records;
+:mod:`ort_zero.runtime.guards.attribute_guard` compares at each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from ort_zero.compat.frames import global_names, is_augmented_read, is_foreign, is_installed, user_line
+from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table
+from ort_zero.compat.tracing import ValueReadError
+from ort_zero.runtime.export.attribute_paths import (
+    ATTRIBUTE,
+    CELL,
+    GLOBAL,
+    ITEM,
+    MISSING,
+    MODULE,
+    Place,
+    PlaceFinder,
+    attributes_of,
+    is_number,
+    is_plain,
+    is_slot,
+)
+
+MOST_ITEMS = 64
+"""Maximum number of items of a container that are compared one by one; a larger one is compared as a whole."""
+_INTERNAL = frozenset(vars(torch.nn.Module()))
+_CODE = (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType, property, classmethod, staticmethod)
+
+
+@dataclass(slots=True)
+class Read:
+    """What Python code has read at one place while it was traced."""
+
+    value: Any
+    readers: list[torch.nn.Module] = field(default_factory=list)
+    """The innermost modules that ran when the value was read."""
+    line: str = ""
+    """``FILE:LINE in FUNCTION`` of the first read of a number."""
+
+
+class AttributeReads:
+    """Records the reads of one trace.
+
+    Args:
+        model: the user's module.
+        running: returns the innermost module that runs, None outside of all.
+    """
+
+    def __init__(self, model: torch.nn.Module, running: Callable[[], torch.nn.Module | None]):
+        self.reads: dict[Place, Read] = {}
+        """A place comes after that of the object that holds it."""
+        self._model = model
+        self._running = running
+        self._origins = {id(module): Place((MODULE, path)) for path, module in model.named_modules()}
+        self._alive: list[Any] = []
+        self._known: dict[tuple[int, Any], Place | None] = {}
+        """Place of each attribute that was read, by the object's ``id()`` and the name; None if it does not count."""
+        self._patched: dict[type, Callable[[], None]] = {}
+        self._codes: set[CodeType] = set()
+        self._functions = dict(_functions_of(model))
+        self._copies: list[tuple[Place, Any, Any]] = []
+        """Place, container and a copy of what it held when it was read."""
+        self.whole: set[Place] = set()
+        """Places of objects that were read at several places."""
+
+    # -- while the module runs -------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what the code that runs in the block reads."""
+        before, profiler = _Active.reads, sys.getprofile()
+        _Active.reads = self
+        try:
+            self._patch(torch.nn.Module)
+            sys.setprofile(self._entered)
+            yield
+        finally:
+            sys.setprofile(profiler)
+            _Active.reads = before
+            for undo in reversed(list(self._patched.values())):
+                undo()
+            self._patched.clear()
+
+    def _patch(self, kind: type) -> None:
+        """Let the instances of a class tell what is read from them, and written to them."""
+        if kind in self._patched:
+            return
+        read, write = kind.__getattribute__, kind.__setattr__
+
+        def __getattribute__(obj: Any, name: str) -> Any:
+            reads = _Active.reads
+            if reads is None or name in _INTERNAL or name.startswith("__"):
+                return read(obj, name)
+            try:
+                value = read(obj, name)
+            except AttributeError:
+                reads._note_missing(obj, name)
+                raise
+            reads._note(obj, name, value)
+            return value
+
+        def __setattr__(obj: Any, name: str, value: Any) -> None:
+            reads = _Active.reads
+            if reads is not None:
+                # what is read from now on was written by the forward itself
+                reads._known.setdefault((id(obj), name), None)
+            write(obj, name, value)
+
+        own = [(name, vars(kind).get(name, MISSING)) for name in ("__getattribute__", "__setattr__")]
+        try:
+            type.__setattr__(kind, "__getattribute__", __getattribute__)
+            type.__setattr__(kind, "__setattr__", __setattr__)
+        except TypeError:  # a class of C
+            return
+
+        def undo() -> None:
+            for name, value in own:
+                if value is MISSING:
+                    type.__delattr__(kind, name)
+                else:
+                    type.__setattr__(kind, name, value)
+
+        self._patched[kind] = undo
+
+    def _note_missing(self, obj: Any, name: str) -> None:
+        origin = self._origins.get(id(obj))
+        if origin is None or (id(obj), name) in self._known:
+            return
+        if isinstance(obj, torch.nn.Module):
+            tables = parameter_table(obj), buffer_table(obj), submodule_table(obj)
+            if any(dict.__contains__(table, name) for table in tables):
+                return  # of what the guard on the module tree knows
+        elif hasattr(type(obj), "__getattr__"):
+            return
+        self._add(origin.then(ATTRIBUTE, name), MISSING)
+        self._known[id(obj), name] = origin.then(ATTRIBUTE, name)
+
+    def _note(self, obj: Any, name: str, value: Any) -> None:
+        key = (id(obj), name)
+        if key in self._known:
+            place = self._known[key]
+            if place is not None:
+                self._read_again(place)
+            return
+        origin = self._origins.get(id(obj))
+        if origin is None:
+            return
+        place = origin.then(ATTRIBUTE, name)
+        if BOOKKEEPING.match(name) or not _is_stored(obj, name):
+            place = None
+        elif is_number(value) and is_augmented_read(sys._getframe(2)):
+            return  # the value goes into the next one, and nowhere else
+        self._known[key] = place
+        if place is not None:
+            self._add(place, value)
+
+    def _read_again(self, place: Place) -> None:
+        read = self.reads.get(place)
+        module = self._running()
+        if read is not None and module is not None and all(module is not other for other in read.readers):
+            read.readers.append(module)
+
+    def _add(self, place: Place, value: Any, depth: int = 0) -> None:
+        """Note a value that was read for the first time, and where the parts of it can be found."""
+        if place in self.reads:
+            return self._read_again(place)
+        module = self._running()
+        read = self.reads[place] = Read(value, [module] if module is not None else [])
+        if is_number(value):
+            read.line = user_line()
+        if is_plain(value) or isinstance(value, (torch.Tensor, *_CODE)) or depth > 8:
+            return None
+        if id(value) in self._origins:
+            self.whole |= {place, self._origins[id(value)]} & self.reads.keys()
+            return None
+        self._alive.append(value)
+        if isinstance(value, (list, tuple, Mapping, collections.deque)):
+            self._origins[id(value)] = place
+            self._add_items(place, value, depth)
+        elif isinstance(value, SimpleNamespace):
+            self._origins[id(value)] = place
+            for name, part in vars(value).items():
+                self._add(place.then(ATTRIBUTE, name), part, depth + 1)
+        elif isinstance(value, torch.nn.Module):
+            self._origins[id(value)] = place  # hidden from the tree in a plain container
+        elif has_readable_attributes(value):
+            self._origins[id(value)] = place
+            self._patch(type(value))
+        return None
+
+    def _add_items(self, place: Place, value: Any, depth: int) -> None:
+        keys = list(value) if isinstance(value, Mapping) else range(len(value))
+        if isinstance(value, (list, dict, collections.deque)):
+            self._copies.append((place, value, type(value)(value) if type(value) in (list, dict) else list(value)))
+        if len(value) > MOST_ITEMS or not all(map(is_plain, keys)):
+            return
+        for key in keys:
+            self._add(place.then(ITEM, key), value[key], depth + 1)
+
+    def _entered(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Note the globals that a function reads, before it runs."""
+        code = frame.f_code
+        if event != "call" or code in self._codes or _Active.reads is not self:
+            return
+        self._codes.add(code)
+        if is_foreign(code.co_filename) or code.co_filename.startswith("<"):
+            return
+        name = frame.f_globals.get("__name__")
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        if module is not None and vars(module) is frame.f_globals:
+            self._note_globals(code, module)
+        place, function = self._functions.get(code, (None, None))
+        if place is not None:
+            self._note_closure(place, function)
+
+    def _note_globals(self, code: CodeType, module: ModuleType) -> None:
+        users = not is_installed(code.co_filename)
+        found, attributes = own_global_names(code)
+        root = Place((GLOBAL, module.__name__))
+        for name in sorted(found & vars(module).keys()):
+            value = vars(module)[name]
+            if isinstance(value, ModuleType):
+                if users and _is_users(value):
+                    for other in sorted(attributes & vars(value).keys()):
+                        self._note_global(Place((GLOBAL, value.__name__), ((ITEM, other),)), vars(value)[other], True)
+            else:
+                self._note_global(root.then(ITEM, name), value, users)
+
+    def _note_global(self, place: Place, value: Any, users: bool) -> None:
+        counts = is_plain(value) or users and not isinstance(value, (*_CODE, torch.nn.Module)) and (
+            isinstance(value, (torch.Tensor, list, tuple, dict, SimpleNamespace)) or has_readable_attributes(value)
+        )  # fmt: skip
+        if counts and not place.steps[-1][1].startswith("__"):
+            self._add(place, value)
+
+    def _note_closure(self, place: Place, function: Any) -> None:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            with contextlib.suppress(ValueError):  # not set yet
+                value = cell.cell_contents
+                if not isinstance(value, (*_CODE, torch.nn.Module)):
+                    self._add(place.then(CELL, name), value)
+
+    # -- afterwards ------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Leave out what the forward itself has changed in place.
+
+        Raises:
+            ValueReadError: Python code reads a number, and changes it for the next call.
+        """
+        for place, container, copy in self._copies:
+            now = list(container) if type(container) is collections.deque else container
+            if not _same_items(now, copy):
+                self._leave_out(place)
+        places = {place: read for place, read in self.reads.items()}
+        for place, value, _, _ in PlaceFinder(self._model).find(places):
+            read = places[place]
+            if value is read.value or place not in self.reads:
+                continue
+            if is_number(read.value) and (is_number(value)) and place.root[0] == MODULE:
+                if value != read.value:
+                    module = read.readers[0] if read.readers else None
+                    name = place.named(type(self._model).__name__)
+                    raise ValueReadError(module, f"reads {name}, and changes it for the next call", read.line)
+            elif not (is_plain(value) and is_plain(read.value)):
+                self._leave_out(place)
+
+    def _leave_out(self, place: Place) -> None:
+        depth = len(place.steps)
+        for other in list(self.reads):
+            if other.root == place.root and other.steps[:depth] == place.steps:
+                del self.reads[other]
+
+
+class _Active:
+    reads: AttributeReads | None = None
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Record nothing of what runs in the block: PyTorch runs it at each call."""
+    before, _Active.reads = _Active.reads, None
+    try:
+        yield
+    finally:
+        _Active.reads = before
+
+
+def has_readable_attributes(value: Any) -> bool:
+    """Return whether a value is an instance of a class of the user's, or of a library, written in Python."""
+    kind = type(value)
+    if kind is argparse.Namespace:
+        return True
+    if kind.__new__ is not object.__new__ or isinstance(value, (BaseException, Iterator)):
+        return False
+    if not all(cls.__flags__ & (1 << 9) for cls in kind.__mro__[:-1]):  # Py_TPFLAGS_HEAPTYPE
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return kind.__module__ == "__main__" or bool(file) and not is_foreign(file)
+
+
+def own_global_names(code: CodeType) -> tuple[set[str], set[str]]:
+    """Return the names that `code` itself looks up as globals, and those of its attributes."""
+    return global_names(code.replace(co_consts=tuple(c for c in code.co_consts if not isinstance(c, CodeType))))
+
+
+def _is_stored(obj: Any, name: str) -> bool:
+    """Return whether an attribute is a value that the object, or its class, holds; no method, nothing computed."""
+    own = attributes_of(obj)
+    if own is not None and name in own:
+        return True
+    for cls in type(obj).__mro__:
+        if name in vars(cls):
+            value = vars(cls)[name]
+            return is_slot(value) or not (isinstance(value, _CODE) or hasattr(type(value), "__get__"))
+    return False
+
+
+def _functions_of(model: torch.nn.Module) -> Iterator[tuple[CodeType, tuple[Place, Any]]]:
+    """Yield the code of each method that has variables of the functions around it, with a place to find it."""
+    for path, module in model.named_modules():
+        for cls in type(module).__mro__:
+            if is_foreign(getattr(sys.modules.get(cls.__module__), "__file__", None) or ""):
+                continue
+            for name, value in vars(cls).items():
+                if isinstance(value, FunctionType) and value.__closure__:
+                    yield value.__code__, (Place((MODULE, path), ((ATTRIBUTE, name),)), value)
+
+
+def _is_users(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and not is_foreign(file) and not is_installed(file)
+
+
+def _same_items(one: Any, other: Any) -> bool:
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and other[key] is value for key, value in one.items())
+    return all(a is b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,346 @@
+"""Guard on attributes: notices at each call whether what Python code read during a trace is still what it was.
+
+The recorder (:mod:`ort_zero.runtime.export.attribute_reads`) says which attributes, items and globals a graph was
+traced with. All of them are looked up in a few passes in C, without a walk over the module tree; only where an
+object is another one than at the last call are values compared. Hooks and methods that are replaced on an instance
+count for all modules of the tree.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ort_zero.compat.torch_modules import hook_tables, version_of
+from ort_zero.runtime.export.attribute_paths import (
+    MISSING,
+    Contents,
+    Place,
+    PlaceFinder,
+    Snapshot,
+    TensorState,
+    is_number,
+    is_plain,
+    same,
+    shown,
+)
+from ort_zero.runtime.export.attribute_reads import MOST_ITEMS, has_readable_attributes
+
+HOOKS, METHODS = Place(("hooks", "")), Place(("methods", ""))
+"""Stand for the hooks of all modules of the tree, and for the methods that are replaced on their instances."""
+MOST_COPIED = 100_000
+"""Maximum number of items of a container that is compared as a whole."""
+
+
+class AttributeValues:
+    """The values of all attributes that are looked at, at the time of a call.
+
+    Args:
+        values: value of each attribute.
+        before: the values of an earlier call.
+        changed: the only attributes that have changed since `before`.
+    """
+
+    __slots__ = ("after", "changed", "token", "values")
+
+    def __init__(
+        self, values: Mapping[Place, Any], before: AttributeValues | None = None, changed: Iterable[Place] = ()
+    ):
+        self.values = values
+        self.token = object()
+        self.after = before.token if before is not None else None
+        self.changed = tuple(changed)
+
+
+class NumberInput:
+    """Stands for any number of one type: the graph takes it as an input."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type):
+        self.kind = kind
+
+
+class ReadValues:
+    """The values that a graph was traced with.
+
+    Args:
+        values: value of each attribute.
+        inputs: name of the graph input of each attribute whose value the graph takes at each run.
+        model: name of the model's class, for messages.
+    """
+
+    __slots__ = ("_held", "_token", "inputs", "model", "values")
+
+    def __init__(self, values: Mapping[Place, Any], inputs: Mapping[Place, str] | None = None, model: str = ""):
+        self.inputs = dict(inputs or {})
+        self.model = model
+        numbers = {place: NumberInput(type(values[place])) for place in self.inputs if place in values}
+        self.values = {**values, **numbers}
+        self._token: object | None = None
+        """Stands for the values that :meth:`hold` has looked at last."""
+        self._held = False
+
+    def hold(self, now: AttributeValues | ReadValues) -> bool:
+        """Return whether the graph computes what the module computes with the values `now`."""
+        if isinstance(now, ReadValues):
+            return now.values.keys() == self.values.keys() and not any(True for _ in self._differing(now.values))
+        if now.token is not self._token:
+            near = self._held and now.after is self._token is not None
+            places = [place for place in now.changed if place in self.values] if near else self.values
+            self._held = not any(True for _ in self._differing(now.values, places))
+            self._token = now.token
+        return self._held
+
+    def differing(self, now: AttributeValues | ReadValues) -> list[Place]:
+        """Return the attributes that have other values now."""
+        return list(self._differing(now.values))
+
+    def reasons(self, now: AttributeValues | ReadValues) -> list[str]:
+        """Describe each attribute that has another value now."""
+        found = []
+        for place in self._differing(now.values):
+            if place == HOOKS:
+                found.append(_hook_reason(self.values[place], now.values.get(place, ())))
+                continue
+            if place == METHODS:
+                found.append("a method of a module was replaced")
+                continue
+            before, after = self.values[place], now.values.get(place, MISSING)
+            old = f"a {before.kind.__name__}" if isinstance(before, NumberInput) else shown(before)
+            name = place.named(self.model)
+            if old == shown(after):
+                found.append(f"{name} was changed ({old})")
+            else:
+                found.append(f"{name} changed from {old} to {shown(after)}")
+        return found
+
+    def _differing(self, now: Mapping[Place, Any], places: Iterable[Place] | None = None) -> Iterator[Place]:
+        for place in self.values if places is None else places:
+            value, other = self.values[place], now.get(place, MISSING)
+            if isinstance(value, NumberInput):
+                kind = other.kind if isinstance(other, NumberInput) else type(other)
+                if kind is not value.kind:
+                    yield place
+            elif not _equal(value, other):
+                yield place
+
+
+NOTHING_READ = ReadValues({})
+"""For a graph whose trace read no attribute."""
+NO_VALUES = AttributeValues({})
+
+
+class AttributeGuard:
+    """Looks up the attributes that the graphs of one model were traced with.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = module
+        self._places: dict[Place, None] = {}
+        self._whole: set[Place] = set()
+        self._current = NO_VALUES
+        self._stale = True
+        self._tree = 0
+        self.exported: Counter[Place] = Counter()
+        """Number of exports that a change of an attribute has caused."""
+
+    def watch(self, places: Iterable[Place], whole: Iterable[Place] = ()) -> AttributeValues:
+        """Look at more places from now on; return the values of all.
+
+        Args:
+            places: each after the place of the object that holds it.
+            whole: those of objects that were read at several places: another object counts as a change.
+        """
+        self._places.update(dict.fromkeys(places))
+        self._whole.update(whole)
+        self._stale = True
+        return self.check()
+
+    def check(self, tree: int | None = None) -> AttributeValues:
+        """Return the values now: the same object as before if none has changed.
+
+        Args:
+            tree: number of the version of the module tree; None for that of the last check.
+        """
+        if tree is not None and tree != self._tree:
+            self._tree, self._stale = tree, True
+        if self._stale or not (self._same_shape() and (self._unchanged() or self._update())):
+            self._look()
+        return self._current
+
+    def _same_shape(self) -> bool:
+        """Return whether nothing but single values can have changed."""
+        try:
+            return (
+                list(map(len, self._sized)) == self._lengths
+                and not any(self._no_hooks)
+                and list(map(version_of, self._tensors)) == self._versions
+                and self._copied == self._copies
+            )
+        except (ValueError, AttributeError, RuntimeError, TypeError):
+            return False
+
+    def _unchanged(self) -> bool:
+        try:
+            found = map(operator.getitem, self._containers, self._keys)
+            return all(map(operator.is_, found, self._values))
+        except (LookupError, ValueError, AttributeError):
+            return False
+
+    def _update(self) -> bool:
+        """Take over values that have changed; return False if more than plain values has."""
+        try:
+            found = list(map(operator.getitem, self._containers, self._keys))
+        except (LookupError, ValueError, AttributeError):
+            return False
+        changed: dict[Place, Any] = {}
+        for i, (value, before) in enumerate(zip(found, self._values, strict=True)):
+            if value is not before:
+                place = self._entries[i]
+                if place is None or not (is_plain(value) and is_plain(before)):
+                    return False
+                if not same(value, before):
+                    changed[place] = value
+        self._values = found
+        if changed:
+            self._current = AttributeValues({**self._current.values, **changed}, self._current, changed)
+        return True
+
+    def _look(self) -> None:
+        """Look at every place, and remember how to do it fast."""
+        self._stale = False
+        self._containers: list[Any] = []
+        self._keys: list[Any] = []
+        self._values: list[Any] = []
+        self._entries: list[Place | None] = []
+        """Place of each value; None for hooks and methods."""
+        self._copied: list[Any] = []
+        self._copies: list[Any] = []
+        self._tensors: list[torch.Tensor] = []
+        sized: dict[int, Any] = {}
+        values: dict[Place, Any] = {}
+        for place, value, container, key in PlaceFinder(self._module).find(self._places):
+            if container is not None:
+                self._containers.append(container)
+                self._keys.append(key)
+                self._values.append(value)
+                self._entries.append(place)
+            state = values[place] = self._state_of(place, value)
+            if isinstance(state, TensorState):
+                self._tensors.append(value)
+            elif isinstance(state, Snapshot):
+                self._copied.append(value)
+                self._copies.append(state.copy)
+            elif isinstance(state, Contents):
+                own = value if hasattr(value, "__len__") else vars(value) if hasattr(value, "__dict__") else None
+                if own is not None:
+                    sized[id(own)] = own
+        self._versions = [version_of(tensor) for tensor in self._tensors]
+        values[HOOKS], values[METHODS] = self._hooks(sized), self._methods(sized)
+        self._entries += [None] * (len(self._values) - len(self._entries))
+        self._sized = list(sized.values())
+        self._lengths = [len(own) for own in self._sized]
+        before = self._current.values
+        if before.keys() != values.keys() or not all(_equal(before[place], now) for place, now in values.items()):
+            self._current = AttributeValues(values)
+
+    def _state_of(self, place: Place, value: Any) -> Any:
+        """Return what is compared of a value."""
+        if is_plain(value) or value is MISSING or place in self._whole:
+            return value
+        if isinstance(value, torch.Tensor):
+            return TensorState(value, version_of(value))
+        if isinstance(value, set):
+            return Snapshot(set(value)) if all(map(is_plain, value)) else value
+        if isinstance(value, (list, tuple, Mapping, collections.deque)):
+            return _contents(value)
+        if isinstance(value, torch.nn.Module):
+            return value
+        if isinstance(value, SimpleNamespace) or has_readable_attributes(value):
+            return Contents(type(value), ())
+        return value
+
+    def _hooks(self, sized: dict[int, Any]) -> tuple:
+        """Return the hooks of all modules."""
+        self._no_hooks = []
+        found = []
+        for path, module in self._module.named_modules():
+            for table in hook_tables(module):
+                if table:
+                    sized[id(table)] = table
+                    self._containers += [table] * len(table)
+                    self._keys += list(table)
+                    self._values += list(table.values())
+                    counting = tuple([hook for hook in table.values() if not _is_infrastructure(hook)])
+                    found += [(path, counting)] if counting else []
+                else:
+                    self._no_hooks.append(table)
+        return tuple(found)
+
+    def _methods(self, sized: dict[int, Any]) -> tuple:
+        """Return the attributes of instances that stand in the place of a method."""
+        found = []
+        for path, module in self._module.named_modules():
+            own = vars(module)
+            sized[id(own)] = own
+            kind = type(module)
+            for name in own.keys() & _methods_of(kind):
+                self._containers.append(own)
+                self._keys.append(name)
+                self._values.append(own[name])
+                found.append((path, name, own[name]))
+        return tuple(found)
+
+
+def _is_infrastructure(hook: Any) -> bool:
+    """Return whether a hook is DeepSpeed's or ours: an export runs without these."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).partition(".")[0] in ("deepspeed", "ort_zero")
+
+
+_methods: dict[type, frozenset[str]] = {}
+
+
+def _methods_of(kind: type) -> frozenset[str]:
+    if kind not in _methods:
+        _methods[kind] = frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
+    return _methods[kind]
+
+
+def _contents(value: Any) -> Any:
+    """Return what is compared of a container besides its items."""
+    kind = type(value)
+    if len(value) <= MOST_ITEMS:
+        keys = tuple(value) if isinstance(value, Mapping) else (len(value),)
+        return Contents(kind, keys)
+    parts = value.values() if isinstance(value, Mapping) else value
+    if kind in (list, dict) and len(value) <= MOST_COPIED and all(map(is_plain, parts)):
+        return Snapshot(kind(value))
+    return Contents(kind, (len(value),))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple) and not is_plain(one):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return same(one, other)
+
+
+def _hook_reason(before: tuple, now: tuple) -> str:
+    old, new = dict.fromkeys(path for path, _ in before), dict.fromkeys(path for path, _ in now)
+    paths = [path for path in {**old, **new} if path not in old or path not in new] or list(new)
+    return f"hooks of {paths[0] or 'the model'} changed" if paths else "hooks changed"
+
+
+def changed_numbers(old: ReadValues, now: AttributeValues) -> list[Place]:
+    """Return the attributes that were numbers in the trace of a graph, and are other numbers now."""
+    return [place for place in old.differing(now) if is_number(old.values[place]) and is_number(now.values.get(place))]

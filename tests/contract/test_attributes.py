@@ -1,0 +1,249 @@
+"""Attributes, items and globals: what Python code reads of them has PyTorch's effect, all else has none."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ort_zero import config
+from ort_zero.plugin import engine_patch
+
+SCALE = 1.0
+
+
+class Options:
+    """An object of a user's class, with an attribute that is read and one that is not."""
+
+    kind = "of the class"
+
+    def __init__(self):
+        self.gain, self.seen = 1.0, 0
+
+
+class Gate(nn.Module):
+    """A submodule that is in a plain list, where torch does not find it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = 1.0
+
+    def forward(self, x):
+        return x * self.gain
+
+
+class Model(nn.Module):
+    limit = 5.0
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.dropout, self.norm = nn.Linear(4, 4), nn.Dropout(0.0), nn.LayerNorm(4)
+        self.temperature, self.mode, self.order = 2.0, "plain", [1, 2]
+        self.options, self.space = Options(), types.SimpleNamespace(shift=0.0)
+        self.settings = {"gain": 1.0, "nested": {"shift": 0.0}, "log": 0}
+        self.activation = functools.partial(F.gelu, approximate="none")
+        self.gates = [Gate()]
+        self.calls, self.last_loss = 0, None
+        self.offset = torch.zeros(4)
+
+    @property
+    def sharpness(self):
+        return 1.0 / self.temperature
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.activation(self.norm(self.dropout(self.layer(x)))) * self.sharpness * SCALE + self.offset
+        y = y * self.options.gain * self.settings["gain"] + self.settings["nested"]["shift"] + self.space.shift
+        y = self.gates[0](y) + self.order[0] / self.order[1]
+        if self.mode == "square":
+            y = y.pow(2)
+        if hasattr(self, "extra"):
+            y = y * self.extra
+        loss = y.clamp(max=self.limit).pow(2).mean() + (x.sum() if self.options.kind == "other" else 0.0)
+        self.last_loss = loss.detach()
+        return loss
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Pair:
+    """A model in ONNX Runtime and its copy in PyTorch."""
+
+    def __init__(self, module: nn.Module, **section):
+        self.reference, self.module = copy.deepcopy(module), module
+        self.runtime, self.wrapped = engine_patch.wrap(module, config.OrtModuleConfig(**section), stage=0)
+
+    def step(self, x=X) -> torch.Tensor:
+        """Run forward and backward of both, compare losses and gradients, and return the loss."""
+        losses = []
+        for m in (self.wrapped, self.reference):
+            m.zero_grad()
+            losses.append(m(x))
+            losses[-1].backward()
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+        expected = {name: p.grad for name, p in self.reference.named_parameters()}
+        torch.testing.assert_close({name: p.grad for name, p in self.module.named_parameters()}, expected)
+        return losses[0].detach()
+
+    def both(self, change) -> None:
+        """Apply a change to both."""
+        for m in (self.module, self.reference):
+            change(m)
+
+    @property
+    def done(self) -> list[str]:
+        """The transitions so far."""
+        return [t["transition"] for t in self.runtime.status()["transitions"]]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Reasons of the last transition."""
+        return self.runtime.status()["transitions"][-1]["reasons"]
+
+    def ran_in_ort(self, steps: int) -> None:
+        status = self.runtime.status()
+        assert status["graphs"]["training"]["runs"] == {"forward": steps, "backward": steps}
+        assert status["fallbacks"] == 0
+
+
+def set_global(value):
+    globals()["SCALE"] = value
+
+
+def replace_gate(m):
+    m.gates[0] = Gate()
+    m.gates[0].gain = 3.0
+
+
+def double_in_hook(module, args, result):
+    return result * 2
+
+
+def set_forward(m):
+    m.layer.forward = lambda x, layer=m.layer: F.linear(x, layer.weight)
+
+
+CHANGES = [
+    (lambda m: setattr(m, "temperature", 3.0), "Model.temperature changed from 2.0 to 3.0"),
+    (lambda m: setattr(m, "temperature", 2), "Model.temperature changed from 2.0 to 2"),
+    (lambda m: setattr(m, "mode", "square"), "Model.mode changed from 'plain' to 'square'"),
+    (lambda m: setattr(m, "extra", 2.0), "Model.extra changed from nothing to 2.0"),
+    (lambda m: setattr(m, "limit", 0.2), "Model.limit changed from 5.0 to 0.2"),
+    (lambda m: setattr(m.norm, "eps", 0.1), "norm.eps changed from 1e-05 to 0.1"),
+    (lambda m: m.order.__setitem__(0, 3), "Model.order[0] changed from 1 to 3"),
+    (lambda m: setattr(m.options, "gain", 2.0), "Model.options.gain changed from 1.0 to 2.0"),
+    (lambda m: setattr(m.options, "kind", "other"), "Model.options.kind changed from 'of the class' to 'other'"),
+    (lambda m: setattr(m.space, "shift", 2.0), "Model.space.shift changed from 0.0 to 2.0"),
+    (lambda m: m.settings.update(gain=2.0), "Model.settings['gain'] changed from 1.0 to 2.0"),
+    (lambda m: m.settings["nested"].update(shift=2.0), "Model.settings['nested']['shift'] changed from 0.0 to 2.0"),
+    (lambda m: setattr(m, "activation", F.relu), "Model.activation changed from a partial to a function"),
+    (lambda m: setattr(m.gates[0], "gain", 2.0), "Model.gates[0].gain changed from 1.0 to 2.0"),
+    (replace_gate, "Model.gates[0] was changed (a Gate)"),
+    (lambda m: m.offset.add_(1.0), "Model.offset was changed (a tensor)"),
+    (lambda m: setattr(m, "offset", torch.ones(4)), "Model.offset was changed (a tensor)"),
+    (lambda m: set_global(2.0), "test_attributes.SCALE changed from 1.0 to 2.0"),
+    (lambda m: m.layer.register_forward_hook(double_in_hook), "hooks of layer changed"),
+    (set_forward, "a method of a module was replaced"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "reason"), CHANGES, ids=[reason for _, reason in CHANGES])
+def test_what_the_forward_reads_counts(change, reason, monkeypatch):
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    pair = Pair(Model())
+    before = pair.step()
+    assert torch.equal(pair.step(), before) and pair.done == ["export"]
+    pair.both(change)
+    after = pair.step()
+    assert torch.equal(pair.step(), after) and not torch.allclose(before, after) or "to 2" in reason
+    assert pair.done == ["export", "export"]
+    assert any(line.endswith(reason) for line in pair.reasons), pair.reasons
+    pair.ran_in_ort(4)
+
+
+def test_the_graph_of_a_value_is_used_again_when_the_value_returns():
+    pair = Pair(Model())
+    pair.step()
+    for value in (3.0, 2.0, 3.0, 2.0):
+        pair.both(lambda m, value=value: setattr(m, "temperature", value))
+        pair.step()
+    assert pair.done == ["export", "export", "switch", "switch", "switch"]
+
+
+NO_CHANGES = [
+    lambda m: setattr(m, "calls", m.calls + 5),
+    lambda m: setattr(m, "last_loss", 3.0),
+    lambda m: setattr(m.options, "seen", 5),
+    lambda m: setattr(m, "note", "of somebody else"),
+    lambda m: setattr(m, "temperature", float("2.0")),
+    lambda m: setattr(m, "order", [1, 2]),
+    lambda m: setattr(m, "options", Options()),
+]
+
+
+@pytest.mark.parametrize("change", NO_CHANGES, ids=range(len(NO_CHANGES)))
+def test_what_it_does_not_read_or_what_is_equal_exports_nothing(change):
+    pair = Pair(Model())
+    pair.step()
+    for _ in range(3):
+        pair.both(change)
+        pair.step()
+    assert pair.done == ["export"]
+
+
+def test_variables_of_the_functions_around_a_method_count():
+    scale = 1.0
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.layer(x).mean() * scale
+
+    pair = Pair(Inner())
+    first = pair.step()
+    scale = 2.0
+    torch.testing.assert_close(pair.step(), 2 * first)
+    assert pair.reasons == ["Inner.forward (scale) changed from 1.0 to 2.0"]
+
+
+def test_the_default_dtype_and_autocast_count():
+    class Fresh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x):
+            return self.layer(x).mean() * torch.ones(()).sum()
+
+    pair = Pair(Fresh())
+    pair.step()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert pair.step().dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert pair.reasons == ["default dtype: torch.float32 -> torch.float64"]
+    assert pair.step().dtype == torch.float32 and pair.done == ["export", "export", "switch"]
+
+
+def test_evaluation_has_attributes_of_its_own():
+    pair = Pair(Model())
+    for m in (pair.wrapped, pair.reference):
+        m.eval()
+    for value in (2.0, 3.0):
+        pair.both(lambda m, value=value: setattr(m, "temperature", value))
+        with torch.no_grad():
+            torch.testing.assert_close(pair.wrapped(X), pair.reference(X))
+    assert pair.reasons == ["Model.temperature changed from 2.0 to 3.0"]
