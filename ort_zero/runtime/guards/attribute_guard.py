@@ -9,6 +9,7 @@ count for all modules of the tree.
 from __future__ import annotations
 
 import collections
+import functools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -304,6 +305,8 @@ class AttributeGuard:
 
 def _is_infrastructure(hook: Any) -> bool:
     """Return whether a hook is DeepSpeed's or ours: an export runs without these."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return str(home).partition(".")[0] in ("deepspeed", "ort_zero")
 
