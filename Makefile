@@ -89,6 +89,22 @@ test-dist: $(READY) ## Run the tests on 2-4 ranks
 test-slow: $(READY) ## Run the tests that take minutes
 	$(PYTEST) -m slow --timeout 1800 $(RANKS) tests
 
+# An environment of their own on top of the other: what these packages bring must not change what the other tests run with
+CLIENTS := $(VENV)/clients
+CLIENTS_READY := $(CLIENTS)/.ready
+
+$(CLIENTS_READY): $(READY) setup.cfg constraints.txt
+	@echo "installing the packages of the extra clients into $(CLIENTS) (some hundred MB, minutes)"
+	@$(BIN)/python -m venv --clear $(CLIENTS)
+	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
+	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/below.pth"
+	@$(CLIENTS)/bin/python -m pip install -q -c constraints.txt -e '.[clients]'
+	@touch $@
+
+.PHONY: test-clients
+test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and in ORT, 2 ranks; writes docs/programs.md
+	$(CLIENTS)/bin/python -m pytest -m clients $(RANKS) tests/clients
+
 .PHONY: bench
 bench: $(READY) ## Run every benchmark
 	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done

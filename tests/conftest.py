@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from torch_free import needs_torch
 
+CLIENTS = Path(__file__).resolve().parent / "clients"
+
 for folder in ("unit", "dist"):  # models, checkpoints and the like that tests of several folders use
     sys.path.insert(0, str(Path(__file__).parent / folder))
 os.environ.setdefault("ORT_ZERO_WARM_RANKS", "1")
@@ -33,8 +35,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def _clients_wanted(config: pytest.Config) -> bool:
+    """Return whether the marker is named, or the folder or something in it."""
+    named = (Path(argument.split("::")[0]).resolve() for argument in config.args)
+    return "clients" in config.option.markexpr or any(CLIENTS in (path, *path.parents) for path in named)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out the test modules that need torch, if that was asked for."""
+    """Leave out the test modules that need torch, if that was asked for; programs of others unless they were.
+
+    Those need packages that `make test` does without.
+    """
+    if collection_path == CLIENTS and not _clients_wanted(config):
+        return True
     if config.getoption("--without-torch") and collection_path.suffix == ".py" and needs_torch(collection_path):
         return True
     return None

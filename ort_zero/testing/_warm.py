@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from socket import socketpair
@@ -83,12 +83,12 @@ class Forked:
 class Server:
     """The process that forks; ends with this one."""
 
-    def __init__(self, env: Mapping[str, str]):
+    def __init__(self, env: Mapping[str, str], imports: Iterable[str] = ()):
         self.env = _read_early(env)
         mine, its = socketpair()
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(its.fileno())],
+                [sys.executable, "-m", __name__, str(its.fileno()), *imports],
                 env=self.env,
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -96,11 +96,19 @@ class Server:
             )
         self._connection = Connection(mine.detach())
         self.alive = True
+        self._loaded = set(imports)
         atexit.register(self.close)
 
     def serves(self, env: Mapping[str, str]) -> bool:
         """Return whether a process with this environment would have imported the same."""
         return self.alive and self.env == _read_early(env)
+
+    def load(self, modules: Iterable[str]) -> None:
+        """Import more modules, each once; those that are not installed are passed over."""
+        missing = [name for name in modules if name not in self._loaded]
+        if missing:
+            self.ask("import", missing)
+            self._loaded.update(missing)
 
     def start(self, folder: Path, env: Mapping[str, str], output: Path, errors: Path | None) -> Forked:
         """Begin a rank; see :func:`ort_zero.testing.ranks.run_on_ranks`. Without `errors` all goes to `output`."""
@@ -151,6 +159,10 @@ def _serve(connection: Connection) -> str | None:
             os.read(ready, 1)  # who ends it, ends its session, which must exist by then
             os.close(ready)
             connection.send(pid)
+        elif what == "import":
+            _import(about[0])
+            _freeze()
+            connection.send(None)
         else:
             connection.send(_code(about[0], wait=what == "wait"))
 
@@ -182,30 +194,41 @@ def _code(pid: int, wait: bool) -> int | None:
     return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-def main(number: int) -> int:
-    """Import, then fork for whoever is at the other end of the socket `number`; a rank comes back as itself."""
+def _import(modules: Iterable[str]) -> None:
+    for name in modules:
+        with contextlib.suppress(ModuleNotFoundError):  # whoever needs it, will say so
+            importlib.import_module(name)
+
+
+def _freeze() -> None:
+    # What is imported stays for good. Else each rank's collector goes through all of it, copying every page as it
+    # counts, again and again and at the end of the interpreter: 1.5 s of CPU a rank.
+    gc.collect()
+    gc.freeze()
+
+
+def main(number: int, imports: Iterable[str] = ()) -> int:
+    """Import `imports`, then what all ranks do; fork for whoever is at the other end of the socket `number`.
+
+    A rank comes back as itself.
+    """
     from ort_zero.compat import ortmodule
     from ort_zero.distributed import gloo_exit
     from ort_zero.errors import OrtZeroError
     from ort_zero.testing import _worker
 
     gloo_exit.settle_at_exit()  # as in a rank, before the modules register theirs
-    for name in IMPORTED:
-        with contextlib.suppress(ModuleNotFoundError):  # whoever needs it, will say so
-            importlib.import_module(name)
+    _import((*imports, *IMPORTED))
     with contextlib.suppress(OrtZeroError):
         ortmodule.import_ortmodule()
     # What DeepSpeed does when a process group starts: a build of its operator, or the check that it is up to date, else
     # in each rank and within its time.
     with contextlib.suppress(Exception):
         importlib.import_module("deepspeed.comm.torch").build_shm_op()
-    # What is imported stays for good. Else each rank's collector goes through all of it, copying every page as it
-    # counts, again and again and at the end of the interpreter: 1.5 s of CPU a rank.
-    gc.collect()
-    gc.freeze()
+    _freeze()
     folder = _serve(Connection(number))
     return 0 if folder is None else _worker.main(Path(folder))
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

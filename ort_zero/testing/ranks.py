@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ def run_on_ranks(
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
     fresh: bool = False,
+    imports: Sequence[str] = (),
 ) -> list[Any]:
     """Run `target` on `world_size` new processes and return their results in the order of ranks.
 
@@ -77,12 +78,14 @@ def run_on_ranks(
         fresh: start new interpreters in any case. With ``ORT_ZERO_WARM_RANKS=1`` ranks are else forked from a process
             that has imported torch, DeepSpeed and the like, unless `env` holds what modules may read when they are
             imported.
+        imports: more modules that the process from which ranks are forked imports, if they are installed; when it is
+            started, before all others.
 
     Raises:
         RuntimeError: a rank failed (with the traceback of the one that failed first), or time ran out (with what each
             rank was doing).
     """
-    with _launched(_spec(target, args), world_size, env or {}, fresh) as (folder, processes):
+    with _launched(_spec(target, args), world_size, env or {}, fresh, imports) as (folder, processes):
         _wait(folder, processes, timeout)
         return [pickle.loads((folder / f"rank_{rank}.result").read_bytes()) for rank in range(world_size)]
 
@@ -132,7 +135,7 @@ def run_script_on_ranks(
 
 @contextlib.contextmanager
 def _launched(
-    spec: Mapping[str, Any], world_size: int, env: Mapping[str, str], fresh: bool
+    spec: Mapping[str, Any], world_size: int, env: Mapping[str, str], fresh: bool, imports: Sequence[str] = ()
 ) -> Iterator[tuple[Path, list[subprocess.Popen | _warm.Forked]]]:
     """Start the ranks of `spec`; yield the folder of their outputs and the processes, of which none outlives the block.
 
@@ -142,7 +145,7 @@ def _launched(
         folder = Path(name)
         (folder / "spec.pkl").write_bytes(pickle.dumps(spec))
         locked = _build_locks()
-        processes = _start(folder, world_size, env, fresh, "errors" if "command" in spec else None)
+        processes = _start(folder, world_size, env, fresh, "errors" if "command" in spec else None, imports)
         try:
             yield folder, processes
         finally:
@@ -184,7 +187,12 @@ def _spec(target: Callable[..., Any] | str, args: tuple) -> dict[str, Any]:
 
 
 def _start(
-    folder: Path, world_size: int, extra: Mapping[str, str], fresh: bool, errors: str | None
+    folder: Path,
+    world_size: int,
+    extra: Mapping[str, str],
+    fresh: bool,
+    errors: str | None,
+    imports: Sequence[str],
 ) -> list[subprocess.Popen | _warm.Forked]:
     """Start the ranks; with `errors`, the suffix of a file, standard error goes there."""
     package_home = str(Path(__file__).resolve().parents[2])
@@ -198,7 +206,9 @@ def _start(
         OMP_NUM_THREADS="1",
     )
     env.update(extra)
-    server = None if fresh else _server(env, extra)
+    server = None if fresh else _server(env, extra, imports)
+    if server is not None:
+        server.load(imports)
     processes: list[subprocess.Popen | _warm.Forked] = []
     try:
         for rank in range(world_size):
@@ -224,7 +234,7 @@ def _start(
     return processes
 
 
-def _server(env: Mapping[str, str], extra: Mapping[str, str]) -> _warm.Server | None:
+def _server(env: Mapping[str, str], extra: Mapping[str, str], imports: Sequence[str]) -> _warm.Server | None:
     """Return the process that forks ranks with this environment, if there is one or there is to be one."""
     global _warmed
     if env.get("ORT_ZERO_WARM_RANKS") != "1" or not hasattr(os, "waitid"):
@@ -236,7 +246,7 @@ def _server(env: Mapping[str, str], extra: Mapping[str, str]) -> _warm.Server | 
     # libraries set variables when they are imported, and from then on this process's environment is another
     if _warmed is not None:
         _warmed.close()
-    _warmed = _warm.Server(env)
+    _warmed = _warm.Server(env, imports)
     return _warmed
 
 

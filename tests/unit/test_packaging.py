@@ -105,12 +105,22 @@ def test_constraints_pin_versions_that_the_extras_allow(setup_cfg):
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = requirements("\n".join(line for line in lines if line and not line.startswith("#")))
     wanted = requirements(setup_cfg["options"]["install_requires"])
-    for name in ("ort", "examples", "test", "lint"):
+    for name in ("ort", "examples", "test", "clients", "lint"):
         wanted |= extra(setup_cfg, name)
     pins = {name.lower(): pin for name, pin in pins.items()}
     for name, requirement in wanted.items():
         (pin,) = pins[name.lower()].specifier
         assert pin.operator == "==" and requirement.specifier.contains(pin.version), name
+
+
+def test_the_extra_of_the_clients_bounds_every_package_and_names_no_torch(setup_cfg):
+    own = requirements(setup_cfg["options.extras_require"]["clients"])
+    assert own.pop("ort-zero").extras == {"ort", "examples"} and "torch" not in own
+    assert all({spec.operator for spec in requirement.specifier} == {">=", "<"} for requirement in own.values())
+    assert not set(own) & set(extra(setup_cfg, "test"))
+    makefile = (ROOT / "Makefile").read_text()
+    (install,) = re.findall(r"^.*pip install .*clients.*$", makefile, flags=re.M)
+    assert "-c constraints.txt" in install and "$(READY)" in makefile.split("\n$(CLIENTS_READY):")[1].split("\n")[0]
 
 
 def test_makefile_installs_the_pinned_torch():

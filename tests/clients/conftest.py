@@ -1,0 +1,43 @@
+"""The fixture ``client``; what each test found becomes a row of docs/programs.md."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import programs_page
+import pytest
+from harness import Client
+
+# the process from which ranks are forked imports torchvision_operators from here
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+
+
+@pytest.fixture
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> Client:
+    """What runs a program in PyTorch and in ONNX Runtime; see harness.py."""
+    client = Client(request.module.PACKAGES, tmp_path)
+    client.row |= {"test": request.node.originalname, "case": request.node.callspec.id if _has_case(request) else ""}
+    return client
+
+
+def _has_case(request: pytest.FixtureRequest) -> bool:
+    return hasattr(request.node, "callspec")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """Keep the row of a test that has run."""
+    report = yield
+    client = getattr(item, "funcargs", {}).get("client")
+    if call.when == "call" and client is not None:
+        client.row["passed"] = report.passed
+        programs_page.keep(item.module, client.row)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write docs/programs.md, in the process that all others report to."""
+    if not hasattr(session.config, "workerinput"):
+        programs_page.write()

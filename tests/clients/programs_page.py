@@ -1,0 +1,96 @@
+"""Writes docs/programs.md from the files in tests/clients/results, which the tests of this folder write.
+
+``python tests/clients/programs_page.py`` writes the page again, without running anything.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results"
+PAGE = ROOT / "docs/programs.md"
+ALWAYS = ("torch", "deepspeed", "onnxruntime-training")
+SHOWN = 4
+"""How many PyTorch parts a row names before it says how many there are."""
+HEAD = """# Programs
+
+Programs of the kinds that people run, written with their libraries' own trainers, on 2 ranks: once without the section,
+once with it, dropout 0 and equal seeds. "Difference" is an upper bound of the largest difference of any step's loss to
+PyTorch's (relative above 1); 2e-4 is the most that a test lets pass. "Graphs" counts the exports of one rank,
+"PyTorch parts" the operators and submodules that PyTorch runs inside of the graph. `make test-clients` runs them all
+and writes this page from `tests/clients/results`.
+"""
+
+
+def keep(module: ModuleType, row: dict[str, Any]) -> None:
+    """Write the row of one test into the file of its module, in place of an earlier one."""
+    path = RESULTS / f"{module.__name__}.json"
+    found = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    difference = row.pop("difference", None)
+    if difference is not None:
+        row["difference"] = bound(difference)
+    rows = {(old["test"], old["case"]): old for old in found["rows"]} | {(row["test"], row["case"]): row}
+    title = (module.__doc__ or module.__name__).strip().split("\n")[0].rstrip(".")
+    versions = {name: importlib.metadata.version(name).split("+")[0] for name in (*module.PACKAGES, *ALWAYS)}
+    text = json.dumps({"title": title, "versions": versions, "rows": [rows[key] for key in sorted(rows)]}, indent=1)
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def bound(difference: float) -> str:
+    """Return the power of ten above a difference, so that it is the same in the next run."""
+    if not math.isfinite(difference):
+        return "infinite"
+    if difference == 0:
+        return "0"
+    return f"1e{max(-7, math.ceil(math.log10(difference)))}"
+
+
+def page() -> str:
+    """Return the text of docs/programs.md."""
+    parts = [HEAD]
+    for path in sorted(RESULTS.glob("*.json")):
+        found = json.loads(path.read_text())
+        versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        parts.append(f"\n## {found['title']}\n\n{versions}.\n")
+        parts.append(
+            "\n| program | | result | difference | graphs | PyTorch parts | test |\n|---|---|---|---|---|---|---|\n"
+        )
+        parts += [f"| {' | '.join(cells(row))} |\n" for row in found["rows"]]
+    return "".join(parts)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a row, in order."""
+    in_torch = row.get("in_torch", [])
+    named = ", ".join(f"`{name}`" for name in in_torch[:SHOWN])
+    if len(in_torch) > SHOWN:
+        named += f" and {len(in_torch) - SHOWN} more"
+    program = " ".join(
+        filter(None, (row.get("program", "").rstrip("."), f"({row['note']})" if row.get("note") else ""))
+    )
+    case = {"zero2": "ZeRO-2", "zero3": "ZeRO-3", "ddp": "DDP"}
+    return [
+        program.replace("|", "\\|"),
+        "-".join(case.get(part, part) for part in row["case"].split("-")),
+        "as PyTorch" if row["passed"] else "fails",
+        row.get("difference", ""),
+        str(row.get("graphs", "")),
+        named,
+        f"`{row['test']}`",
+    ]
+
+
+def write() -> None:
+    """Write docs/programs.md."""
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    write()

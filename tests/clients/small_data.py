@@ -1,0 +1,52 @@
+"""Data in memory for the programs: sentence pairs, images, tokens; the same on every rank."""
+
+from __future__ import annotations
+
+import torch
+
+VOCABULARY = 60
+
+
+def sentence_pairs(rows: int = 32, length: int = 12, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Return rows of two sentences of unequal length, as a tokenizer gives them; the label is learnable."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(rows):
+        first, second = (int(n) for n in torch.randint(3, length // 2, (2,), generator=generator))
+        ids = torch.randint(5, VOCABULARY, (first + second,), generator=generator)
+        made.append(
+            {
+                "input_ids": ids,
+                "token_type_ids": torch.tensor([0] * first + [1] * second),
+                "attention_mask": torch.ones_like(ids),
+                "labels": (ids[0] > VOCABULARY // 2).long(),
+            }
+        )
+    return made
+
+
+def padded(rows: list[dict[str, torch.Tensor]], length: int | None = None) -> dict[str, torch.Tensor]:
+    """Return a batch of :func:`sentence_pairs`, padded with zeros to its longest row or to `length` tokens."""
+    width = length or max(len(row["input_ids"]) for row in rows)
+    batch = {}
+    for name in ("input_ids", "token_type_ids", "attention_mask"):
+        batch[name] = torch.stack([torch.nn.functional.pad(row[name], (0, width - len(row[name]))) for row in rows])
+    batch["labels"] = torch.stack([row["labels"] for row in rows])
+    return batch
+
+
+def images(rows: int = 32, size: int = 32, classes: int = 4, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Return rows of an image [3, size, size] whose mean tells its label."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, classes, (rows,), generator=generator)
+    pixels = torch.randn(rows, 3, size, size, generator=generator) * 0.5
+    return [{"image": pixels[i] + 0.5 * labels[i], "label": labels[i]} for i in range(rows)]
+
+
+def tokens(
+    rows: int = 32, length: int = 16, vocabulary: int = VOCABULARY, seed: int = 0
+) -> list[dict[str, torch.Tensor]]:
+    """Return rows of tokens for a language model, each with its labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, vocabulary, (rows, length), generator=generator)
+    return [{"input_ids": row, "labels": row.clone()} for row in ids]

@@ -1,0 +1,371 @@
+"""Accelerate's examples.
+
+The same models, loops and features as in its folder of examples: nlp_example, cv_example, complete_nlp_example,
+complete_cv_example, deepspeed_with_config_support, and what by_feature has beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from harness import ZERO_2_AND_3, Result, Run
+from small_data import VOCABULARY, images, padded, sentence_pairs, tokens
+
+PACKAGES = ("accelerate", "transformers", "timm")
+pytestmark = pytest.mark.clients
+
+
+def make_accelerator(**more: Any) -> Any:
+    """Return an Accelerator that knows of both ranks: without an accelerator it has to be given the backend's name."""
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **more)
+    assert accelerator.num_processes == 2 and accelerator.distributed_type == "DEEPSPEED"
+    return accelerator
+
+
+def bert(**more: Any) -> torch.nn.Module:
+    """Return a small BERT for sequence classification without dropout."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = BertConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        **sizes, **more,
+    )  # fmt: skip
+    return BertForSequenceClassification(config)
+
+
+def loaders(batch: int = 4) -> tuple[torch.utils.data.DataLoader, torch.utils.data.DataLoader]:
+    """Return loaders for training and evaluation; the last batch of the latter is smaller."""
+    train, evaluation = sentence_pairs(32), sentence_pairs(21, seed=1)
+    return (
+        torch.utils.data.DataLoader(train, shuffle=True, collate_fn=padded, batch_size=batch, drop_last=True),
+        torch.utils.data.DataLoader(evaluation, shuffle=False, collate_fn=padded, batch_size=batch),
+    )
+
+
+def evaluated(accelerator: Any, model: torch.nn.Module, loader: Any) -> dict[str, float]:
+    """Return the accuracy and the mean loss over all ranks."""
+    model.eval()
+    right, rows, losses = 0, 0, []
+    for batch in loader:
+        with torch.no_grad():
+            outputs = model(**batch)
+        predictions, labels = accelerator.gather_for_metrics((outputs.logits.argmax(dim=-1), batch["labels"]))
+        right, rows = right + int((predictions == labels).sum()), rows + len(labels)
+        losses.append(accelerator.gather(outputs.loss.detach().reshape(1)).mean().item())
+    model.train()
+    return {"accuracy": right / rows, "rows": rows, "loss": sum(losses) / len(losses)}
+
+
+def nlp_example(run: Run) -> Result:
+    """nlp_example: BERT on sentence pairs, linear schedule with warm-up, `gather_for_metrics`"""
+    from accelerate.utils import set_seed
+    from transformers import get_linear_schedule_with_warmup
+
+    accelerator = make_accelerator()
+    set_seed(42)
+    model = bert().to(accelerator.device)
+    train_loader, eval_loader = loaders()
+    optimizer = torch.optim.AdamW(params=model.parameters(), lr=2e-3)
+    schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=len(train_loader) * 2)
+    model, optimizer, train_loader, eval_loader, schedule = accelerator.prepare(
+        model, optimizer, train_loader, eval_loader, schedule
+    )
+    losses, epochs = [], []
+    for _ in range(2):
+        model.train()
+        for batch in train_loader:
+            outputs = model(**batch)
+            accelerator.backward(outputs.loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(outputs.loss.item())
+        epochs.append(evaluated(accelerator, model, eval_loader))
+    assert epochs[0]["rows"] == 21
+    return Result(losses, alive=model, values={"epochs": epochs, "rate": schedule.get_last_lr()})
+
+
+@ZERO_2_AND_3
+def test_nlp_example(client, stage):
+    client.compare(nlp_example, stage, launcher="accelerate")
+
+
+def cv_example(run: Run) -> Result:
+    """cv_example: timm's ResNet with frozen body for an epoch's part, `OneCycleLR`, normalization in the loop"""
+    import timm
+
+    accelerator = make_accelerator()
+    torch.manual_seed(42)
+    model = timm.create_model("resnet18", pretrained=False, num_classes=4)
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    for parameter in model.get_classifier().parameters():
+        parameter.requires_grad = True
+    for parameter in model.layer4.parameters():
+        parameter.requires_grad = True
+    mean = torch.tensor(model.default_cfg["mean"])[None, :, None, None]
+    std = torch.tensor(model.default_cfg["std"])[None, :, None, None]
+    train_loader = torch.utils.data.DataLoader(images(32), shuffle=True, batch_size=4)
+    eval_loader = torch.utils.data.DataLoader(images(18, seed=1), batch_size=4)
+    optimizer = torch.optim.Adam(params=model.parameters(), lr=1e-3 / 25)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, epochs=2, steps_per_epoch=len(train_loader))
+    model, optimizer, train_loader, eval_loader, schedule = accelerator.prepare(
+        model, optimizer, train_loader, eval_loader, schedule
+    )
+    losses = []
+    for _ in range(2):
+        model.train()
+        for batch in train_loader:
+            outputs = model((batch["image"] - mean) / std)
+            loss = torch.nn.functional.cross_entropy(outputs, batch["label"])
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    model.eval()
+    right, logits = 0, []
+    for batch in eval_loader:
+        with torch.no_grad():
+            outputs = model((batch["image"] - mean) / std)
+        outputs, labels = accelerator.gather_for_metrics((outputs, batch["label"]))
+        right += int((outputs.argmax(dim=-1) == labels).sum())
+        logits.append(outputs)
+    assert sum(map(len, logits)) == 18
+    return Result(losses, alive=model, values={"right": right})
+
+
+@ZERO_2_AND_3
+def test_cv_example(client, stage):
+    client.compare(cv_example, stage, launcher="accelerate")
+
+
+def complete_nlp_example(run: Run) -> Result:
+    """complete_nlp_example: accumulation, a tracker, `save_state` each epoch, `load_state` and a resumed epoch"""
+    from accelerate.tracking import GeneralTracker
+    from accelerate.utils import DataLoaderConfiguration
+
+    class JsonLines(GeneralTracker):
+        name = "json_lines"
+        requires_logging_directory = False
+        main_process_only = False
+        tracker = None
+
+        def __init__(self):
+            super().__init__()
+            self.rows = []
+
+        def store_init_configuration(self, values):
+            self.rows.append(values)
+
+        def log(self, values, step=None, **kwargs):
+            self.rows.append({"step": step, **values})
+
+    data = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = make_accelerator(
+        dataloader_config=data,
+        gradient_accumulation_steps=2, log_with=JsonLines(), project_dir=str(run.folder),
+    )  # fmt: skip
+    accelerator.init_trackers("complete", {"lr": 2e-3})
+    torch.manual_seed(42)
+    model = bert()
+    train_loader, eval_loader = loaders(2)
+    optimizer = torch.optim.AdamW(params=model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, train_loader, eval_loader, schedule = accelerator.prepare(
+        model, optimizer, train_loader, eval_loader, schedule
+    )
+    accelerator.register_for_checkpointing(schedule)
+
+    def epoch(number: int, skip: int = 0) -> list[float]:
+        model.train()
+        losses = []
+        batches = accelerator.skip_first_batches(train_loader, skip) if skip else train_loader
+        batches.set_epoch(number)
+        for step, batch in enumerate(batches, start=skip):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if number == 1 and step == 3 and not skip:
+                accelerator.save_state(str(run.folder / "step_4"))
+        accelerator.log({"train_loss": sum(losses) / len(losses)}, step=number)
+        return losses
+
+    first = epoch(0)
+    accelerator.save_state(str(run.folder / "epoch_0"))
+    second = epoch(1)
+    before = evaluated(accelerator, model, eval_loader)
+    accelerator.load_state(str(run.folder / "step_4"))
+    resumed = epoch(1, skip=4)
+    assert resumed == pytest.approx(second[4:], abs=1e-5), (resumed, second)
+    after = evaluated(accelerator, model, eval_loader)
+    assert after["loss"] == pytest.approx(before["loss"], abs=1e-5)
+    rows = accelerator.get_tracker("json_lines").rows
+    return Result(first + second + resumed, alive=model, values={"epochs": [before, after], "tracked": rows})
+
+
+@ZERO_2_AND_3
+def test_complete_nlp_example(client, stage):
+    client.compare(complete_nlp_example, stage, launcher="accelerate")
+
+
+def complete_cv_example(run: Run) -> Result:
+    """complete_cv_example: checkpoints by steps, an automatic folder of checkpoints, resumption in a second engine"""
+    from accelerate.utils import ProjectConfiguration
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    def setup() -> tuple[Any, ...]:
+        project = ProjectConfiguration(project_dir=str(run.folder), automatic_checkpoint_naming=True, total_limit=2)
+        accelerator = make_accelerator(project_config=project)
+        torch.manual_seed(42)
+        model = ResNetForImageClassification(
+            ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=4)
+        )
+        loader = torch.utils.data.DataLoader(images(32, size=16), batch_size=4)
+        optimizer = torch.optim.SGD(params=model.parameters(), lr=1e-2, momentum=0.9)
+        return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+    def steps(accelerator, model, optimizer, batches, save_every: int | None = None) -> list[float]:
+        losses = []
+        for step, batch in enumerate(batches, start=1):
+            loss = model(pixel_values=batch["image"], labels=batch["label"]).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if save_every and step % save_every == 0 and step < 4:
+                accelerator.save_state()
+        return losses
+
+    accelerator, model, optimizer, loader = setup()
+    losses = steps(accelerator, model, optimizer, loader, save_every=2) + steps(accelerator, model, optimizer, loader)
+    accelerator.free_memory(model, optimizer)
+    other, second, optimizer, loader = setup()
+    other.load_state(str(run.folder / "checkpoints" / "checkpoint_0"))
+    resumed = steps(other, second, optimizer, other.skip_first_batches(loader, 2))
+    assert resumed == pytest.approx(losses[2:4], abs=1e-5), (resumed, losses)
+    return Result(losses + resumed, alive=(model, second))
+
+
+@ZERO_2_AND_3
+def test_complete_cv_example(client, stage):
+    client.compare(complete_cv_example, stage, launcher="accelerate")
+
+
+def deepspeed_with_config_support(run: Run) -> Result:
+    """deepspeed_with_config_support: optimizer and schedule of the JSON, `unwrap_model(...).save_pretrained`"""
+    from accelerate.utils import DummyOptim, DummyScheduler
+    from safetensors.torch import load_file
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    # the JSON of this example has an optimizer and a scheduler of its own
+    parts = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        },
+    }
+    with open(run.config_path, "w") as file:
+        json.dump({**run.config, **parts}, file)
+    accelerator = make_accelerator()
+    torch.manual_seed(42)
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0,
+                        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    decay = [p for n, p in model.named_parameters() if "bias" not in n]
+    other = [p for n, p in model.named_parameters() if "bias" in n]
+    optimizer = DummyOptim([{"params": decay, "weight_decay": 0.01}, {"params": other, "weight_decay": 0.0}], lr=2e-3)
+    schedule = DummyScheduler(optimizer, warmup_num_steps=2)
+    loader = torch.utils.data.DataLoader(tokens(32), shuffle=True, batch_size=4)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses, perplexities = [], []
+    for _ in range(2):
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        model.eval()
+        with torch.no_grad():
+            perplexities.append(torch.exp(model(**batch).loss).item())
+        model.train()
+    accelerator.wait_for_everyone()
+    unwrapped = accelerator.unwrap_model(model)
+    assert isinstance(unwrapped, GPT2LMHeadModel)
+    unwrapped.save_pretrained(
+        str(run.folder / "model"), is_main_process=accelerator.is_main_process, save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )  # fmt: skip
+    accelerator.wait_for_everyone()
+    saved = {name: weight.norm().item() for name, weight in load_file(run.folder / "model/model.safetensors").items()}
+    return Result(losses, alive=model, values={"perplexities": perplexities, "saved": saved})
+
+
+@ZERO_2_AND_3
+def test_deepspeed_with_config_support(client, stage):
+    client.compare(deepspeed_with_config_support, stage, launcher="accelerate")
+
+
+def by_feature(run: Run) -> Result:
+    """by_feature: early stopping, `find_executable_batch_size`, `no_sync` accumulation, hooks before saving"""
+    from accelerate.utils import find_executable_batch_size
+
+    accelerator = make_accelerator()
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def training(batch_size):
+        tried.append(batch_size)
+        if batch_size > 4:
+            raise RuntimeError("CUDA out of memory. Tried to allocate")
+        accelerator.free_memory()
+        torch.manual_seed(42)
+        model = bert()
+        train_loader, eval_loader = loaders(batch_size)
+        optimizer = torch.optim.AdamW(params=model.parameters(), lr=5e-3)
+        model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
+        losses: list[float] = []
+        for _ in range(4):
+            for batch in train_loader:
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+                if len(losses) >= 6 and accelerator.is_main_process:
+                    accelerator.set_trigger()
+                if accelerator.check_trigger():
+                    break
+            else:
+                continue
+            break
+        return model, losses, evaluated(accelerator, model, eval_loader)
+
+    model, losses, metrics = training()
+    saved = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: saved.append(len(models)))
+    accelerator.save_state(str(run.folder / "state"))
+    accelerator.save_model(model, str(run.folder / "weights"))
+    names = sorted(accelerator.get_state_dict(model) or ())  # None on rank 1 under ZeRO-3
+    return Result(losses, alive=model, values={"tried": tried, "metrics": metrics, "saved": saved, "names": names})
+
+
+@ZERO_2_AND_3
+def test_by_feature(client, stage):
+    client.compare(by_feature, stage, launcher="accelerate")

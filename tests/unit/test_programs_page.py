@@ -1,0 +1,76 @@
+"""docs/programs.md shows every test of tests/clients, and says what their files of results say."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CLIENTS = ROOT / "tests/clients"
+MODULES = sorted(CLIENTS.glob("test_*.py"))
+
+
+@pytest.fixture(scope="module")
+def programs_page():
+    spec = importlib.util.spec_from_file_location("programs_page", CLIENTS / "programs_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def names_in(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def marked(path: Path) -> bool:
+    assigned = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign)]
+    return any(ast.unparse(node) == "pytestmark = pytest.mark.clients" for node in assigned)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_every_program_is_on_the_page(path, programs_page):
+    rows = json.loads((CLIENTS / f"results/{path.stem}.json").read_text())["rows"]
+    assert {row["test"] for row in rows} == names_in(path) and marked(path)
+    page = programs_page.PAGE.read_text()
+    assert all(f"`{name}` |" in page for name in names_in(path))
+
+
+def test_the_page_says_what_the_tests_found(programs_page):
+    assert programs_page.PAGE.read_text() == programs_page.page()
+    assert {path.stem for path in (CLIENTS / "results").glob("*.json")} == {path.stem for path in MODULES}
+
+
+def test_a_row_is_kept_in_place_of_an_earlier_one_and_rounded(programs_page, tmp_path, monkeypatch):
+    monkeypatch.setattr(programs_page, "RESULTS", tmp_path)
+
+    class Module:
+        __name__ = "test_x"
+        __doc__ = "A title.\n\nMore."
+        PACKAGES = ("packaging",)
+
+    row = {
+        "test": "test_a",
+        "case": "zero3",
+        "program": "A | b.",
+        "passed": True,
+        "graphs": 2,
+        "in_torch": list("abcdef"),
+    }
+    programs_page.keep(Module(), {**row, "difference": 0.1, "passed": False})
+    programs_page.keep(Module(), {**row, "difference": 3.2e-6})
+    page = programs_page.page()
+    assert "## A title\n" in page and "packaging 2" in page
+    assert page.count("test_a") == 1
+    assert "| A \\| b | ZeRO-3 | as PyTorch | 1e-5 | 2 | `a`, `b`, `c`, `d` and 2 more | `test_a` |" in page
+
+
+@pytest.mark.parametrize(
+    "difference, shown", [(0.0, "0"), (1e-9, "1e-7"), (1e-6, "1e-6"), (1.1e-6, "1e-5"), (float("inf"), "infinite")]
+)
+def test_a_difference_is_shown_as_a_bound(programs_page, difference, shown):
+    assert programs_page.bound(difference) == shown
