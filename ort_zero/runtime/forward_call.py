@@ -25,6 +25,7 @@ from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.guards import value_guards
 from ort_zero.runtime.guards.keys import Action, Observed, Transition
+from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.rank_agreement import RankAgreement
 from ort_zero.runtime.rank_protocol import Action as RankAction
 from ort_zero.runtime.rank_protocol import BuildAgain, BuildAnew, Decided, Enter, Entered, Ran, Return, Run
@@ -189,6 +190,7 @@ class ForwardCall:
         try:
             inputs = graph.info.construct_inputs(dict(zip(arguments.names, arguments.tensors, strict=True)))
             tensors = self._manager.run(graph.session, inputs)
+            torch_fallback.keep_saved_with(tensors)
             first_guard = graph.effects.results + len(graph.effects.changed)
             guards = graph.effects.guards
             # behind the values of the guards there may be a token

@@ -189,7 +189,10 @@ class GraphBuilder:
         """
         readers = [reader_marks.GraphReaders(model, self.module) for model in subscribers]
         context = self.output.passed_through
-        return Tracer(self.manager.training, call, readers, all_inputs=all_inputs, pytorch_context=context)
+        training = self.manager.training
+        # a module in eval mode is expected to return its caches, also where nobody wrote no_grad()
+        drop_caches = training and self.module.training
+        return Tracer(training, call, readers, drop_caches=drop_caches, all_inputs=all_inputs, pytorch_context=context)
 
     def _traced(self, tracer: Tracer) -> tuple:
         """Return the exported model, the structure of its results, and the names of its dynamic axes."""

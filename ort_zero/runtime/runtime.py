@@ -13,7 +13,7 @@ Who does what: :mod:`.forward_call` carries out one call, :mod:`.rank_protocol` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +93,9 @@ class Runtime:
             self.memory = MemoryOptimizer(memory, plans, self.ranks.share_plan, walk=trial is not None)
         self._trial_monitor: TrialMonitor | None = trial.monitor(type(module).__name__) if trial is not None else None
         self.modes: dict[bool, GraphTransitionManager] = {}
-        """The holder of the graphs of each mode: True for training, False for inference."""
+        """The holder of the graphs with gradients (True) and of those without (False), in every mode of the module."""
         self.runs: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
-        """Number of completed session runs in each mode (True for training), by ``"forward"`` and ``"backward"``."""
+        """Number of completed session runs with gradients (True) and without, by ``"forward"`` and ``"backward"``."""
         self._module_guard: ModuleGuard | None = None
         self.attribute_guard = AttributeGuard(module)
         self._subscribed: list[SubscribedModel] = []
@@ -110,7 +110,9 @@ class Runtime:
 
     # -- called by ORTModule ----------------------------------------------------------------------------------------
 
-    def call(self, manager: ort_compat.Manager, args: tuple, kwargs: dict, run_in_torch: Callable[[], Any]) -> Any:
+    def call(
+        self, managers: Mapping[bool, ort_compat.Manager], args: tuple, kwargs: dict, run_in_torch: Callable[[], Any]
+    ) -> Any:
         """Run a forward call; an error that is not the user's own becomes one clear error on all ranks.
 
         With ``"fallback": "warn"`` a graph that one rank cannot build makes all ranks run PyTorch from then on.
@@ -119,6 +121,7 @@ class Runtime:
             self._trial_monitor.call()
         if self.fallback_reason is not None:
             return run_in_torch()
+        manager = managers[self._wants_gradients(args, kwargs)]
         self._training = manager.training
         self.ranks.begin(self.group, self.stage, manager.training)
         torch_fallback.take_failure()
@@ -151,8 +154,7 @@ class Runtime:
 
     def find_mode(self, manager: ort_compat.Manager) -> GraphTransitionManager:
         """Return what holds the graphs of the manager's mode."""
-        if self._module_guard is None:
-            self._module_guard = ModuleGuard(self.module)
+        module_guard = self._guard()
         if manager.training not in self.modes:
             builder = GraphBuilder(
                 self.module,
@@ -166,10 +168,10 @@ class Runtime:
                 self.attribute_guard,
             )
             self.modes[manager.training] = GraphTransitionManager(
-                builder, self._module_guard, self.attribute_guard, self.history, self.config.graph_cache_size
+                builder, module_guard, self.attribute_guard, self.history, self.config.graph_cache_size
             )
         self.modes[manager.training].builder.prefetch_elements = self.prefetch_elements
-        manager.device = self._module_guard.device
+        manager.device = module_guard.device
         return self.modes[manager.training]
 
     def take_apart(self, manager: ort_compat.Manager, args: tuple, kwargs: dict) -> pytree.Call:
@@ -250,6 +252,24 @@ class Runtime:
         )
 
     # -- helpers ----------------------------------------------------------------------------------------------------
+
+    def _guard(self) -> ModuleGuard:
+        """Return the guard of the module; it begins with the first call."""
+        if self._module_guard is None:
+            self._module_guard = ModuleGuard(self.module)
+        return self._module_guard
+
+    def _wants_gradients(self, args: tuple, kwargs: dict) -> bool:
+        """Return whether autograd would record this call: the mode of the module has no part in it."""
+        if not torch.is_grad_enabled():
+            return False
+        if self._guard().any_trainable():
+            return True
+        try:
+            tensors = pytree.flatten_call(args, kwargs, self._parameters).tensors
+        except TypeError:
+            return False  # the call itself raises it, for all ranks
+        return any(tensor.requires_grad for tensor in tensors)
 
     def _begin_step(self) -> None:
         self._subscribed = subscribed_models_in(self.module)

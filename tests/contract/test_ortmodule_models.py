@@ -193,7 +193,8 @@ def test_nested_outputs_come_back_as_the_types_that_the_module_returned():
     for mode in ("train", "eval"):
         getattr(wrapped, mode)()
         x = torch.randn(3, 6)
-        (ours, hidden), (theirs, expected_hidden) = wrapped(x), reference(x)
+        with torch.set_grad_enabled(mode == "train"):
+            (ours, hidden), (theirs, expected_hidden) = wrapped(x), reference(x)
         heads, expected = ours["heads"], theirs["heads"]
         assert type(heads) is Heads
         assert heads.label == "set"

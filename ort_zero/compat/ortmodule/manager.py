@@ -29,16 +29,22 @@ class Manager:
     def __init__(self, manager: Any):
         self.manager = manager
         manager._logger = _ThroughOurs(manager._logger, {})
-        self.training = type(manager).__name__ == "TrainingManager"
+        self.training = self.wants_gradients(manager)
+        """Whether the graphs have gradients; the mode of the module is another matter."""
         self.flattened_module = manager._flattened_module
         self.device: Any = manager._graph_transition_manager._device
         """Set by the runner: engines move a module after it is wrapped."""
         self.save_onnx = manager._debug_options.save_onnx_models.save
         self.level: log.Level = getattr(manager, "_ort_zero_level", None) or log.chosen(log.DEFAULT)
 
+    @staticmethod
+    def wants_gradients(manager: Any) -> bool:
+        """Return whether one of ORTModule's two managers is the one whose graphs have gradients."""
+        return type(manager).__name__ == "TrainingManager"
+
     @property
     def mode(self) -> str:
-        """Name of what the manager runs: ``"training"`` or ``"inference"``."""
+        """Name of what the manager runs: ``"training"`` (with gradients) or ``"inference"``."""
         return "training" if self.training else "inference"
 
     def export(self, tensors: Mapping[str, Any]) -> tuple[Any, Any, dict[str, dict[int, str]]]:

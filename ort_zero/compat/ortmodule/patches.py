@@ -96,7 +96,7 @@ def _patch_forward(original: Callable) -> Callable:
         with running(runner):
             if runner is None:
                 return original(self, *inputs, **kwargs)
-            return runner.call(self._ort_zero_view, inputs, kwargs, lambda: self._original_module(*inputs, **kwargs))
+            return runner.call(self._ort_zero_views, inputs, kwargs, lambda: self._original_module(*inputs, **kwargs))
 
     return forward
 

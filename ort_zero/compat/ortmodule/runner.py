@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -13,8 +13,15 @@ if TYPE_CHECKING:
 class ModelRunner(Protocol):
     """Does what an ORTModule's two managers are called for; managers without a runner behave as upstream's."""
 
-    def call(self, manager: Manager, args: tuple, kwargs: dict, run_in_torch: Callable[[], Any]) -> Any:
-        """Do a whole forward call of a manager; `run_in_torch` calls the user's module instead."""
+    def call(self, managers: Mapping[bool, Manager], args: tuple, kwargs: dict, run_in_torch: Callable[[], Any]) -> Any:
+        """Do a whole forward call.
+
+        Args:
+            managers: the manager of graphs with gradients (True), and that of graphs without (False).
+            args: positional arguments of the call.
+            kwargs: named arguments of the call.
+            run_in_torch: calls the user's module instead.
+        """
 
     def run_module(self, module: Any, tensors: tuple) -> tuple[list, Any]:
         """Run the user's module on the tensors of the call; return the tensors of its result, and its structure."""

@@ -121,10 +121,13 @@ def attach(ortmodule: Any, runner: ModelRunner, wrap_copy: Callable[[Any], Any])
         wrap_copy: returns the wrapper of a copy of the user's module, for ``copy.deepcopy``.
     """
     vars(ortmodule)[COPIED] = wrap_copy
-    for manager in managers_of(ortmodule):
+    managers = managers_of(ortmodule)
+    views = {view.training: view for view in map(Manager, managers)}
+    for manager in managers:
         set_runner(manager, runner)
-        manager._ort_zero_view = Manager(manager)
-        manager._graph_transition_manager = _Transitions(manager._ort_zero_view)
+        # upstream chooses by the mode of the module; the runner also looks at what requires grad
+        manager._ort_zero_views = views
+        manager._graph_transition_manager = _Transitions(views[Manager.wants_gradients(manager)])
 
 
 class _UnpatchedError(PatchError, AttributeError):

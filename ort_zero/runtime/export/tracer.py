@@ -45,9 +45,10 @@ class Tracer:
     then serves when a layer is set free, or an argument wants a gradient.
 
     Args:
-        training: whether the graph is for training. Training leaves caches of keys and values out.
+        training: whether the graph has gradients.
         call: the call that is exported.
         readers: readers of the subscribers that want to see values.
+        drop_caches: whether caches of keys and values are left out of the result.
         all_inputs: whether arguments are traced with gradients that want none in this call.
         pytorch_context: makes a context in which the module runs as PyTorch would run it.
     """
@@ -58,11 +59,13 @@ class Tracer:
         call: pytree.Call,
         readers: list[reader_marks.GraphReaders],
         *,
+        drop_caches: bool,
         all_inputs: bool = True,
         pytorch_context: Callable[[], AbstractContextManager] = contextlib.nullcontext,
     ):
         self._pytorch_context = pytorch_context
         self.training = training
+        self._drop_caches = drop_caches
         self.call = call
         self.readers = readers
         self.all_inputs = all_inputs
@@ -85,7 +88,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def everything_trainable(self, module: torch.nn.Module) -> Iterator[None]:
-        """Let all floating-point weights of `module` want gradients in the block, if the graph is for training."""
+        """Let all floating-point weights of `module` want gradients in the block, if the graph has gradients."""
         frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
         if not self.training:
             frozen = []
@@ -125,7 +128,7 @@ class Tracer:
                 # PyTorch lets nobody change in place what is a leaf with gradient
                 if version_of(tensor) == version and argument.is_floating_point():
                     argument.requires_grad_()
-        return pytree.flatten(value, drop_caches=self.training, known=known)
+        return pytree.flatten(value, drop_caches=self._drop_caches, known=known)
 
     def _run_traced(
         self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict
@@ -141,7 +144,7 @@ class Tracer:
                 self.trace_error = error
                 raise
             attributes.finish()
-        tensors, schema = pytree.flatten(value, drop_caches=self.training, known=known)
+        tensors, schema = pytree.flatten(value, drop_caches=self._drop_caches, known=known)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
         changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]
         self.effects = Effects(

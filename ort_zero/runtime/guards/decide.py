@@ -12,7 +12,8 @@ code read during the trace; torch's default dtype and autocast
 determinism; the device                                             graph of an earlier call
 ==================================================================  ============================
 
-``train()`` and ``eval()`` do not meet here: each mode has graphs of its own.
+Calls with gradients and calls without do not meet here: each kind has graphs of its own. ``train()`` and ``eval()``
+are modes of submodules, and do.
 """
 
 from __future__ import annotations

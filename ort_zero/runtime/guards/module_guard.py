@@ -80,6 +80,26 @@ class ModuleGuard:
             self._version = ModelVersion(self._version.number, self._version.changes, modes)
         return self._version
 
+    def any_trainable(self) -> bool:
+        """Return whether any parameter requires grad now; if so, that takes no check of the whole tree."""
+        trainable = compress(zip(self._names, self._tensors, strict=True), map(_REQUIRES_GRAD, self._tensors))
+        name, tensor = next(trainable, (None, None))
+        if name is not None and self._holds(name, tensor):
+            return True
+        self.check()
+        return 1 in self._trainable
+
+    def _holds(self, name: str, tensor: Any) -> bool:
+        """Return whether `tensor` is still the parameter `name` of the module."""
+        owner: Any = self.module
+        *path, own = name.split(".")
+        for part in path:
+            owner = dict.get(submodule_table(owner), part)
+            if owner is None:
+                return False
+        # by dict's own method: DeepSpeed's table gathers what is looked up
+        return dict.get(parameter_table(owner), own) is tensor
+
     @property
     def trainable(self) -> bytes:
         """``requires_grad`` of each parameter at the last check, one byte each."""

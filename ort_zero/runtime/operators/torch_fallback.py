@@ -35,6 +35,8 @@ PERSISTENT = object()
 
 _owner_of: Callable[[torch.Tensor], Any] = lambda tensor: None  # noqa: E731
 _failures: list[BaseException] = []
+_recordings: list[_Recording] = []
+"""What the nodes that have run in the forward at hand have saved for their backward."""
 
 
 @contextlib.contextmanager
@@ -53,10 +55,59 @@ def memory_owners(owner_of: Callable[[torch.Tensor], Any]) -> Iterator[None]:
 
 
 def take_failure() -> BaseException | None:
-    """Return the first exception that a node raised since the last call; ORT itself passes no exception on."""
+    """Return the first exception that a node raised since the last call, and forget what a failed run has saved.
+
+    ORT itself passes no exception on.
+    """
     first = _failures[0] if _failures else None
     _failures.clear()
+    _recordings.clear()
     return first
+
+
+@dataclass(slots=True, eq=False)
+class _Recording:
+    """What autograd recorded of one run of a node."""
+
+    starts: dict[int, Any]
+    """Edge of autograd's graph at each input that wants a gradient."""
+    ends: list[Any]
+    """Edge of autograd's graph at each output; None where no gradient comes from."""
+    shapes: list[tuple[torch.Size, torch.dtype, torch.device]]
+    gathered_again: list[_GatheredAgain]
+
+    def forget(self) -> None:
+        """Let go of everything that was saved."""
+        self.starts, self.ends, self.gathered_again = {}, [], []
+
+
+class _SavedByRun:
+    """Belongs to the place of one run in autograd's graph: with it goes what the nodes of the run have saved."""
+
+    def __init__(self, recordings: list[_Recording]):
+        self._recordings = recordings
+
+    def __del__(self) -> None:
+        for recording in self._recordings:
+            recording.forget()
+
+
+def keep_saved_with(results: Sequence[torch.Tensor]) -> None:
+    """Keep what the nodes of a forward run have saved for as long as a backward through its results can come.
+
+    ORT itself would keep the contexts of the nodes until that backward runs, also when it never does.
+
+    Args:
+        results: what the run has given to autograd.
+    """
+    if not _recordings:
+        return
+    saved = _SavedByRun(_recordings.copy())
+    _recordings.clear()
+    for result in results:
+        if result.grad_fn is not None:
+            result.grad_fn.ort_zero_saved = saved  # type: ignore[attr-defined]
+            return
 
 
 def node_class(name: str, function: Function) -> type[torch.autograd.Function]:
@@ -182,11 +233,16 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
         with torch.enable_grad(), saved_tensors_hooks(own.pack, _unpack):
             for i in wanted:
                 arguments[i] = _Enter.apply(leaf, arguments[i])
-            ctx.starts = {i: get_gradient_edge(arguments[i]) for i in wanted}
+            starts = {i: get_gradient_edge(arguments[i]) for i in wanted}
             outputs = function(*arguments)
-        ctx.shapes = [(t.shape, t.dtype, t.device) for t in inputs]
-        ctx.gathered_again = list(own.gathered_again.values())
-        ctx.ends = [get_gradient_edge(t) if t.requires_grad else None for t in outputs]
+        # an object of its own: ORT wants to hold the only reference to the context
+        ctx.recording = _Recording(
+            starts=starts,
+            ends=[get_gradient_edge(t) if t.requires_grad else None for t in outputs],
+            shapes=[(t.shape, t.dtype, t.device) for t in inputs],
+            gathered_again=list(own.gathered_again.values()),
+        )
+        _recordings.append(ctx.recording)
     foreign = own.storages | own.saved
     results = []
     for output in outputs:
@@ -199,23 +255,24 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    recording: _Recording = ctx.recording
     ends, given = [], []
-    for end, gradient in zip(ctx.ends, gradients, strict=True):
+    for end, gradient in zip(recording.ends, gradients, strict=True):
         if end is not None and gradient is not None:
             ends.append(end)
             given.append(gradient)
-    starts = list(ctx.starts.values())
-    with torch.no_grad(), _whole(ctx.gathered_again):
+    starts = list(recording.starts.values())
+    with torch.no_grad(), _whole(recording.gathered_again):
         found = torch.autograd.grad(ends, starts, given, allow_unused=True) if ends else [None] * len(starts)
-    by_input = dict(zip(ctx.starts, found, strict=True))
+    by_input = dict(zip(recording.starts, found, strict=True))
     foreign = {_address(t) for t in given}
     results = []
-    for i, (shape, dtype, device) in enumerate(ctx.shapes):
+    for i, (shape, dtype, device) in enumerate(recording.shapes):
         gradient = by_input.get(i)
         if gradient is None or is_zero_tensor(gradient):
             gradient = torch.zeros(shape, dtype=dtype, device=device)
         gradient = gradient.detach().contiguous()
         results.append(gradient.clone() if _address(gradient) in foreign else gradient)
         foreign.add(_address(results[-1]))
-    ctx.ends = ctx.starts = ctx.shapes = ctx.gathered_again = None
+    recording.forget()
     return tuple(results)
