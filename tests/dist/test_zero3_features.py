@@ -108,7 +108,7 @@ class Run:
         """Return the loss of batch `i` of this rank."""
         engine = engine or self.engine
         generator = torch.Generator().manual_seed(1000 + 10 * (i % 2) + torch.distributed.get_rank())
-        if torch.is_grad_enabled() and self.model.training:
+        if torch.is_grad_enabled():
             self.runs["forward"] += 1
         if hasattr(self.model, "generate"):
             ids = torch.randint(0, 211, (4, 16), generator=generator)
@@ -558,6 +558,8 @@ def mode_by_the_module(run: Run) -> None:
         run.train(range(i, i + 1))
         model.eval()
         run.losses.append(run.loss(i + 1).item())
+        with torch.no_grad():
+            run.losses.append(run.loss(i + 1).item())
         model.train()
 
 
@@ -971,6 +973,7 @@ def test_evaluation_in_between():
 
 def test_train_and_eval_mode_set_on_the_module_itself():
     for report in _reports("mode_by_the_module"):
+        assert report["models"][-1]["graphs"]["training"]["exports"] == 2  # one for each mode
         assert report["models"][-1]["graphs"]["inference"]["runs"] == {"forward": 3}
 
 
