@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ort_zero import config
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 from ort_zero.runtime.operators import torch_fallback
 
 VOCAB = 64
@@ -21,7 +21,7 @@ VOCAB = 64
 def wrap(module: nn.Module, **section):
     """Return runtime, wrapped module and a copy that PyTorch runs."""
     reference = copy.deepcopy(module)
-    runtime, wrapped = engine_patch.wrap(module, config.OrtModuleConfig(**section), stage=0)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(**section), stage=0)
     return runtime, wrapped, reference
 
 
