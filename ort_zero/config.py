@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -93,6 +94,20 @@ class MemoryConfig(_Strict):
     without."""
     level: Literal[0, 1, 2] | None = None
     """0: any sub-graph; 1: within transformer layers; 2: the same, with compromise. By default 1 for "all", else 0."""
+    checkpointing: Literal["refuse", "recompute"] = "refuse"
+    """What becomes of torch's activation checkpointing in the model: refuse the model, or let ONNX Runtime compute
+    the checkpointed blocks again in the backward."""
+
+    @model_validator(mode="after")
+    def _one_decides(self) -> MemoryConfig:
+        if self.checkpointing == "recompute" and (self.recompute != "off" or self.budget is not None):
+            given = {"recompute": self.recompute} if self.recompute != "off" else {"budget": self.budget}
+            raise ValueError(
+                f'"checkpointing": "recompute" computes again what the model checkpoints, and {json.dumps(given)[1:-1]} '
+                'chooses by itself: drop "recompute" and "budget", or drop "checkpointing" and switch '
+                "checkpointing off in the model"
+            )
+        return self
 
 
 class Config(_Strict):

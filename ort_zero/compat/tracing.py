@@ -60,6 +60,11 @@ def untraced() -> Iterator[None]:
         _C._set_tracing_state(state)
 
 
+def is_computed(tensor: torch.Tensor) -> bool:
+    """Return whether the traced graph computes `tensor`: it is no input, weight, buffer or constant."""
+    return _C._get_value_trace(tensor).node().kind() not in ("prim::Param", "prim::Constant")
+
+
 class ValueReadError(BaseException):
     """Python code of a module depends on the values of a tensor, which a trace cannot record.
 

@@ -34,6 +34,18 @@ class Row:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The blocks of a graph that the module gives to torch's activation checkpointing."""
+
+    found: int
+    """Number of blocks in the graph."""
+    recomputed: int
+    """Number of those of which anything is computed again."""
+    nodes: int
+    """Number of nodes that are computed again, all blocks together."""
+
+
 @dataclass(slots=True)
 class Decision:
     """What is computed again in one graph, and what that needs."""
@@ -60,6 +72,8 @@ class Decision:
     """Peak of the graph that runs; None until its order of execution is known."""
     measured: int | None = None
     """Bytes by which the process grew in the first step."""
+    blocks: Blocks | None = None
+    """The checkpointed blocks; None where the memory optimizer decides instead."""
 
     @property
     def predicted_resident(self) -> int:
@@ -73,6 +87,9 @@ class Decision:
              f"-{binary_size(row.saving * row.actual / row.frequency)} of activations")
             for row in self.rows if row.actual
         ]  # fmt: skip
+        if self.blocks is not None:
+            found, again = self.blocks.found, self.blocks.recomputed
+            lines.append(("checkpointed blocks", f"{again} of {found} computed again, {self.blocks.nodes} nodes"))
         budget = f", budget {binary_size(self.budget)}" if self.budget is not None else ""
         predicted, unconstrained = binary_size(self.predicted_resident), binary_size(self.unconstrained.resident)
         return [*lines, ("peak of a step", f"{predicted} predicted, {unconstrained} without{budget}")]
@@ -94,6 +111,7 @@ class Decision:
             "seconds": round(self.seconds, 3),
             "kept": self.plan_file,
             "found": self.from_store,
+            "blocks": dataclasses.asdict(self.blocks) if self.blocks is not None else None,
             "path": [[point.resident, round(point.seconds, 6), plan_texts(point.counts)] for point in self.path],
         }
 

@@ -22,7 +22,8 @@ import onnx
 
 from ort_zero import env
 from ort_zero.errors import MemoryPlanError
-from ort_zero.recompute import graph_edits, peak_memory, schedule
+from ort_zero.recompute import graph_edits
+from ort_zero.recompute.arrangement import arranged
 from ort_zero.recompute.candidates import (
     COMPROMISE,
     Candidate,
@@ -140,10 +141,11 @@ class MemoryOptimizer:
 
     def arrange(self, model: onnx.ModelProto, sizes: Mapping[str, int], decision: Decision) -> onnx.ModelProto:
         """Return the graph in the order in which it is to run, and note in `decision` what that needs."""
-        graph = GraphModel.from_onnx(model, sizes)
-        order = schedule.order(graph)
-        decision.predicted = peak_memory.peak(graph.in_order(order))
-        return graph_edits.ordered(model, order)
+        return arranged(model, sizes, decision)
+
+    def summary_lines(self) -> list[tuple[str, str]]:
+        """Return what the newest graph computes again and the bytes that it saves, as lines of a name and a text."""
+        return self.decisions[-1].summary_lines() if self.decisions else []
 
     # -- decide ----------------------------------------------------------------------------------------------------
 

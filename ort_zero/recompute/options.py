@@ -15,6 +15,8 @@ from ort_zero.errors import ConfigError
 from ort_zero.utils.sizes import binary_size, parse_size
 
 OFF, ALL, AUTO, PLAN = "off", "all", "auto", "plan"
+BLOCKS = "checkpointed blocks"
+"""Mode in which the blocks that the module checkpoints are computed again."""
 TOLERANCE = 0.1
 """Share of a predicted peak by which the measured one may differ before a warning is logged."""
 SLACK = 16 << 20
@@ -95,6 +97,8 @@ def read(config: MemoryConfig, *, folder: Path | None = None) -> RecomputeReques
         ConfigError: names the key, its value and what is valid.
     """
     wanted, key = config.recompute, "ort_zero.memory.recompute"
+    if config.checkpointing == "recompute":
+        return RecomputeRequest(BLOCKS)
     budget = parse_budget(config.budget) if config.budget is not None else None
     if budget is not None and wanted != AUTO:
         raise ConfigError(f'ort_zero.memory.budget needs "recompute": "auto", not {wanted!r}')

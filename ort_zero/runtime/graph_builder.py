@@ -18,17 +18,19 @@ import torch
 
 from ort_zero import env
 from ort_zero.compat import ortmodule as ort_compat
-from ort_zero.compat import torch_checkpoint, torch_onnx
+from ort_zero.compat import torch_onnx
 from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters, PlainParameters, full_shape, is_partitioned
 from ort_zero.compat.torch_modules import buffer_table
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.recompute.decision import Decision
+from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.runtime.built_graph import BuiltGraph, BuiltModel, ExportedModule
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.autograd_functions import AutogradFunctions
 from ort_zero.runtime.export.captured_output import CapturedOutput
+from ort_zero.runtime.export.checkpoint_marks import CheckpointedCalls
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.fake_weights import fake_weights, unchanged_buffers
 from ort_zero.runtime.export.post_export_passes import complete_dropout, seed_dropout
@@ -79,11 +81,12 @@ class GraphBuilder:
         sums: GradientSums,
         cache: ExportCache | None,
         memory_efficient_gradients: bool,
-        memory: MemoryOptimizer | None = None,
+        memory: MemoryOptimizer | BlockRecomputation | None = None,
         attribute_guard: AttributeGuard | None = None,
     ):
         self.attribute_guard = attribute_guard or AttributeGuard(module)
         self.memory = memory if manager.training else None
+        self._traces_checkpointed = isinstance(memory, BlockRecomputation)
         self.memory_efficient_gradients = memory_efficient_gradients
         self.module = module
         self.config = config
@@ -201,7 +204,7 @@ class GraphBuilder:
             self._timed("export"),
             self.output.captured(),
             paused(),
-            torch_checkpoint.on_checkpointing(self._refuse_checkpointing),
+            self._checkpointed_calls().traced(),
             self.excluded.as_operators(),
             self.functions.as_operators(),
             torch_onnx.routing(self.fallback_policy),
@@ -211,6 +214,10 @@ class GraphBuilder:
             tracer.everything_trainable(flattened),
         ):
             return self.manager.export(dict(zip(tracer.call.names, tracer.arguments, strict=True)))
+
+    def _checkpointed_calls(self) -> CheckpointedCalls:
+        refuse = None if self._traces_checkpointed else self._refuse_checkpointing
+        return CheckpointedCalls(refuse, marked=self.manager.training)
 
     def _refuse_unsupported(self) -> None:
         """Raise for a module that is known to fail, before minutes are spent on its export."""
@@ -227,6 +234,8 @@ class GraphBuilder:
         """Raise for a module that calls torch's activation checkpointing while it is traced."""
         raise ExportError(
             f"{type(self.module).__name__} uses torch activation checkpointing, which an ONNX graph cannot contain: "
+            'write "ort_zero": {"memory": {"checkpointing": "recompute"}} to let ONNX Runtime compute the checkpointed '
+            "blocks again, or "
             "switch it off (model.gradient_checkpointing_disable(), or drop the call of checkpoint()) and let ONNX "
             'Runtime compute activations again ("ort_zero": {"memory": {"recompute": "auto", "budget": "..."}}), or '
             'run the model in PyTorch with "ort_zero": {"ortmodule": {"enabled": false}}'
@@ -291,12 +300,12 @@ class GraphBuilder:
 
     def _recomputed(
         self,
-        memory: MemoryOptimizer,
+        memory: MemoryOptimizer | BlockRecomputation,
         model: onnx.ModelProto,
         info: Any,
         sizes: dict[str, int],
         parameters: dict[str, Any],
-    ) -> tuple[onnx.ModelProto, Decision]:
+    ) -> tuple[onnx.ModelProto, Decision | None]:
         """Return the gradient graph that computes activations again, and the plan for it."""
         partitioned = {name for name, p in parameters.items() if is_partitioned(p)}
         leave = parameters if self.memory_efficient_gradients else partitioned

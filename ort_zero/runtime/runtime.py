@@ -25,8 +25,9 @@ from ort_zero.compat.deepspeed_parameters import is_partitioned
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.log import get_logger
+from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.optimizer import MemoryOptimizer
-from ort_zero.recompute.options import OFF, RecomputeRequest
+from ort_zero.recompute.options import BLOCKS, OFF, RecomputeRequest
 from ort_zero.recompute.peak_check import PeakCheck
 from ort_zero.recompute.trial import Trial, TrialEndedError, TrialMonitor
 from ort_zero.runtime import run_observer, status
@@ -87,8 +88,10 @@ class Runtime:
         self.guard_failures = GuardFailures()
         self.history = TransitionHistory()
         self._cache = ExportCache(config.cache_dir) if config.cache_dir is not None else None
-        self.memory: MemoryOptimizer | None = None
-        if memory is not None and memory.mode != OFF:
+        self.memory: MemoryOptimizer | BlockRecomputation | None = None
+        if memory is not None and memory.mode == BLOCKS:
+            self.memory = BlockRecomputation(memory)
+        elif memory is not None and memory.mode != OFF:
             plans = Path(config.cache_dir) if config.cache_dir is not None else env.cache_dir() / "plans"
             self.memory = MemoryOptimizer(memory, plans, self.ranks.share_plan, walk=trial is not None)
         self._trial_monitor: TrialMonitor | None = trial.monitor(type(module).__name__) if trial is not None else None

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.transitions import CompletedTransition, GraphTransitionManager, counted
@@ -25,7 +26,7 @@ def report(
     modes: Mapping[bool, GraphTransitionManager],
     runs: Mapping[bool, Counter[str]],
     transitions: Iterable[CompletedTransition],
-    memory: MemoryOptimizer | None,
+    memory: MemoryOptimizer | BlockRecomputation | None,
 ) -> dict[str, Any]:
     """Return what runs and why, as plain values.
 
@@ -59,9 +60,9 @@ def report(
     }
 
 
-def memory_summary(memory: MemoryOptimizer | None) -> list[tuple[str, str]]:
+def memory_summary(memory: MemoryOptimizer | BlockRecomputation | None) -> list[tuple[str, str]]:
     """Return what the newest training graph computes again, and what that brings, line by line."""
-    return memory.decisions[-1].summary_lines() if memory is not None and memory.decisions else []
+    return memory.summary_lines() if memory is not None else []
 
 
 def _graphs_of(

@@ -25,6 +25,7 @@ from ort_zero.errors import ConfigError, ExportError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_reads import unrecorded
+from ort_zero.runtime.export.checkpoint_marks import plain_calls
 from ort_zero.runtime.export.fake_weights import plain_access
 from ort_zero.zero3_hooks.hook_manager import paused
 
@@ -54,7 +55,13 @@ class ModuleCall:
         count = len(tensors) - len(self.names)
         args, kwargs, _ = pytree.unflatten_call(tensors[:count], self.arguments)
         weights = dict(zip(self.names, tensors[count:], strict=True))
-        with unrecorded(), paused(), plain_access(self.module), _forward_of(self.module, self.own_forward):
+        with (
+            unrecorded(),
+            paused(),
+            plain_calls(),
+            plain_access(self.module),
+            _forward_of(self.module, self.own_forward),
+        ):
             value = functional_call(self.module, weights, args, kwargs)
         found, results = pytree.flatten(value, drop_caches=False)
         if self.results is not None and results != self.results:
