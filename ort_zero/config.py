@@ -102,9 +102,10 @@ class MemoryConfig(_Strict):
     def _one_decides(self) -> MemoryConfig:
         if self.checkpointing == "recompute" and (self.recompute != "off" or self.budget is not None):
             given = {"recompute": self.recompute} if self.recompute != "off" else {"budget": self.budget}
+            other = json.dumps(given)[1:-1]
             raise ValueError(
-                f'"checkpointing": "recompute" computes again what the model checkpoints, and {json.dumps(given)[1:-1]} '
-                'chooses by itself: drop "recompute" and "budget", or drop "checkpointing" and switch '
+                f'"checkpointing": "recompute" computes again what the model checkpoints, and {other} chooses by '
+                'itself: drop "recompute" and "budget", or drop "checkpointing" and switch '
                 "checkpointing off in the model"
             )
         return self

@@ -39,8 +39,6 @@ The files were read at other commits than that of 1.19.2; a contract test runs t
 """
 ATEN_NEW_MEMORY = frozenset(("embedding_backward", "aten::embedding_backward"))
 """Operators of ATen nodes that write each result into memory of its own; they return tensors of PyTorch's."""
-EFFECTS = frozenset(
-    (BARRIER, "PythonOp", "PythonOpGrad", "BatchNormalization", "BatchNormInternal")
-)
+EFFECTS = frozenset((BARRIER, "PythonOp", "PythonOpGrad", "BatchNormalization", "BatchNormInternal"))
 """Operators that do something besides computing their results: Python code, running statistics that are changed in
 place."""

@@ -1,4 +1,4 @@
-"""Finds and takes out marks: PythonOp nodes that pass a tensor on, and tell by their place what it was in the module."""
+"""Finds and takes out marks: PythonOp nodes that pass a tensor on and tell what it was in the module."""
 
 from __future__ import annotations
 
@@ -61,4 +61,3 @@ def without_passing(
         else:
             same[made] = read
     return left, same
-

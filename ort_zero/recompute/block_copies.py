@@ -1,10 +1,11 @@
 """Edits a training graph so that its backward computes checkpointed blocks again: a pure function.
 
 Of what a block has computed, the forward then keeps what others read, and what cannot or must not be computed twice:
-the masks of Dropout, other random numbers, and the results of nodes with effects. The backward of the block reads copies
-of the rest, which begin at the block's arguments. Every value that a copy takes from the forward goes through a *gate*:
-a Reshape to its own shape, which is an alias in ORT, whose shape is computed from the gradient of the block's result
-also. So a copy depends on the backward: it cannot run earlier, and ZeRO-3 gathers its weights in the backward.
+the masks of Dropout, other random numbers, and the results of nodes with effects. The backward of the block reads
+copies of the rest, which begin at the block's arguments. Every value that a copy takes from the forward goes through a
+*gate*: a Reshape to its own shape, which is an alias in ORT, where that shape is computed from the gradient of the
+block's result too. So a copy depends on the backward: it cannot run
+earlier, and ZeRO-3 gathers its weights in the backward.
 """
 
 from __future__ import annotations
@@ -229,9 +230,7 @@ def _copy_of(node: onnx.NodeProto, names: dict[str, str]) -> onnx.NodeProto:
     return copy
 
 
-def _static_values(
-    graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto], weights: Collection[str]
-) -> frozenset[str]:
+def _static_values(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto], weights: Collection[str]) -> frozenset[str]:
     """Return the values that are computed from `weights` and constants alone."""
     found = {initializer.name for initializer in graph.initializer} | set(weights)
     for node in nodes:

@@ -23,8 +23,8 @@ from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters, PlainParam
 from ort_zero.compat.torch_modules import buffer_table
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
-from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.block_recomputation import BlockRecomputation
+from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.runtime.built_graph import BuiltGraph, BuiltModel, ExportedModule
 from ort_zero.runtime.export import pytree

@@ -23,6 +23,7 @@ from ort_zero.testing.ranks import run_on_ranks
 
 WORDS, HIDDEN, LENGTH, BATCH = 256, 128, 64, 24
 STEPS = 2
+BLOCKS = {"checkpointing": "recompute"}
 
 
 def build(kind: str) -> torch.nn.Module:
@@ -50,6 +51,8 @@ def train(kind: str, stage: int, memory: dict | None, *, efficient: bool = False
     if memory is not None:
         config["ort_zero"]["memory"] = memory
     model = build(kind)
+    if memory == BLOCKS:
+        model.gradient_checkpointing_enable({"use_reentrant": stage == 2})
     engine, *rest = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     losses = []
     for step in range(STEPS):
@@ -127,6 +130,8 @@ CASES = [
     ("zero_2_efficient_accumulation", "bert", 2, AUTO, {"efficient": True, "gas": 2}),
     ("zero_3_all", "gpt2", 3, {"recompute": "all"}, {}),
     ("zero_3_auto", "bert", 3, {"recompute": "auto", "budget": "96%"}, {}),
+    ("zero_2_blocks", "bert", 2, BLOCKS, {"efficient": True, "gas": 2}),
+    ("zero_3_blocks", "gpt2", 3, BLOCKS, {}),
 ]
 
 
@@ -145,7 +150,8 @@ def test_the_same_training(name):
         assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0
         assert report["plain"]["memory"] == []
         (decision,) = status["memory"]
-        assert decision["plan"] and sum(row["actual"] for row in decision["table"]) > 0
+        if decision["blocks"] is None:
+            assert decision["plan"] and sum(row["actual"] for row in decision["table"]) > 0
         assert decision["predicted_bytes"] < decision["unconstrained_bytes"]
         assert decision["measured_bytes"] > 0
         plans.append(decision["plan"])
@@ -156,6 +162,19 @@ def test_counts_are_places():
     for report in (found["zero_1_plan"] for found in _launch()):
         (row,) = [row for row in report["status"]["memory"][0]["table"] if row["requested"]]
         assert (row["cluster"], row["frequency"], row["requested"], row["actual"]) == ("FastGelu+Reshape+", 2, 1, 1)
+
+
+def test_checkpointed_blocks_are_computed_again_from_weights_that_are_gathered_in_the_backward():
+    for report in (found["zero_3_blocks"] for found in _launch()):
+        (decision,) = report["status"]["memory"]
+        assert (decision["blocks"]["found"], decision["blocks"]["recomputed"]) == (2, 2)
+        assert decision["predicted_bytes"] < 0.8 * decision["unconstrained_bytes"]
+        forward, backward = (
+            [int(status["graphs"]["training"]["bridge"].split(f" {word}")[0].split()[-1]) for word in words]
+            for status, words in ((report["plain"], ("gathers forward", "backward")),
+                                  (report["status"], ("gathers forward", "backward")))
+        )  # fmt: skip
+        assert backward[0] == forward[0] and backward[1] >= forward[1]
 
 
 def test_partitioned_weights_are_not_read_again():

@@ -61,7 +61,7 @@ ALLOWED: dict[str, set[str]] = {
     "recompute": {"compat", "config", "env", "errors", "log", "onnx_edit", "utils"},
     "checkpoint": {"compat", "distributed", "errors", "log", "utils"},
     # a model in ONNX Runtime: each package is a stage, the modules of `runtime` itself put them together
-    "runtime.export": {"compat", "env", "errors", "log", "statistics.collect", "zero3_hooks"},
+    "runtime.export": {"compat", "env", "errors", "log", "statistics.collect", "utils", "zero3_hooks"},
     "runtime.operators": {"compat", "runtime.export"},
     "runtime.guards": {"compat", "runtime.export", "utils"},
     "runtime.built_graph": {"compat", "recompute", "runtime.export", "runtime.guards", "runtime.zero3",

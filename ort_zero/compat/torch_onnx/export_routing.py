@@ -12,7 +12,6 @@ from ort_zero.compat.torch_onnx.symbolic_helpers import Symbolic, Unexportable
 from ort_zero.compat.torch_onnx.traced import ELEM_TYPES, STOP_GRADIENT, TracedNode, TracedValue
 from ort_zero.utils.patching import replaced
 
-
 PASSES_ON = "passes_on"
 """Attribute of an autograd Function, True if its result is like its first argument."""
 
