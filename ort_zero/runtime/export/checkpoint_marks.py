@@ -47,6 +47,10 @@ class BlockMark(torch.autograd.Function):
         return [shapes[0]], [types[0]]
 
 
+MARK = f"{BlockMark.__module__}.{BlockMark.__qualname__}"
+"""Name of the marks in a graph; see :data:`ort_zero.recompute.checkpointed_blocks.MARK`."""
+
+
 class CheckpointedCalls:
     """Runs what a module gives to activation checkpointing while it is traced.
 

@@ -18,6 +18,7 @@ from ort_zero.compat.tracing import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltModel, ExportedModule
 from ort_zero.runtime.export import autograd_functions
+from ort_zero.runtime.export.checkpoint_marks import MARK, BlockMark
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.post_export_passes import with_run_seed
 from ort_zero.runtime.export.pytree import Call
@@ -182,7 +183,10 @@ class Lookup:
             if aten_op.function_for(operator)[0] != name:
                 raise ValueError(f"{name} is another operator")
             ort_compat.register_function(*aten_op.function_for(operator))
-        missing = _functions(built.model) - set(meta["operators"])
+        if MARK in _functions(built.model):
+            # the graph is optimized before the marks are taken out
+            ort_compat.register_function(MARK, BlockMark)
+        missing = _functions(built.model) - set(meta["operators"]) - {MARK}
         if missing:
             raise ValueError(f"{sorted(missing)[0]} is not described")
         routes.reasons.update(meta["taken"])
@@ -211,7 +215,7 @@ def _operators(model: onnx.ModelProto) -> dict[str, Any]:
         NotStorable: one of them is a user's autograd Function, known to this process only.
     """
     found = {}
-    for name in sorted(_functions(model)):
+    for name in sorted(_functions(model) - {MARK}):
         operator = aten_op.operator_named(name)
         if operator is None or operator.name == autograd_functions.OPERATOR:
             function = (
