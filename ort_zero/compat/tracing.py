@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,12 @@ from torch.overrides import TorchFunctionMode
 from ort_zero.compat.frames import is_foreign
 
 _C: Any = torch._C
-_COMPARISONS = frozenset(
+_TAKE_NO_BOOLS = frozenset(
     {torch.Tensor.ne, torch.Tensor.eq, torch.ne, torch.eq, torch.Tensor.__eq__, torch.Tensor.__ne__}
+    | {torch.Tensor.masked_fill, torch.Tensor.masked_fill_, torch.masked_fill, torch.Tensor.fill_}
+    | {torch.Tensor.index_fill, torch.Tensor.index_fill_, torch.index_fill, torch.Tensor.scatter, torch.scatter}
 )
+"""Functions whose Python numbers decide nothing about the type of the result."""
 MOST_VALUES = 256
 """Maximum number of elements of a tensor that Python may read as a setting; a larger tensor is data."""
 _READS: dict[Any, str] = {
@@ -117,10 +121,11 @@ class _Observer(TorchFunctionMode):
         self._known: dict[tuple[int, str], bool] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in _COMPARISONS:
-            # the exporter's passes know no comparison of a tensor with a Python bool
-            args = tuple(int(a) if isinstance(a, bool) else a for a in args)
         kwargs = kwargs or {}
+        if func in _TAKE_NO_BOOLS:
+            # the exporter's passes know no such operator with a Python bool
+            args = tuple(int(a) if isinstance(a, bool) else a for a in args)
+            kwargs = {name: int(a) if isinstance(a, bool) else a for name, a in kwargs.items()}
         read = self._read(func, args, kwargs)
         if read is not None:
             self._guard(func, args[0], read)
@@ -175,7 +180,7 @@ class _Observer(TorchFunctionMode):
             return None
         if not self._depends_on_data(_C._get_value_trace(args[0]), mode) or _is_read_by_ort():
             return None
-        return ValueReadError(self.modules[-1] if self.modules else None, what, _user_line())
+        return ValueReadError(self.modules[-1] if self.modules else None, what, user_line())
 
     def _depends_on_data(self, value: Any, mode: str) -> bool:
         """Return True if the values (or the shape) of a traced value depend on more than the shapes of the inputs."""
@@ -237,7 +242,7 @@ def _is_read_by_ort() -> bool:
     return "onnxruntime" in caller
 
 
-def _user_line() -> str:
+def user_line() -> str:
     """Return "FILE:LINE in FUNCTION" of the model's code that runs."""
     frames = [f for f in traceback.extract_stack() if not is_foreign(f.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown line"
@@ -260,9 +265,14 @@ _observers: list[_Observer] = []
 
 
 def innermost_module() -> torch.nn.Module | None:
-    """Return the innermost module whose forward is traced at the moment; None outside of :func:`watched`."""
-    modules = _observers[-1].modules if _observers else []
-    return modules[-1] if modules else None
+    """Return the innermost module whose forward runs at the moment, traced or not; None if none does."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module):
+            return owner
+        frame = frame.f_back
+    return None
 
 
 def depends_on_inputs(tensor: torch.Tensor) -> bool:
@@ -279,7 +289,7 @@ def is_number_of_sizes(tensor: torch.Tensor) -> bool:
 
 def read_here(what: str) -> ValueReadError:
     """Return the error that keeps the innermost module in PyTorch, since its code, at its line, does `what`."""
-    return ValueReadError(innermost_module(), what, _user_line())
+    return ValueReadError(innermost_module(), what, user_line())
 
 
 class _DenseOperands(TorchFunctionMode):

@@ -175,6 +175,12 @@ add(
         "where": lambda t: torch.where(t > 0, t, t[:, :1]) + torch.where(t[:, :1] > 0, t[0], t[..., :1]),
         "where scalars": lambda t: torch.where(t > 0, t, 0.0) + torch.where(t > 0, 1.0, t) + torch.where(t > 0, 1, 0),
         "where 0-dim": lambda t: torch.where(t > 0, t.mean(), torch.tensor(0.5)) * t,
+        "where booleans": lambda t: t.where(torch.where(t > 0, t < 1, t > -1), t * 2).where(t > 5, t * 3),
+        "masked_fill booleans": lambda t: t.where((t > 0).masked_fill(t > 1, False), t * 2),
+        "filled with booleans": lambda t: t.where(
+            (t > 0).scatter(2, t.argmax(-1, keepdim=True), False) & (t < 1).fill_(value=True), t * 2
+        ),
+        "masked_fill small integers": lambda t: t * (t > 0).to(torch.int8).masked_fill(t > 1, 3),
         "where vector condition": lambda t: torch.where(torch.arange(6) > 2, t, t.exp()),
         "masked_fill": lambda t: t.masked_fill(t > 0, -1.0) + t.masked_fill(t[:, :1] > 0, float(2)),
         "masked_fill broadcast self": lambda t: t[:, :1].masked_fill(t > 0, 0.5),

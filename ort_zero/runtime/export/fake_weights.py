@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from ort_zero.compat import deepspeed as ds_compat
-from ort_zero.compat import tracing
+from ort_zero.compat import deepspeed_gathering, tracing
 from ort_zero.compat.deepspeed_parameters import full_shape, is_partitioned
 
 
@@ -33,7 +33,10 @@ def plain_access(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_weights(module: torch.nn.Module) -> Iterator[None]:
-    """Hold a fake weight in each partitioned parameter of `module`; DeepSpeed's forward hooks gather none of them."""
+    """Hold a fake weight in each partitioned parameter of `module`.
+
+    Neither DeepSpeed's forward hooks nor the module's own code gather any of them.
+    """
     saved: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     linear = torch.nn.functional.linear
     try:
@@ -46,7 +49,13 @@ def fake_weights(module: torch.nn.Module) -> Iterator[None]:
                 # each has its own storage and value: torch's exporter merges equal initializers
                 one = torch.full((1,), 1e-4 * (i + 1), dtype=parameter.dtype, device=parameter.device)
                 parameter.data = one.expand(full_shape(parameter))
-        with plain_access(module), tracing.dense_operands() if saved else contextlib.nullcontext():
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(plain_access(module))
+            if saved:
+                contexts.enter_context(tracing.dense_operands())
+            managed = [p for p in module.parameters() if is_partitioned(p)]
+            if managed:
+                contexts.enter_context(deepspeed_gathering.nothing_to_gather(managed))
             yield
     finally:
         for parameter, data in saved:

@@ -196,7 +196,9 @@ def where(g: Any, condition: Any, self: Any = None, other: Any = None, *rest: An
     operands = [
         _expanded(g, value, result, [other for other in node.inputs if other is not value]) for value in node.inputs[1:]
     ]
-    return plain(g, condition, *operands)
+    if result.scalar_type in _WITHOUT_WHERE:
+        operands = [g.op("Cast", value, to_i=_INT32) for value in operands]
+    return _cast_back(g, plain(g, condition, *operands), result)
 
 
 def masked_fill(g: Any, self: Any, mask: Any, value: Any) -> Any:
@@ -206,7 +208,20 @@ def masked_fill(g: Any, self: Any, mask: Any, value: Any) -> Any:
     filled = _expanded(g, node.inputs[0], result, [node.inputs[1]])
     if node.inputs[2].requires_grad:
         value = _expanded(g, node.inputs[2], result, node.inputs[:2])
-    return Symbolic.original("aten::masked_fill", g.opset)(g, filled, mask, value)
+    if result.scalar_type in _WITHOUT_WHERE:
+        filled = g.op("Cast", filled, to_i=_INT32)
+    return _cast_back(g, Symbolic.original("aten::masked_fill", g.opset)(g, filled, mask, value), result)
+
+
+_WITHOUT_WHERE = {"Bool": 9, "Char": 3, "Short": 5}
+"""TorchScript's name of element types for which ORT has no Where, to their numbers in ONNX."""
+_INT32 = 6
+
+
+def _cast_back(g: Any, selected: Any, result: TracedValue) -> Any:
+    """Return what Where has selected as the element type of `result`, if Where had to work on integers instead."""
+    kind = result.scalar_type or ""
+    return g.op("Cast", selected, to_i=_WITHOUT_WHERE[kind]) if kind in _WITHOUT_WHERE else selected
 
 
 def _expanded(g: Any, value: TracedValue, result: TracedValue, others: list[TracedValue]) -> Any:

@@ -11,13 +11,14 @@ are gathered again for the backward, all others stay where they are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from ort_zero.compat.deepspeed_gathering import whole_tensors
 from ort_zero.compat.torch_modules import is_zero_tensor
 
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -211,10 +212,16 @@ def _whole(weights: Sequence[_GatheredAgain]) -> Iterator[None]:
             partitioned = [saved.weight for saved in weights]
             for saved, full in zip(weights, partitioned[0].again(partitioned), strict=True):
                 saved.full = full
-        yield
+        with _code_that_gathers(weights):
+            yield
     finally:
         for saved in weights:
             saved.full = None
+
+
+def _code_that_gathers(weights: Collection[_GatheredAgain]) -> contextlib.AbstractContextManager:
+    """Return a context for code that might gather some of its weights: all of them are whole already."""
+    return whole_tensors() if weights else contextlib.nullcontext()
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -225,12 +232,13 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
     wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
     own = _OwnCopies(inputs)
     arguments = [t.detach() for t in inputs]
+    gathers = _code_that_gathers(own.gathered_again)
     if not wanted:
-        with torch.no_grad():
+        with torch.no_grad(), gathers:
             outputs = function(*arguments)
     else:
         leaf = torch.empty(0, requires_grad=True)
-        with torch.enable_grad(), saved_tensors_hooks(own.pack, _unpack):
+        with torch.enable_grad(), saved_tensors_hooks(own.pack, _unpack), gathers:
             for i in wanted:
                 arguments[i] = _Enter.apply(leaf, arguments[i])
             starts = {i: get_gradient_edge(arguments[i]) for i in wanted}
