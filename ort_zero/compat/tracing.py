@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from ort_zero.compat.frames import is_foreign
+from ort_zero.compat.traced_numbers import TracedNumbers
 
 _C: Any = torch._C
 _TAKE_NO_BOOLS = frozenset(
@@ -79,6 +80,8 @@ class ValueReadError(BaseException):
         super().__init__(f"{what} ({where})")
         self.module = module
         """The innermost module that ran when the value was read."""
+        self.of_attribute = False
+        """Whether the value depends on nothing but attributes that are inputs of the graph."""
 
     @classmethod
     def again(cls, module: torch.nn.Module | None, message: str) -> ValueReadError:
@@ -113,12 +116,13 @@ class Seen(Protocol):
 
 
 class _Observer(TorchFunctionMode):
-    def __init__(self) -> None:
+    def __init__(self, numbers: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
         self.modules: list[torch.nn.Module] = []
         self.guards: list[Guard] = []
         self.normalised: list[torch.nn.Module] = []
         self._known: dict[tuple[int, str], bool] = {}
+        self._numbers = TracedNumbers(list(numbers))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -126,11 +130,16 @@ class _Observer(TorchFunctionMode):
             # the exporter's passes know no such operator with a Python bool
             args = tuple(int(a) if isinstance(a, bool) else a for a in args)
             kwargs = {name: int(a) if isinstance(a, bool) else a for name, a in kwargs.items()}
+        origins = self._numbers.among(args, kwargs)
+        if origins:
+            self._numbers.refuse_read(func, args, origins)
         read = self._read(func, args, kwargs)
         if read is not None:
             self._guard(func, args[0], read)
         result = func(*args, **kwargs)
         _correct(result)
+        if origins:
+            self._numbers.follow(func, args, kwargs, result, origins)
         return result
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -167,6 +176,9 @@ class _Observer(TorchFunctionMode):
             tensor = count
         elif tensor.numel() > MOST_VALUES:
             raise read
+        elif self._numbers.is_number(tensor):
+            read.of_attribute = True
+            tensor = tensor != 0  # all that is asked for of a number; see TracedNumbers.refuse_read
         self.guards.append(Guard(tensor, tensor.detach().flatten().tolist(), read))
 
     def _read(self, func: Any, args: tuple, kwargs: dict) -> ValueReadError | None:
@@ -307,13 +319,17 @@ def dense_operands() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Seen]:
+def watched(numbers: Sequence[torch.Tensor] = ()) -> Iterator[Seen]:
     """Observe the module that is traced in the block; yield what the trace does not hold.
+
+    Args:
+        numbers: tensors without axes that stand for numbers of Python.
 
     Raises:
         ValueReadError: Python code inside depends on more than single values of tensors.
+        NumberReadError: code inside takes one of `numbers` for a Python value.
     """
-    observer = _Observer()
+    observer = _Observer(numbers)
 
     def enter(module: torch.nn.Module, args: tuple) -> None:
         observer.modules.append(module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +19,12 @@ from ort_zero.compat.torch_onnx import Unexportable
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
+from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.error_messages import explain
 from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.attribute_inputs import AttributeInputError
+from ort_zero.runtime.export.attribute_paths import Place
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.guards import value_guards
 from ort_zero.runtime.guards.keys import Action, Observed, Transition
@@ -41,6 +44,7 @@ class ModuleRuntime(Protocol):
     ranks: RankAgreement
     excluded: ExcludedModules
     guard_failures: value_guards.GuardFailures
+    slow_attributes: set[str]
     graph_subscribers: list[SubscribedModel]
 
     @property
@@ -88,6 +92,8 @@ class ForwardCall:
         self._arguments = self._runtime.take_apart(self._manager, args, kwargs)
         observed = self._observe()
         self._transition = transitions.check(observed)
+        if self._transition.action is Action.EXPORT:
+            self._exclude_readers(transitions.note_changes(observed))
         action = self._ranks.advance(self._decided())
         while not isinstance(action, Return):
             if isinstance(action, Enter):
@@ -133,6 +139,25 @@ class ForwardCall:
     def _observe(self) -> Observed:
         return self._transitions.observe(self._arguments, self._runtime.graph_subscribers)
 
+    def _exclude_readers(self, reasons: Mapping[str, str]) -> None:
+        """Let submodules that read what changes often stay in PyTorch.
+
+        Args:
+            reasons: why, by path; "" stands for the model itself, which cannot.
+        """
+        for path, reason in reasons.items():
+            if not self._runtime.excluded.add_alone(path, reason) and path == "":
+                self._slow(f"the forward of {type(self._runtime.module).__name__} {reason}")
+
+    def _slow(self, why: str) -> None:
+        """Warn once that each new value is exported."""
+        if why not in self._runtime.slow_attributes:
+            self._runtime.slow_attributes.add(why)
+            get_logger().warning(
+                "%s: each new value is exported, which takes seconds; use the value in tensor arithmetic only, give it "
+                "as a tensor argument, or move that code into a submodule, which then stays in PyTorch", why
+            )  # fmt: skip
+
     def _decided(self) -> Decided:
         """Return what this rank is about to do, for the vote."""
         transition = self._transition
@@ -171,7 +196,15 @@ class ForwardCall:
         Raises:
             ExportError: all of the module would have to run in PyTorch.
         """
-        excluded = self._runtime.excluded
+        excluded, changes = self._runtime.excluded, self._transitions.changes
+        tracer = self._transitions.builder.tracer
+        if isinstance(error, AttributeInputError):
+            return self._no_input(error.places, str(error))
+        inputs = tracer.inputs if tracer is not None and error is not tracer.users_error else None
+        if inputs is not None and isinstance(error, Exception) and self._ranks.state.builds:
+            places = [place for place in inputs.names if place in changes.inputs]
+            if places:  # they are what is new
+                return self._no_input(places, f"the export failed: {str(error).splitlines()[0]}")
         if isinstance(error, ValueReadError):
             return excluded.exclude(error)
         if isinstance(error, Unexportable):
@@ -180,6 +213,18 @@ class ForwardCall:
         if not isinstance(error, Exception) or not self._ranks.state.builds:
             return None
         return str(error).splitlines()[0] if self._transitions.builder.fallback_policy.learn(str(error)) else None
+
+    def _no_input(self, places: Sequence[Place], why: str) -> str:
+        """Take attributes out of the inputs of the graph; the submodules that read them stay in PyTorch instead."""
+        transitions = self._transitions
+        tracer = transitions.builder.tracer
+        reads = tracer.attributes.reads if tracer is not None and tracer.attributes is not None else {}
+        text = transitions.changes.refuse(places, why)
+        for place in places:
+            readers = reads[place].readers if place in reads else []
+            paths = [self._runtime.excluded.own_path(module) for module in readers] or [""]
+            self._exclude_readers(dict.fromkeys(paths, transitions.changes.why(place)))
+        return text
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -212,6 +257,8 @@ class ForwardCall:
         """
         excluded = self._runtime.excluded
         self._force(f"{excluded.path_of(read.module)} {read}, and the value has changed")
+        if read.of_attribute and excluded.own_path(read.module) == "":
+            return  # there is nothing smaller, and PyTorch trains it
         if self._runtime.guard_failures.changes_often(read):
             excluded.exclude(read)
 

@@ -28,6 +28,8 @@ from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.runtime.built_graph import BuiltGraph, BuiltModel, ExportedModule
 from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.attribute_inputs import AttributeInputs, as_tensor, float_dtype
+from ort_zero.runtime.export.attribute_paths import Place
 from ort_zero.runtime.export.autograd_functions import AutogradFunctions
 from ort_zero.runtime.export.captured_output import CapturedOutput
 from ort_zero.runtime.export.checkpoint_marks import CheckpointedCalls
@@ -104,6 +106,8 @@ class GraphBuilder:
         self.cache = cache
         self.lookup: Lookup | None = None
         """Looks up the graph that is being built, or the last one, in the export cache; None without one."""
+        self.attribute_inputs: Mapping[Place, str] = {}
+        """Name of the graph input of each attribute that new graphs take as an input."""
 
     # -- export ----------------------------------------------------------------------------------------------------
 
@@ -179,8 +183,14 @@ class GraphBuilder:
         if reads is None:
             return NOTHING_READ
         now = self.attribute_guard.watch(reads.reads, reads.whole).values
-        places = (*reads.reads, HOOKS, METHODS)
-        return ReadValues({place: now[place] for place in places}, model=type(self.module).__name__)
+        paths = {id(module): path for path, module in self.module.named_modules()}
+        return ReadValues(
+            {place: now[place] for place in (*reads.reads, HOOKS, METHODS)},
+            tracer.inputs.names if tracer.inputs else {},
+            # a module outside of the tree cannot stay in PyTorch by itself
+            {place: tuple([paths.get(id(m), "") for m in read.readers]) for place, read in reads.reads.items()},
+            type(self.module).__name__,
+        )
 
     def _tracer(self, call: pytree.Call, subscribers: Sequence[SubscribedModel], *, all_inputs: bool) -> Tracer:
         """Return what follows the export of a call.
@@ -195,7 +205,16 @@ class GraphBuilder:
         training = self.manager.training
         # a module in eval mode is expected to return its caches, also where nobody wrote no_grad()
         drop_caches = training and self.module.training
-        return Tracer(training, call, readers, drop_caches=drop_caches, all_inputs=all_inputs, pytorch_context=context)
+        inputs = AttributeInputs(self.module, self.attribute_inputs, self.manager.device)
+        return Tracer(
+            training,
+            call,
+            readers,
+            drop_caches=drop_caches,
+            all_inputs=all_inputs,
+            pytorch_context=context,
+            inputs=inputs if inputs.names else None,
+        )
 
     def _traced(self, tracer: Tracer) -> tuple:
         """Return the exported model, the structure of its results, and the names of its dynamic axes."""
@@ -213,7 +232,7 @@ class GraphBuilder:
             reader_marks.marking(tracer.readers),
             tracer.everything_trainable(flattened),
         ):
-            return self.manager.export(dict(zip(tracer.call.names, tracer.arguments, strict=True)))
+            return self.manager.export(tracer.graph_inputs)
 
     def _checkpointed_calls(self) -> CheckpointedCalls:
         refuse = None if self._traces_checkpointed else self._refuse_checkpointing
@@ -366,6 +385,9 @@ class GraphBuilder:
         buffers = dict(flattened.named_buffers())
         accessors: dict[str, Callable] = {name: _argument(name) for name in exported.info.onnx_graph_input_names}
         accessors.update({name: _buffer(flattened, name) for name in buffers})
+        dtype = float_dtype(self.module)
+        for place, name in exported.key.read.inputs.items():
+            accessors[name] = self._attribute(place, dtype)
         if executor is not None:
             accessors[TRIGGER] = lambda _: executor.new_trigger(self.manager.device)
         names = tuple(given.name for given in model.graph.input)
@@ -403,6 +425,10 @@ class GraphBuilder:
         return ort_compat.Session(model, info, agent, differentiable, gradient_map)
 
     # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _attribute(self, place: Place, dtype: torch.dtype) -> Callable[[Any], torch.Tensor]:
+        """Return what takes an attribute for an input of a run."""
+        return lambda _: as_tensor(self.attribute_guard.value(place), dtype, self.manager.device)
 
     def _save(self, model: onnx.ModelProto) -> None:
         """Write the graph that runs into the folder that the configuration names. Rank 0 only."""

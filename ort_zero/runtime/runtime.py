@@ -86,6 +86,8 @@ class Runtime:
         """The reason why PyTorch runs the model; None while ONNX Runtime does."""
         self.excluded = ExcludedModules(module, config.exclude)
         self.guard_failures = GuardFailures()
+        self.slow_attributes: set[str] = set()
+        """Warnings about attributes whose each new value is exported."""
         self.history = TransitionHistory()
         self._cache = ExportCache(config.cache_dir) if config.cache_dir is not None else None
         self.memory: MemoryOptimizer | BlockRecomputation | None = None

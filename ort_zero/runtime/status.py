@@ -79,6 +79,11 @@ def _graphs_of(
         "kept": len(mode.graphs),
         "nodes": current.nodes if current else 0,
         "python_ops": current.python_ops if current else 0,
+        "attribute_inputs": sorted(
+            place.named(current.known.export.read.model) for place in current.known.export.read.inputs
+        )
+        if current
+        else [],
         "inputs": len(current.info.onnx_graph_input_names) if current else 0,
         "seconds": round(built[-1].seconds, 3) if built else 0.0,
         "bridge": current.bridge if current else None,

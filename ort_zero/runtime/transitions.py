@@ -25,7 +25,8 @@ from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.graph_builder import GraphBuilder
-from ort_zero.runtime.guards.attribute_guard import AttributeGuard
+from ort_zero.runtime.guards.attribute_changes import AttributeChanges
+from ort_zero.runtime.guards.attribute_guard import AttributeGuard, AttributeValues
 from ort_zero.runtime.guards.decide import decide
 from ort_zero.runtime.guards.keys import Action, ExportKey, Graphs, Observed, ProcessKey, TensorInput, Transition
 from ort_zero.runtime.guards.module_guard import ModuleGuard
@@ -96,6 +97,7 @@ class GraphTransitionManager:
         self.builder = builder
         self.module_guard = module_guard
         self.attribute_guard = attribute_guard
+        self.changes = AttributeChanges(type(builder.module).__name__)
         self.history = history
         self.capacity = capacity
         self.graphs: list[BuiltGraph] = []
@@ -150,6 +152,19 @@ class GraphTransitionManager:
         """Return what has to be done before `observed` can run."""
         return decide(Graphs(tuple([graph.known for graph in self.graphs])), observed)
 
+    def note_changes(self, observed: Observed) -> dict[str, str]:
+        """Count the attributes that make an export necessary.
+
+        Returns:
+            Why submodules are to stay in PyTorch, by their paths; "" stands for the model itself.
+        """
+        now, current = observed.export.attributes, self.current
+        if current is None or not isinstance(now, AttributeValues):
+            return {}
+        old = current.known.export.read
+        places = self.changes.note(old, now)
+        return {path: self.changes.why(place) for place in places for path in old.readers.get(place, ("",))}
+
     # -- carry out -------------------------------------------------------------------------------------------------
 
     def enter(
@@ -167,6 +182,7 @@ class GraphTransitionManager:
             self.builder.lookup = None
             number = self.history.graphs + 1
             if transition.action is Action.EXPORT:
+                self.builder.attribute_inputs = self.changes.inputs
                 graph = self.builder.build(observed, call, subscribers, number, anew=transition.forced)
             else:
                 exported = self._numbered(transition.graph).exported

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ort_zero import config
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 
 SCALE = 1.0
 
@@ -78,7 +78,7 @@ class Pair:
 
     def __init__(self, module: nn.Module, **section):
         self.reference, self.module = copy.deepcopy(module), module
-        self.runtime, self.wrapped = engine_patch.wrap(module, config.OrtModuleConfig(**section), stage=0)
+        self.runtime, self.wrapped = wrap_model(module, config.OrtModuleConfig(**section), stage=0)
 
     def step(self, x=X) -> torch.Tensor:
         """Run forward and backward of both, compare losses and gradients, and return the loss."""
@@ -247,3 +247,35 @@ def test_evaluation_has_attributes_of_its_own():
         with torch.no_grad():
             torch.testing.assert_close(pair.wrapped(X), pair.reference(X))
     assert pair.reasons == ["Model.temperature changed from 2.0 to 3.0"]
+
+
+class Scheduled(nn.Module):
+    """Weighs two losses, as users anneal a KL term."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.dropout = nn.Linear(4, 4), nn.Dropout(0.0)
+        self.beta, self.step = 0.0, 0
+        self.center = torch.zeros(4)
+
+    def forward(self, x):
+        y = self.dropout(self.layer(x)) - self.center
+        warm = min(1.0, self.step / 5)
+        loss = y.pow(2).mean() + warm * self.beta * y.abs().mean()
+        if self.beta > 100:
+            loss = loss * 2
+        return loss * (1.0 - 0.5 * self.beta) ** 2
+
+
+def test_a_schedule_becomes_an_input_of_the_graph():
+    pair = Pair(Scheduled())
+    losses = []
+    for step in range(20):
+        pair.both(lambda m, step=step: setattr(m, "beta", 0.05 * step))
+        losses.append(pair.step().item())
+    assert len(set(losses)) == 20
+    assert pair.done == ["export", "export", "export"]
+    assert pair.runtime.status()["graphs"]["training"]["attribute_inputs"] == ["Scheduled.beta"]
+    assert pair.runtime.status()["in_torch"] == {}
+    pair.ran_in_ort(20)

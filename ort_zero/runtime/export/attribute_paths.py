@@ -228,6 +228,10 @@ class PlaceFinder:
             found[place] = value
             yield place, value, container, key
 
+    def value_at(self, place: Place) -> Any:
+        """Return the value at one place, MISSING if there is none."""
+        return self._value(place, {})
+
     def _value(self, place: Place, found: dict[Place, Any]) -> Any:
         if not place.steps:
             return self.root_of(place)

@@ -10,7 +10,7 @@ import argparse
 import collections
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -180,7 +180,7 @@ class AttributeReads:
             return self._read_again(place)
         module = self._running()
         read = self.reads[place] = Read(value, [module] if module is not None else [])
-        if is_number(value):
+        if is_number(value) or isinstance(value, torch.Tensor):
             read.line = user_line()
         if is_plain(value) or isinstance(value, (torch.Tensor, *_CODE)) or depth > 8:
             return None
@@ -256,8 +256,11 @@ class AttributeReads:
 
     # -- afterwards ------------------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
+    def finish(self, inputs: Collection[Place] = ()) -> None:
         """Leave out what the forward itself has changed in place.
+
+        Args:
+            inputs: attributes that are inputs of the graph.
 
         Raises:
             ValueReadError: Python code reads a number, and changes it for the next call.
@@ -271,12 +274,14 @@ class AttributeReads:
             read = places[place]
             if value is read.value or place not in self.reads:
                 continue
-            if is_number(read.value) and (is_number(value)) and place.root[0] == MODULE:
-                if value != read.value:
-                    module = read.readers[0] if read.readers else None
-                    name = place.named(type(self._model).__name__)
-                    raise ValueReadError(module, f"reads {name}, and changes it for the next call", read.line)
-            elif not (is_plain(value) and is_plain(read.value)):
+            numbers = is_number(read.value) and is_number(value) and place.root[0] == MODULE
+            if numbers and value != read.value or place in inputs:
+                module = read.readers[0] if read.readers else None
+                name = place.named(type(self._model).__name__)
+                raise ValueReadError(module, f"reads {name}, and changes it for the next call", read.line)
+            if numbers:
+                continue
+            if not (is_plain(value) and is_plain(read.value)):
                 self._leave_out(place)
 
     def _leave_out(self, place: Place) -> None:

@@ -124,6 +124,18 @@ class ExcludedModules:
                 self.reasons.setdefault(path, reason)
         return True
 
+    def add_alone(self, path: str, reason: str) -> bool:
+        """Exclude the submodule at `path` and no other; return False for the model itself, or one that is excluded."""
+        if not path or path in self.reasons:
+            return False
+        self.reasons[path] = reason
+        get_logger().info("%s stays in PyTorch: it %s", path, reason)
+        return True
+
+    def own_path(self, module: torch.nn.Module | None) -> str:
+        """Return the path of a submodule, "" for the model itself or a module outside of it."""
+        return self._paths.get(module, "") if module is not None else ""
+
     def exclude(self, read: ValueReadError) -> str:
         """Run the submodule that reads values, and all others of its class, in PyTorch; return why that is a new graph.
 

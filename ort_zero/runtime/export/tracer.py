@@ -17,9 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ort_zero.compat import tracing
 from ort_zero.compat.torch_modules import version_of
+from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.errors import ExportError
 from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
 from ort_zero.runtime.export.attribute_reads import AttributeReads
 from ort_zero.statistics.collect import reader_marks
 
@@ -51,6 +53,7 @@ class Tracer:
         drop_caches: whether caches of keys and values are left out of the result.
         all_inputs: whether arguments are traced with gradients that want none in this call.
         pytorch_context: makes a context in which the module runs as PyTorch would run it.
+        inputs: attributes that the graph takes as inputs; None for none.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class Tracer:
         drop_caches: bool,
         all_inputs: bool = True,
         pytorch_context: Callable[[], AbstractContextManager] = contextlib.nullcontext,
+        inputs: AttributeInputs | None = None,
     ):
+        self.inputs = inputs
         self._pytorch_context = pytorch_context
         self.training = training
         self._drop_caches = drop_caches
@@ -78,6 +83,14 @@ class Tracer:
         """What the module raised when it ran as PyTorch would run it; None if nothing."""
         # the exporter takes copies of these, after the module has run on others once
         self.arguments = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.tensors]
+
+    @property
+    def graph_inputs(self) -> dict[str, torch.Tensor]:
+        """The inputs that the exporter is given, by name: arguments of the call, then attributes."""
+        given = dict(zip(self.call.names, self.arguments, strict=True))
+        if self.inputs is not None:
+            given.update(zip(self.inputs.names.values(), self.inputs.tensors, strict=True))
+        return given
 
     @property
     def differentiable(self) -> frozenset[str]:
@@ -102,14 +115,16 @@ class Tracer:
 
     def run_module(self, module: torch.nn.Module, tensors: tuple) -> tuple[list[torch.Tensor], Any]:
         """Run the module on its arguments, put together; return the tensors of the result, and its structure."""
+        count = len(self.call.names)
+        tensors, attributes = tensors[:count], tensors[count:]
         args, kwargs, known = pytree.unflatten_call(tensors, self.call.structure)
         if not torch.jit.is_tracing():
             return self._run_in_pytorch(module, tensors, args, kwargs, known)
         if self.training:
             # the trace then tells what has a gradient; nothing needs to be kept for one
             with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, _never_unpacked):
-                return self._run_traced(module, tensors, args, kwargs, known)
-        return self._run_traced(module, tensors, args, kwargs, known)
+                return self._run_traced(module, tensors, attributes, args, kwargs, known)
+        return self._run_traced(module, tensors, attributes, args, kwargs, known)
 
     def _run_in_pytorch(
         self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict
@@ -131,11 +146,13 @@ class Tracer:
         return pytree.flatten(value, drop_caches=self._drop_caches, known=known)
 
     def _run_traced(
-        self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict
+        self, module: torch.nn.Module, given: tuple, inputs: tuple, args: tuple, kwargs: dict, known: dict
     ) -> tuple[list, Any]:
         """Run the module for the tracer; what a graph does not do by itself becomes more outputs of it."""
         versions = [version_of(tensor) for tensor in given]
-        with tracing.watched() as seen:
+        numbers = [inputs[i] for i in self.inputs.numbers] if self.inputs else []
+        placed = self.inputs.placed(inputs) if self.inputs else contextlib.nullcontext()
+        with placed, tracing.watched(numbers) as seen:
             attributes = self.attributes = AttributeReads(module, seen.running)
             try:
                 with attributes.recording():
@@ -143,7 +160,9 @@ class Tracer:
             except Exception as error:
                 self.trace_error = error
                 raise
-            attributes.finish()
+            except NumberReadError as error:
+                raise self._no_inputs(error) from None
+            attributes.finish(self.inputs.names if self.inputs else ())
         tensors, schema = pytree.flatten(value, drop_caches=self._drop_caches, known=known)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
         changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]
@@ -156,6 +175,13 @@ class Tracer:
         more = [given[i].detach() for i in changed] + [guard.tensor.detach().flatten() for guard in seen.guards]
         more += reader_marks.joined_tokens(self.readers)
         return tensors + more, schema
+
+    def _no_inputs(self, error: NumberReadError) -> AttributeInputError:
+        """Return which attributes cannot be inputs, and why."""
+        assert self.inputs is not None
+        places = list(self.inputs.names)
+        read = [places[self.inputs.numbers[i]] for i in sorted(error.origins)]
+        return AttributeInputError(read, f"the code {error}")
 
 
 def _never_unpacked(nothing: None) -> torch.Tensor:

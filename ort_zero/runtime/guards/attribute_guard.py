@@ -11,8 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import operator
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from ort_zero.runtime.export.attribute_paths import (
     PlaceFinder,
     Snapshot,
     TensorState,
-    is_number,
     is_plain,
     same,
     shown,
@@ -59,13 +57,28 @@ class AttributeValues:
         self.changed = tuple(changed)
 
 
-class NumberInput:
-    """Stands for any number of one type: the graph takes it as an input."""
+class InputKind:
+    """Stands for any value of one kind: the graph takes it as an input.
+
+    Args:
+        value: a number, or the state of a tensor.
+    """
 
     __slots__ = ("kind",)
 
-    def __init__(self, kind: type):
-        self.kind = kind
+    def __init__(self, value: Any):
+        self.kind = _kind(value)
+
+    def takes(self, value: Any) -> bool:
+        """Return whether a value can be the input's."""
+        return self.kind == (value.kind if isinstance(value, InputKind) else _kind(value))
+
+
+def _kind(value: Any) -> tuple:
+    if isinstance(value, TensorState):
+        tensor = value.tensor
+        return "tensor", tensor.dtype, tensor.dim(), tensor.requires_grad
+    return (type(value).__name__,)
 
 
 class ReadValues:
@@ -74,16 +87,23 @@ class ReadValues:
     Args:
         values: value of each attribute.
         inputs: name of the graph input of each attribute whose value the graph takes at each run.
+        readers: paths of the modules that read an attribute; "" stands for the model itself.
         model: name of the model's class, for messages.
     """
 
-    __slots__ = ("_held", "_token", "inputs", "model", "values")
+    __slots__ = ("_held", "_token", "inputs", "model", "readers", "values")
 
-    def __init__(self, values: Mapping[Place, Any], inputs: Mapping[Place, str] | None = None, model: str = ""):
-        self.inputs = dict(inputs or {})
+    def __init__(
+        self,
+        values: Mapping[Place, Any],
+        inputs: Mapping[Place, str] | None = None,
+        readers: Mapping[Place, Sequence[str]] | None = None,
+        model: str = "",
+    ):
+        self.inputs = {place: name for place, name in (inputs or {}).items() if place in values}
+        self.readers = dict(readers or {})
         self.model = model
-        numbers = {place: NumberInput(type(values[place])) for place in self.inputs if place in values}
-        self.values = {**values, **numbers}
+        self.values = {**values, **{place: InputKind(values[place]) for place in self.inputs}}
         self._token: object | None = None
         """Stands for the values that :meth:`hold` has looked at last."""
         self._held = False
@@ -114,7 +134,7 @@ class ReadValues:
                 found.append("a method of a module was replaced")
                 continue
             before, after = self.values[place], now.values.get(place, MISSING)
-            old = f"a {before.kind.__name__}" if isinstance(before, NumberInput) else shown(before)
+            old = f"a {before.kind[0]}" if isinstance(before, InputKind) else shown(before)
             name = place.named(self.model)
             if old == shown(after):
                 found.append(f"{name} was changed ({old})")
@@ -125,9 +145,8 @@ class ReadValues:
     def _differing(self, now: Mapping[Place, Any], places: Iterable[Place] | None = None) -> Iterator[Place]:
         for place in self.values if places is None else places:
             value, other = self.values[place], now.get(place, MISSING)
-            if isinstance(value, NumberInput):
-                kind = other.kind if isinstance(other, NumberInput) else type(other)
-                if kind is not value.kind:
+            if isinstance(value, InputKind):
+                if not value.takes(other):
                     yield place
             elif not _equal(value, other):
                 yield place
@@ -152,8 +171,6 @@ class AttributeGuard:
         self._current = NO_VALUES
         self._stale = True
         self._tree = 0
-        self.exported: Counter[Place] = Counter()
-        """Number of exports that a change of an attribute has caused."""
 
     def watch(self, places: Iterable[Place], whole: Iterable[Place] = ()) -> AttributeValues:
         """Look at more places from now on; return the values of all.
@@ -166,6 +183,11 @@ class AttributeGuard:
         self._whole.update(whole)
         self._stale = True
         return self.check()
+
+    def value(self, place: Place) -> Any:
+        """Return the number or tensor at a place, as of the last check."""
+        value = self._current.values[place]
+        return value.tensor if isinstance(value, TensorState) else value
 
     def check(self, tree: int | None = None) -> AttributeValues:
         """Return the values now: the same object as before if none has changed.
@@ -342,8 +364,3 @@ def _hook_reason(before: tuple, now: tuple) -> str:
     old, new = dict.fromkeys(path for path, _ in before), dict.fromkeys(path for path, _ in now)
     paths = [path for path in {**old, **new} if path not in old or path not in new] or list(new)
     return f"hooks of {paths[0] or 'the model'} changed" if paths else "hooks changed"
-
-
-def changed_numbers(old: ReadValues, now: AttributeValues) -> list[Place]:
-    """Return the attributes that were numbers in the trace of a graph, and are other numbers now."""
-    return [place for place in old.differing(now) if is_number(old.values[place]) and is_number(now.values.get(place))]

@@ -1,0 +1,111 @@
+"""Makes inputs of a graph of attributes that change at every step: a loss weight, a temperature, a schedule.
+
+While the module is traced, a number is a tensor without axes (a float of the model's precision, an integer of 64 bits),
+and a tensor another tensor. A run of the graph takes the values of that moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ort_zero.runtime.export.attribute_paths import (
+    MISSING,
+    Place,
+    PlaceFinder,
+    SlotsOf,
+    attributes_of,
+    is_number,
+    step_into,
+)
+
+
+class AttributeInputError(BaseException):
+    """An attribute cannot be an input of the graph: its number is wanted for a Python value.
+
+    Not an Exception: no ``except`` of a model may take it for one of its own.
+    """
+
+    def __init__(self, places: Sequence[Place], why: str):
+        super().__init__(why)
+        self.places = tuple(places)
+
+
+class AttributeInputs:
+    """The attributes that one export takes as inputs.
+
+    Args:
+        module: the user's module.
+        names: name of the input of each attribute.
+        device: device of the module.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Mapping[Place, str], device: torch.device):
+        self._module = module
+        dtype = float_dtype(module)
+        finder = PlaceFinder(module)
+        found = {place: finder.value_at(place) for place in names}
+        self.names = {place: name for place, name in names.items() if can_be_input(found[place])}
+        """Name of the input of each attribute that is a number or a tensor at the moment."""
+        self.tensors = [as_tensor(found[place], dtype, device) for place in self.names]
+        """Values of the inputs at the moment."""
+        self.numbers = [i for i, place in enumerate(self.names) if is_number(found[place])]
+        """Indices of the inputs that are numbers for Python."""
+
+    @contextlib.contextmanager
+    def placed(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let the attributes be `tensors` in the block."""
+        undo: list[tuple[Any, Any, Any]] = []
+        finder = PlaceFinder(self._module)
+        try:
+            for place, tensor in zip(self.names, tensors, strict=True):
+                holder = finder.value_at(place.holder)
+                value, container, key = step_into(holder, *place.steps[-1])
+                if isinstance(container, MappingProxyType):  # of the class: the instance's own comes first
+                    value, container = MISSING, attributes_of(holder)
+                _put(container, key, tensor)
+                undo.append((container, key, value))
+            yield
+        finally:
+            for container, key, value in reversed(undo):
+                if value is MISSING:
+                    container.pop(key, None)
+                else:
+                    _put(container, key, value)
+
+
+def _put(container: Any, key: Any, value: Any) -> None:
+    if isinstance(container, SlotsOf):
+        object.__setattr__(container.owner, key, value)
+    else:
+        container[key] = value
+
+
+def can_be_input(value: Any) -> bool:
+    """Return whether a value can be an input of a graph."""
+    return is_number(value) or (
+        isinstance(value, torch.Tensor) and not value.requires_grad and value.layout == torch.strided
+    )
+
+
+def float_dtype(module: torch.nn.Module) -> torch.dtype:
+    """Return the dtype in which a graph takes floats: as wide as the module's weights, and no less than 32 bits."""
+    wide = torch.get_default_dtype() == torch.float64 or any(p.dtype == torch.float64 for p in module.parameters())
+    return torch.float64 if wide else torch.float32
+
+
+def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a value as an input of a graph.
+
+    Args:
+        value: a number or a tensor.
+        dtype: of floats.
+        device: of numbers.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    return torch.tensor(value, dtype=dtype if isinstance(value, float) else torch.int64, device=device)
