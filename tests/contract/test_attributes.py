@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ort_zero import config
+from ort_zero.errors import ExportError
 from ort_zero.plugin.wrap import wrap_model
 
 SCALE = 1.0
@@ -238,6 +239,35 @@ def test_the_default_dtype_and_autocast_count():
     assert pair.step().dtype == torch.float32 and pair.done == ["export", "export", "switch"]
 
 
+def test_attributes_are_set_and_deleted_through_the_wrapper():
+    pair = Pair(Model())
+    pair.step()
+    for m in (pair.wrapped, pair.reference):
+        m.temperature = 3.0
+        m.dropout.p = 0.0
+        m.options.gain = 0.5
+        m.extra = 2.0
+    pair.step()
+    assert (pair.module.temperature, pair.module.extra, pair.module.options.gain) == (3.0, 2.0, 0.5)
+    assert "temperature" not in vars(pair.wrapped)
+    assert pair.reasons == [
+        "Model.temperature changed from 2.0 to 3.0",
+        "Model.options.gain changed from 1.0 to 0.5",
+        "Model.extra changed from nothing to 2.0",
+    ]
+    for m in (pair.wrapped, pair.reference):
+        del m.extra
+        m.temperature += 1.0
+        m.layer = nn.Linear(4, 4, bias=False)
+    pair.reference.layer.load_state_dict(pair.module.layer.state_dict())
+    pair.step()
+    assert not hasattr(pair.module, "extra") and pair.module.temperature == 4.0
+    with pytest.raises(AttributeError):
+        del pair.wrapped.extra
+    pair.wrapped.training = False
+    assert not pair.module.training and pair.module.layer.training
+
+
 def test_evaluation_has_attributes_of_its_own():
     pair = Pair(Model())
     for m in (pair.wrapped, pair.reference):
@@ -279,3 +309,140 @@ def test_a_schedule_becomes_an_input_of_the_graph():
     assert pair.runtime.status()["graphs"]["training"]["attribute_inputs"] == ["Scheduled.beta"]
     assert pair.runtime.status()["in_torch"] == {}
     pair.ran_in_ort(20)
+
+
+def test_an_integer_that_counts_steps_becomes_an_input():
+    pair = Pair(Scheduled())
+    pair.both(lambda m: setattr(m, "beta", 0.7))
+    for step in range(20):
+        pair.both(lambda m, step=step: setattr(m, "step", step))
+        pair.step()
+    # the warm-up ends once, where min() takes its other argument
+    assert pair.done.count("export") == 4 and len(pair.done) == 4
+    assert pair.runtime.status()["graphs"]["training"]["attribute_inputs"] == ["Scheduled.step"]
+    assert pair.runtime.status()["graphs"]["training"]["runs"] == {"forward": 21, "backward": 20}
+
+
+def test_a_tensor_that_is_no_buffer_becomes_an_input():
+    pair = Pair(Scheduled())
+    for step in range(12):
+        fresh = torch.full((4,), 0.1 * step)
+        pair.both(lambda m, fresh=fresh: setattr(m, "center", fresh.clone()))
+        pair.step()
+    assert pair.done == ["export", "export", "export"]
+    pair.ran_in_ort(12)
+
+
+def test_a_number_that_pytorch_wants_as_such_keeps_the_smallest_submodule_in_pytorch():
+    pair = Pair(Scheduled())
+    for step in range(8):
+        pair.both(lambda m, step=step: setattr(m.dropout, "p", 0.0 if step == 0 else 1e-9 * step))
+        pair.step()
+    assert len(pair.done) <= 4
+    (reason,) = pair.runtime.status()["in_torch"].values()
+    assert "reads dropout.p, which changes often" in reason and "dropout" in reason
+    assert pair.runtime.excluded.own_path(pair.module.dropout) == "dropout"
+    pair.ran_in_ort(8)
+
+
+class Smoothed(nn.Module):
+    """Reads in its own forward a number that no tensor can stand for."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.smoothing, self.beta, self.every = nn.Linear(4, 4), 0.0, 0.0, 0
+
+    def forward(self, x):
+        y = self.layer(x)
+        loss = F.cross_entropy(y, torch.zeros(3, dtype=torch.int64), label_smoothing=self.smoothing)
+        if self.every % 4 == 0:
+            loss = loss * 2
+        return loss + self.beta * y.abs().mean()
+
+
+def test_where_the_model_itself_wants_the_number_each_value_is_exported_with_a_warning(caplog):
+    pair = Pair(Smoothed())
+    for step in range(5):
+        pair.both(lambda m, step=step: setattr(m, "smoothing", 0.1 * step))
+        pair.both(lambda m, step=step: setattr(m, "beta", 0.1 * step))
+        pair.step()
+    assert pair.runtime.status()["graphs"]["training"]["attribute_inputs"] == ["Smoothed.beta"]
+    (line,) = [r.getMessage() for r in caplog.records if "each new value is exported" in r.getMessage()]
+    assert "Smoothed.smoothing" in line and "cross_entropy" in line and "test_attributes.py" in line
+    pair.ran_in_ort(5)
+
+
+def test_a_branch_on_a_number_that_is_an_input_is_right_at_every_step():
+    pair = Pair(Smoothed())
+    for step in range(10):
+        pair.both(lambda m, step=step: setattr(m, "every", step))
+        pair.step()
+    assert pair.runtime.status()["fallbacks"] == 0
+    assert pair.runtime.status()["graphs"]["training"]["attribute_inputs"] == ["Smoothed.every"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, value: setattr(type(m), "limit", 0.01 + value),
+        lambda m, value: m.settings.update(gain=value),
+        lambda m, value: m.settings["nested"].update(shift=value),
+        lambda m, value: setattr(m.options, "gain", value),
+        lambda m, value: setattr(m.gates[0], "gain", value),
+        lambda m, value: set_global(value),
+        lambda m, value: setattr(m.space, "shift", value),
+        lambda m, value: setattr(m, "temperature", 1 + value),
+    ],
+    ids=["class", "dict", "nested dict", "object", "hidden module", "global", "namespace", "property"],
+)
+def test_schedules_anywhere_become_inputs(change, monkeypatch):
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    monkeypatch.setattr(Model, "limit", 5.0)
+    pair = Pair(Model())
+    losses = []
+    for step in range(8):
+        pair.both(lambda m, step=step: change(m, 0.1 * step + 0.05))
+        losses.append(pair.step().item())
+    assert pair.done == ["export", "export", "export"] and len(set(losses)) == 8
+    pair.ran_in_ort(8)
+
+
+def test_a_mode_that_alternates_is_exported_once_each():
+    pair = Pair(Model())
+    for step in range(12):
+        pair.both(lambda m, step=step: setattr(m, "mode", "square" if step % 2 else "plain"))
+        pair.step()
+    assert pair.done == ["export", "export"] + ["switch"] * 10
+
+
+class Counting(nn.Module):
+    """Reads a number that its own forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Counter()
+
+    def forward(self, x):
+        return self.inner(x).pow(2).mean()
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.step = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.step += 1
+        return self.layer(x) * min(1.0, self.step / 1000)
+
+
+def test_a_submodule_that_reads_what_it_changes_stays_in_pytorch():
+    pair = Pair(Counting())
+    x = torch.randn(3, 4)
+    losses = [pair.wrapped(x).item() for _ in range(4)]
+    assert len(set(losses)) == 4
+    assert "changes it for the next call" in pair.runtime.status()["in_torch"]["inner"]
+    with pytest.raises(ExportError, match=r"Counter.*reads Counter.step, and changes it for the next call.*test_attr"):
+        Pair(Counter()).wrapped(x)

@@ -62,6 +62,17 @@ def _base(upstream: Any) -> type:
         def __dir__(self) -> list[str]:
             return sorted({*vars(self), *dir(type(self)), *dir(_module_of(self))})
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "training" and vars(self).get("_is_initialized"):
+                _module_of(self).training = value  # as of the wrapper, below
+            super().__setattr__(name, value)
+
+        def __delattr__(self, name: str) -> None:
+            if name in vars(self):
+                super().__delattr__(name)
+            else:
+                delattr(_module_of(self), name)
+
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return _module_of(self).state_dict(*args, **kwargs)
 

@@ -74,6 +74,8 @@ class AttributeReads:
         self._functions = dict(_functions_of(model))
         self._copies: list[tuple[Place, Any, Any]] = []
         """Place, container and a copy of what it held when it was read."""
+        self._updated: dict[tuple[int, str], Read] = {}
+        """Numbers that an augmented assignment has taken, by the object's ``id()`` and the name."""
         self.whole: set[Place] = set()
         """Places of objects that were read at several places."""
 
@@ -155,6 +157,8 @@ class AttributeReads:
             place = self._known[key]
             if place is not None:
                 self._read_again(place)
+            elif key in self._updated and not is_augmented_read(sys._getframe(2)):
+                self._add(self._origins[id(obj)].then(ATTRIBUTE, name), self._updated[key].value)
             return
         origin = self._origins.get(id(obj))
         if origin is None:
@@ -163,7 +167,8 @@ class AttributeReads:
         if BOOKKEEPING.match(name) or not _is_stored(obj, name):
             place = None
         elif is_number(value) and is_augmented_read(sys._getframe(2)):
-            return  # the value goes into the next one, and nowhere else
+            self._updated[key] = Read(value)  # the value goes into the next one, and perhaps nowhere else
+            return
         self._known[key] = place
         if place is not None:
             self._add(place, value)
