@@ -63,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     # a model in ONNX Runtime: each package is a stage, the modules of `runtime` itself put them together
     "runtime.export": {"compat", "env", "errors", "log", "statistics.collect", "utils", "zero3_hooks"},
     "runtime.operators": {"compat", "runtime.export"},
-    "runtime.guards": {"compat", "runtime.export", "utils"},
+    "runtime.guards": {"compat", "log", "runtime.export", "utils"},
     "runtime.built_graph": {"compat", "recompute", "runtime.export", "runtime.guards", "runtime.zero3",
                             "statistics.collect"},
     "runtime.export_cache": {"compat", "env", "errors", "log", "runtime.built_graph", "runtime.export",
