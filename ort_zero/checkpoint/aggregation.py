@@ -12,7 +12,8 @@ from typing import Any
 
 from ort_zero.checkpoint.aggregation_plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.aggregation_stream import Findings, Part, Streamer, check_records
-from ort_zero.checkpoint.config_files import CONFIG_FILES, config_files_beside, with_dtype
+from ort_zero.checkpoint.allowed_names import is_config_name
+from ort_zero.checkpoint.config_files import config_files_beside, with_dtype
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.output_files import OutputFiles
 from ort_zero.checkpoint.records import MOST_NAMED, File, Source
@@ -46,6 +47,8 @@ class AggregateReport:
     destination: str
     files: Mapping[str, int]
     """Size in bytes of each output file by name; approximate in a dry run of torch's format."""
+    copied: Mapping[str, str]
+    """Folder or URL that each configuration file comes from, by name."""
     bytes: int
     tensors: int
     parameters: int
@@ -182,7 +185,13 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
         raise CheckpointError(
             f"the destination {target.path()} is not empty (it holds {others[0]}); choose another or pass --overwrite"
         )
-    extras = {**config_files_beside(source.root, src), **{name: text.encode() for name, text in source.config.items()}}
+    beside = config_files_beside(source.root, src)
+    odd = [name for name in source.config if not is_config_name(name)]
+    if odd:  # the manifest's reader refuses it as well; here a name becomes a path
+        raise CheckpointError(f"{source.root} brings a file named {odd[0]!r}, which is no configuration file")
+    own = {name: text.encode() for name, text in source.config.items()}
+    extras = {**{name: file.content for name, file in beside.items()}, **own}
+    copied = {**{name: file.origin for name, file in beside.items()}, **dict.fromkeys(own, source.root)}
     if "config.json" in extras:
         extras["config.json"] = with_dtype(extras["config.json"], plan)
     warnings = list(source.notes)
@@ -202,6 +211,7 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
             "step": source.step,
             "zero_stage": source.zero_stage,
             "world_size": source.world_size,
+            "copied": copied,
         },
         warnings=tuple(warnings),
         there=frozenset(there),
@@ -295,7 +305,7 @@ def _small_files(job: _Job) -> dict[str, bytes]:
 def _is_left_over(name: str) -> bool:
     """Return True for what a run that was killed left: nobody else writes such names."""
     match = _LEFT_OVER.fullmatch(name)
-    return match is not None and (match["name"] in CONFIG_FILES or _OURS.fullmatch(match["name"]) is not None)
+    return match is not None and (is_config_name(match["name"]) or _OURS.fullmatch(match["name"]) is not None)
 
 
 def _is_index(name: str) -> bool:

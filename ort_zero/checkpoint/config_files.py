@@ -4,45 +4,86 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from dataclasses import dataclass
 
+from ort_zero.checkpoint import json_text
 from ort_zero.checkpoint.aggregation_plan import Plan
+from ort_zero.checkpoint.allowed_names import is_config_name
 from ort_zero.checkpoint.dtypes import is_floating, torch_dtype
-from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint.storage import Folder, open_folder
 
-CONFIG_FILES = (
-    "config.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "chat_template.jinja",
-)
-"""The names of these files."""
-_PARENTS = 2
-"""Number of folders above the checkpoint's that are searched."""
+MAX_BYTES = 256 << 20
+"""Maximum size in bytes of one of these files; the largest tokenizers take a tenth of it."""
+_OF_A_MODEL = frozenset(("model_type", "architectures", "_class_name", "_diffusers_version", "peft_type", "auto_map"))
+"""Keys of which a model's ``config.json`` has at least one: ``config.json`` is the name of many programs' settings."""
+_OF_A_RUN = ("latest", "trainer_state.json", "zero_to_fp32.py", "scheduler.bin", "random_states_0.pkl")
+"""Files that DeepSpeed, the Trainer and Accelerate write beside the folder of a checkpoint."""
+_DECIDING = {
+    "config.json": _OF_A_MODEL,
+    "adapter_config.json": frozenset(("peft_type",)),
+    "model_index.json": frozenset(("_class_name",)),
+    "tokenizer_config.json": frozenset(("tokenizer_class", "model_max_length", "added_tokens_decoder")),
+    "tokenizer.json": frozenset(("model",)),
+}
+"""Files of which one must be there, with one of the keys, before any file is taken from a folder."""
 
 
-def config_files_beside(root: str, src: str) -> dict[str, bytes]:
-    """Return the config files in the checkpoint's folder, `src`, and the folders above; the nearest of each name."""
-    found: dict[str, bytes] = {}
-    for url in dict.fromkeys((root, src.rstrip("/"), *_parents(root))):
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """A file to copy beside the weights."""
+
+    content: bytes
+    origin: str
+    """Folder or URL that it comes from."""
+
+
+def config_files_beside(root: str, src: str) -> dict[str, ConfigFile]:
+    """Return the config files in the checkpoint's own folder and in its run's folder; the nearest of each name.
+
+    The run's folder is the one directly above, if the user named it or a training framework wrote into it. Nothing is
+    taken from a folder that holds no configuration of a model or tokenizer.
+
+    Args:
+        root: folder or URL of the checkpoint.
+        src: what the user named as the source: `root` or the folder above.
+    """
+    found: dict[str, ConfigFile] = {}
+    for url in dict.fromkeys((root, *_run_folder(root, src))):
         folder = open_folder(url)
         try:
-            names = set(folder.names())
-            found.update({n: folder.read(n) for n in CONFIG_FILES if n in names and n not in found})
+            names = [name for name in folder.names() if is_config_name(name) and folder.exists(name)]
+            if not any(name in _DECIDING and _has_key(folder, name) for name in names):
+                continue
+            if "config.json" in names and not _has_key(folder, "config.json"):
+                names.remove("config.json")
+            for name in names:
+                if name not in found:
+                    found[name] = ConfigFile(folder.read(name, limit=MAX_BYTES), folder.path())
         except OSError:
             continue  # not ours to read
     return found
+
+
+def _has_key(folder: Folder, name: str) -> bool:
+    """Return True if the file is a JSON object with one of the keys that make it a model's or tokenizer's."""
+    try:
+        table = json_text.loads(folder.read(name, limit=MAX_BYTES))
+    except ValueError:
+        return False
+    return isinstance(table, dict) and not _DECIDING[name].isdisjoint(table)
+
+
+def _run_folder(root: str, src: str) -> tuple[str, ...]:
+    """Return the folder above the checkpoint's if it belongs to the run, else nothing."""
+    protocol, separator, path = root.rpartition("://")
+    above = (path if separator else os.path.abspath(path)).rstrip("/").rpartition("/")[0]
+    if not above:
+        return ()
+    url = f"{protocol}{separator}{above}"
+    named = src.rstrip("/") if separator else os.path.abspath(src)
+    if named == url or any(open_folder(url).exists(name) for name in _OF_A_RUN):
+        return (url,)
+    return ()
 
 
 def with_dtype(config: bytes, plan: Plan) -> bytes:
@@ -53,7 +94,7 @@ def with_dtype(config: bytes, plan: Plan) -> bytes:
             if not entry.tensor.is_optimizer_state and is_floating(entry.dtype):
                 bytes_of[entry.dtype] = bytes_of.get(entry.dtype, 0) + entry.nbytes
     try:
-        table = json.loads(config)
+        table = json_text.loads(config)
     except ValueError:
         return config  # not ours to judge
     if not bytes_of or not isinstance(table, dict):
@@ -61,14 +102,3 @@ def with_dtype(config: bytes, plan: Plan) -> bytes:
     name = str(torch_dtype(max(bytes_of, key=bytes_of.__getitem__))).removeprefix("torch.")
     table.pop("torch_dtype", None)
     return (json.dumps({**table, "dtype": name}, indent=2) + "\n").encode()
-
-
-def _parents(url: str) -> Iterator[str]:
-    """Yield the folders above a path or URL, the nearest first."""
-    protocol, separator, path = url.rpartition("://")
-    path = path if separator else os.path.abspath(path)
-    for _ in range(_PARENTS):
-        path = path.rpartition("/")[0]
-        if not path:
-            return
-        yield f"{protocol}{separator}{path}"

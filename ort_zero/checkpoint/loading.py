@@ -6,7 +6,6 @@ is touched; the second, from the page cache as a rule, copies.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import xxhash
 
 from ort_zero import log
-from ort_zero.checkpoint import dtypes, manifest, saving, values
+from ort_zero.checkpoint import dtypes, json_text, manifest, saving, values
 from ort_zero.checkpoint.records import Piece, Source, Tensor
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.compat.deepspeed_state import EngineState, Flat
@@ -284,7 +283,7 @@ def _read_extra(folder: Folder, source: Source, ranks: RankGroup) -> dict[str, A
     names = {kind: _named(source, rank, f"_extra{end}") for kind, end in (("json", ".json"), ("st", ".safetensors"))}
     if names["json"] is None:
         raise CorruptCheckpointError(f"{folder.path(manifest.NAME)} lists no extra file of rank {rank}")
-    document = json.loads(_read_checked(folder, source, names["json"]))
+    document = json_text.loads(_read_checked(folder, source, names["json"]))
     tensors: list[torch.Tensor] = []
     if names["st"] is not None:
         from safetensors.torch import load as from_bytes

@@ -7,13 +7,15 @@ save it belongs to, and a digest of itself, so that a changed bit in it is notic
 from __future__ import annotations
 
 import json
-import posixpath
+import re
+from collections import Counter
 from typing import Annotated, Any, Final, Literal
 
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from ort_zero.checkpoint import dtypes
+from ort_zero.checkpoint import dtypes, json_text
+from ort_zero.checkpoint.allowed_names import is_config_name, is_plain_name
 from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Source, Tensor, check_cover
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -22,6 +24,10 @@ NAME = "manifest.json"
 LATEST = "latest"
 FORMAT: Final = "ort_zero.checkpoint"
 VERSION = 1
+MAX_BYTES = 4 << 30
+"""Maximum size in bytes of a manifest that is read: more than 400 billion parameters on 512 ranks need."""
+_MAX_LATEST_BYTES = 4096
+_CHECK = re.compile("[0-9a-f]{16}")
 
 
 class _Strict(BaseModel):
@@ -29,8 +35,14 @@ class _Strict(BaseModel):
 
 
 def _safe_name(name: str) -> str:
-    if not name or name != posixpath.basename(name) or name in (".", "..") or "\\" in name or "\0" in name:
+    if not is_plain_name(name):
         raise ValueError("must be the name of a file in the checkpoint's own folder")
+    return name
+
+
+def _config_name(name: str) -> str:
+    if not is_config_name(name):
+        raise ValueError("is not the name of a configuration file that a checkpoint may bring")
     return name
 
 
@@ -40,7 +52,7 @@ def _known_dtype(code: str) -> str:
     return code
 
 
-_Size = Annotated[int, Field(ge=0)]
+_Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class _File(_Strict):
@@ -53,9 +65,10 @@ class _Tensor(_Strict):
     name: str
     kind: str
     dtype: Annotated[str, AfterValidator(_known_dtype)]
-    shape: list[_Size]
+    shape: Annotated[list[_Size], Field(max_length=64)]
     pieces: list[Annotated[list[Any], Field(min_length=5, max_length=5)]]
-    """[index in `files`, offset in bytes, length in bytes, first element, xxh3-64]; lists, for there are many."""
+    """[index in `files`, offset in bytes, length in bytes, first element, xxh3-64]; lists, for there are many.
+    :func:`source_of` checks their types."""
 
 
 class _Group(_Strict):
@@ -86,7 +99,7 @@ class Manifest(_Strict):
     aliases: dict[str, str]
     frozen: list[str]
     optimizer: _Optimizer | None
-    config: dict[str, str]
+    config: dict[Annotated[str, AfterValidator(_config_name)], str]
     files: list[_File]
     tensors: list[_Tensor]
 
@@ -146,7 +159,7 @@ def parse(data: bytes, path: str) -> Manifest:
         CheckpointError: a format version that this version of ort_zero does not know.
     """
     try:
-        value = json.loads(data)
+        value = json_text.loads(data)
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise ValueError(f'it has no "format": "{FORMAT}"')
     except ValueError as error:
@@ -174,24 +187,22 @@ def read(folder: Folder) -> Manifest | None:
     Raises:
         CorruptCheckpointError, CheckpointError: see :func:`parse`.
     """
-    size = folder.size(NAME)
-    return None if size is None else parse(folder.read(NAME), folder.path(NAME))
+    return parse(folder.read(NAME, limit=MAX_BYTES), folder.path(NAME)) if folder.exists(NAME) else None
 
 
 def source_of(manifest: Manifest, root: str) -> Source:
     """Return the manifest as the records that planning works on.
 
     Raises:
-        CorruptCheckpointError: pieces that leave a gap, overlap, or lie outside their file.
+        CorruptCheckpointError: pieces that leave a gap, overlap, lie outside their file, or claim more bytes than it
+            has.
     """
     files = {f.name: File(name=f.name, size=f.size, xxh3_128=f.xxh3_128) for f in manifest.files}
     tensors = []
+    claimed: Counter[str] = Counter()
     for entry in manifest.tensors:
         try:
-            pieces = [
-                Piece(manifest.files[file].name, offset, length, start, check)
-                for file, offset, length, start, check in entry.pieces
-            ]
+            pieces = [_piece(manifest, *values) for values in entry.pieces]
             tensor = Tensor(
                 name=entry.name,
                 kind=entry.kind,
@@ -204,7 +215,15 @@ def source_of(manifest: Manifest, root: str) -> Source:
             wrong = f"a piece is malformed ({error})"
         if wrong:
             raise CorruptCheckpointError(f"{root}/{NAME}: {entry.kind} of {entry.name}: {wrong}")
+        for piece in pieces:
+            claimed[piece.file] += piece.length
         tensors.append(tensor)
+    for name, length in claimed.items():
+        # else a small file could be read again and again into an output of any size
+        if length > files[name].size:
+            raise CorruptCheckpointError(
+                f"{root}/{NAME}: the tensors claim {length} bytes of {name}, which has {files[name].size}"
+            )
     optimizer = manifest.optimizer
     return Source(
         format="ort_zero",
@@ -228,9 +247,18 @@ def source_of(manifest: Manifest, root: str) -> Source:
     )
 
 
+def _piece(manifest: Manifest, file: Any, offset: Any, length: Any, start: Any, check: Any) -> Piece:
+    """Return one piece; raise TypeError for another type than the format has, IndexError for a file not listed."""
+    if any(type(number) is not int or number < 0 for number in (file, offset, length, start)):
+        raise TypeError("file, offset, length and first element must be whole numbers, 0 or more")
+    if check is not None and not (isinstance(check, str) and _CHECK.fullmatch(check)):
+        raise TypeError("the checksum must be 16 hex digits")
+    return Piece(manifest.files[file].name, offset, length, start, check)
+
+
 def _outside(tensor: Tensor, files: dict[str, File]) -> str | None:
     for piece in tensor.pieces:
-        if min(piece.offset, piece.length, piece.start) < 0 or piece.offset + piece.length > files[piece.file].size:
+        if piece.offset + piece.length > files[piece.file].size:
             return f"a piece lies outside {piece.file}"
     return None
 
@@ -246,7 +274,7 @@ def resolve_tag(folder: Folder, tag: str | None) -> str:
             there = _tags(folder)
             hint = f"tags there: {', '.join(there)}" if there else "it holds no checkpoint"
             raise CheckpointError(f'{folder.path()} has no file "{LATEST}", give a tag; {hint}')
-        tag = folder.read(LATEST).decode(errors="replace").strip()
+        tag = folder.read(LATEST, limit=_MAX_LATEST_BYTES).decode(errors="replace").strip()
         origin = f"{folder.path(LATEST)} names the tag {tag!r}"
     else:
         origin = f"tag {tag!r} was given"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ort_zero.checkpoint import json_text
 from ort_zero.checkpoint.aggregation_plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION
+from ort_zero.checkpoint.allowed_names import is_plain_name
 from ort_zero.checkpoint.records import MOST_NAMED
 from ort_zero.checkpoint.storage import CHUNK, Folder, LocalFolder, open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -55,7 +56,7 @@ def _read_json(folder: Folder) -> dict[str, Any]:
             f"{folder.path()} holds no {OPTIMIZER_JSON}; write it with ort-zero aggregate --what weights+optimizer"
         )
     try:
-        about = json.loads(folder.read(OPTIMIZER_JSON))
+        about = json_text.loads(folder.read(OPTIMIZER_JSON))
         if about.get("format") != OPTIMIZER_FORMAT or about.get("version") != OPTIMIZER_VERSION:
             raise ValueError(f"not version {OPTIMIZER_VERSION} of {OPTIMIZER_FORMAT}")
         return {"aliases": about["aliases"], "groups": about["groups"], "scalars": about["scalars"]}
@@ -82,9 +83,13 @@ class _Stored:
         if not folder.exists(_INDEX):
             return [_SINGLE]
         try:
-            return sorted(set(json.loads(folder.read(_INDEX))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            names = set(json_text.loads(folder.read(_INDEX))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CorruptCheckpointError(f"{folder.path(_INDEX)} is damaged: {error}") from None
+        for name in names:
+            if not is_plain_name(name):
+                raise CorruptCheckpointError(f"{folder.path(_INDEX)} names a file outside of its folder: {name!r}")
+        return sorted(names)
 
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """Return the shape of each (state, parameter)."""

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ort_zero.checkpoint import json_text
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError
 
@@ -65,6 +66,6 @@ def read_metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
     length = int.from_bytes(folder.read(name, 0, 8), "little")
     if length > min(size - 8, MAX_HEADER_BYTES):
         return {}
-    table = json.loads(folder.read(name, 8, length))
+    table = json_text.loads(folder.read(name, 8, length))
     found = table.get(_METADATA) if isinstance(table, dict) else None
     return found if isinstance(found, dict) else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ from typing import Any
 
 import xxhash
 
-from ort_zero.checkpoint import safetensors_header
+from ort_zero.checkpoint import json_text, safetensors_header
 from ort_zero.checkpoint.manifest import Manifest
 from ort_zero.checkpoint.records import File, Source
 from ort_zero.checkpoint.storage import CHUNK, Folder
@@ -82,7 +81,7 @@ def _metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
     """Return what a file says of the save and the rank it belongs to; empty if it says nothing that can be read."""
     try:
         if name.endswith(".json"):
-            value = json.loads(folder.read(name))
+            value = json_text.loads(folder.read(name))
         else:
             value = safetensors_header.read_metadata(folder, name, size)
         return value if isinstance(value, dict) else {}

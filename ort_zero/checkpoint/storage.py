@@ -7,6 +7,7 @@ short is then an error with a name and not a SIGBUS, and what was read can be co
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,13 @@ from ort_zero.utils.atomic_write import partial_name, removed_on_error
 
 CHUNK = 8 << 20
 """Number of bytes that each worker has in flight at a time."""
+_SPECIAL = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
 class Folder:
@@ -49,12 +57,19 @@ class Folder:
         raise NotImplementedError
 
     def size(self, name: str) -> int | None:
-        """Return the size in bytes of a file, None if there is none."""
+        """Return the size in bytes of a file, None if there is none.
+
+        Raises:
+            CheckpointError: a folder, FIFO, device or socket has the name.
+        """
         raise NotImplementedError
 
     def exists(self, name: str) -> bool:
-        """Return True if the file `name` exists."""
-        return self.size(name) is not None
+        """Return True if the file `name` exists; False too for what has the name and is no regular file."""
+        try:
+            return self.size(name) is not None
+        except CheckpointError:
+            return False
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the bytes from `offset` on.
@@ -64,16 +79,25 @@ class Folder:
         """
         raise NotImplementedError
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+    def read(self, name: str, offset: int = 0, length: int | None = None, *, limit: int | None = None) -> bytes:
         """Return `length` bytes from `offset` on, by default all to the end.
 
+        Args:
+            name: name of the file.
+            offset: bytes to skip.
+            length: bytes to return.
+            limit: most bytes that the file may have, if `length` is not given.
+
         Raises:
-            CorruptCheckpointError: the file is missing or ends before.
+            CorruptCheckpointError: the file is missing, ends before, or is longer than `limit`.
+            CheckpointError: it is no regular file.
         """
         if length is None:
             size = self.size(name)
             if size is None:
                 raise CorruptCheckpointError(f"{self.path(name)} is missing")
+            if limit is not None and size > limit:
+                raise CorruptCheckpointError(f"{self.path(name)} has {size} bytes, more than the {limit} it may have")
             length = size - offset
         buffer = bytearray(length)
         self.read_into(name, offset, memoryview(buffer))
@@ -166,9 +190,33 @@ class LocalFolder(Folder):
     def size(self, name: str) -> int | None:
         """Return the size in bytes that the file system reports, None if there is no such file."""
         try:
-            return (self._root / name).stat().st_size
+            found = (self._root / name).stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        self._refuse_special(name, found)
+        return found.st_size
+
+    def _refuse_special(self, name: str, found: os.stat_result) -> None:
+        """Raise for what is no regular file: a FIFO or a device would block its reader, or never end."""
+        if not stat.S_ISREG(found.st_mode):
+            kind = next((text for test, text in _SPECIAL if test(found.st_mode)), "not a regular file")
+            raise CheckpointError(f"{self.path(name)} is {kind}, where a file is needed; remove it")
+
+    def _open_descriptor(self, name: str) -> int:
+        """Return a new descriptor of a regular file."""
+        try:
+            # without O_NONBLOCK, opening a FIFO waits for its writer
+            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+        try:
+            self._refuse_special(name, os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` by ``preadv``, over a descriptor that stays open as long as this object lives."""
@@ -190,12 +238,7 @@ class LocalFolder(Folder):
     def _descriptor(self, name: str) -> int:
         with self._lock:
             if name not in self._descriptors:
-                try:
-                    self._descriptors[name] = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC)
-                except FileNotFoundError:
-                    raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
-                except OSError as error:
-                    raise self._unreadable(name, error) from error
+                self._descriptors[name] = self._open_descriptor(name)
             return self._descriptors[name]
 
     def _unreadable(self, name: str, error: OSError) -> CheckpointError:
@@ -203,10 +246,7 @@ class LocalFolder(Folder):
 
     def open(self, name: str) -> IO[bytes]:
         """Open a file of the file system for reading."""
-        try:
-            return open(self._root / name, "rb")
-        except FileNotFoundError:
-            raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
+        return os.fdopen(self._open_descriptor(name), "rb")
 
     def make(self) -> None:
         """Make the folder and its parents on the file system; it may exist."""

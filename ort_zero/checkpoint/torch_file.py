@@ -6,6 +6,7 @@ their padding, the descriptors after the records. With the CRC-32 of the records
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 import zipfile
@@ -24,6 +25,8 @@ _HAS_DESCRIPTOR = 0x08
 _PADDING = 0x4246  # id of torch's extra field "FB", filled with "Z" so that the data begins at a multiple of 64
 _MAX_EXTRA = 256
 _PICKLE = "data.pkl"
+_SMALL = 1 << 20
+"""Number of bytes up to which a tensor may be larger than its file: a small mask that was expanded."""
 
 
 class FragmentAddress:
@@ -94,8 +97,11 @@ def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False) -> To
     if order is not None and folder.read(name, order.offset, order.length).decode(errors="replace") != sys.byteorder:
         raise CheckpointError(f"{path} was written on a machine of another byte order; convert it there")
     content = _load(folder, name, trust_pickle)
-    _check_places(path, content, {record.offset: record.length for record in records})
     file = File(name=name, size=folder.size(name) or 0, records=tuple(r[1:] for r in records))
+    try:
+        _check_places(path, content, {record.offset: record.length for record in records}, file.size)
+    except RecursionError:
+        raise CorruptCheckpointError(f"{path} is damaged: its values are nested too deeply") from None
     return TorchFile(file, content, prefix)
 
 
@@ -247,17 +253,33 @@ def _load(folder: Folder, name: str, trust_pickle: bool) -> Any:
             raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
-def _check_places(path: str, value: Any, lengths: dict[int, int]) -> None:
-    """Raise if a tensor does not lie inside the record that its storage says it is in."""
+def _check_places(path: str, value: Any, lengths: dict[int, int], size: int) -> None:
+    """Raise if a tensor does not lie inside the record that its storage says it is in, or is larger than its file.
+
+    A tensor may repeat its elements (stride 0), so that a few bytes describe one of any size. What is written of it has
+    all of them, so its size is limited by that of the file.
+
+    Args:
+        path: of the file, for messages.
+        value: what the file holds.
+        lengths: bytes of each record, by its offset.
+        size: bytes of the file.
+    """
     from ort_zero.compat.torch_load import StoredTensor
 
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, (list, tuple)):
         for item in value:
-            _check_places(path, item, lengths)
+            _check_places(path, item, lengths, size)
     elif isinstance(value, StoredTensor) and 0 not in value.shape:
         span = sum((n - 1) * s for n, s in zip(value.shape, value.strides)) + 1
         end = value.offset - value.storage_offset + span * value.dtype.itemsize
         if min(value.strides, default=0) < 0 or end > lengths.get(value.storage_offset, -1):
             raise CorruptCheckpointError(f"{path} is damaged: a tensor of shape {list(value.shape)} has no record")
+        whole = math.prod(value.shape) * value.dtype.itemsize
+        if whole > max(size, _SMALL):
+            raise CorruptCheckpointError(
+                f"{path}: a tensor of shape {list(value.shape)} repeats its elements to {whole} bytes, more than the "
+                f"file has ({size})"
+            )

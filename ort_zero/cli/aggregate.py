@@ -104,6 +104,9 @@ def text_of(report: AggregateReport) -> str:
     where = f"{report.source} ({report.source_format}, tag {report.tag}, ZeRO-{report.zero_stage})"
     lines = [f"source: {where}", f"destination: {report.destination}"]
     lines += aligned([(f"  {name}", f"{decimal_size(size):>10}") for name, size in report.files.items()])
+    for origin in dict.fromkeys(report.copied.values()):
+        names = ", ".join(name for name, other in report.copied.items() if other == origin)
+        lines.append(f"copied from {origin}: {names}")
     counts = f"{report.tensors} tensors, {report.parameters:,} parameters"
     what = f"{counts}, dtype {report.dtype}, {decimal_size(report.bytes)}"
     if report.dry_run:

@@ -357,16 +357,39 @@ def test_config_names_the_dtype_that_was_written(tmp_path, choice, name):
     assert table == {"hidden_size": 7, "dtype": name}
 
 
-def test_config_files_are_found_beside_and_above(tmp_path):
-    write(tmp_path / "checkpoint-7" / "global_step7", config={})
-    report = aggregate(tmp_path / "checkpoint-7", tmp_path / "none", tag="global_step7")
+def test_config_files_are_found_beside_the_checkpoint_and_in_the_folder_of_its_run(tmp_path):
+    run = tmp_path / "checkpoint-7"
+    write(run / "global_step7", config={})
+    report = aggregate(run, tmp_path / "none", tag="global_step7")
     assert "config.json" in report.warnings[0] and names(tmp_path / "none") == ["model.safetensors"]
-    (tmp_path / "tokenizer.json").write_text("far")
-    (tmp_path / "checkpoint-7" / "config.json").write_text("near")
-    (tmp_path / "checkpoint-7" / "tokenizer.json").write_text("near")
-    report = aggregate(tmp_path / "checkpoint-7", tmp_path / "out", tag="global_step7")
-    assert report.warnings == ()
-    assert [(tmp_path / "out" / n).read_text() for n in ("config.json", "tokenizer.json")] == ["near", "near"]
+    for folder in (tmp_path, run):
+        (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", "in": folder.name}))
+        (folder / "tokenizer.json").write_text(json.dumps({"model": folder.name}))
+        (folder / "source.spm").write_text("pieces")
+    report = aggregate(run, tmp_path / "out", tag="global_step7")
+    assert report.warnings == () and set(report.copied.values()) == {str(run)}
+    assert report.copied.keys() == {"config.json", "tokenizer.json", "source.spm"}
+    found = {n: json.loads((tmp_path / "out" / n).read_text()) for n in ("config.json", "tokenizer.json")}
+    assert found == {
+        "config.json": {"model_type": "gpt2", "in": run.name, "dtype": "float32"},
+        "tokenizer.json": {"model": run.name},
+    }
+
+
+def test_files_of_other_programs_near_a_checkpoint_are_not_copied(tmp_path, capsys):
+    """``config.json`` and ``vocab.txt`` are names that everybody uses; what lies above may hold a password."""
+    step = tmp_path / "run" / "global_step7"
+    write(step, config={})
+    model = json.dumps({"model_type": "gpt2"})
+    for folder, text in ((tmp_path, model), (tmp_path / "run", model), (step, json.dumps({"password": "x"}))):
+        (folder / "config.json").write_text(text)
+        (folder / "vocab.txt").write_text("secret")
+    assert aggregate(step, tmp_path / "a").copied == {}, "the folder above belongs to nobody who is known"
+    (tmp_path / "run" / "latest").write_text("global_step7")
+    found = aggregate(step, tmp_path / "b").copied
+    assert found == dict.fromkeys(("config.json", "vocab.txt"), str(tmp_path / "run"))
+    assert main(["aggregate", str(step), str(tmp_path / "c")]) == 0
+    assert f"copied from {tmp_path / 'run'}: config.json, vocab.txt" in capsys.readouterr().out
 
 
 def test_the_command_reports_in_text_and_json(shards, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import xxhash
@@ -73,6 +74,23 @@ def test_every_changed_bit_is_noticed():
         (lambda t: t["tensors"][0].update(dtype="F33"), "wrong at tensors.0.dtype: .*unknown dtype.*F33"),
         (lambda t: t.update(surprise=1), "wrong at surprise"),
         (lambda t: t.pop("world_size"), "wrong at world_size"),
+        *[
+            (lambda t, name=name: t["config"].update({name: "x"}), "wrong at config.*is not the name of a configuration")
+            for name in (
+                "/../../../../home/u/.bashrc",
+                "../config.json",
+                "model.safetensors",
+                "pytorch_model.bin",
+                "modeling_x.py",
+                "a/config.json",
+                "",
+                "..",
+                ".spm",
+            )
+        ],
+        (lambda t: t["tensors"][0].update(shape=[1 << 80]), "wrong at tensors.0.shape"),
+        (lambda t: t["tensors"][0].update(shape=[1] * 100), "wrong at tensors.0.shape"),
+        (lambda t: t.update(step=1e300), "wrong at step"),
     ],
 )
 def test_wrong_values_are_named(change, message):
@@ -125,3 +143,57 @@ def test_a_strided_tensor_lies_in_one_piece():
     piece = Piece("f", 0, 24, 0)
     whole = Tensor(name="t", kind="buffer", dtype="F32", shape=(3, 2), pieces=(piece,), strides=(1, 3))
     assert check_cover(whole) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(1, 8.0), "malformed .*whole numbers"),
+        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(1, True), "malformed .*whole numbers"),
+        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(0, -1), "malformed .*whole numbers"),
+        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(0, 9), "malformed"),
+        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(4, "../x"), "malformed .*16 hex digits"),
+        (lambda t: t["tensors"][0]["pieces"][0].__setitem__(1, 1 << 62), "outside a.safetensors"),
+        (
+            lambda t: t["tensors"].extend({**t["tensors"][0], "name": f"copy{i}"} for i in range(3)),
+            "the tensors claim 128 bytes of a.safetensors, which has 64",
+        ),
+    ],
+)
+def test_wrong_pieces_are_named(change, message):
+    with pytest.raises(CorruptCheckpointError, match=message):
+        manifest.source_of(manifest.parse(edited(change), "m"), "root")
+
+
+def test_json_that_is_nested_too_deeply_is_one_error():
+    with pytest.raises(CorruptCheckpointError, match="nested too deeply"):
+        manifest.parse(b'{"format": ' + b"[" * 200_000, "m")
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    """A FIFO in place of a file would block its reader for ever, a device would never end."""
+    folder = open_folder(tmp_path)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name, kind in (("fifo", "a FIFO"), ("folder", "a folder"), ("device", "a device")):
+        assert not folder.exists(name)
+        for action in (
+            folder.size,
+            folder.read,
+            folder.open,
+            lambda n: folder.read_into(n, 0, memoryview(bytearray(8))),
+        ):
+            with pytest.raises(CheckpointError, match=f"{name} is {kind}, where a file is needed"):
+                action(name)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "latest"])
+def test_files_that_are_far_too_large_are_refused_before_they_are_read(tmp_path, name):
+    (tmp_path / "latest").write_text("step1")
+    (tmp_path / "step1").mkdir()
+    path = tmp_path / ("step1" if name == "manifest.json" else "") / name
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptCheckpointError, match=f"{name} has 1099511627776 bytes, more than"):
+        manifest.read(manifest.locate(str(tmp_path), None))

@@ -1,0 +1,59 @@
+"""Decides which names from a checkpoint may become the path of a file.
+
+A checkpoint may come from a stranger, and its manifest is text that anybody can write with a matching digest. A name of
+a configuration file in it becomes the path of a file in the destination, so only the names in the table below are
+accepted: what transformers, diffusers and PEFT read as configuration or vocabulary. Weights (``model.safetensors``,
+``pytorch_model.bin``, which loaders unpickle) and Python code are not among them.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+
+CONFIG_FILES = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "feature_extractor_config.json",
+    "adapter_config.json",
+    "model_index.json",
+    "scheduler_config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "bpe.codes",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""The names of the files that may lie beside the weights, in the order in which reports name them."""
+_VOCABULARIES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.spm")
+
+
+def is_config_name(name: str) -> bool:
+    """Return True if a checkpoint may bring a file of this name: one of :data:`CONFIG_FILES`, or ``*.spm``."""
+    return name in CONFIG_FILES or _VOCABULARIES.fullmatch(name) is not None
+
+
+def is_plain_name(name: object) -> bool:
+    """Return True if `name` is the name of a file within one folder: no separator, not ``..``, no NUL character."""
+    return (
+        isinstance(name, str)
+        and name == posixpath.basename(name)
+        and name not in ("", ".", "..")
+        and not any(character in name for character in "\\\0")
+    )
