@@ -36,6 +36,7 @@ from ort_zero.compat import source_edits
 from ort_zero.errors import BuildError
 from ort_zero.utils import atomic_write
 from ort_zero.utils.cpu_count import usable_cores
+from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 # Sources in the order in which the one translation unit includes them.
 _SOURCES: dict[str, tuple[str, ...]] = {
@@ -115,8 +116,26 @@ def built_paths() -> dict[str, Path]:
 
 
 def is_built() -> bool:
-    """Return True if every extension is in the cache."""
-    return all(path.is_file() for path in built_paths().values())
+    """Return True if every extension is in the cache, with its digest."""
+    return all(map(_is_complete, built_paths().values()))
+
+
+def _is_complete(path: Path) -> bool:
+    return path.is_file() and _digest_file(path).is_file()
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _refuse_untrusted(directory: Path) -> None:
+    """Raise BuildError if somebody else can have put a library into the cache: loading it would run their code."""
+    reason = reason_not_to_trust(directory)
+    if reason is not None:
+        raise BuildError(
+            f"the C++ extensions in {directory} are not loaded, since others may have changed them: {reason}; set "
+            "ORT_ZERO_CACHE_DIR to a folder of your own that only you can write to"
+        )
 
 
 def build(force: bool = False, progress: Callable[[str], None] | None = None) -> BuildReport:
@@ -130,18 +149,21 @@ def build(force: bool = False, progress: Callable[[str], None] | None = None) ->
         progress: receives the progress lines instead of stderr.
 
     Raises:
-        BuildError: no compiler, no Python headers, a cache that cannot be written, or a failed compilation.
+        BuildError: no compiler, no Python headers, a cache that cannot be written or that others may write to, or a
+            failed compilation.
     """
     start = time.monotonic()
     paths = built_paths()
     if not force and is_built():
+        _refuse_untrusted(extension_dir())
         return BuildReport(extension_dir(), time.monotonic() - start, (), tuple(paths))
     directory = extension_dir()
     before = {path: _stamp(path) for path in (*paths.values(), directory / _FAILURE)}
     talk = _Progress(progress)
     with _lock(directory, talk):
+        _refuse_untrusted(directory)
         due = tuple(
-            name for name, path in paths.items() if not path.is_file() or (force and _stamp(path) == before[path])
+            name for name, path in paths.items() if not _is_complete(path) or (force and _stamp(path) == before[path])
         )
         if due:
             _raise_other_failure(directory, before[directory / _FAILURE])
@@ -170,6 +192,7 @@ def load_modules() -> dict[str, ModuleType]:
         build()
         import torch  # noqa: F401  (the extensions link against the libraries that this loads)
 
+        _refuse_untrusted(extension_dir())
         modules = {name: _load(name, path) for name, path in built_paths().items()}
         _loaded.update(modules)
     return dict(_loaded)
@@ -366,7 +389,10 @@ def _compile(names: tuple[str, ...], paths: dict[str, Path], directory: Path, ta
             if not made.is_file():
                 raise BuildError(f"{jobs[name][0]} made no {made.name}; full log: {_log_path(directory, name)}")
         for name in names:
+            digest = hashlib.sha256((folder / paths[name].name).read_bytes()).hexdigest()
+            _digest_file(paths[name]).unlink(missing_ok=True)
             os.replace(folder / paths[name].name, paths[name])
+            atomic_write.write_text(_digest_file(paths[name]), digest + "\n")
     talk.line(f"built {' and '.join(names)} in {time.monotonic() - start:.0f} s: {directory}")
 
 
@@ -423,6 +449,11 @@ def _failure(name: str, status: int, log: Path) -> BuildError:
 
 
 def _load(name: str, path: Path) -> ModuleType:
+    if _digest_file(path).read_text().strip() != hashlib.sha256(path.read_bytes()).hexdigest():
+        raise BuildError(
+            f"{path} is not the file that was built there (its SHA-256 differs from the one in "
+            f"{_digest_file(path).name}); build it again with ort-zero build --force"
+        )
     spec: Any = importlib.util.spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
     try:
         module = importlib.util.module_from_spec(spec)

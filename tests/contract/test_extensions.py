@@ -209,6 +209,26 @@ def test_file_that_is_no_extension_does_not_load(sandbox, monkeypatch):
 
 
 @pytest.mark.timeout(600)
+def test_a_cache_that_others_may_write_to_is_neither_built_into_nor_loaded_from(sandbox):
+    extensions.build(progress=lambda line: None)
+    extensions.extension_dir().chmod(0o777)
+    for action in (extensions.build, lambda: extensions.build(force=True)):
+        with pytest.raises(BuildError, match="everybody may write into .*ORT_ZERO_CACHE_DIR"):
+            action()
+    assert sandbox.read_text() == "xx"
+
+
+def test_a_library_that_was_not_built_there_is_not_loaded(sandbox, monkeypatch):
+    extensions.build(progress=lambda line: None)
+    path = extensions.built_paths()["aten_op_executor"]
+    path.write_bytes(b"planted")
+    with pytest.raises(BuildError, match="aten_op_executor.* is not the file that was built there.*build --force"):
+        extensions._load("aten_op_executor", path)
+    path.with_name(f"{path.name}.sha256").unlink()
+    assert not extensions.is_built()
+    assert extensions.build(progress=lambda line: None).built == ("aten_op_executor",)
+
+
 def test_real_build_is_reused_at_once():
     extensions.build()
     assert extensions.is_built()

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,29 @@ def test_every_byte_before_the_directory_is_checked(tmp_path):
             stream.seek(at)
             stream.write(bytes([data[at]]))
     assert is_sound() and unnoticed == []
+
+
+def test_a_tensor_that_repeats_its_elements_beyond_its_file_is_refused(tmp_path):
+    """Four bytes describe a tensor of any size; what is written of it would have all of them."""
+    write(tmp_path / "c", 1, 2)
+    for shape, fits in (((1 << 18,), True), ((1 << 19,), False), ((1 << 60,), False)):
+        with deepspeed_names():
+            content = torch.load(tmp_path / "c" / MODULE, weights_only=False)
+            content["module"]["mask"] = torch.zeros(1).expand(shape)
+            torch.save(content, tmp_path / "c" / MODULE)
+        if fits:
+            torch_file.open_torch_file(open_folder(tmp_path / "c"), MODULE)
+        else:
+            refused(tmp_path / "c", MODULE, "repeats its elements to")
+
+
+def test_values_that_are_nested_too_deeply_are_one_error(tmp_path):
+    write(tmp_path / "c", 1, 2)
+    count = 100_000
+    with zipfile.ZipFile(tmp_path / "c" / MODULE, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + b"]" * count + b"a" * (count - 1) + b".")
+        archive.writestr("archive/version", "3\n")
+    refused(tmp_path / "c", MODULE, "RecursionError", CheckpointError)
 
 
 @STAGES

@@ -75,7 +75,10 @@ def test_every_changed_bit_is_noticed():
         (lambda t: t.update(surprise=1), "wrong at surprise"),
         (lambda t: t.pop("world_size"), "wrong at world_size"),
         *[
-            (lambda t, name=name: t["config"].update({name: "x"}), "wrong at config.*is not the name of a configuration")
+            (
+                lambda t, name=name: t["config"].update({name: "x"}),
+                "wrong at config.*is not the name of a configuration",
+            )
             for name in (
                 "/../../../../home/u/.bashrc",
                 "../config.json",

@@ -27,6 +27,7 @@ from ort_zero.errors import ConfigError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export_cache.criteria import Criterion, difference, digest_of
 from ort_zero.utils import atomic_write
+from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 FORMAT = "ort_zero.export"
 VERSION = 2
@@ -76,7 +77,7 @@ class ExportCache:
         limit: bytes that all entries may take; those that were not used for the longest time go first.
 
     Raises:
-        ConfigError: the folder cannot be made or written to.
+        ConfigError: the folder cannot be made or written to, or others may write to it.
     """
 
     def __init__(self, folder: str | os.PathLike, *, limit: int = LIMIT):
@@ -95,6 +96,12 @@ class ExportCache:
                 f'"{KEY}" is {os.fspath(folder)!r}, where no entries can be kept ({reason}); name a folder that this '
                 "user may write to, or leave the key out to export anew in every run"
             ) from None
+        untrusted = reason_not_to_trust(self.folder)
+        if untrusted is not None:
+            raise ConfigError(
+                f'"{KEY}" is {os.fspath(folder)!r}, where others could plant graphs: {untrusted}; name a folder that '
+                "only this user may write to, or leave the key out to export anew in every run"
+            )
 
     # -- graphs --------------------------------------------------------------------------------------------------------
 
