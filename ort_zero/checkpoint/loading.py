@@ -15,8 +15,9 @@ import xxhash
 
 from ort_zero import log
 from ort_zero.checkpoint import dtypes, json_text, manifest, saving, values
+from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.records import Piece, Source, Tensor
-from ort_zero.checkpoint.storage import CHUNK, Folder
+from ort_zero.checkpoint.storage import CHUNK, Folder, open_folder
 from ort_zero.compat.deepspeed_state import EngineState, Flat
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -100,12 +101,52 @@ def load(
     return folder.path(), extra["client_state"]
 
 
-def holds_checkpoint(path: str, tag: str | None) -> bool:
-    """Return True if `path` (and `tag`, or ``latest``) leads to a checkpoint of our format."""
+def format_of(path: str, tag: str | None) -> str | None:
+    """Return who wrote the checkpoint that `path` (and `tag`, or ``latest``) leads to. All ranks must call.
+
+    Returns:
+        "ort_zero" or "deepspeed"; None for a folder that is missing or holds no checkpoint of either.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is meant: ``latest`` is missing or names none, the tag is not
+            there, or a save was interrupted; or the ranks see different files.
+        RankError: that holds on another rank only.
+    """
+    ranks = saving.all_ranks()
+    with ranks.raise_on_all("looking for the checkpoint", everywhere=CheckpointError):
+        found = _format_here(path, tag)
+    others = ranks.gather(found)
+    if others != [others[0]] * len(others):
+        seen = ", ".join(f"rank {rank}: {other or 'nothing'}" for rank, other in enumerate(others))
+        raise CheckpointError(
+            f"the ranks do not see the same checkpoint in {open_folder(path).path()} ({seen}); put it where all of "
+            "them can read it"
+        )
+    return found
+
+
+def _format_here(path: str, tag: str | None) -> str | None:
+    """Return :func:`format_of` as this rank sees it."""
+    folder = open_folder(path)
     try:
-        return manifest.locate(path, tag).exists(manifest.NAME)
+        located = manifest.locate(path, tag)
     except CheckpointError:
-        return False
+        if not any(_format_in(folder.child(name)) for name in folder.names()):
+            return _format_in(folder)
+        raise
+    found = _format_in(located)
+    if found is None:
+        raise CheckpointError(
+            f"{located.path()} is neither a checkpoint of ort_zero (no {manifest.NAME}; a save that was interrupted "
+            "leaves none) nor one of DeepSpeed's (no *_model_states.pt)"
+        )
+    return found
+
+
+def _format_in(folder: Folder) -> str | None:
+    if folder.exists(manifest.NAME):
+        return "ort_zero"
+    return "deepspeed" if file_names.recognises(folder) else None
 
 
 # -- does it fit ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,11 @@ names.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
+import os
+import sys
 import threading
 import uuid
 import weakref
@@ -29,6 +33,8 @@ from ort_zero.errors import CheckpointError
 
 _RUN_ID = uuid.uuid4().hex
 _running: list[_BackgroundSave] = []
+_unreported: set[_BackgroundSave] = set()
+"""Saves that failed and whose error nobody has been given."""
 _pending: weakref.WeakKeyDictionary[Any, _BackgroundSave] = weakref.WeakKeyDictionary()
 _staging: weakref.WeakKeyDictionary[Any, Staging] = weakref.WeakKeyDictionary()
 
@@ -79,6 +85,7 @@ class _BackgroundSave(threading.Thread):
             write_checkpoint(self._job, self._ranks)
         except BaseException as error:
             self.error = error
+            _unreported.add(self)
             log.get_logger().error("the background save of %s to %s failed: %s", self._job.tag, self._job.path, error)
         finally:
             del self._job, self._finish_copy
@@ -198,7 +205,26 @@ def wait(engine: Any) -> None:
         if thread.step_hook is not None:
             thread.step_hook.remove()
         if thread.error is not None:
+            _unreported.discard(thread)
             raise thread.error
+
+
+def _fail_at_exit() -> None:
+    """End the process with status 1 if a background save failed and nobody was there any more to hear of it.
+
+    An exception in an exit handler leaves the status at 0, and whoever waits for the job would take the checkpoint for
+    written. The handlers that were registered before this one do not run.
+    """
+    if _unreported:
+        names = ", ".join(sorted(thread.name.removeprefix("ort_zero save ") for thread in _unreported))
+        print(f"ort_zero: the background save of {names} failed, see above; no such checkpoint exists", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_fail_at_exit)
 
 
 def _agree(ranks: RankGroup, path: str, tag: str) -> tuple[str, str, str]:

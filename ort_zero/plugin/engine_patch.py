@@ -143,7 +143,7 @@ def _load_checkpoint(original):
             return original(self, *args, **kwargs)
         from ort_zero.checkpoint import loading
 
-        if not loading.holds_checkpoint(arguments["load_dir"], arguments["tag"]):
+        if loading.format_of(arguments["load_dir"], arguments["tag"]) != "ort_zero":
             return original(self, *args, **kwargs)
         if arguments["custom_load_fn"] is not None:
             raise CheckpointError("custom_load_fn is not possible with a sharded checkpoint of ort_zero; leave it out")

@@ -56,11 +56,14 @@ def load_rows(rows: dict[str, tuple[str, str | None]]) -> dict[str, dict[str, An
     """Load each row's (folder, tag) into one and the same engine; return the outcomes."""
     engine = engine_of(stage=2, seed=1)
     found = {}
-    for name, (folder, tag) in rows.items():
+    ways = {"": load, " by the engine": lambda engine, folder, tag: engine.load_checkpoint(folder, tag)}
+    for name, (folder, tag), way in (
+        (f"{name}{end}", row, way) for end, way in ways.items() for name, row in rows.items()
+    ):
         train(engine, range(1))
         before = values_of(engine)
         steps = engine.global_steps
-        found[name] = outcome(lambda: load(engine, folder, tag))
+        found[name] = outcome(lambda: way(engine, folder, tag))
         found[name]["changed"] = differences(engine, before)
         found[name]["losses"] = train(engine, range(1))
         found[name]["steps"] = engine.global_steps - steps
@@ -178,7 +181,7 @@ FAULTS = {
     "swapped_ranks": Fault(swap, CHANGED, "_master.safetensors", verify="is rank 0's file"),
     "empty": Fault(lambda tag: cut(tag / SHARD, 0), "is truncated|is empty", verify="is empty"),
     "a_folder_instead": Fault(
-        lambda tag: ((tag / SHARD).unlink(), (tag / SHARD).mkdir()), "cannot read", verify=".", kind=PLAIN
+        lambda tag: ((tag / SHARD).unlink(), (tag / SHARD).mkdir()), "is a folder", verify=".", kind=PLAIN
     ),
     "no_manifest": Fault(
         lambda tag: (tag / manifest.NAME).unlink(), f"no.* {manifest.NAME}", "good", verify=None, kind=PLAIN
@@ -213,6 +216,22 @@ FAULTS = {
         tag=None,
         kind=PLAIN,
     ),
+    "no_latest": Fault(
+        lambda tag: (tag.parent / "latest").unlink(),
+        "has no file.*give a tag; tags there: good, later",
+        "latest",
+        verify=None,
+        tag=None,
+        kind=PLAIN,
+    ),
+    "latest_is_a_folder": Fault(
+        lambda tag: ((tag.parent / "latest").unlink(), (tag.parent / "latest").mkdir()),
+        "has no file.*give a tag",
+        "latest",
+        verify=None,
+        tag=None,
+        kind=PLAIN,
+    ),
     "latest_leads_out": Fault(
         lambda tag: (tag.parent / "latest").write_text("../x"), "leads out", "latest", verify=None, tag=None, kind=PLAIN
     ),
@@ -238,9 +257,11 @@ def loaded(damaged) -> list[dict[str, dict[str, Any]]]:
     return run_on_ranks(load_rows, 2, rows)
 
 
+@pytest.mark.parametrize("way", ["", " by the engine"])
 @pytest.mark.parametrize("name", FAULTS)
-def test_load_refuses(name, loaded):
-    fault, outcomes = FAULTS[name], [rank[name] for rank in loaded]
+def test_load_refuses(name, way, loaded):
+    """The engine must not go over to DeepSpeed's loader, which finds nothing and lets the training start anew."""
+    fault, outcomes = FAULTS[name], [rank[name + way] for rank in loaded]
     for reported in outcomes:
         assert reported["steps"] == 1 if fault.load else reported["type"] is None, reported
         assert not fault.load or not reported["changed"], reported["changed"]
@@ -272,7 +293,7 @@ def test_aggregate_refuses(name, damaged, tmp_path):
 def test_verify_finds(name, damaged):
     fault = FAULTS[name]
     if fault.verify is None:
-        with pytest.raises(CheckpointError, match=r"no checkpoint|not there|leads out"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint|not there|leads out|give a tag"):
             verify(damaged / name, fault.tag, progress=False)
         return
     report = verify(damaged / name, fault.tag, progress=False)

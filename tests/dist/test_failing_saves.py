@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -454,3 +455,36 @@ def test_an_interrupted_rank_leaves_none_behind(tmp_path):
     # the last exchange comes when the checkpoint is complete
     assert first == ["RankError"] * (len(first) - 1) + ["nothing"], first
     assert verify(tmp_path, "after").ok and verify(tmp_path, f"interrupted_{len(first)}").ok
+
+
+EXIT_SCRIPT = """
+import resource, sys
+from checkpoint_engines import engine_of, train
+from ort_zero.checkpoint import save, wait
+
+engine = engine_of(stage=1)
+train(engine, range(1))
+resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+save(engine, sys.argv[1], "last", async_save=True)
+if len(sys.argv) > 2:
+    try:
+        wait(engine)
+    except Exception as error:
+        print("heard:", error)
+"""
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_last_background_save_that_fails_ends_the_process_with_an_error(tmp_path, waits):
+    """Nobody is there any more to be given the error; with status 0 the checkpoint would count as written."""
+    from ort_zero.testing.ranks import free_port
+
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": str(free_port()), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", EXIT_SCRIPT, str(tmp_path), *(["wait"] if waits else [])]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+    if waits:
+        assert done.returncode == 0 and "heard:" in done.stdout, done.stderr
+    else:
+        assert done.returncode == 1 and "the background save of last failed" in done.stderr, done.stderr
+    assert not (tmp_path / "latest").exists()

@@ -97,7 +97,7 @@ def test_a_wrong_argument_of_save_checkpoint_raises_as_without_the_patch(engine,
 def test_load_checkpoint_follows_the_folder_and_a_new_argument_reaches_deepspeed(engine, called, monkeypatch):
     assert engine.load_checkpoint("folder", new_last=8) == ("deepspeed", "folder", None, 8)
     give_section(engine)
-    monkeypatch.setattr(loading, "holds_checkpoint", lambda folder, tag: folder == "ours")
+    monkeypatch.setattr(loading, "format_of", lambda folder, tag: "ort_zero" if folder == "ours" else None)
     assert engine.load_checkpoint("theirs", "tag", new_last=9) == ("deepspeed", "theirs", "tag", 9)
     assert not called
     assert engine.load_checkpoint("ours", "tag", load_module_strict=False, new_last=9) == ("ours", {})
