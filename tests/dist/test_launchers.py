@@ -20,7 +20,7 @@ from deepspeed_setup import ds_config, start
 
 import ort_zero
 from ort_zero.checkpoint import verify
-from ort_zero.testing.ranks import free_port, run_on_ranks
+from ort_zero.testing.ranks import free_port, run_on_ranks, run_script_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 
@@ -108,32 +108,53 @@ def test_accelerate_launch_with_the_shipped_yaml(stage):
     _proof(_run([*command, *SMALL]), stage)
 
 
-def test_trainer_takes_the_section_and_trains_the_same(tmp_path):
-    reports = {}
-    for kind in ("torch", "ort"):
-        config = {
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        }
-        if kind == "ort":
-            config["ort_zero"] = {"enabled": True}
-        out = tmp_path / kind
-        out.mkdir()
-        (out / "ds.json").write_text(json.dumps(config))
-        script = str(ROOT / "tests/dist/trainer_script.py")
-        run_on_ranks(script, 2, str(out / "ds.json"), str(out), timeout=240)
-        reports[kind] = json.loads((out / "report.json").read_text())
-    theirs, ours = reports["torch"], reports["ort"]
-    assert theirs["status"]["models"] == []
+def _trainer(folder: Path, section: dict | None, *options: str, stage: int = 3) -> dict:
+    """Return the report of a script for HF Trainer on two ranks."""
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    if section is not None:
+        config["ort_zero"] = section
+    folder.mkdir()
+    (folder / "ds.json").write_text(json.dumps(config))
+    script = ROOT / "tests/dist/trainer_script.py"
+    for rank in run_script_on_ranks(script, 2, folder / "ds.json", folder, *options, timeout=240):
+        assert rank.returncode == 0, rank.stdout[-3000:] + rank.stderr[-6000:]
+    return json.loads((folder / "report.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trainer_in_pytorch(tmp_path_factory) -> dict:
+    """The report of the run in PyTorch."""
+    report = _trainer(tmp_path_factory.mktemp("trainer") / "torch", None)
+    assert report["status"]["models"] == []
+    return report
+
+
+def test_trainer_takes_the_section_and_trains_the_same(tmp_path, trainer_in_pytorch):
+    theirs, ours = trainer_in_pytorch, _trainer(tmp_path / "ort", {"enabled": True})
     (model,) = ours["status"]["models"]
     assert ours["status"]["fallbacks"] == 0 and model["graphs"]["training"]["runs"] == {"forward": 4, "backward": 4}
     assert model["graphs"]["training"]["reduces"] > 0
     # evaluate() runs the module that the Trainer was given, not the engine: PyTorch, through the ZeRO-3 hooks
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-4)
     assert ours["evaluated"] == pytest.approx(theirs["evaluated"], abs=2e-4)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_trainer_with_gradient_checkpointing(tmp_path, trainer_in_pytorch, stage):
+    section = {"memory": {"checkpointing": "recompute"}}
+    ours = _trainer(tmp_path / "ort", section, "gradient_checkpointing", stage=stage)
+    (model,) = ours["status"]["models"]
+    assert ours["status"]["fallbacks"] == 0 and model["graphs"]["training"]["runs"] == {"forward": 4, "backward": 4}
+    (decision,) = model["memory"]
+    assert (decision["blocks"]["found"], decision["blocks"]["recomputed"]) == (2, 2)
+    assert ours["losses"] == pytest.approx(trainer_in_pytorch["losses"], abs=2e-4)
+    assert ours["evaluated"] == pytest.approx(trainer_in_pytorch["evaluated"], abs=2e-4)
 
 
 def _commands_of_make_train(folder: Path, steps: str | None = None) -> list[str]:

@@ -25,7 +25,8 @@ class Rows(torch.utils.data.Dataset):
 
 def main() -> None:
     """Train, evaluate, and write what happened on rank 0."""
-    config_path, out = sys.argv[1:3]
+    config_path, out, *more = sys.argv[1:]
+    checkpointing = {"gradient_checkpointing": "gradient_checkpointing" in more}
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -35,7 +36,7 @@ def main() -> None:
     )  # fmt: skip
     arguments = TrainingArguments(
         output_dir=f"{out}/trainer", per_device_train_batch_size=4, max_steps=4, learning_rate=1e-3, use_cpu=True,
-        deepspeed=config_path, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
+        deepspeed=config_path, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, **checkpointing,
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
     trainer.train()
