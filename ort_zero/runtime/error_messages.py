@@ -18,7 +18,8 @@ _CURES = (
             r"dynamo-optimized function|_gradient_checkpointing_func|CheckpointFunction|torch[./]utils[./]checkpoint"
         ),
         "the module uses torch activation checkpointing, which cannot be exported; switch it off "
-        "(model.gradient_checkpointing_disable(), or drop the call of torch.utils.checkpoint)",
+        "(model.gradient_checkpointing_disable(), or drop the call of torch.utils.checkpoint), or let ONNX Runtime "
+        'compute the blocks again with "ort_zero": {"memory": {"checkpointing": "recompute"}}',
     ),
     (
         re.compile(r"(?:(?:export of|Exporting the) operator|unrecognized namespace) '?(?P<what>\w[\w:]*(?:\.\w+)*)"),
