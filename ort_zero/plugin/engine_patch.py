@@ -12,7 +12,7 @@ from ort_zero import config, log
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import third_party
 from ort_zero.errors import CheckpointError, ConfigError
-from ort_zero.plugin import summary
+from ort_zero.plugin import registry, summary
 from ort_zero.plugin.wrap import wrap_model
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
@@ -51,6 +51,7 @@ def _engine_init(original):
             original(*bound.args, **bound.kwargs)
         _connect(self, runtime)
         _note(self)
+        self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
         known = weakref.ref(self)
         runtime.announce = lambda ready: summary.announce(known(), ready)
         return _subscribe(self, section.statistics)
@@ -166,6 +167,9 @@ def _destroy(original):
         session = self.__dict__.pop("ort_zero_statistics", None)
         if session is not None:
             session.remove()
+        runtime = self.__dict__.pop("ort_zero_runtime", lambda: None)()
+        if runtime is not None:
+            registry.unregister(runtime)
         return original(self)
 
     return destroy
@@ -187,7 +191,7 @@ PATCHES = (
     Patch(
         target=f"{ds_compat.ENGINE}:DeepSpeedEngine.destroy",
         build=_destroy,
-        why="ends the collection of statistics",
+        why="ends the collection of statistics, and the model's place in status()",
         guard=defined_in(ds_compat.ENGINE),
     ),
     Patch(

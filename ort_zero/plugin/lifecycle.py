@@ -132,8 +132,10 @@ def status() -> dict[str, Any]:
     """Return what is patched, which graph runs, and why, as plain values.
 
     Keys: ``enabled``, ``reason`` (why not, or None), ``patches`` (targets), ``models`` (one for each engine whose
-    section asks for ONNX Runtime, the newest one last: backend, graphs, runs, gathers, reduces, transitions, fallback
-    reason) and ``fallbacks`` (sum).
+    section asks for ONNX Runtime, the newest one last, until it is destroyed or gone: what has run it (``backend``:
+    ``"onnxruntime"``, ``"torch"`` or ``"not called yet"``), graphs, runs, gathers, reduces, transitions, fallback
+    reason, and in ``called_in_torch`` the methods other than forward that PyTorch has run, with the number of calls of
+    modules that they made) and ``fallbacks`` (sum).
     """
     models = [runtime.status() for runtime in registry.runtimes()]
     reason = "ORT_ZERO_DISABLE is set" if env.disabled() else _state["auto_error"]

@@ -48,9 +48,14 @@ def patch_ortmodule() -> None:
 
 
 def register(runtime: Any) -> None:
-    """Make a model's runtime show in :func:`status` for as long as it lives."""
+    """Make a model's runtime show in :func:`status` for as long as it lives, or until :func:`unregister`."""
     _runtimes[:] = [known for known in _runtimes if known() is not None]
     _runtimes.append(weakref.ref(runtime))
+
+
+def unregister(runtime: Any) -> None:
+    """Make the runtime of a model whose engine was destroyed show no more."""
+    _runtimes[:] = [known for known in _runtimes if known() not in (None, runtime)]
 
 
 def runtimes() -> list[Any]:

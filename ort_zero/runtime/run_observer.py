@@ -15,6 +15,7 @@ import torch
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.recompute.peak_check import PeakCheck
 from ort_zero.recompute.trial import TrialMonitor
+from ort_zero.runtime import calls_in_torch
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.zero3.gather_reduce import CollectiveExecutor
@@ -45,7 +46,8 @@ def observe(
         if trial_monitor is not None:
             trial_monitor.before(phase, device)
         try:
-            result = run()
+            with calls_in_torch.expected():
+                result = run()
         except BaseException as error:
             raise _nodes_own_error(executor, error) from None
         runs[phase] += 1

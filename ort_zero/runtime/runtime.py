@@ -30,8 +30,9 @@ from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.recompute.options import BLOCKS, OFF, RecomputeRequest
 from ort_zero.recompute.peak_check import PeakCheck
 from ort_zero.recompute.trial import Trial, TrialEndedError, TrialMonitor
-from ort_zero.runtime import run_observer, status
+from ort_zero.runtime import calls_in_torch, run_observer, status
 from ort_zero.runtime.built_graph import BuiltGraph
+from ort_zero.runtime.calls_in_torch import CallsInTorch
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export_cache.store import ExportCache
@@ -107,6 +108,7 @@ class Runtime:
         """The subscribed models whose root is this module or lies below it, in this call."""
         self.graph_subscribers: list[SubscribedModel] = []
         """Those of the subscribed models with a subscriber that wants to see tensors of the graph in this call."""
+        self.calls_in_torch = CallsInTorch(module)
         self._parameters = pytree.parameters_of(module.forward)
         self._training = True
         """Whether the call that runs wants gradients; the module's own mode is another matter."""
@@ -122,6 +124,12 @@ class Runtime:
 
         With ``"fallback": "warn"`` a graph that one rank cannot build makes all ranks run PyTorch from then on.
         """
+        with calls_in_torch.expected():
+            return self._call(managers, args, kwargs, run_in_torch)
+
+    def _call(
+        self, managers: Mapping[bool, ort_compat.Manager], args: tuple, kwargs: dict, run_in_torch: Callable[[], Any]
+    ) -> Any:
         if self._trial_monitor is not None:
             self._trial_monitor.call()
         if self.fallback_reason is not None:
@@ -209,6 +217,7 @@ class Runtime:
 
     def observe_runs(self, graph: BuiltGraph) -> None:
         """Count the runs of a new graph, check their memory, and let them raise what a node raised."""
+        self.calls_in_torch.follow()  # modules may have come
         device = self._module_guard.device if self._module_guard is not None else torch.device("cpu")
         check = None
         if graph.memory is not None and not sum(self.runs[True].values()):
@@ -254,6 +263,7 @@ class Runtime:
             runs=self.runs,
             transitions=self.history.completed,
             memory=self.memory,
+            called_in_torch=self.calls_in_torch.methods,
         )
 
     # -- helpers ----------------------------------------------------------------------------------------------------

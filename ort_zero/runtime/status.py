@@ -16,6 +16,9 @@ from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.transitions import CompletedTransition, GraphTransitionManager, counted
 
+NOT_CALLED = "not called yet"
+"""The ``backend`` of a model that nobody has called so far."""
+
 
 def report(
     module: torch.nn.Module,
@@ -27,6 +30,7 @@ def report(
     runs: Mapping[bool, Counter[str]],
     transitions: Iterable[CompletedTransition],
     memory: MemoryOptimizer | BlockRecomputation | None,
+    called_in_torch: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return what runs and why, as plain values.
 
@@ -39,25 +43,36 @@ def report(
         runs: whether for training, to completed runs by ``"forward"`` and ``"backward"``.
         transitions: transitions of all modes, the oldest first.
         memory: computes activations again; None if the configuration asks for no recomputation.
+        called_in_torch: calls of the model's modules that PyTorch ran, by the method that made them.
     """
     transitions = list(transitions)
     policies = [mode.builder.fallback_policy for mode in modes.values()]
     return {
         "module": type(module).__name__,
         "zero_stage": stage,
-        "backend": "torch" if fallback_reason else "onnxruntime",
+        "backend": _backend(fallback_reason, runs.values(), called_in_torch),
         "fallbacks": int(fallback_reason is not None),
         "fallback_reason": fallback_reason,
         "in_torch": {
             **excluded.reasons,
             **{name: why for policy in policies for name, why in policy.reasons.items()},
         },
+        "called_in_torch": dict(called_in_torch),
         "graphs": {
             mode.mode: _graphs_of(mode, runs[training], transitions) for training, mode in modes.items() if mode.calls
         },
         "transitions": [done.as_dict() for done in transitions],
         "memory": [decision.as_dict() for decision in memory.decisions] if memory is not None else [],
     }
+
+
+def _backend(fallback_reason: str | None, runs: Iterable[Counter[str]], called_in_torch: Mapping[str, int]) -> str:
+    """Return what has run the model: ``"onnxruntime"``, ``"torch"``, or ``"not called yet"``."""
+    if fallback_reason is not None:
+        return "torch"
+    if any(count.total() for count in runs):
+        return "onnxruntime"
+    return "torch" if called_in_torch else NOT_CALLED
 
 
 def memory_summary(memory: MemoryOptimizer | BlockRecomputation | None) -> list[tuple[str, str]]:
