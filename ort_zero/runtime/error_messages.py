@@ -19,7 +19,7 @@ _CURES = (
         ),
         "the module uses torch activation checkpointing, which cannot be exported; switch it off "
         "(model.gradient_checkpointing_disable(), or drop the call of torch.utils.checkpoint), or let ONNX Runtime "
-        'compute the blocks again with "ort_zero": {"memory": {"checkpointing": "recompute"}}',
+        'compute the blocks again with "ort_zero": {{"memory": {{"checkpointing": "recompute"}}}}',
     ),
     (
         re.compile(r"(?:(?:export of|Exporting the) operator|unrecognized namespace) '?(?P<what>\w[\w:]*(?:\.\w+)*)"),
