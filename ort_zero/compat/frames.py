@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import functools
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ _DUPLICATE = dis.opmap["COPY"] if "COPY" in dis.opmap else dis.opmap["DUP_TOP"]
 _LOAD_ATTR = dis.opmap["LOAD_ATTR"]
 
 
+@functools.lru_cache(maxsize=16384)
 def is_foreign(file: str) -> bool:
     """Return True for a file of torch, ORT, DeepSpeed, Python itself or ort_zero."""
     if file.startswith("<"):  # made by exec; torch.fx names in it the file that it traced

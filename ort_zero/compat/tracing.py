@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,8 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from ort_zero.compat.frames import is_foreign
+from ort_zero.compat.impure_calls import is_time, notice_time, noticed
+from ort_zero.compat.trace_origins import Origin, Origins
 from ort_zero.compat.traced_numbers import TracedNumbers
 
 _C: Any = torch._C
@@ -35,8 +36,17 @@ _READS: dict[Any, str] = {
     torch.Tensor.__complex__: "takes a tensor for a Python number",
     torch.Tensor.__contains__: "looks for a value in a tensor",
     torch.Tensor.tolist: "takes a tensor for a Python list",
-    torch.Tensor.numpy: "takes a tensor for a NumPy array",
+    **dict.fromkeys((torch.Tensor.is_nonzero, torch.is_nonzero), "takes a tensor for a Python bool"),
+    **dict.fromkeys((torch.Tensor.numpy, torch.Tensor.__array__), "takes a tensor for a NumPy array"),
+    torch.Tensor.__dlpack__: "hands the memory of a tensor to another library",
 }
+_EQUALITIES: dict[Any, Any] = {
+    **dict.fromkeys((torch.Tensor.equal, torch.equal), torch.eq),
+    **dict.fromkeys((torch.Tensor.allclose, torch.allclose), torch.isclose),
+}
+"""Functions that compare tensors for Python, to those that do so for each element."""
+_CHECKING = frozenset(function for name, function in vars(torch.nn.functional).items() if "dropout" in name)
+"""Functions that compare their numbers with limits before they take them for Python numbers."""
 _COUNTS: dict[Any, str] = {
     torch.Tensor.__iter__: "loops over a tensor",
     torch.Tensor.__len__: "takes the length of a tensor",
@@ -44,14 +54,6 @@ _COUNTS: dict[Any, str] = {
     **dict.fromkeys((torch.Tensor.split, torch.split, torch.Tensor.chunk, torch.chunk), "takes a tensor apart"),
 }
 """Functions whose number of results depends on the shape of their argument."""
-_SHAPE_OF = re.compile(r"^aten::(size|sym_size|dim|numel|sym_numel|len|__len__)$|^prim::(shape|dtype|device|layout)$")
-_HOLD_TENSORS = frozenset({"TensorType", "ListType", "OptionalType", "TupleType"})
-_VALUES_UNREAD = re.compile(r"_like$|::new_(zeros|ones|empty|full)$")
-_DATA_SHAPED = frozenset(
-    f"aten::{name}"
-    for name in "nonzero nonzero_numpy argwhere _unique _unique2 unique_dim unique_consecutive masked_select"
-    " bincount".split()
-)
 
 
 @contextlib.contextmanager
@@ -76,18 +78,20 @@ class ValueReadError(BaseException):
     Not an Exception: no ``except`` of a model may take it for one of its own.
     """
 
-    def __init__(self, module: torch.nn.Module | None, what: str, where: str):
+    def __init__(self, module: torch.nn.Module | None, what: str, where: str, *, random: bool = False):
         super().__init__(f"{what} ({where})")
         self.module = module
         """The innermost module that ran when the value was read."""
+        self.random = random
+        """Whether random numbers decide about the value, so that it will change sooner or later."""
         self.of_attribute = False
         """Whether the value depends on nothing but attributes that are inputs of the graph."""
 
     @classmethod
-    def again(cls, module: torch.nn.Module | None, message: str) -> ValueReadError:
+    def again(cls, module: torch.nn.Module | None, message: str, *, random: bool) -> ValueReadError:
         """Return the error whose message is `message`."""
         what, _, where = message.rpartition(" (")
-        return cls(module, what, where.removesuffix(")"))
+        return cls(module, what, where.removesuffix(")"), random=random)
 
 
 @dataclass(slots=True)
@@ -115,13 +119,21 @@ class Seen(Protocol):
         """Return the innermost module that runs."""
 
 
+class Draws(Protocol):
+    """Tells what the traced code draws from generators that the tracer does not know."""
+
+    def since_last(self) -> tuple[str, str] | None:
+        """Return what was drawn since the last call, and where ("" if unknown); None for nothing."""
+
+
 class _Observer(TorchFunctionMode):
-    def __init__(self, numbers: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, numbers: Sequence[torch.Tensor], draws: Draws | None) -> None:
         super().__init__()
         self.modules: list[torch.nn.Module] = []
         self.guards: list[Guard] = []
         self.normalised: list[torch.nn.Module] = []
-        self._known: dict[tuple[int, str], bool] = {}
+        self.origins = Origins()
+        self._draws = draws
         self._numbers = TracedNumbers(list(numbers))
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -136,7 +148,19 @@ class _Observer(TorchFunctionMode):
         read = self._read(func, args, kwargs)
         if read is not None:
             self._guard(func, args[0], read)
+        if not torch.jit.is_tracing():
+            return func(*args, **kwargs)
+        given = (*args, *kwargs.values())
+        self._refuse_arguments(given)
+        if func in _EQUALITIES and args[0].shape == given[1].shape:
+            same = _EQUALITIES[func](*args, **kwargs).all()
+            self._guard_if_data(torch.Tensor.__bool__, same, "compares tensors for Python")
+        uses = [(t, _uses(t)) for t in given[1:] if self._may_become_number(t)]
         result = func(*args, **kwargs)
+        for number, before in uses:
+            # the trace has no use of a tensor that was taken for a Python number
+            if isinstance(result, torch.Tensor) and (_uses(number) == before or func in _CHECKING):
+                self._guard_if_data(torch.Tensor.__float__, number, "takes a tensor for a Python float")
         _correct(result)
         if origins:
             self._numbers.follow(func, args, kwargs, result, origins)
@@ -150,6 +174,46 @@ class _Observer(TorchFunctionMode):
             return result
         nothing: Any = sized.size(0) * 0  # a tensor while a trace is made
         return result ^ (nothing != 0) if result.dtype == torch.bool else result + nothing.to(result.dtype)
+
+    def begin_module(self, module: torch.nn.Module) -> None:
+        """Note that a module is called."""
+        self._refuse_draws()
+        self.modules.append(module)
+        if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.training:
+            self.normalised.append(module)
+
+    def end_module(self) -> None:
+        """Note that the call of the innermost module is over."""
+        self._refuse_draws()
+        del self.modules[-1]
+
+    def refuse(self, what: str, where: str = "") -> None:
+        """Raise for code whose result no graph can hold; not for a submodule that runs in PyTorch inside the graph."""
+        if torch.jit.is_tracing():
+            raise ValueReadError(self.running(), what, where or user_line(), random=True)
+
+    def _refuse_draws(self) -> None:
+        """Raise if the code that ran last has drawn random numbers that the tracer takes for constants."""
+        drawn = self._draws.since_last() if self._draws is not None else None
+        if drawn is not None:
+            self.refuse(drawn[0], drawn[1] or _forward_line(self.running()))
+
+    def _refuse_arguments(self, given: Sequence[Any]) -> None:
+        for argument in given:
+            if isinstance(argument, torch.Generator):
+                # ONNX Runtime draws from generators of its own
+                self.refuse("draws random numbers from a torch.Generator")
+            elif is_time(argument) or (isinstance(argument, (list, tuple)) and any(map(is_time, argument))):
+                notice_time()
+
+    def _may_become_number(self, argument: Any) -> bool:
+        """Return True for a tensor that a function of PyTorch may take for a Python float."""
+        return (
+            isinstance(argument, torch.Tensor)
+            and argument.dim() == 0
+            and argument.is_floating_point()
+            and not self._numbers.is_number(argument)
+        )
 
     def running(self) -> torch.nn.Module | None:
         """Return the innermost module that runs, None outside of all."""
@@ -182,7 +246,11 @@ class _Observer(TorchFunctionMode):
         self.guards.append(Guard(tensor, tensor.detach().flatten().tolist(), read))
 
     def _read(self, func: Any, args: tuple, kwargs: dict) -> ValueReadError | None:
-        """Return what `func` does if its result is Python's and depends on data."""
+        """Return what `func` does if its result is Python's and depends on data.
+
+        Raises:
+            ValueReadError: the result depends on random numbers alone, so that it changes all the time.
+        """
         mode = "shape" if func in _COUNTS else "value"
         what = _COUNTS.get(func) or _READS.get(func)
         if what is None or not isinstance(args[0], torch.Tensor) or not torch.jit.is_tracing():
@@ -190,40 +258,22 @@ class _Observer(TorchFunctionMode):
         # what data decides the size of, nonzero() and the like, is the first axis
         if mode == "shape" and _counted_axis(func, args, kwargs) % max(1, args[0].dim()) != 0:
             return None
-        if not self._depends_on_data(_C._get_value_trace(args[0]), mode) or _is_read_by_ort():
-            return None
-        return ValueReadError(self.modules[-1] if self.modules else None, what, user_line())
+        return self._dependence(args[0], mode, what)
 
-    def _depends_on_data(self, value: Any, mode: str) -> bool:
-        """Return True if the values (or the shape) of a traced value depend on more than the shapes of the inputs."""
-        stack = [(value, mode)]
-        seen = set()
-        while stack:
-            value, mode = stack.pop()
-            key = (value.unique(), mode)
-            if key in seen or self._known.get(key) is False:
-                continue
-            seen.add(key)
-            node = value.node()
-            kind = node.kind()
-            if kind == "prim::Param":
-                if mode == "value":
-                    return True
-                continue
-            if kind == "prim::Constant":
-                continue
-            if mode == "shape" and (kind in _DATA_SHAPED or _indexed_by_bool(node)):
-                return True
-            if mode == "value" and _VALUES_UNREAD.search(kind):
-                continue
-            if _SHAPE_OF.search(kind):
-                mode = "shape"
-            for given in node.inputs():
-                # a Function with several results gives a tuple, which is taken apart by a node of its own
-                is_tensor = given.type().kind() in _HOLD_TENSORS and not _is_numbers(given)
-                stack.append((given, mode if is_tensor else "value"))
-        self._known.update(dict.fromkeys(seen, False))
-        return False
+    def _dependence(self, tensor: torch.Tensor, mode: str, what: str) -> ValueReadError | None:
+        """Return what Python does with a tensor if data decides about it; raise if random numbers alone do."""
+        origin = self.origins.of(_C._get_value_trace(tensor), mode)
+        if origin is Origin.FIXED or _is_read_by_ort():
+            return None
+        if origin is Origin.RANDOM:
+            self.refuse(what.replace("a tensor", "a random tensor"))
+        return ValueReadError(self.running(), what, user_line(), random=origin.is_random)
+
+    def _guard_if_data(self, func: Any, tensor: torch.Tensor, what: str) -> None:
+        """Guard the values of a tensor that a function of PyTorch has read, if data decides about them."""
+        read = self._dependence(tensor, "value", what)
+        if read is not None:
+            self._guard(func, tensor, read)
 
 
 def _counted_axis(func: Any, args: tuple, kwargs: dict) -> int:
@@ -233,25 +283,22 @@ def _counted_axis(func: Any, args: tuple, kwargs: dict) -> int:
     return args[position] if len(args) > position else 0
 
 
-def _is_numbers(value: Any) -> bool:
-    kind = value.type()
-    return kind.kind() == "ListType" and kind.getElementType().kind() not in ("TensorType", "OptionalType")
-
-
-def _indexed_by_bool(node: Any) -> bool:
-    if node.kind() == "aten::where":
-        return len(list(node.inputs())) == 1
-    if node.kind() != "aten::index":
-        return False
-    indices = list(node.inputs())[1].node()
-    return any(i.type().kind() == "TensorType" and i.type().scalarType() in ("Bool", "Byte") for i in indices.inputs())
-
-
 def _is_read_by_ort() -> bool:
     """Return True if a hook of ORTModule reads: it looks how much of a batch is padding, and both answers are right."""
     frames = (frame.filename for frame in reversed(traceback.extract_stack()))
     caller = next(name for name in frames if name != __file__ and not name.endswith("overrides.py"))
     return "onnxruntime" in caller
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """Return how often the trace reads a tensor so far."""
+    return len(_C._get_value_trace(tensor).uses())
+
+
+def _forward_line(module: torch.nn.Module | None) -> str:
+    """Return where the forward of a module begins, as :func:`user_line` would."""
+    code = getattr(getattr(module, "forward", None), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno} in forward" if code is not None else "unknown line"
 
 
 def user_line() -> str:
@@ -296,7 +343,7 @@ def is_number_of_sizes(tensor: torch.Tensor) -> bool:
     """Return True if `tensor` is a Python number outside of the trace: one that is computed from sizes."""
     if not _observers or tensor.dim() or tensor.dtype != torch.int64 or not depends_on_inputs(tensor):
         return False
-    return not _observers[-1]._depends_on_data(_C._get_value_trace(tensor), "value")
+    return _observers[-1].origins.of(_C._get_value_trace(tensor), "value") is Origin.FIXED
 
 
 def read_here(what: str) -> ValueReadError:
@@ -319,33 +366,32 @@ def dense_operands() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(numbers: Sequence[torch.Tensor] = ()) -> Iterator[Seen]:
+def watched(numbers: Sequence[torch.Tensor] = (), draws: Draws | None = None) -> Iterator[Seen]:
     """Observe the module that is traced in the block; yield what the trace does not hold.
 
     Args:
         numbers: tensors without axes that stand for numbers of Python.
+        draws: tells what is drawn from generators of random numbers that the tracer does not know.
 
     Raises:
-        ValueReadError: Python code inside depends on more than single values of tensors.
+        ValueReadError: Python code inside depends on more than single values of tensors, or on random numbers.
         NumberReadError: code inside takes one of `numbers` for a Python value.
     """
-    observer = _Observer(numbers)
+    observer = _Observer(numbers, draws)
 
-    def enter(module: torch.nn.Module, args: tuple) -> None:
-        observer.modules.append(module)
-        if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.training:
-            observer.normalised.append(module)
+    def begin(module: torch.nn.Module, args: tuple) -> None:
+        observer.begin_module(module)
 
-    def leave(module: torch.nn.Module, args: tuple, result: Any) -> None:
-        del observer.modules[-1]
+    def end(module: torch.nn.Module, args: tuple, result: Any) -> None:
+        observer.end_module()
 
     hooks = [
-        torch_module.register_module_forward_pre_hook(enter),
-        torch_module.register_module_forward_hook(leave),
+        torch_module.register_module_forward_pre_hook(begin),
+        torch_module.register_module_forward_hook(end),
     ]
     _observers.append(observer)
     try:
-        with observer:
+        with observer, noticed(observer.refuse):
             yield observer
     finally:
         _observers.remove(observer)

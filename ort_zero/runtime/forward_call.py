@@ -26,12 +26,13 @@ from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError
 from ort_zero.runtime.export.attribute_paths import Place
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
+from ort_zero.runtime.export.random_states import GlobalStates, preserved
 from ort_zero.runtime.guards import value_guards
 from ort_zero.runtime.guards.keys import Action, Observed, Transition
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.rank_agreement import RankAgreement
 from ort_zero.runtime.rank_protocol import Action as RankAction
-from ort_zero.runtime.rank_protocol import BuildAgain, BuildAnew, Decided, Enter, Entered, Ran, Return, Run
+from ort_zero.runtime.rank_protocol import BuildAgain, BuildAnew, Decided, Enter, Entered, Ran, Return, Run, Scope
 from ort_zero.runtime.transitions import GraphTransitionManager
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 
@@ -84,6 +85,8 @@ class ForwardCall:
         self._transition = Transition(Action.EXPORT)
         self._new: BuiltGraph | None = None
         """The graph that this call has built."""
+        self._random_states: GlobalStates | None = None
+        """States before the run of a graph that may not hold; None where nothing in PyTorch draws from them."""
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         """Return the result of the module. All ranks, as far as the scope of the call makes them agree."""
@@ -100,6 +103,8 @@ class ForwardCall:
                 graph = self._enter(observed)
                 action = self._ranks.advance(Entered(graph.digest))
             elif isinstance(action, BuildAgain):
+                if self._random_states is not None:
+                    self._random_states.restore()
                 if action.failed_guard is not None:
                     self._guard_failed(graph.effects.guards[action.failed_guard][1])
                 graph = self._enter(self._observe())
@@ -177,7 +182,11 @@ class ForwardCall:
         while True:
             transition, self._new = self._transition, None
             try:
-                graph = self._transitions.enter(transition, observed, self._arguments, self._runtime.graph_subscribers)
+                # an export runs the module, and its result must not depend on whether there was one
+                with preserved(self._runtime.module) if transition.action.builds else contextlib.nullcontext():
+                    graph = self._transitions.enter(
+                        transition, observed, self._arguments, self._runtime.graph_subscribers
+                    )
             except BaseException as error:
                 reason = self._learned(error)
                 if reason is None:
@@ -232,6 +241,8 @@ class ForwardCall:
         """Return the outputs of the graph, and what to do next."""
         self._runtime.graph_is_ready(graph)
         arguments = self._arguments
+        may_draw = self._runtime.excluded.reasons or any(read.random for _, read in graph.effects.guards)
+        self._random_states = GlobalStates() if may_draw else None
         try:
             inputs = graph.info.construct_inputs(dict(zip(arguments.names, arguments.tensors, strict=True)))
             tensors = self._manager.run(graph.session, inputs)
@@ -241,12 +252,26 @@ class ForwardCall:
             # behind the values of the guards there may be a token
             failed = value_guards.first_failed(guards, tensors[first_guard : first_guard + len(guards)])
         except BaseException as error:
+            self._refuse_alone(error)
             reason = self._learned(error)
             if reason is None:
                 raise
             self._force(reason)
             return [], self._ranks.advance(BuildAnew())
         return tensors, self._ranks.advance(Ran(failed))
+
+    def _refuse_alone(self, error: BaseException) -> None:
+        """Raise for a module that must run in PyTorch as of now where other ranks cannot know of it.
+
+        Raises:
+            ExportError: the error is such a one, and the collectives of the graph are under way on the other ranks.
+        """
+        if isinstance(error, ValueReadError) and self._ranks.state.scope is Scope.EVERY_CALL:
+            path = self._runtime.excluded.path_of(error.module)
+            raise ExportError(
+                f"{path} {error}; under ZeRO-3 the other ranks cannot follow in the middle of a step: keep it in "
+                f'PyTorch from the start with "ort_zero": {{"ortmodule": {{"exclude": ["{path}"]}}}}'
+            ) from None
 
     def _guard_failed(self, read: ValueReadError) -> None:
         """Have the graph exported for the value that Python code takes now; a module whose value changes often goes

@@ -224,7 +224,7 @@ class GraphBuilder:
             self.output.captured(),
             paused(),
             self._checkpointed_calls().traced(),
-            self.excluded.as_operators(),
+            self.excluded.as_operators(drop_caches=tracer.drop_caches),
             self.functions.as_operators(),
             torch_onnx.routing(self.fallback_policy),
             unchanged_buffers(flattened),

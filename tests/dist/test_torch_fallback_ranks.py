@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from deepspeed_setup import ds_config, full_parameters, start
@@ -90,6 +93,50 @@ class Branches(nn.Module):
         return self.last(torch.tanh(self.branch(x))).pow(2).mean()
 
 
+class DroppedLayers(nn.Module):
+    """Leaves layers out by chance, whichever generator decides: other ones on each rank."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+        self.draw = draw
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.draw() < 0.5:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+class RandomDecisions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([OfTorch(), OfPython(), OfNumpy()])
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).pow(2).mean()
+
+
+class OfTorch(DroppedLayers):
+    def __init__(self):
+        super().__init__(lambda: torch.rand([]))
+
+
+class OfPython(DroppedLayers):
+    def __init__(self):
+        super().__init__(lambda: random.random())
+
+
+class OfNumpy(DroppedLayers):
+    def __init__(self):
+        super().__init__(lambda: np.random.random())
+
+
 MODELS = {cls.__name__: cls for cls in (MixtureOfExperts, Operators, Branches)}
 
 
@@ -140,10 +187,46 @@ def train(name: str, stage: int, ort: bool) -> dict[str, Any]:
     return result
 
 
+def seed(number: int) -> None:
+    """Seed all generators that decide about layers."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def decide_by_chance() -> dict[str, Any]:
+    """Run a model with random decisions under ZeRO-3 at learning rate 0, and its copy in PyTorch on this rank alone."""
+    import deepspeed
+
+    rank = torch.distributed.get_rank()
+    seed(0)
+    model = RandomDecisions()
+    alone = copy.deepcopy(model)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config=ds_config(3, ort=True, lr=0.0, stage3_param_persistence_threshold=0),
+    )
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank))
+    losses: dict[str, list[float]] = {"ours": [], "alone": []}
+    seed(rank + 1)
+    for _ in range(12):
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        losses["ours"].append(loss.item())
+    seed(rank + 1)
+    for _ in range(12):
+        losses["alone"].append(alone(x).item())
+    status = ort_zero.status()["models"][-1]
+    engine.destroy()
+    return {**losses, "status": status}
+
+
 def compare(names: list[str], stages: list[int]) -> dict[str, Any]:
     """Train each model in PyTorch and in ORT for each stage."""
     start()
-    report = {}
+    report: dict[Any, Any] = {"decisions": decide_by_chance()}
     for name in names:
         for stage in stages:
             report[name, stage] = (train(name, stage, False), train(name, stage, True))
@@ -195,3 +278,24 @@ def test_a_branch_that_turns_on_one_rank_is_traced_again_by_all(reports):
     """Under ZeRO-3 ranks export together; each then has the branch that its own data takes."""
     exports = [report["Branches", 3][1]["status"]["graphs"]["training"]["exports"] for report in reports]
     assert exports == [2, 2]
+
+
+def test_layers_are_left_out_on_each_rank_as_in_pytorch(reports):
+    """The ranks gather the same weights whatever each of them decides, and go on drawing at every step."""
+    kept = []
+    for report in reports:
+        found = report["decisions"]
+        assert found["ours"] == pytest.approx(found["alone"], abs=1e-5)
+        assert len({round(loss, 6) for loss in found["ours"]}) > 6
+        graph = found["status"]["graphs"]["training"]
+        assert graph["runs"] == {"forward": 12, "backward": 12} and graph["exports"] == 1
+        assert graph["python_ops"] > 3 and graph["nodes"] > graph["python_ops"]
+        assert found["status"]["backend"] == "onnxruntime"
+        kept.append(found["status"]["in_torch"])
+    assert kept[0] == kept[1] and set(kept[0]) == {"blocks.0", "blocks.1", "blocks.2"}
+    for path, source in (
+        ("blocks.0", "a random tensor"),
+        ("blocks.1", "Python's random"),
+        ("blocks.2", "numpy.random"),
+    ):
+        assert source in kept[0][path] and "test_torch_fallback_ranks.py" in kept[0][path]

@@ -103,7 +103,8 @@ def _run(inputs: list[torch.Tensor], call: int) -> list[torch.Tensor]:
 
 
 _library = torch.library.Library("ort_zero", "FRAGMENT")
-_library.define("function(Tensor[] inputs, int call) -> Tensor[]")
+# conservative: what it makes of constants is no constant, and two equal calls may draw different random numbers
+_library.define("function(Tensor[] inputs, int call) -> Tensor[]", "CONSERVATIVE")
 _library.impl("function", _run, "CompositeImplicitAutograd")
 
 

@@ -38,13 +38,27 @@ _calls: weakref.WeakValueDictionary[int, ModuleCall] = weakref.WeakValueDictiona
 class ModuleCall:
     """One way in which an excluded submodule is called: everything but the tensors."""
 
-    def __init__(self, path: str, reason: str, module: torch.nn.Module, names: list[str], arguments: tuple):
+    def __init__(
+        self,
+        path: str,
+        reason: str,
+        module: torch.nn.Module,
+        names: list[str],
+        arguments: tuple,
+        *,
+        owner: torch.nn.Module | None = None,
+        drop_caches: bool = False,
+    ):
         self.number = next(_numbers)
         self.path = path
         self.reason = reason
         self.module = module
         self.names = names
         self.arguments = arguments
+        self.owner = owner
+        """The module that holds `module`; None for the model itself."""
+        self.drop_caches = drop_caches
+        """Whether caches of keys and values come back as None, as they do from a graph for training."""
         self.own_forward: Any = _MISSING
         """The module's attribute ``forward``, if it has one besides that of its class."""
         self.results: Any = None
@@ -63,14 +77,25 @@ class ModuleCall:
             _forward_of(self.module, self.own_forward),
         ):
             value = functional_call(self.module, weights, args, kwargs)
-        found, results = pytree.flatten(value, drop_caches=False)
+        found, results = pytree.flatten(value, drop_caches=self.drop_caches)
         if self.results is not None and results != self.results:
-            raise ExportError(
-                f"{self.path}, which runs in PyTorch inside the graph, returned something else than when the graph was "
-                f"made ({pytree.described(self.results)} then, {pytree.described(results)} now); return tensors only"
-            )
+            raise self._other_results(results)
         self.results = results
         return found
+
+    def _other_results(self, results: Any) -> BaseException:
+        """Return the error for `results`, whose structure is another one than when the graph was made.
+
+        The module that holds this one can run in PyTorch as well, and deal with either structure there.
+        """
+        then, now = pytree.described(self.results), pytree.described(results)
+        if self.owner is not None:
+            what = f"calls {self.path}, which returns now {then}, now {now}, or of other parts"
+            return ValueReadError(self.owner, what, self.reason)
+        return ExportError(
+            f"{self.path}, which runs in PyTorch inside the graph, returned something else than when the graph was "
+            f"made ({then} then, {now} now); return tensors only"
+        )
 
 
 def _run(inputs: list[torch.Tensor], call: int) -> list[torch.Tensor]:
@@ -78,7 +103,8 @@ def _run(inputs: list[torch.Tensor], call: int) -> list[torch.Tensor]:
 
 
 _library = torch.library.Library("ort_zero", "DEF")
-_library.define("submodule(Tensor[] inputs, int call) -> Tensor[]")
+# conservative: what it makes of constants is no constant, and two equal calls may draw different random numbers
+_library.define("submodule(Tensor[] inputs, int call) -> Tensor[]", "CONSERVATIVE")
 _library.impl("submodule", _run, "CompositeImplicitAutograd")
 
 
@@ -167,16 +193,22 @@ class ExcludedModules:
         return self._paths.get(module) or type(self._root).__name__
 
     @contextlib.contextmanager
-    def as_operators(self) -> Iterator[None]:
-        """Let the tracer see one operator in place of each excluded submodule."""
+    def as_operators(self, *, drop_caches: bool = False) -> Iterator[None]:
+        """Let the tracer see one operator in place of each excluded submodule.
+
+        Args:
+            drop_caches: let them return None for caches of keys and values, which training ignores.
+        """
         with contextlib.ExitStack() as replaced:
             for path, reason in self.reasons.items():
                 module = self._root.get_submodule(path)
                 if not any(path.startswith(f"{other}.") for other in self.reasons):
-                    replaced.enter_context(_forward_of(module, self._operator_forward(path, reason, module)))
+                    replaced.enter_context(
+                        _forward_of(module, self._operator_forward(path, reason, module, drop_caches))
+                    )
             yield
 
-    def _operator_forward(self, path: str, reason: str, module: torch.nn.Module) -> Any:
+    def _operator_forward(self, path: str, reason: str, module: torch.nn.Module, drop_caches: bool) -> Any:
         """Return a forward that runs `module` as one operator."""
         parameters = pytree.parameters_of(module.forward)
         own_forward = module.__dict__.get("forward", _MISSING)
@@ -184,20 +216,38 @@ class ExcludedModules:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = pytree.flatten_call(args, kwargs, parameters)
             weights = dict(module.named_parameters())
-            call = self._call(path, reason, module, list(weights), given.structure)
+            call = self._call(path, reason, module, list(weights), given.structure, drop_caches)
             call.own_forward = own_forward
-            found = torch.ops.ort_zero.submodule([*given.tensors, *weights.values()], call.number)
+            tensors = [*given.tensors, *weights.values()] or [torch.zeros(())]  # a node without inputs is no node
+            found = torch.ops.ort_zero.submodule(tensors, call.number)
             return pytree.unflatten(found, call.results, given.objects)
 
         return forward
 
-    def _call(self, path: str, reason: str, module: torch.nn.Module, names: list[str], arguments: tuple) -> ModuleCall:
+    def _call(
+        self, path: str, reason: str, module: torch.nn.Module, names: list[str], arguments: tuple, drop_caches: bool
+    ) -> ModuleCall:
         for known in self._module_calls:
-            if known.module is module and known.names == names and known.arguments == arguments:
+            if known.module is module and (known.names, known.arguments, known.drop_caches) == (
+                names,
+                arguments,
+                drop_caches,
+            ):
                 known.results = None
                 return known
-        self._module_calls.append(ModuleCall(path, reason, module, names, arguments))
-        return self._module_calls[-1]
+        owner = self._owner_of(path)
+        call = ModuleCall(path, reason, module, names, arguments, owner=owner, drop_caches=drop_caches)
+        self._module_calls.append(call)
+        return call
+
+    def _owner_of(self, path: str) -> torch.nn.Module | None:
+        """Return the innermost submodule around the one at `path` that has a forward; None for the model itself."""
+        while "." in path:
+            path = path.rpartition(".")[0]
+            module = self._root.get_submodule(path)
+            if type(module).forward is not torch.nn.ModuleList.forward:
+                return module
+        return None
 
 
 _MISSING = object()

@@ -23,6 +23,7 @@ from ort_zero.errors import ExportError
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
 from ort_zero.runtime.export.attribute_reads import AttributeReads
+from ort_zero.runtime.export.random_draws import RandomDraws
 from ort_zero.statistics.collect import reader_marks
 
 
@@ -70,7 +71,7 @@ class Tracer:
         self.inputs = inputs
         self._pytorch_context = pytorch_context
         self.training = training
-        self._drop_caches = drop_caches
+        self.drop_caches = drop_caches
         self.call = call
         self.readers = readers
         self.all_inputs = all_inputs
@@ -79,6 +80,8 @@ class Tracer:
         self.attributes: AttributeReads | None = None
         """What Python code has read besides the arguments; None before the trace."""
         self.effects = Effects()
+        self._has_drawn = False
+        """Whether Python code of the module drew random numbers when it ran as PyTorch would run it."""
         self.users_error: BaseException | None = None
         """What the module raised when it ran as PyTorch would run it; None if nothing."""
         # the exporter takes copies of these, after the module has run on others once
@@ -131,6 +134,7 @@ class Tracer:
     ) -> tuple[list, Any]:
         """Run the module as PyTorch would; an error here is the user's own."""
         versions = [version_of(tensor) for tensor in given]
+        draws = RandomDraws(module)
         try:
             # modules that compute gradients in their forward fail without gradients only
             with torch.enable_grad(), self._pytorch_context():
@@ -138,12 +142,13 @@ class Tracer:
         except Exception as error:
             self.users_error = error
             raise
+        self._has_drawn = draws.any()
         if self.training and self.all_inputs:
             for argument, tensor, version in zip(self.arguments, given, versions, strict=True):
                 # PyTorch lets nobody change in place what is a leaf with gradient
                 if version_of(tensor) == version and argument.is_floating_point():
                     argument.requires_grad_()
-        return pytree.flatten(value, drop_caches=self._drop_caches, known=known)
+        return pytree.flatten(value, drop_caches=self.drop_caches, known=known)
 
     def _run_traced(
         self, module: torch.nn.Module, given: tuple, inputs: tuple, args: tuple, kwargs: dict, known: dict
@@ -152,7 +157,9 @@ class Tracer:
         versions = [version_of(tensor) for tensor in given]
         numbers = [inputs[i] for i in self.inputs.numbers] if self.inputs else []
         placed = self.inputs.placed(inputs) if self.inputs else contextlib.nullcontext()
-        with placed, tracing.watched(numbers) as seen:
+        draws = RandomDraws(module)  # the first run may have made generators
+        lines = draws.lines_followed() if self._has_drawn else contextlib.nullcontext()
+        with placed, tracing.watched(numbers, draws) as seen, lines:
             attributes = self.attributes = AttributeReads(module, seen.running)
             try:
                 with attributes.recording():
@@ -163,7 +170,7 @@ class Tracer:
             except NumberReadError as error:
                 raise self._no_inputs(error) from None
             attributes.finish(self.inputs.names if self.inputs else ())
-        tensors, schema = pytree.flatten(value, drop_caches=self._drop_caches, known=known)
+        tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
         changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]
         self.effects = Effects(

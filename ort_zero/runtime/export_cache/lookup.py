@@ -154,7 +154,7 @@ class Lookup:
             "differentiable": sorted(exported.differentiable),
             "results": effects.results,
             "changed": effects.changed,
-            "guards": [(value, paths.get(id(read.module)), str(read)) for value, read in effects.guards],
+            "guards": [(value, paths.get(id(read.module)), str(read), read.random) for value, read in effects.guards],
             "counting": [paths[id(child)] for child in effects.counting],
             "operators": _operators(built.model),
             "taken": routes.reasons,
@@ -174,7 +174,10 @@ class Lookup:
         effects = Effects(
             results=int(meta["results"]),
             changed=[int(i) for i in meta["changed"]],
-            guards=[(value, ValueReadError.again(modules.get(path), words)) for value, path, words in meta["guards"]],
+            guards=[
+                (value, ValueReadError.again(modules.get(path), words, random=any(random)))
+                for value, path, words, *random in meta["guards"]
+            ],
             counting=[modules[path] for path in meta["counting"]],
         )
         built = BuiltModel(onnx.load_model_from_string(found.blobs["built"]), ort_compat.GraphInfo(**meta["info"]))

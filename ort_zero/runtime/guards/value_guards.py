@@ -39,6 +39,9 @@ class GuardFailures:
         self._counts: Counter[str] = Counter()
 
     def changes_often(self, read: ValueReadError) -> bool:
-        """Count a failure of the guard on `read`; return whether exporting again has become a waste."""
+        """Count a failure of the guard on `read`; return whether exporting again has become a waste.
+
+        It is at once where random numbers take part.
+        """
         self._counts[str(read)] += 1
-        return self._counts[str(read)] > MOST_FAILURES
+        return read.random or self._counts[str(read)] > MOST_FAILURES
