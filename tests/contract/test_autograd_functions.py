@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ort_zero import config
-from ort_zero.plugin import engine_patch
+from ort_zero.plugin.wrap import wrap_model
 
 
 class Plain(torch.autograd.Function):
@@ -258,7 +258,7 @@ def both(model, **options):
     torch.manual_seed(0)
     reference = model()
     torch.manual_seed(0)
-    runtime, wrapped = engine_patch.wrap(model(), config.OrtModuleConfig(**options), stage=0)
+    runtime, wrapped = wrap_model(model(), config.OrtModuleConfig(**options), stage=0)
     return reference, wrapped, runtime
 
 
