@@ -97,11 +97,13 @@ def _refuse_half_on_cpu(ds_config: dict) -> None:
 
     if get_accelerator().device_name() != "cpu":
         return
-    for key in ("bf16", "bfloat16", "fp16"):
+    for key, flag in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
         if (ds_config.get(key) or {}).get("enabled") is True:
             raise ConfigError(
                 f'"{key}" is enabled in the DeepSpeed config, and ONNX Runtime\'s CPU provider has no kernels for it; '
-                f'remove "{key}" to train in fp32, use a GPU, or set "ort_zero": {{"ortmodule": {{"enabled": false}}}}'
+                f'remove "{key}" to train in fp32 (it may come from {flag}=True of TrainingArguments or SFTConfig, '
+                f'TRL\'s default on CPUs too, or from mixed_precision="{flag}" of Accelerate: set {flag}=False or '
+                'mixed_precision="no" there), use a GPU, or set "ort_zero": {"ortmodule": {"enabled": false}}'
             )
 
 

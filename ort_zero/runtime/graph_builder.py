@@ -243,10 +243,12 @@ class GraphBuilder:
         for name, parameter in self.module.named_parameters():
             if parameter.device.type == "cpu" and parameter.dtype in (torch.float16, torch.bfloat16):
                 kind = str(parameter.dtype).removeprefix("torch.")
+                key = "bf16" if parameter.dtype == torch.bfloat16 else "fp16"
                 raise ExportError(
                     f"parameter {name} is {kind}, and ONNX Runtime's CPU provider has no {kind} kernels for training; "
-                    f'train in fp32 (drop "{"bf16" if kind == "bfloat16" else "fp16"}" from the DeepSpeed config), '
-                    'use a GPU, or set "ort_zero": {"ortmodule": {"enabled": false}}'
+                    f'train in fp32 (drop "{key}" from the DeepSpeed config, or {key}=True from TrainingArguments or '
+                    'SFTConfig, and load the model with dtype="float32"), use a GPU, '
+                    'or set "ort_zero": {"ortmodule": {"enabled": false}}'
                 )
 
     def _refuse_checkpointing(self) -> None:

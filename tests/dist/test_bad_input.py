@@ -477,6 +477,8 @@ def test_ranks_with_other_inputs_are_told_so_and_can_go_on():
 def test_half_precision_on_the_cpu_is_refused_by_name():
     for in_config, in_model in run_on_ranks(half_precision, 2, 3):
         assert in_config["type"] == "ConfigError" and '"bf16"' in in_config["text"]
+        for source in ("bf16=True of TrainingArguments or SFTConfig", 'mixed_precision="bf16" of Accelerate'):
+            assert source in in_config["text"]
         assert in_model["type"] == "ExportError" and "bfloat16" in in_model["text"] and "a.weight" in in_model["text"]
 
 
