@@ -1,0 +1,301 @@
+"""TRL's trainers on a small Llama: fused heads that gather the weight of `lm_head`, references, generation."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from harness import ZERO_2_AND_3, ZERO_3, Result, Run
+
+PACKAGES = ("trl", "transformers", "accelerate", "peft", "datasets")
+pytestmark = pytest.mark.clients
+
+WORDS = 90
+COMPARED = ("grad_norm", "entropy", "mean_token_accuracy", "reward", "rewards/margins", "logps/chosen", "kl")
+"""Numbers in the trainers' logs that are compared beside the losses."""
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer of words ``w0``, ``w1`` and so on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<eos>", "<unk>", "<bos>", "user", "assistant"]
+    vocabulary = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(WORDS))])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", bos_token="<bos>"
+    )
+    made.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {{ eos_token }} {% endfor %}"
+    return made
+
+
+def settings(**more: Any) -> Any:
+    """Return the configuration of a small Llama."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=WORDS + 6, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=3, eos_token_id=1, pad_token_id=0, **more,
+    )  # fmt: skip
+
+
+def llama(seed: int = 0) -> Any:
+    """Return a small Llama with a head for language models."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(settings())
+
+
+def texts(rows: int) -> list[str]:
+    """Return lines of 5 to 20 words."""
+    draw = random.Random(0)
+    return [" ".join(f"w{draw.randrange(WORDS)}" for _ in range(draw.randint(5, 20))) for _ in range(rows)]
+
+
+def rows(**columns: list) -> Any:
+    """Return a data set in memory."""
+    from datasets import Dataset
+
+    return Dataset.from_dict(columns)
+
+
+def options(run: Run, **more: Any) -> dict[str, Any]:
+    """Return the arguments that all trainers here have in common."""
+    common = {
+        "output_dir": str(run.folder), "per_device_train_batch_size": 2, "max_steps": 5, "learning_rate": 1e-3,
+        "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "deepspeed": run.config_path, "report_to": [],
+        "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
+    return {**common, **more}
+
+
+def lora(**more: Any) -> Any:
+    """Return LoRA without dropout on the attention of the model."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **more
+    )
+
+
+def trained(trainer: Any, **values: Any) -> Result:
+    """Train; return the logged losses and, to be compared too, gradient norms and what else the trainer logs."""
+    trainer.train()
+    log = [row for row in trainer.state.log_history if "loss" in row]
+    logged = [{name: float(row[name]) for name in COMPARED if name in row} for row in log]
+    return Result([row["loss"] for row in log], alive=trainer, values={"logged": logged, **values})
+
+
+# -- supervised fine-tuning --------------------------------------------------------------------------------------------
+
+
+def sft(run: Run) -> Result:
+    """SFTTrainer on lines of text, `save_model`"""
+    from safetensors.torch import load_file
+    from trl import SFTConfig, SFTTrainer
+
+    trainer = SFTTrainer(
+        model=llama(), args=SFTConfig(**options(run, max_length=32)), train_dataset=rows(text=texts(32)),
+        eval_dataset=rows(text=texts(5)), processing_class=tokenizer(),
+    )  # fmt: skip
+    result = trained(trainer)
+    result.values["evaluated"] = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(run.folder / "model"))
+    torch.distributed.barrier()
+    result.values["saved"] = {n: list(w.shape) for n, w in load_file(run.folder / "model/model.safetensors").items()}
+    return result
+
+
+def sft_lora_packing(run: Run) -> Result:
+    """SFTTrainer with LoRA and packing, `save_model` of the adapter"""
+    from safetensors.torch import load_file
+    from trl import SFTConfig, SFTTrainer
+
+    trainer = SFTTrainer(
+        model=llama(), args=SFTConfig(**options(run, max_length=32, packing=True)),
+        train_dataset=rows(text=texts(64)), processing_class=tokenizer(), peft_config=lora(),
+    )  # fmt: skip
+    result = trained(trainer)
+    trainer.save_model(str(run.folder / "adapter"))
+    torch.distributed.barrier()
+    saved = load_file(run.folder / "adapter/adapter_model.safetensors")
+    result.values["saved"] = {name: list(weight.shape) for name, weight in saved.items()}
+    return result
+
+
+def sft_conversations(run: Run) -> Result:
+    """SFTTrainer on prompts and completions in chat form, DFT loss, accumulation over two batches"""
+    from trl import SFTConfig, SFTTrainer
+
+    lines = texts(64)
+    prompts = [[{"role": "user", "content": line}] for line in lines[:32]]
+    completions = [[{"role": "assistant", "content": line}] for line in lines[32:]]
+    arguments = options(run, max_length=64, loss_type="dft", gradient_accumulation_steps=2)
+    trainer = SFTTrainer(
+        model=llama(), args=SFTConfig(**arguments), train_dataset=rows(prompt=prompts, completion=completions),
+        processing_class=tokenizer(),
+    )  # fmt: skip
+    return trained(trainer)
+
+
+def sft_adapters(run: Run) -> Result:
+    """SFTTrainer with DoRA, IA3 and prefix tuning, one after the other"""
+    from peft import IA3Config, PrefixTuningConfig
+    from trl import SFTConfig, SFTTrainer
+
+    ia3 = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    prefix = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    losses, trainers, values = [], [], {}
+    for name, adapter in {"dora": lora(use_dora=True), "ia3": ia3, "prefix": prefix}.items():
+        trainer = SFTTrainer(
+            model=llama(), args=SFTConfig(**options(run, max_length=32, max_steps=4)),
+            train_dataset=rows(text=texts(32)), processing_class=tokenizer(), peft_config=adapter,
+        )  # fmt: skip
+        result = trained(trainer)
+        losses += result.losses
+        trainers.append(trainer)
+        values[name] = result.values
+    return Result(losses, alive=trainers, values=values)
+
+
+# -- preferences -------------------------------------------------------------------------------------------------------
+
+
+def preferences() -> Any:
+    lines = texts(96)
+    return rows(prompt=lines[:32], chosen=[f" {t}" for t in lines[32:64]], rejected=[f" {t}" for t in lines[64:]])
+
+
+def dpo(run: Run) -> Result:
+    """DPOTrainer with a reference model"""
+    from trl import DPOConfig, DPOTrainer
+
+    arguments = DPOConfig(**options(run, max_length=64))
+    trainer = DPOTrainer(
+        model=llama(), ref_model=llama(1), args=arguments, train_dataset=preferences(), processing_class=tokenizer()
+    )
+    return trained(trainer)
+
+
+def dpo_lora(run: Run) -> Result:
+    """DPOTrainer with LoRA, whose reference is the model without the adapter"""
+    from trl import DPOConfig, DPOTrainer
+
+    arguments = DPOConfig(**options(run, max_length=64))
+    trainer = DPOTrainer(
+        model=llama(), args=arguments, train_dataset=preferences(), processing_class=tokenizer(), peft_config=lora()
+    )
+    return trained(trainer)
+
+
+def kto(run: Run) -> Result:
+    """KTOTrainer with a reference model"""
+    from trl import KTOConfig, KTOTrainer
+
+    lines = texts(64)
+    data = rows(prompt=lines[:32], completion=[f" {t}" for t in lines[32:]], label=[i % 2 == 0 for i in range(32)])
+    arguments = KTOConfig(**options(run, max_length=64, per_device_train_batch_size=4))
+    trainer = KTOTrainer(
+        model=llama(), ref_model=llama(1), args=arguments, train_dataset=data, processing_class=tokenizer()
+    )
+    return trained(trainer)
+
+
+def reward_model(run: Run) -> Result:
+    """RewardTrainer on a classifier with one label"""
+    from transformers import LlamaForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    lines = texts(64)
+    torch.manual_seed(0)
+    trainer = RewardTrainer(
+        model=LlamaForSequenceClassification(settings(num_labels=1)), args=RewardConfig(**options(run, max_length=32)),
+        train_dataset=rows(chosen=lines[:32], rejected=lines[32:]), processing_class=tokenizer(),
+    )  # fmt: skip
+    return trained(trainer)
+
+
+# -- generation and reward ---------------------------------------------------------------------------------------------
+
+
+def distinct_words(completions: list[str], **more: Any) -> list[float]:
+    return [float(len(set(completion.split()))) / 10 for completion in completions]
+
+
+def on_folder(run: Run) -> str:
+    """Return the folder of a saved model, from which a trainer also loads its reference. All ranks call it."""
+    folder = str(run.folder / "start")
+    if torch.distributed.get_rank() == 0:
+        llama().save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    torch.distributed.barrier()
+    return folder
+
+
+def grpo(run: Run) -> Result:
+    """GRPOTrainer: generates, scores, trains against a reference that it loads itself (`beta`)"""
+    from trl import GRPOConfig, GRPOTrainer
+
+    more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "beta": 0.1}
+    arguments = GRPOConfig(**options(run, model_init_kwargs={"dtype": "float32"}, **more))
+    trainer = GRPOTrainer(
+        model=on_folder(run), args=arguments, train_dataset=rows(prompt=texts(16)), processing_class=tokenizer(),
+        reward_funcs=distinct_words,
+    )  # fmt: skip
+    return trained(trainer)
+
+
+def grpo_lora(run: Run) -> Result:
+    """GRPOTrainer with LoRA, two updates for each generation"""
+    from trl import GRPOConfig, GRPOTrainer
+
+    more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "num_iterations": 2}
+    trainer = GRPOTrainer(
+        model=llama(), args=GRPOConfig(**options(run, **more)), train_dataset=rows(prompt=texts(16)),
+        processing_class=tokenizer(), reward_funcs=distinct_words, peft_config=lora(),
+    )  # fmt: skip
+    return trained(trainer)
+
+
+def rloo(run: Run) -> Result:
+    """RLOOTrainer: generates, scores, trains"""
+    from trl import RLOOConfig, RLOOTrainer
+
+    more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "beta": 0.0}
+    trainer = RLOOTrainer(
+        model=llama(), args=RLOOConfig(**options(run, **more)), train_dataset=rows(prompt=texts(16)),
+        processing_class=tokenizer(), reward_funcs=distinct_words,
+    )  # fmt: skip
+    return trained(trainer)
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
+HEAD = "trl.kernels.chunked_logprob.ChunkedLogProbFunction"
+
+
+@ZERO_2_AND_3
+@pytest.mark.parametrize(
+    "program", [sft, sft_lora_packing, dpo, dpo_lora, grpo, kto], ids=lambda program: program.__name__
+)
+def test_the_fused_head_alone_runs_in_torch(client, program, stage):
+    for rank in client.compare(program, stage):
+        assert {name for model in rank["ort"]["status"]["models"] for name in model["in_torch"]} == {HEAD}
+
+
+@ZERO_3
+@pytest.mark.parametrize(
+    "program", [sft_conversations, sft_adapters, grpo_lora, rloo], ids=lambda program: program.__name__
+)
+def test_other_forms(client, program, stage):
+    client.compare(program, stage)
+
+
+@ZERO_2_AND_3
+def test_reward_model(client, stage):
+    client.compare(reward_model, stage, parts_in_torch=False)
