@@ -7,15 +7,18 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from ort_zero.checkpoint import manifest, output_record
 from ort_zero.checkpoint.aggregation_plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.aggregation_stream import Findings, Part, Streamer, check_records
 from ort_zero.checkpoint.allowed_names import is_config_name
 from ort_zero.checkpoint.config_files import config_files_beside, with_dtype
+from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.output_files import OutputFiles
+from ort_zero.checkpoint.publishing import Publication, publish
 from ort_zero.checkpoint.records import MOST_NAMED, File, Source
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.distributed.process_group import RENDEZVOUS, RankGroup
@@ -26,8 +29,8 @@ from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
 _OURS = re.compile(
-    r"(model|optimizer)(-\d{5}-of-\d{5})?\.safetensors|(model|optimizer)\.safetensors\.index\.json|optimizer\.json"
-    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|pytorch_model\.bin\.index\.json"
+    r"(model|optimizer)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.safetensors|(model|optimizer)\.safetensors\.index\.json|optimizer\.json"
+    r"|pytorch_model(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.bin|pytorch_model\.bin\.index\.json"
 )
 _LEFT_OVER = re.compile(rf"\.(?P<name>.+?)(\.data)?\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 
@@ -68,17 +71,22 @@ class AggregateReport:
 class _Job:
     """The decisions of rank 0, which all ranks know."""
 
-    plan: Plan
+    publication: Publication
     root: str
     files: Mapping[str, File]
-    token: str
     about: Mapping[str, Any]
     """The fields of the report that come from the source."""
     warnings: tuple[str, ...]
-    there: frozenset[str] = frozenset()
-    """Names of the files that the destination held before."""
-    extras: Mapping[str, bytes] = field(default_factory=dict)
-    """Config files to copy: name -> content."""
+
+    @property
+    def plan(self) -> Plan:
+        """The files to write."""
+        return self.publication.plan
+
+    @property
+    def token(self) -> str:
+        """Part of the partial names of this run."""
+        return self.publication.token
 
 
 def aggregate(
@@ -118,7 +126,8 @@ def aggregate(
         exclude_frozen: leave out what the optimizer does not train.
         dry_run: only say what would be written.
         verify: compare what is read with the checksums of the format.
-        overwrite: allow a `dst` that is not empty; only files that this function writes are replaced or removed.
+        overwrite: allow a `dst` that is not empty. What an earlier call wrote there and nobody changed since is
+            replaced or removed; other files stay, and one that has the name of a file of this function is refused.
         strict: refuse weights that hold NaN or inf, or that `dtype` has no finite value for; else they are warned of.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
         ranks: ranks that share the files; all must call.
@@ -154,7 +163,7 @@ def aggregate(
     if not dry_run:
         found, sizes = _write(job, folder, target, ranks, workers=workers, verify=verify, strict=strict, shown=progress)
         warnings += found
-    sizes |= {name: len(data) for name, data in _small_files(job).items()}
+    sizes = {**sizes, **{name: len(data) for name, data in job.publication.small_files().items()}}
     return AggregateReport(
         **job.about,
         destination=target.path(),
@@ -180,11 +189,13 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
     if _is_within(target.url, source.root):
         raise CheckpointError(f"the destination {target.path()} lies in the checkpoint {source.root}; choose another")
     there = _names(target)
-    others = [name for name in there if not _is_left_over(name)]
+    others = [name for name in there if not _is_left_over(name) and name != output_record.NAME]
     if others and not overwrite:
         raise CheckpointError(
             f"the destination {target.path()} is not empty (it holds {others[0]}); choose another or pass --overwrite"
         )
+    if _is_checkpoint(target):
+        raise CheckpointError(f"the destination {target.path()} is itself a checkpoint; choose another")
     beside = config_files_beside(source.root, src)
     odd = [name for name in source.config if not is_config_name(name)]
     if odd:  # the manifest's reader refuses it as well; here a name becomes a path
@@ -194,16 +205,18 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
     copied = {**{name: file.origin for name, file in beside.items()}, **dict.fromkeys(own, source.root)}
     if "config.json" in extras:
         extras["config.json"] = with_dtype(extras["config.json"], plan)
+    removable = _removable(target, there, plan, extras)
     warnings = list(source.notes)
     if "config.json" not in extras and "config.json" not in there:
         warnings.append(
             "no config.json beside the checkpoint: put the model's into the destination, from_pretrained needs it"
         )
     return _Job(
-        plan=plan,
+        publication=Publication(
+            plan=plan, extras=extras, token=uuid.uuid4().hex[:8], there=frozenset(there), removable=removable
+        ),
         root=source.root,
         files=source.files,
-        token=uuid.uuid4().hex[:8],
         about={
             "source": source.root,
             "source_format": source.format,
@@ -214,9 +227,34 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
             "copied": copied,
         },
         warnings=tuple(warnings),
-        there=frozenset(there),
-        extras=extras,
     )
+
+
+def _is_checkpoint(target: Folder) -> bool:
+    """Return True if the destination is the folder of a checkpoint, which another file in it would damage."""
+    return target.exists(manifest.NAME) or file_names.recognises(target)
+
+
+def _removable(target: Folder, there: list[str], plan: Plan, extras: Mapping[str, bytes]) -> frozenset[str]:
+    """Return the names in the destination that this run may replace or remove.
+
+    Raises:
+        CheckpointError: files that no record of ours names stand where files are written, or would be loaded with them.
+    """
+    ours = output_record.ours_among(target, there)
+    written = {file.name for file in plan.files} | plan.texts.keys()
+    foreign = [name for name in there if name not in ours and (name in written or _OURS.fullmatch(name))]
+    foreign += [n for n, data in extras.items() if n in there and n not in ours and not _holds(target, n, data)]
+    if foreign:
+        raise CheckpointError(
+            f"the destination {target.path()} holds files that ort_zero did not write there, or that were changed "
+            f"since: {shortened(sorted(foreign), MOST_NAMED)}; move them away, or choose another destination"
+        )
+    return frozenset(n for n in there if n in ours or _is_left_over(n) or n in extras)
+
+
+def _holds(target: Folder, name: str, content: bytes) -> bool:
+    return target.size(name) == len(content) and target.read(name) == content
 
 
 def _write(
@@ -246,7 +284,7 @@ def _write(
         warnings = _warnings(ranks, findings)
         if strict and warnings:
             raise CheckpointError(f"{job.root}: {'; '.join(warnings)}; refused by --strict")
-        return warnings, _publish(job, mine, target, ranks)
+        return warnings, publish(job.publication, mine, target, ranks)
     except BaseException:
         for file in mine:
             target.discard(file.name, job.token)
@@ -275,41 +313,10 @@ def _warnings(ranks: RankGroup, findings: Findings) -> tuple[str, ...]:
     return tuple(text.format(shortened(names, MOST_NAMED)) for text, names in zip(texts, found) if names)
 
 
-def _publish(job: _Job, mine: tuple[OutputFile, ...], target: Folder, ranks: RankGroup) -> dict[str, int]:
-    """Give all files their final names, the index last, and remove an earlier run's; return bytes by name."""
-    with ranks.raise_on_all("publishing"):
-        if ranks.rank == 0:
-            # An index of before must not lead to files of now.
-            for name in filter(_is_index, job.there):
-                target.remove(name)
-    with ranks.raise_on_all("publishing"):
-        for file in mine:
-            target.publish(file.name, job.token)
-    sizes: dict[str, int] = {}
-    with ranks.raise_on_all("publishing"):
-        if ranks.rank == 0:
-            for name, data in _small_files(job).items():
-                target.write(name, data, job.token)
-            written = {file.name for file in job.plan.files} | set(job.plan.texts)
-            for name in job.there - written:
-                if _OURS.fullmatch(name) or _is_left_over(name):
-                    target.remove(name)
-            sizes = {file.name: target.size(file.name) or 0 for file in job.plan.files}
-    return ranks.broadcast(sizes)
-
-
-def _small_files(job: _Job) -> dict[str, bytes]:
-    return {**job.extras, **{name: text.encode() for name, text in job.plan.texts.items()}}
-
-
 def _is_left_over(name: str) -> bool:
     """Return True for what a run that was killed left: nobody else writes such names."""
     match = _LEFT_OVER.fullmatch(name)
     return match is not None and (is_config_name(match["name"]) or _OURS.fullmatch(match["name"]) is not None)
-
-
-def _is_index(name: str) -> bool:
-    return name.endswith(".json") and bool(_OURS.fullmatch(name))
 
 
 def _is_within(inner: str, outer: str) -> bool:

@@ -7,6 +7,7 @@ short is then an error with a name and not a SIGBUS, and what was read can be co
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Iterator
@@ -128,6 +129,16 @@ class Folder:
 
     def publish(self, name: str, token: str, to: str | None = None) -> None:
         """Give what :meth:`writing` left its final name (or the name `to`), in place of what had it."""
+        raise NotImplementedError
+
+    def duplicate(self, name: str, to: str, token: str) -> None:
+        """Give the content of the file `name` the further name `to`, in place of what had it, in one step.
+
+        Args:
+            name: an existing file, which stays.
+            to: the further name.
+            token: tells this writer from others who may write the same name.
+        """
         raise NotImplementedError
 
     def discard(self, name: str, token: str) -> None:
@@ -266,6 +277,16 @@ class LocalFolder(Folder):
         """Rename the hidden file, which replaces what had the name in one step."""
         os.replace(self._root / partial_name(name, token), self._root / (to or name))
 
+    def duplicate(self, name: str, to: str, token: str) -> None:
+        """Link the file a second time, or copy it where the file system has no links."""
+        partial = self._root / partial_name(to, token)
+        partial.unlink(missing_ok=True)
+        try:
+            os.link(self._root / name, partial)
+        except OSError:
+            shutil.copyfile(self._root / name, partial)
+        os.replace(partial, self._root / to)
+
     def settle(self) -> None:
         """Call fsync on the folder, so that renames outlive a loss of power."""
         descriptor = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC)
@@ -395,6 +416,10 @@ class RemoteFolder(Folder):
     def publish(self, name: str, token: str, to: str | None = None) -> None:
         """Move the object to its final name, on the server where the store can copy."""
         self._fs.mv(self._at(partial_name(name, token)), self._at(to or name))
+
+    def duplicate(self, name: str, to: str, token: str) -> None:
+        """Copy the object, on the server where the store can."""
+        self._fs.copy(self._at(name), self._at(to))
 
     def discard(self, name: str, token: str) -> None:
         """Remove the object that :meth:`writing` left, if there is one."""

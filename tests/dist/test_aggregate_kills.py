@@ -23,29 +23,34 @@ started = time.monotonic()
 aggregate(src, str(dst), max_shard_size=8 << 20, progress=False)
 duration = time.monotonic() - started
 whole = {p.name for p in dst.iterdir()}
-moments, cut, left = random.Random(0), 0, 0
+moments, cut, left, interim, seen = random.Random(0), 0, 0, 0, False
 for path in dst.iterdir():
     path.unlink()
-for _ in range(int(sys.argv[3])):
+for number in range(int(sys.argv[3])):
     pid = os.fork()
     if not pid:
         fresh = not any(not name.endswith(".partial") for name in os.listdir(dst))
         aggregate(src, str(dst), max_shard_size=8 << 20, overwrite=not fresh, progress=False)
         os._exit(0)
-    time.sleep(moments.uniform(0, duration))
+    # every other one while the files get their names
+    time.sleep(moments.uniform(0.7 * duration if number % 2 else 0, duration))
     os.kill(pid, signal.SIGKILL)
     cut += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
     names = {p.name for p in dst.iterdir()}
     left += any(n.endswith(".partial") for n in names)
-    for name in names & whole:
-        if name.endswith(".safetensors"):
-            for key, value in load_file(dst / name).items():
-                assert bool((value == int(key[1:])).all()), (name, key)
-    if "model.safetensors.index.json" in names:
+    loadable = "model.safetensors.index.json" in names
+    assert loadable or not seen, "the old output went before the new one was there"
+    seen |= loadable
+    if loadable:
         table = json.loads((dst / "model.safetensors.index.json").read_text())["weight_map"]
+        interim += any(name not in whole for name in table.values())
         assert set(table.values()) <= names and len(table) == 12
+        for name in set(table.values()):
+            stored = load_file(dst / name)
+            for key in (key for key, other in table.items() if other == name):
+                assert bool((stored[key] == int(key[1:])).all()), (name, key)
 aggregate(src, str(dst), max_shard_size=8 << 20, overwrite=True, progress=False)
-print(json.dumps({"cut": cut, "left": left, "same": {p.name for p in dst.iterdir()} == whole}))
+print(json.dumps({"cut": cut, "left": left, "interim": interim, "same": {p.name for p in dst.iterdir()} == whole}))
 """
 
 

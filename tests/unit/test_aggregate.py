@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tracemalloc
@@ -15,7 +16,7 @@ from checkpoint_files import SAVED_ELSEWHERE, some_tensors, write
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import aggregation_stream
+from ort_zero.checkpoint import aggregation_stream, output_record
 from ort_zero.checkpoint.aggregation import aggregate
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Piece, Tensor
 from ort_zero.checkpoint.storage import LocalFolder, open_folder
@@ -49,7 +50,8 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
 
 
 def names(path: Path) -> list[str]:
-    return sorted(os.listdir(path)) if path.exists() else []
+    """Return the names of all files but the record of what was written."""
+    return sorted(set(os.listdir(path)) - {output_record.NAME}) if path.exists() else []
 
 
 def flip(path: Path, at: int) -> None:
@@ -208,7 +210,7 @@ def test_remote_source_and_destination(tmp_path):
         for form, limit in (("safetensors", "5GB"), ("torch", 300)):
             report = aggregate("memory://agg/src", f"memory://agg/{form}", format=form, max_shard_size=limit)
             there = {p.rsplit("/", 1)[-1] for p in fs.ls(f"/agg/{form}", detail=False)}
-            assert there == set(report.files)
+            assert there == {*report.files, output_record.NAME}
             assert all(fs.size(f"/agg/{form}/{name}") == size for name, size in report.files.items())
         (tmp_path / "m").write_bytes(fs.cat_file("/agg/safetensors/model.safetensors"))
         assert same(load_file(tmp_path / "m"), WEIGHTS)
@@ -249,6 +251,70 @@ def test_a_destination_that_is_not_empty_is_refused_unless_overwritten(shards, t
     assert "model.safetensors" not in names(out) and "pytorch_model.bin.index.json" in names(out)
     aggregate(shards, out, overwrite=True, max_shard_size=200)
     assert not [n for n in names(out) if n.endswith(".bin") or n.endswith(".partial")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model.bin", "model-00001-of-00002.safetensors", "optimizer.json", "model.safetensors", "config.json"],
+)
+def test_overwriting_touches_nothing_that_is_the_users(shards, tmp_path, name):
+    """These names are everybody's: only what the record of an earlier run names may go."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text("mine")
+    with pytest.raises(CheckpointError, match=f"did not write there.*{name}; move them away"):
+        aggregate(shards, out, overwrite=True)
+    assert names(out) == [name] and (out / name).read_text() == "mine"
+    (out / name).unlink()
+    aggregate(shards, out, what="weights+optimizer", overwrite=True)
+    if (out / name).exists():
+        (out / name).write_text("changed")
+        with pytest.raises(CheckpointError, match=f"changed since: {name}"):
+            aggregate(shards, out, overwrite=True)
+        assert (out / name).read_text() == "changed"
+
+
+@pytest.mark.parametrize("step", ["write", "publish", "duplicate", "remove"])
+def test_the_old_output_or_the_new_one_loads_wherever_publishing_ends(tmp_path, monkeypatch, step):
+    old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "out"
+    values = {name: {(MASTER, f"w{i}"): torch.full((50,), value + i) for i in range(4)} for name, value in
+              (("old", 0.0), ("new", 100.0))}  # fmt: skip
+    write(old, values["old"], config={})
+    write(new, values["new"], config={})
+    aggregate(old, out, max_shard_size=400)
+    original, left = getattr(LocalFolder, step), 0
+
+    def failing(self, *args, **kwargs):
+        nonlocal left
+        if self.url == str(out):
+            left -= 1
+            if left < 0:
+                raise CheckpointError("gone")
+        return original(self, *args, **kwargs)
+
+    ends = set()
+    monkeypatch.setattr(LocalFolder, step, failing)
+    for moment in range(6):
+        left = moment
+        with contextlib.suppress(CheckpointError):
+            aggregate(new if moment % 2 == 0 else old, out, max_shard_size=400, overwrite=True)
+        table = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+        loaded = {key: load_file(out / name)[key] for key, name in table.items()}
+        found = [name for name, own in values.items() if same(loaded, {key: value for (_, key), value in own.items()})]
+        assert len(found) == 1, (moment, table)
+        ends |= set(found)
+    assert ends == {"old", "new"}
+    left = 99
+    aggregate(new, out, max_shard_size=400, overwrite=True)
+    assert len(names(out)) == 3 and (out / "model-00001-of-00002.safetensors").exists()
+
+
+def test_another_checkpoint_is_no_destination(shards):
+    write(shards / "global_step8")
+    before = names(shards / "global_step8")
+    with pytest.raises(CheckpointError, match="global_step8 is itself a checkpoint"):
+        aggregate(shards, shards / "global_step8", overwrite=True)
+    assert names(shards / "global_step8") == before
 
 
 @pytest.mark.parametrize("inner", [".", "deeper/out"])
