@@ -30,6 +30,7 @@ from ort_zero.runtime.built_graph import BuiltGraph, BuiltModel, ExportedModule
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputs, as_tensor, float_dtype
 from ort_zero.runtime.export.attribute_paths import Place
+from ort_zero.runtime.export.attribute_reads import unchanged_attributes
 from ort_zero.runtime.export.autograd_functions import AutogradFunctions
 from ort_zero.runtime.export.captured_output import CapturedOutput
 from ort_zero.runtime.export.checkpoint_marks import CheckpointedCalls
@@ -40,7 +41,7 @@ from ort_zero.runtime.export.post_optimize_passes import unfuse_for_cpu
 from ort_zero.runtime.export.tracer import Tracer
 from ort_zero.runtime.export_cache.lookup import Lookup, session_of
 from ort_zero.runtime.export_cache.store import ExportCache
-from ort_zero.runtime.guards.attribute_guard import HOOKS, METHODS, NOTHING_READ, AttributeGuard, ReadValues
+from ort_zero.runtime.guards.attribute_guard import NOTHING_READ, AttributeGuard, ReadValues
 from ort_zero.runtime.guards.keys import (
     ExportedModelInfo,
     KnownGraph,
@@ -137,7 +138,15 @@ class GraphBuilder:
             return self.process(self.export(observed, call, subscribers), observed.process, number, call)
         with self._timed("cache"):
             self.lookup = Lookup(
-                self.cache, self.module, self.manager, observed, call, self.excluded, self.config.cache_key
+                self.cache,
+                self.module,
+                self.manager,
+                observed,
+                call,
+                self.excluded,
+                self.attribute_guard,
+                self.attribute_inputs,
+                self.config.cache_key,
             )
             found = None if anew else self.lookup.find(self.fallback_policy)
         if found is not None:
@@ -182,15 +191,10 @@ class GraphBuilder:
         reads = tracer.attributes
         if reads is None:
             return NOTHING_READ
-        now = self.attribute_guard.watch(reads.reads, reads.whole).values
         paths = {id(module): path for path, module in self.module.named_modules()}
-        return ReadValues(
-            {place: now[place] for place in (*reads.reads, HOOKS, METHODS)},
-            tracer.inputs.names if tracer.inputs else {},
-            # a module outside of the tree cannot stay in PyTorch by itself
-            {place: tuple([paths.get(id(m), "") for m in read.readers]) for place, read in reads.reads.items()},
-            type(self.module).__name__,
-        )
+        # a module outside of the tree cannot stay in PyTorch by itself
+        readers = {place: [paths.get(id(m), "") for m in read.readers] for place, read in reads.reads.items()}
+        return self.attribute_guard.watch(readers, tracer.inputs.names if tracer.inputs else {}, reads.whole)
 
     def _tracer(self, call: pytree.Call, subscribers: Sequence[SubscribedModel], *, all_inputs: bool) -> Tracer:
         """Return what follows the export of a call.
@@ -228,6 +232,7 @@ class GraphBuilder:
             self.functions.as_operators(),
             torch_onnx.routing(self.fallback_policy),
             unchanged_buffers(flattened),
+            unchanged_attributes(self.module),
             fake_weights(flattened),
             reader_marks.marking(tracer.readers),
             tracer.everything_trainable(flattened),

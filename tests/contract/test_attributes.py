@@ -446,3 +446,46 @@ def test_a_submodule_that_reads_what_it_changes_stays_in_pytorch():
     assert "changes it for the next call" in pair.runtime.status()["in_torch"]["inner"]
     with pytest.raises(ExportError, match=r"Counter.*reads Counter.step, and changes it for the next call.*test_attr"):
         Pair(Counter()).wrapped(x)
+
+
+def test_graphs_of_the_export_cache_know_what_they_read(tmp_path):
+    def train() -> Pair:
+        pair = Pair(Scheduled(), cache_dir=str(tmp_path))
+        for step in range(5):
+            pair.both(lambda m, step=step: setattr(m, "beta", 0.1 * step))
+            pair.step()
+        pair.both(lambda m: setattr(m, "center", torch.ones(4)))
+        pair.step()
+        return pair
+
+    first, second = train(), train()
+    assert first.done == second.done == ["export"] * 4
+    assert first.runtime.status()["graphs"]["training"]["exports"] == 4
+    assert second.runtime.status()["graphs"]["training"]["exports"] == 0
+    assert second.reasons == ["Scheduled.center was changed (a tensor)"]
+    assert second.runtime.status()["graphs"]["training"]["attribute_inputs"] == ["Scheduled.beta"]
+
+
+HIDDEN = {"gain": 1.0}
+
+
+class Hidden(nn.Module):
+    """Reads a global that is no part of any criterion of the export cache."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x).mean() * HIDDEN["gain"]
+
+
+def test_a_stored_graph_is_not_taken_for_another_value_of_a_global(tmp_path, monkeypatch):
+    Pair(Hidden(), cache_dir=str(tmp_path)).step()
+    monkeypatch.setitem(HIDDEN, "gain", 3.0)
+    pair = Pair(Hidden(), cache_dir=str(tmp_path))
+    pair.step()
+    assert pair.runtime.status()["graphs"]["training"]["exports"] == 1
+    told = pair.runtime.status()["transitions"][0]["cache"]
+    assert "test_attributes.HIDDEN['gain'] is 3.0, and was 1.0" in told

@@ -310,6 +310,22 @@ def unrecorded() -> Iterator[None]:
         _Active.reads = before
 
 
+@contextlib.contextmanager
+def unchanged_attributes(module: torch.nn.Module) -> Iterator[None]:
+    """Put the plain attributes of all modules back to their values at the start: an export runs the forward twice."""
+    saved = [
+        (own, {name: value for name, value in own.items() if is_plain(value) and name not in _INTERNAL})
+        for own in (vars(child) for child in module.modules())
+    ]
+    try:
+        yield
+    finally:
+        for own, values in saved:
+            for name, value in values.items():
+                if name in own and own[name] is not value and is_plain(own[name]):
+                    own[name] = value
+
+
 def has_readable_attributes(value: Any) -> bool:
     """Return whether a value is an instance of a class of the user's, or of a library, written in Python."""
     kind = type(value)

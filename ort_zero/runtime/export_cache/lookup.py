@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from ort_zero.compat.tracing import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltModel, ExportedModule
 from ort_zero.runtime.export import autograd_functions
+from ort_zero.runtime.export.attribute_paths import CELL, GLOBAL, Place, is_plain
 from ort_zero.runtime.export.checkpoint_marks import MARK, BlockMark
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.post_export_passes import with_run_seed
@@ -29,6 +32,7 @@ from ort_zero.runtime.export_cache.described import Describer
 from ort_zero.runtime.export_cache.serialization import NotStorable
 from ort_zero.runtime.export_cache.source_code import SourceCode, is_users
 from ort_zero.runtime.export_cache.store import ExportCache, Found
+from ort_zero.runtime.guards.attribute_guard import AttributeGuard, ReadValues
 from ort_zero.runtime.guards.keys import ExportedModelInfo, Observed
 from ort_zero.runtime.operators import aten_op
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy
@@ -52,6 +56,8 @@ class Lookup:
         observed: the call.
         call: the same, taken apart.
         excluded: submodules that stay in PyTorch; a graph that has some has no meaning in another process.
+        attribute_guard: guard on what the module's code reads besides its arguments.
+        attribute_inputs: name of the graph input of each attribute that a new graph takes as an input.
         cache_key: the user's own part of the key, for what the cache cannot see.
 
     Attributes:
@@ -66,8 +72,12 @@ class Lookup:
         observed: Observed,
         call: Call,
         excluded: ExcludedModules,
+        attribute_guard: AttributeGuard,
+        attribute_inputs: Mapping[Place, str],
         cache_key: str | None = None,
     ):
+        self._attribute_guard = attribute_guard
+        self._attribute_inputs = attribute_inputs
         self.cache = cache
         self.module = module
         self.manager = manager
@@ -102,6 +112,7 @@ class Lookup:
             "device": process.device,
             "default dtype": str(torch.get_default_dtype()),
             "autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off",
+            "attribute inputs": sorted(self._attribute_inputs.values()),
             "cache_key": cache_key,
         }
 
@@ -156,6 +167,7 @@ class Lookup:
             "changed": effects.changed,
             "guards": [(value, paths.get(id(read.module)), str(read), read.random) for value, read in effects.guards],
             "counting": [paths[id(child)] for child in effects.counting],
+            "attributes": _attributes(exported.key.read),
             "operators": _operators(built.model),
             "taken": routes.reasons,
             "info": asdict(built.info),
@@ -192,8 +204,58 @@ class Lookup:
         missing = _functions(built.model) - set(meta["operators"]) - {MARK}
         if missing:
             raise ValueError(f"{sorted(missing)[0]} is not described")
+        key = dataclasses.replace(self.observed.export, attributes=self._read_values(meta["attributes"]))
         routes.reasons.update(meta["taken"])
-        return ExportedModule(self.observed.export, info, effects, frozenset(meta["differentiable"])), built
+        return ExportedModule(key, info, effects, frozenset(meta["differentiable"])), built
+
+    def _read_values(self, written: dict[str, Any]) -> ReadValues:
+        """Return what the graph was traced with, as it is in this process.
+
+        Raises:
+            ValueError: a global has another value.
+        """
+        places = [Place(tuple(root), tuple((k, serialization.decode(key)) for k, key in steps))
+                  for root, steps, *_ in written["places"]]  # fmt: skip
+        inputs = {places[i]: name for i, name in written["inputs"]}
+        readers = {place: paths for place, (_, _, paths, _) in zip(places, written["places"], strict=True)}
+        read = self._attribute_guard.watch(readers, inputs, [places[i] for i in written["whole"]])
+        for place, (*_, then) in zip(places, written["places"], strict=True):
+            now = _text_of(place, read)
+            if now != then:
+                raise ValueError(f"{place.named(type(self.module).__name__)} is {now}, and was {then}")
+        return read
+
+
+def _attributes(read: ReadValues) -> dict[str, Any]:
+    """Return what a graph was traced with as plain values.
+
+    Raises:
+        NotStorable: the key of an item has no lasting name.
+    """
+    places = [place for place in read.values if place in read.readers]
+    index = {place: i for i, place in enumerate(places)}
+    return {
+        "places": [
+            (
+                place.root,
+                [(kind, serialization.encode(key, "key")) for kind, key in place.steps],
+                list(read.readers[place]),
+                _text_of(place, read),
+            )
+            for place in places
+        ],
+        "inputs": [(index[place], name) for place, name in read.inputs.items()],
+        "whole": sorted(index[place] for place in read.whole if place in index),
+    }
+
+
+def _text_of(place: Place, read: ReadValues) -> str | None:
+    """Return a plain value that no other criterion holds: of a global, or of a variable of a function around a method.
+
+    The attributes of modules are part of the model's criterion, as they are before the module runs.
+    """
+    outside = place.root[0] == GLOBAL or any(kind == CELL for kind, _ in place.steps)
+    return repr(read.values[place]) if outside and is_plain(read.values[place]) else None
 
 
 def _inputs(observed: Observed, call: Call) -> dict[str, Any]:

@@ -88,20 +88,23 @@ class ReadValues:
         values: value of each attribute.
         inputs: name of the graph input of each attribute whose value the graph takes at each run.
         readers: paths of the modules that read an attribute; "" stands for the model itself.
+        whole: places of objects that were read at several places: another object counts as a change.
         model: name of the model's class, for messages.
     """
 
-    __slots__ = ("_held", "_token", "inputs", "model", "readers", "values")
+    __slots__ = ("_held", "_token", "inputs", "model", "readers", "values", "whole")
 
     def __init__(
         self,
         values: Mapping[Place, Any],
         inputs: Mapping[Place, str] | None = None,
         readers: Mapping[Place, Sequence[str]] | None = None,
+        whole: Iterable[Place] = (),
         model: str = "",
     ):
         self.inputs = {place: name for place, name in (inputs or {}).items() if place in values}
         self.readers = dict(readers or {})
+        self.whole = frozenset(whole)
         self.model = model
         self.values = {**values, **{place: InputKind(values[place]) for place in self.inputs}}
         self._token: object | None = None
@@ -172,17 +175,22 @@ class AttributeGuard:
         self._stale = True
         self._tree = 0
 
-    def watch(self, places: Iterable[Place], whole: Iterable[Place] = ()) -> AttributeValues:
-        """Look at more places from now on; return the values of all.
+    def watch(
+        self, readers: Mapping[Place, Sequence[str]], inputs: Mapping[Place, str], whole: Iterable[Place]
+    ) -> ReadValues:
+        """Look from now on at what a graph was traced with; return the values.
 
         Args:
-            places: each after the place of the object that holds it.
-            whole: those of objects that were read at several places: another object counts as a change.
+            readers: paths of the modules that read an attribute. A place comes after that of the object that holds it.
+            inputs: see :class:`ReadValues`.
+            whole: see :class:`ReadValues`.
         """
-        self._places.update(dict.fromkeys(places))
+        self._places.update(dict.fromkeys(readers))
         self._whole.update(whole)
         self._stale = True
-        return self.check()
+        now = self.check().values
+        values = {place: now[place] for place in (*readers, HOOKS, METHODS)}
+        return ReadValues(values, inputs, readers, whole, type(self._module).__name__)
 
     def value(self, place: Place) -> Any:
         """Return the number or tensor at a place, as of the last check."""
