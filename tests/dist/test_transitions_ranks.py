@@ -166,6 +166,51 @@ def cached(stage: int, folder: str) -> list[Any]:
     return runs
 
 
+class Weighted(torch.nn.Module):
+    """Reads numbers from attributes: a weight of the loss, a slope, the rate of a dropout."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.dropout, self.b = torch.nn.Linear(6, 6), torch.nn.Dropout(0.0), torch.nn.Linear(6, 6)
+        self.beta, self.slope = 0.0, 0.1
+
+    def forward(self, x):
+        y = self.b(self.dropout(torch.nn.functional.leaky_relu(self.a(x), self.slope)))
+        return y.pow(2).mean() + self.beta * y.abs().mean()
+
+
+def scheduled(stage: int) -> dict[str, Any]:
+    """Change attributes through the engine, at every step and on one rank only; return losses of both backends."""
+    import deepspeed
+
+    rank = start()
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    report: dict[str, Any] = {}
+    for ort in (None, True):
+        model = Weighted()
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=ds_config(stage, ort=ort, **zero)
+        )
+        losses = []
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+        for step in range(10):
+            engine.module.beta = 0.1 * step
+            if step == 6 and rank:
+                engine.module.slope = 0.5
+            if step == 8:
+                engine.module.slope = 0.3
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        report["ort" if ort else "torch"] = losses
+        if ort:
+            report["status"] = ort_zero.status()["models"][-1]
+        engine.destroy()
+    return report
+
+
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +244,17 @@ def test_ranks_whose_calls_differ_are_told_and_go_on(stage):
             assert ended[0] == "ExportError" and "this branch cannot be traced" in ended[1]
             assert "fail" in ended[1] and "earlier ones are kept" in ended[1]
     assert isinstance(zero[-1], float) and isinstance(one[-1], float), (zero, one)
+
+
+def test_attributes_that_change_at_every_step_or_on_one_rank_have_pytorchs_effect():
+    for rank, report in enumerate(run_on_ranks(scheduled, 2, 3)):
+        assert report["ort"] == pytest.approx(report["torch"], rel=2e-4)
+        status = report["status"]
+        exports = [t for t in status["transitions"] if t["transition"] == "export"]
+        assert len(exports) == 4 + rank and status["fallbacks"] == 0
+        assert exports[1]["reasons"] == ["Weighted.beta changed from 0.0 to 0.1"]
+        assert status["graphs"]["training"]["attribute_inputs"][0] == "Weighted.beta"
+        assert status["graphs"]["training"]["runs"]["backward"] == 10
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -1,7 +1,8 @@
 """Guard on the module tree: notices at each call whether the module is still the one of the last call.
 
 It compares the tables of parameters and children of every module with copies of them, in one pass in C that takes well
-under a microsecond a parameter. What the code of a module reads besides (attributes, globals) is not guarded.
+under a microsecond a parameter. What the code of a module reads besides (attributes, globals) is the matter of
+:mod:`ort_zero.runtime.guards.attribute_guard`.
 :class:`ort_zero.runtime.transitions.GraphTransitionManager` asks it before each decision.
 """
 
