@@ -34,6 +34,11 @@ def is_foreign(file: str) -> bool:
     return file.startswith((_OURS, _STANDARD))
 
 
+def is_standard(file: str) -> bool:
+    """Return True for a file of Python's own library."""
+    return file.startswith(_STANDARD) and _PACKAGES.search(file) is None
+
+
 def is_installed(file: str) -> bool:
     """Return True for a file in site-packages, of whatever package."""
     return _PACKAGES.search(file) is not None

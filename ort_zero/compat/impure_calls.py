@@ -15,18 +15,22 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 
-from ort_zero.compat.frames import is_foreign
+from ort_zero.compat.frames import is_foreign, is_standard
 
 _CLOCKS = ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time",
            "process_time_ns")  # fmt: skip
 _SEEDS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state")
 _WRAPPERS = (os.sep + "contextlib.py", os.path.join("torch", "random.py"))
 """Ends of the names of files whose functions call for the user's code."""
+_OF_MODULES = os.path.join("torch", "nn", "modules", "module.py")
+_HOMES = (time, os, random, torch, torch.random)
+"""Modules of the functions themselves; ``random`` asks the system for ``secrets`` and NumPy too."""
 _NOTHING: Callable[[str], None] = lambda what: None  # noqa: E731
 _notice: Callable[[str], None] = _NOTHING
 
@@ -36,23 +40,13 @@ def noticed(notice: Callable[[str], None]) -> Iterator[None]:
     """Call `notice` with what the user's code does, where it makes such a call in the block.
 
     Args:
-        notice: takes such as "reads a clock"; may raise.
+        notice: takes such as "calls torch.manual_seed"; may raise.
     """
     global _notice
-    replacements: dict[int, Callable] = {}
-    for name in _CLOCKS:
-        replacements[id(getattr(time, name))] = _clock(getattr(time, name))
-    for name in _SEEDS:
-        function = getattr(torch, name)
-        replacements[id(function)] = replacements[id(getattr(torch.random, name))] = _noticing(
-            function, f"calls torch.{name}", called_by_user
-        )
-    replacements[id(os.urandom)] = _noticing(os.urandom, "draws random bytes from the system", _serves_user)
+    replacements = _replacements()
     originals: list[tuple[Any, str, Any]] = [(random.Random, "seed", random.Random.seed)]
-    replacements[id(random.Random.seed)] = _noticing_seed(random.Random.seed)
     for module in list(sys.modules.values()):
-        if _may_hold(module):
-            originals += [(module, n, v) for n, v in list(vars(module).items()) if id(v) in replacements]
+        originals += [(module, name, vars(module)[name]) for name in _names_in(module, replacements.keys())]
     for owner, name, value in originals:
         setattr(owner, name, replacements[id(value)])
     before, _notice = _notice, notice
@@ -64,15 +58,42 @@ def noticed(notice: Callable[[str], None]) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def _may_hold(module: Any) -> bool:
-    """Return True for a module whose names the user's code may call: the functions' own home, or a file of the user's.
+def _replacements() -> dict[int, Callable]:
+    """Return the functions that notice calls, by the ``id()`` of those that they replace."""
+    made: dict[int, Callable] = {id(getattr(time, name)): _clock(getattr(time, name)) for name in _CLOCKS}
+    for name in _SEEDS:
+        function = getattr(torch, name)
+        made[id(function)] = _noticing(function, f"calls torch.{name}", called_by_user)
+        made[id(getattr(torch.random, name))] = made[id(function)]
+    made[id(os.urandom)] = _noticing(os.urandom, "draws random bytes from the system", _serves_user)
+    made[id(random.Random.seed)] = _noticing_seed(random.Random.seed)
+    return made
 
-    ``random`` and ``secrets`` ask the system for the user's code.
+
+_names_of_file: dict[str, tuple[int, list[str]]] = {}
+"""Number of globals of each file that was searched, and those of their names that hold one of the functions."""
+
+
+def _names_in(module: Any, functions: Collection[int]) -> list[str]:
+    """Return the names under which the user's code finds one of the functions in a module.
+
+    A file is searched again when it has got more globals: there are thousands of files.
+
+    Args:
+        module: a value of ``sys.modules``.
+        functions: the ``id()`` of each function.
     """
-    if module in (time, os, random, torch, torch.random):
-        return True
-    file = getattr(module, "__dict__", {}).get("__file__")
-    return isinstance(file, str) and not is_foreign(file)
+    names = getattr(module, "__dict__", {})
+    if module not in _HOMES:
+        file = names.get("__file__")
+        if not isinstance(file, str) or is_foreign(file):
+            return []
+        size, known = _names_of_file.get(file, (0, []))
+        if size == len(names):
+            return [name for name in known if id(names.get(name)) in functions]
+    found = [name for name, value in list(names.items()) if id(value) in functions]
+    _names_of_file[names.get("__file__") or names["__name__"]] = len(names), found
+    return found
 
 
 def called_by_user() -> bool:
@@ -80,18 +101,26 @@ def called_by_user() -> bool:
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back
-    return not is_foreign(frame.f_code.co_filename)
+    return _is_users(frame)
 
 
 def _serves_user() -> bool:
     """Return True if the code outside of Python's own library that is running is the user's."""
-    frame: Any = sys._getframe(2)
-    standard = os.path.dirname(os.__file__) + os.sep
-    while frame is not None and frame.f_code.co_filename.startswith(standard) and "-packages" not in (
-        frame.f_code.co_filename
-    ):  # fmt: skip
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and is_standard(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame is not None and not is_foreign(frame.f_code.co_filename)
+    return _is_users(frame)
+
+
+def _is_users(frame: FrameType | None) -> bool:
+    """Return True for a frame of the user's code, but for code that an import runs once."""
+    if frame is None or is_foreign(frame.f_code.co_filename):
+        return False
+    while frame is not None and not frame.f_code.co_filename.endswith(_OF_MODULES):
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _noticing(function: Callable, what: str, concerns_user: Callable[[], bool]) -> Callable:
