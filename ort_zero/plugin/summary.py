@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,9 @@ _NARROWEST, _WIDEST = 40, 120
 _LEAST = 8
 """Minimum width of a column in characters, however narrow the terminal is."""
 _ASCII, _BOXES = ("-", "|", "+"), ("─", "│", "┼")
+_LINE = re.compile(r":\d+ in \S+\)$")
+"""End of a reason that names a line of the user's code."""
+_MOST_LINES = 3
 Row = tuple[str, ...]
 """Cells of a row: feature, state, what to write to switch it; with two cells the second one takes all the room."""
 
@@ -105,6 +109,7 @@ def _features(status: Mapping[str, Any] | None, section: config.Config, plans: S
             _switch("statistics.enabled", not section.statistics.enabled),
         ),
         ("kept in PyTorch", _kept(status), 'ortmodule.exclude: ["PATTERN"]'),
+        *_lines_kept(status),
         ("an export that fails", _on_failure(ort.fallback), _other_fallback(ort.fallback)),
     ]
     if status is not None and status["fallback_reason"]:
@@ -132,6 +137,14 @@ def _kept(status: Mapping[str, Any] | None) -> str:
         return "everything"
     names = list(status["in_torch"])
     return shortened(names, 1) or "nothing"
+
+
+def _lines_kept(status: Mapping[str, Any] | None) -> list[Row]:
+    """Return a row for each of the first submodules that stay in PyTorch because of a line of the user's code."""
+    if status is None or status["fallback_reason"]:
+        return []
+    found = [(name, why) for name, why in status["in_torch"].items() if _LINE.search(why)]
+    return [(f"  {name}", why) for name, why in found[:_MOST_LINES]]
 
 
 def _state(on: Any) -> str:

@@ -320,6 +320,17 @@ def test_each_feature_says_on_or_off():
     assert "memory_efficient_gradients: false" in text and 'ortmodule.fallback: "raise"' in text
 
 
+def test_lines_that_keep_a_submodule_in_pytorch_are_shown():
+    kept = {
+        "aten::lstm": "no gradient in ORT",
+        **{f"layers.{i}": f"draws random numbers from numpy.random (/a/model.py:{i} in forward)" for i in range(5)},
+    }
+    text = summary.table(status(in_torch=kept), config.Config(), VERSIONS, width=100)
+    shown = [line for line in text.splitlines() if "numpy.random (/a/model.py:" in line]
+    assert [line.split("|")[0].strip() for line in shown] == ["layers.0", "layers.1", "layers.2"]
+    assert "no gradient in ORT" not in text and "aten::lstm and 5 more" in text
+
+
 def test_recomputation_is_on_where_it_is_asked_for_even_if_nothing_was_found():
     section = config.parse({"memory": {"recompute": "all"}})
     text = summary.table(status(), section, VERSIONS)
