@@ -15,6 +15,7 @@ from ort_zero.checkpoint.capture import Model, Shard
 from ort_zero.checkpoint.records import WEIGHT, File, Tensor
 from ort_zero.checkpoint.shard_writer import ShardEntry, WrittenPiece, write_shard
 from ort_zero.checkpoint.storage import Folder, open_folder
+from ort_zero.checkpoint.zero_to_fp32 import write_script
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
@@ -168,6 +169,7 @@ def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: in
     manifest.source_of(document, folder.url)  # a gap or an overlap is found now, not when the checkpoint is needed
     if job.durable:
         folder.settle()  # a manifest that outlives a loss of power must find its files
+    write_script(job.path, job.save_id, job.durable)
     folder.write(manifest.NAME, manifest.dump(document), job.save_id, durable=job.durable)
     _remove_left_overs(folder, {file.name for file in files})
     if job.save_latest:

@@ -7,17 +7,17 @@ is touched; the second, from the page cache as a rule, copies.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import xxhash
 
 from ort_zero import log
-from ort_zero.checkpoint import dtypes, json_text, manifest, saving, values
+from ort_zero.checkpoint import json_text, manifest, saving, values
 from ort_zero.checkpoint.deepspeed import file_names
-from ort_zero.checkpoint.records import Piece, Source, Tensor
-from ort_zero.checkpoint.storage import CHUNK, Folder, open_folder
+from ort_zero.checkpoint.reading import ReadRequest, check_range, read_range
+from ort_zero.checkpoint.records import Source, Tensor
+from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.compat.deepspeed_state import EngineState, Flat
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -25,19 +25,6 @@ from ort_zero.utils.text import shortened
 
 _MOST_NAMED = 5
 """Maximum number of names that a message lists."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReadRequest:
-    """A range of a stored tensor that this rank reads, and the memory into which it is read."""
-
-    tensor: Tensor
-    start: int
-    """First element in the flattened tensor."""
-    length: int
-    """Number of elements."""
-    target: torch.Tensor | None
-    """1-D, of `length` elements; None while only the bytes are checked."""
 
 
 def load(
@@ -86,13 +73,13 @@ def load(
         if full:
             _refuse_other_optimizer(state, source)
         for request in _ReadRequests(state, source, full, writing=False):
-            _check(folder, request)
+            check_range(folder, request)
         extra = _read_extra(folder, source, ranks)
     with saving.settled(state):
         with ranks.raise_on_all("loading the checkpoint"):
             with torch.no_grad():
                 for request in _ReadRequests(state, source, full, writing=True):
-                    _copy(folder, request)
+                    read_range(folder, request)
             if full:
                 _restore_optimizer(state, source)
         state.loaded()
@@ -222,7 +209,7 @@ class _ReadRequests:
         self._moments = {kind: source.by_name(kind) for kind in dict.fromkeys(kinds)}
         self._writing = writing
 
-    def __iter__(self) -> Iterator[_ReadRequest]:
+    def __iter__(self) -> Iterator[ReadRequest]:
         for flat in self._state.flats():
             for span in flat.spans:
                 yield self._request(
@@ -237,7 +224,7 @@ class _ReadRequests:
             if buffer.numel():
                 yield self._request(self._stored[self._name(name)], 0, buffer.numel(), buffer.data.view(-1))
 
-    def _moment_requests(self, flat: Flat, kind: str, by_name: dict[str, Tensor]) -> Iterator[_ReadRequest]:
+    def _moment_requests(self, flat: Flat, kind: str, by_name: dict[str, Tensor]) -> Iterator[ReadRequest]:
         """Yield those of one state of the optimizer; parameters of which none is stored start at zero."""
         moment = _state_tensor(self._state, flat, kind) if self._writing else flat.master
         for span in flat.spans:
@@ -251,10 +238,10 @@ class _ReadRequests:
         """Return the name under which a parameter is stored."""
         return self._source.aliases.get(name, name)
 
-    def _request(self, tensor: Tensor, start: int, length: int, target: torch.Tensor, offset: int = 0) -> _ReadRequest:
+    def _request(self, tensor: Tensor, start: int, length: int, target: torch.Tensor, offset: int = 0) -> ReadRequest:
         """Return the request that fills `length` elements of `target` from `offset` on."""
         place = target.narrow(0, offset, length) if self._writing else None
-        return _ReadRequest(tensor=tensor, start=start, length=length, target=place)
+        return ReadRequest(tensor=tensor, start=start, length=length, target=place)
 
 
 def _state_tensor(state: EngineState, flat: Flat, kind: str) -> torch.Tensor:
@@ -266,52 +253,6 @@ def _state_tensor(state: EngineState, flat: Flat, kind: str) -> torch.Tensor:
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _overlaps(request: _ReadRequest) -> Iterator[tuple[Piece, int, int]]:
-    """Yield (piece, first element in it, elements) of the pieces that hold a part of the range."""
-    size = dtypes.itemsize(request.tensor.dtype)
-    end = request.start + request.length
-    for piece in request.tensor.pieces:
-        first, last = max(piece.start, request.start), min(piece.start + piece.length // size, end)
-        if first < last:
-            yield piece, first - piece.start, last - first
-
-
-def _check(folder: Folder, request: _ReadRequest) -> None:
-    """Read every byte of the pieces that `request` touches, and compare with their checksums.
-
-    Raises:
-        CorruptCheckpointError: they differ, or the file ends early.
-    """
-    buffer = memoryview(bytearray(min(CHUNK, max((p.length for p in request.tensor.pieces), default=0))))
-    for piece, _, _ in _overlaps(request):
-        digest = xxhash.xxh3_64()
-        for position in range(0, piece.length, CHUNK):
-            part = buffer[: min(CHUNK, piece.length - position)]
-            folder.read_into(piece.file, piece.offset + position, part)
-            digest.update(part)
-        if piece.check is not None and digest.hexdigest() != piece.check:
-            raise CorruptCheckpointError(
-                f"{folder.path(piece.file)} is damaged: the bytes of {request.tensor.kind} of {request.tensor.name} "
-                "do not match their checksum (ort-zero verify lists everything that is wrong)"
-            )
-
-
-def _copy(folder: Folder, request: _ReadRequest) -> None:
-    """Read the range into its target, cast to the target's dtype."""
-    assert request.target is not None, "the request is for writing"
-    size = dtypes.itemsize(request.tensor.dtype)
-    dtype = dtypes.torch_dtype(request.tensor.dtype)
-    step = CHUNK // size
-    buffer = bytearray(min(CHUNK, request.length * size))
-    for piece, first, length in _overlaps(request):
-        for done in range(0, length, step):
-            count = min(step, length - done)
-            part = memoryview(buffer)[: count * size]
-            folder.read_into(piece.file, piece.offset + (first + done) * size, part)
-            begin = piece.start + first + done - request.start
-            request.target.narrow(0, begin, count).copy_(torch.frombuffer(part, dtype=dtype))
 
 
 def _read_extra(folder: Folder, source: Source, ranks: RankGroup) -> dict[str, Any]:

@@ -6,8 +6,14 @@ import inspect
 import weakref
 from typing import Any
 
+from ort_zero.errors import PatchError
+from ort_zero.utils.patching import defined_in
+
 ENGINE = "deepspeed.runtime.engine"
 ENGINE_INIT = f"{ENGINE}:DeepSpeedEngine.__init__"
+ZERO_TO_FP32 = "deepspeed.utils.zero_to_fp32"
+READ_FP32_STATE = f"{ZERO_TO_FP32}:_get_fp32_state_dict_from_zero_checkpoint"
+"""Reads one checkpoint for all functions of that module; they were imported by name before we come."""
 _REDUCE_LEAF = "_ort_zero_reduce_leaf"
 
 
@@ -16,6 +22,13 @@ def plain_linear() -> Any:
     from deepspeed.runtime.zero import partition_parameters
 
     return getattr(partition_parameters.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+
+
+def require_fp32_reader(original: Any) -> None:
+    """Raise PatchError unless :data:`READ_FP32_STATE` takes the folder of one checkpoint, and what to leave out."""
+    defined_in(ZERO_TO_FP32)(original)
+    if list(inspect.signature(original).parameters) != ["ds_checkpoint_dir", "exclude_frozen_parameters"]:
+        raise PatchError(f"{READ_FP32_STATE} takes {inspect.signature(original)}, which is not known")
 
 
 def set_in_forward(module: Any, value: bool) -> bool | None:

@@ -95,11 +95,11 @@ def enable() -> None:
     if is_enabled():
         return  # the armed hook has just done it
     from ort_zero.distributed import gloo_exit
-    from ort_zero.plugin import engine_patch
+    from ort_zero.plugin import engine_patch, fp32_patch
     from ort_zero.utils.patching import PatchSet
     from ort_zero.zero3_hooks import patches as hook_patches
 
-    wanted = PatchSet("deepspeed", (*engine_patch.PATCHES, *hook_patches.PATCHES))
+    wanted = PatchSet("deepspeed", (*engine_patch.PATCHES, *hook_patches.PATCHES, *fp32_patch.patches()))
     wanted.apply()
     registry.patch_sets["deepspeed"] = wanted
     _state["auto_error"] = None

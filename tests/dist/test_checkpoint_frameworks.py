@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,11 @@ def accelerate_round_trip(folder: str, stage: int) -> dict[str, Any]:
     second[0].load_state(f"{folder}/state")
     found = steps(*second, 2)
     second[0].save_state(f"{folder}/last")
+    # ... and in the program itself, by a function that was imported before the plugin was there
+    from deepspeed.runtime.engine import get_fp32_state_dict_from_zero_checkpoint
+
+    weight = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/last")["lm_head.weight"]
+    assert weight.shape == (97, 32) and weight.dtype is torch.float32
     return {"expected": expected, "found": found, "other": other, "logits": logits}
 
 
@@ -108,6 +115,14 @@ def test_accelerate_saves_and_loads_state(tmp_path, stage):
     assert abs(first["other"][0] - first["expected"][0]) > 1e-2
     manifest = json.loads((tmp_path / "state" / "pytorch_model" / "manifest.json").read_text())
     assert manifest["zero_stage"] == stage and manifest["world_size"] == 2
+
+    # what scripts do with a checkpoint of Accelerate's: DeepSpeed's documented way, offline
+    script = [sys.executable, "zero_to_fp32.py", ".", "../converted"]
+    subprocess.run(script, cwd=tmp_path / "last", check=True, capture_output=True)
+    converted = small_gpt2(1).eval()
+    converted.load_state_dict(torch.load(tmp_path / "converted" / "pytorch_model.bin", weights_only=True))
+    with torch.no_grad():
+        assert torch.allclose(converted(**batch()).logits, first["logits"], atol=1e-4)
 
     aggregate(str(tmp_path / "last"), str(tmp_path / "model"), tag="pytorch_model", progress=False)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()

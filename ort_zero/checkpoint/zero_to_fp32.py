@@ -1,0 +1,277 @@
+"""The functions and the command line of DeepSpeed's ``zero_to_fp32.py``, for checkpoints of ours and DeepSpeed's.
+
+Every folder of checkpoints that we write holds a script of that name (:data:`SCRIPT`), for programs and people that
+look for it there. It needs torch and the checkpoint part of ort_zero: neither onnxruntime nor DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ort_zero.checkpoint import dtypes, manifest
+from ort_zero.checkpoint.aggregation import AggregateReport, aggregate
+from ort_zero.checkpoint.opening import open_checkpoint
+from ort_zero.checkpoint.reading import ReadRequest, check_range, read_range
+from ort_zero.checkpoint.records import BUFFER, Source, Tensor
+from ort_zero.checkpoint.storage import Folder, open_folder
+from ort_zero.errors import CheckpointError
+
+SCRIPT_NAME = "zero_to_fp32.py"
+SCRIPT = '''\
+#!/usr/bin/env python
+"""Makes one fp32 state dict of the ZeRO checkpoints in this folder: python zero_to_fp32.py . OUTPUT_DIR
+
+The command line and the functions are those of DeepSpeed's script of this name. The checkpoints were written by
+ort_zero, which has to be installed (torch too, but neither onnxruntime nor DeepSpeed).
+"""
+
+try:
+    from ort_zero.checkpoint.zero_to_fp32 import (  # noqa: F401
+        convert_zero_checkpoint_to_fp32_state_dict,
+        convert_zero_checkpoint_to_state_dict,
+        get_fp32_state_dict_from_zero_checkpoint,
+        load_state_dict_from_zero_checkpoint,
+        main,
+    )
+except ImportError as error:
+    raise ImportError(f"this checkpoint was written by ort_zero: pip install ort-zero ({error})") from error
+
+if __name__ == "__main__":
+    main()
+'''
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32", torch.float32), "fp32"),
+    **dict.fromkeys(("fp16", "float16", torch.float16), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16", torch.bfloat16), "bf16"),
+}
+_NO_LIMIT = 1 << 62
+
+
+class StoredWeight:
+    """A weight whose values are still in the files of a checkpoint.
+
+    Args:
+        folder: folder of the files.
+        tensor: the weight.
+        dtype: dtype of what :meth:`contiguous` returns.
+    """
+
+    def __init__(self, folder: Folder, tensor: Tensor, dtype: torch.dtype):
+        self._folder, self._tensor = folder, tensor
+        self.dtype = dtype
+        self.shape = torch.Size(tensor.shape)
+
+    def contiguous(self) -> torch.Tensor:
+        """Return the values, read from the files and compared with their checksums where the format keeps any.
+
+        Raises:
+            CorruptCheckpointError: a file is missing, too short, or damaged.
+        """
+        stored, tensor = dtypes.torch_dtype(self._tensor.dtype), self._tensor
+        elements = tensor.elements
+        if tensor.strides is not None:  # one piece, which spans its range of the storage
+            elements = tensor.pieces[0].length // dtypes.itemsize(tensor.dtype)
+        values = torch.empty(elements, dtype=stored)
+        request = ReadRequest(tensor=tensor, start=0, length=elements, target=values)
+        check_range(self._folder, request)
+        read_range(self._folder, request)
+        shaped = values.view(self.shape) if tensor.strides is None else values.as_strided(self.shape, tensor.strides)
+        return shaped.to(self.dtype).contiguous()
+
+
+def stored_weights(source: Source, exclude_frozen_parameters: bool = False) -> dict[str, StoredWeight]:
+    """Return all weights and buffers of a checkpoint by name; tied ones are one object under several names.
+
+    Args:
+        source: an opened checkpoint.
+        exclude_frozen_parameters: leave out what the optimizer does not train.
+    """
+    folder = open_folder(source.root)
+    left_out = source.frozen if exclude_frozen_parameters else frozenset()
+    found = {}
+    for name, tensor in source.weights().items():
+        if name not in left_out:
+            dtype = dtypes.torch_dtype(tensor.dtype)
+            # as DeepSpeed: buffers become fp32, parameters keep the dtype of what was stored
+            is_half = tensor.kind == BUFFER and dtypes.is_floating(tensor.dtype)
+            found[name] = StoredWeight(folder, tensor, torch.float32 if is_half else dtype)
+    found.update({alias: found[name] for alias, name in source.aliases.items() if name in found})
+    return found
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
+    """Return the whole state dict of a sharded checkpoint, masters before weights, in CPU memory.
+
+    Args:
+        checkpoint_dir: folder or fsspec URL of checkpoints.
+        tag: which of them; by default what ``latest`` names.
+        exclude_frozen_parameters: leave out what the optimizer does not train.
+        lazy_mode: return objects with ``shape``, ``dtype`` and ``contiguous()``, which reads the values.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        CorruptCheckpointError: its files are damaged.
+    """
+    weights = stored_weights(open_checkpoint(os.fspath(checkpoint_dir), tag), exclude_frozen_parameters)
+    if lazy_mode:
+        return dict(weights)
+    values = {weight: weight.contiguous() for weight in dict.fromkeys(weights.values())}
+    return {name: values[weight] for name, weight in weights.items()}
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: torch.nn.Module, checkpoint_dir: str | os.PathLike, tag: str | None = None
+) -> torch.nn.Module:
+    """Move `model` to the CPU, load a sharded checkpoint into it, and return it.
+
+    Args:
+        model: a module whose parameters are whole; an engine that it belongs to cannot go on.
+        checkpoint_dir: folder or fsspec URL of checkpoints.
+        tag: which of them; by default what ``latest`` names.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+        CorruptCheckpointError: its files are damaged.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    dtype: str | torch.dtype = torch.float32,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> AggregateReport:
+    """Write the whole state dict of a sharded checkpoint into a folder, a few chunks in memory at a time.
+
+    Args:
+        checkpoint_dir: folder or fsspec URL of checkpoints.
+        output_dir: local folder, made if missing; files of the same names are replaced, others stay.
+        dtype: dtype of floating-point tensors.
+        max_shard_size: bytes of tensors per file, as a number or "5GB"; None writes one file.
+        safe_serialization: write ``model.safetensors`` instead of ``pytorch_model.bin``.
+        tag: which checkpoint; by default what ``latest`` names.
+        exclude_frozen_parameters: leave out what the optimizer does not train.
+
+    Raises:
+        CheckpointError: bad choices, no such checkpoint, or a folder that cannot be written.
+        CorruptCheckpointError: its files are damaged; nothing was written.
+    """
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"dtype is {dtype!r}, choose from fp32, fp16, bf16")
+    if "://" in os.fspath(output_dir):
+        raise CheckpointError(f"{output_dir} is no local folder; write there with ort-zero aggregate")
+    output = Path(output_dir)
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".zero_to_fp32.", dir=output) as folder:
+        report = aggregate(
+            checkpoint_dir,
+            folder,
+            tag=tag,
+            dtype=_DTYPES[dtype],
+            max_shard_size=_NO_LIMIT if max_shard_size is None else max_shard_size,
+            format="safetensors" if safe_serialization else "torch",
+            exclude_frozen=exclude_frozen_parameters,
+        )
+        stem, end = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
+        family = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{end}(\.index\.json)?")
+        for name in filter(family.fullmatch, os.listdir(output)):
+            os.remove(output / name)  # one file and several beside an index cannot be told apart
+        # aggregation copies config files too: those that are in the folder are the user's
+        for name in sorted(filter(family.fullmatch, os.listdir(folder)), key=lambda name: name.endswith(".json")):
+            os.replace(os.path.join(folder, name), output / name)
+    return report
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike,
+    output_dir: str | os.PathLike,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> AggregateReport:
+    """Write the whole state dict in fp32; see :func:`convert_zero_checkpoint_to_state_dict`."""
+    return convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir,
+        output_dir,
+        max_shard_size=max_shard_size,
+        safe_serialization=safe_serialization,
+        tag=tag,
+        exclude_frozen_parameters=exclude_frozen_parameters,
+    )
+
+
+def write_script(path: str, token: str, durable: bool) -> None:
+    """Put the script into a folder of checkpoints, in place of an earlier one.
+
+    Args:
+        path: folder or fsspec URL.
+        token: tells this writer from others who may write the same name.
+        durable: have it on the disk itself.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    folder = open_folder(path)
+    folder.write(SCRIPT_NAME, SCRIPT.encode(), token, durable=durable)
+    if "://" not in folder.url:
+        with suppress(OSError):  # file systems without modes
+            mode = os.stat(folder.path(SCRIPT_NAME)).st_mode
+            os.chmod(folder.path(SCRIPT_NAME), mode | (mode & 0o444) >> 2)  # who may read it may run it
+
+
+def is_ours(folder: str) -> bool:
+    """Return whether `folder` holds one checkpoint of our format."""
+    return open_folder(folder).exists(manifest.NAME)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Convert what the command line names.
+
+    Args:
+        arguments: words after the name of the program; None for those of this process.
+    """
+    parser = argparse.ArgumentParser(description="make one fp32 state dict of a sharded ZeRO checkpoint")
+    parser.add_argument("checkpoint_dir", help="folder of checkpoints, such as path/checkpoint-12")
+    parser.add_argument("output_dir", help="folder for pytorch_model.bin or model.safetensors")
+    parser.add_argument("--max_shard_size", default="5GB", help="bytes per file: 5GB, 500MB, or a number (default 5GB)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="which checkpoint (default: what the file 'latest' names)")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what is not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
+    args = parser.parse_args(arguments)
+    try:
+        report = convert_zero_checkpoint_to_fp32_state_dict(
+            args.checkpoint_dir,
+            args.output_dir,
+            max_shard_size=args.max_shard_size,
+            safe_serialization=args.safe_serialization,
+            tag=args.tag,
+            exclude_frozen_parameters=args.exclude_frozen_parameters,
+        )
+    except CheckpointError as error:
+        if args.debug:
+            raise
+        parser.exit(1, f"{SCRIPT_NAME}: {error}\n")
+    print(f"wrote {report.tensors} tensors, {report.parameters:,} parameters in fp32 into {args.output_dir}")
