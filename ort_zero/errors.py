@@ -27,6 +27,10 @@ class ExportError(OrtZeroError):
     """A module could not be exported to ONNX, or its graph could not be built."""
 
 
+class DeviceError(ExportError):
+    """An argument is on another device than the module."""
+
+
 class BridgeError(OrtZeroError):
     """ONNX Runtime's gradient graph could not be rewritten, or its collectives broke a rule."""
 

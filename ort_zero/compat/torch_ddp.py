@@ -13,6 +13,11 @@ from ort_zero.utils.patching import Patch, defined_in
 _DDP = "torch.nn.parallel.distributed"
 
 
+def is_ddp(module: Any) -> bool:
+    """Return whether `module` is a DistributedDataParallel."""
+    return isinstance(module, torch.nn.parallel.DistributedDataParallel)
+
+
 def in_forward() -> bool:
     """Return True while a DistributedDataParallel module runs its forward."""
     return torch.nn.parallel.DistributedDataParallel._active_ddp_module is not None

@@ -84,12 +84,12 @@ def findings() -> tuple[Finding, ...]:
 
 
 def require(needed_for: str) -> None:
-    """Raise unless everything needed for ``"ort"`` (which includes ``"zero"``) or ``"zero"`` is there.
+    """Raise unless everything needed for ``"ort"`` or ``"zero"`` is there; ONNX Runtime alone needs no DeepSpeed.
 
     Raises:
         UnsupportedVersionError: names the first package that is missing or out of range, and the command that cures it.
     """
-    wanted = {r.distribution for r in REQUIREMENTS if needed_for == "ort" or r.needed_for == needed_for}
+    wanted = {r.distribution for r in REQUIREMENTS if r.needed_for == needed_for}
     if needed_for == "ort":
         wanted.add("python")
     for row in findings():

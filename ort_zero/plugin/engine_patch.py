@@ -36,7 +36,7 @@ def _engine_init(original):
             with backend_context.running_in("torch"):
                 original(self, *args, **kwargs)
             _note(self)
-            summary.announce(self, None)
+            summary.announce(section, self.module, None)
             return _subscribe(self, section.statistics)
         stage = int((ds_config.get("zero_optimization") or {}).get("stage", 0))
         _refuse_half_on_cpu(ds_config)
@@ -52,8 +52,7 @@ def _engine_init(original):
         _connect(self, runtime)
         _note(self)
         self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
-        known = weakref.ref(self)
-        runtime.announce = lambda ready: summary.announce(known(), ready)
+        runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
         return _subscribe(self, section.statistics)
 
     return __init__

@@ -7,50 +7,97 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ort_zero import env
 from ort_zero.plugin import registry
 
 _HOOKED_MODULE = "deepspeed.runtime.engine"
-_state: dict[str, Any] = {"armed": False, "auto_error": None}
+_ORTMODULE = "onnxruntime.training.ortmodule"
+_state: dict[str, Any] = {"armed": False, "auto_error": None, "bare": False}
+"""Whether the hooks are armed; why the plugin could not be enabled; whether bare ORTModules are to work."""
 
 
-class _WaitForDeepSpeed:
-    """Arms wrapt's hook when DeepSpeed begins to be imported: wrapt alone takes longer to import than we may."""
+class _WaitForImports:
+    """Arms wrapt's hooks when a package begins to be imported: wrapt alone takes longer to import than we may."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        """Find nothing; at the first sight of DeepSpeed step aside for wrapt."""
-        if name == "deepspeed":
-            sys.meta_path.remove(_WaitForDeepSpeed)  # type: ignore[arg-type]
-            _arm()
+        """Find nothing; at the first sight of DeepSpeed or ONNX Runtime's training part arm its hooks."""
+        arm = _HOOKS.get(name)
+        if arm is not None:
+            arm()
 
 
 def autoload() -> None:
-    """Arm the hook that enables ort_zero when DeepSpeed's engine is imported. Never raises.
+    """Arm the hooks that enable ort_zero when DeepSpeed's engine or ORTModule is imported. Never raises.
 
     Called by torch through the entry point ``torch.backends``; an exception here would break ``import torch``.
     """
     try:
         if env.disabled() or _state["armed"]:
             return
-        _state["armed"] = True
-        if "deepspeed" in sys.modules:
-            _arm()
-        else:
-            sys.meta_path.insert(0, _WaitForDeepSpeed)  # type: ignore[arg-type]
+        _state["armed"] = _state["bare"] = True
+        sys.meta_path.insert(0, _WaitForImports)  # type: ignore[arg-type]
+        for name, arm in tuple(_HOOKS.items()):
+            if name in sys.modules:
+                arm()
     except Exception as error:
         _state["auto_error"] = f"{type(error).__name__}: {error}"
 
 
-def _arm() -> None:
+def _arm_deepspeed() -> None:
+    _arm("deepspeed", {_HOOKED_MODULE: _enable_quietly})
+
+
+def _arm_ortmodule() -> None:
+    # the first part that its package imports, before those that need torch's old names, and the part with the class
+    _arm(
+        "onnxruntime.training",
+        {f"{_ORTMODULE}._fallback_exceptions": _name_exporter, f"{_ORTMODULE}.ortmodule": _patch_constructor},
+    )
+
+
+_HOOKS = {"deepspeed": _arm_deepspeed, "onnxruntime.training": _arm_ortmodule}
+"""The function that arms the hooks of a package, by its name; each is called once."""
+
+
+def _arm(package: str, hooks: Mapping[str, Callable[[Any], None]]) -> None:
+    """Let each function be called when its module has been imported, or now if it has been."""
+    _HOOKS.pop(package, None)
+    if not _HOOKS and _WaitForImports in sys.meta_path:
+        sys.meta_path.remove(_WaitForImports)  # type: ignore[arg-type]
     try:
         from wrapt.importer import register_post_import_hook
 
-        register_post_import_hook(_enable_quietly, _HOOKED_MODULE)
+        for name, hook in hooks.items():
+            register_post_import_hook(hook, name)
     except Exception as error:
         _state["auto_error"] = f"{type(error).__name__}: {error}"
+
+
+def _name_exporter(module: Any) -> None:
+    """Let the modules of torch's exporter have the names by which ORTModule's package will import them."""
+    if _state["bare"]:
+        _quietly(registry.name_exporter_modules)
+
+
+def _patch_constructor(module: Any) -> None:
+    """Let ``ORTModule(model)`` be ours."""
+    if _state["bare"]:
+        _quietly(registry.patch_constructor)
+
+
+def _quietly(action: Callable[[], None]) -> None:
+    """Do what an import needs; a failure is no reason for the import to fail in another way than without us."""
+    try:
+        action()
+    except Exception as error:
+        _state["auto_error"] = str(error)
+        from ort_zero.log import get_logger
+
+        get_logger().warning("ORTModule is left as it is: %s", error)
 
 
 def _enable_quietly(module: Any) -> None:
@@ -78,7 +125,10 @@ def _enable_quietly(module: Any) -> None:
 
 
 def enable() -> None:
-    """Patch DeepSpeed, all or nothing; a second call does nothing. ``ORT_ZERO_DISABLE=1`` makes it do nothing.
+    """Patch DeepSpeed, all or nothing, and let the bare ORTModule work; a second call does nothing.
+
+    ``ORT_ZERO_DISABLE=1`` makes it do nothing. Where DeepSpeed is not installed, but onnxruntime-training is, only
+    ORTModule is prepared.
 
     Raises:
         UnsupportedVersionError: DeepSpeed is missing or out of range.
@@ -89,6 +139,9 @@ def enable() -> None:
     from ort_zero.compat import versions
 
     registry.restore("refused_section")
+    _enable_ortmodule()
+    if versions.installed("deepspeed") is None and versions.installed("onnxruntime-training") is not None:
+        return
     versions.require("zero")
     _refuse_late()
     importlib.import_module(_HOOKED_MODULE)
@@ -106,6 +159,18 @@ def enable() -> None:
     gloo_exit.settle_at_exit()
 
 
+def _enable_ortmodule() -> None:
+    """Let the bare ORTModule work, whether its package has been imported, is being imported, or will be."""
+    _state["bare"] = True
+    if "onnxruntime.training" in _HOOKS:
+        if "onnxruntime.training" in sys.modules:
+            _arm_ortmodule()
+        elif _WaitForImports not in sys.meta_path:
+            sys.meta_path.insert(0, _WaitForImports)  # type: ignore[arg-type]
+    elif f"{_ORTMODULE}.ortmodule" in sys.modules:
+        _quietly(registry.patch_constructor)
+
+
 def disable() -> None:
     """Put back the very objects that were there.
 
@@ -116,7 +181,8 @@ def disable() -> None:
         PatchError: somebody patched one of our targets after us; nothing is changed then.
     """
     was_enabled = is_enabled()
-    registry.restore("refused_section", "onnxruntime", "torch.onnx", "deepspeed")
+    registry.restore("refused_section", "ORTModule", "onnxruntime", "torch.onnx", "deepspeed")
+    _state["bare"] = False
     if was_enabled:
         from ort_zero.compat import third_party
 

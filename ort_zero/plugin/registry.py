@@ -9,10 +9,41 @@ if TYPE_CHECKING:  # autoload runs at the end of every ``import torch``
     from ort_zero.utils.patching import PatchSet
 
 patch_sets: dict[str, PatchSet] = {}
-"""The patches of each patched dependency: ``"deepspeed"``, ``"torch.onnx"``, ``"onnxruntime"``, and
-``"refused_section"`` where the plugin could not be enabled."""
+"""The patches of each patched dependency: ``"deepspeed"``, ``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its
+constructor), and ``"refused_section"`` where the plugin could not be enabled."""
 _runtimes: list[weakref.ref] = []
 """The runtimes of wrapped models, in the order in which the models were wrapped."""
+
+
+def name_exporter_modules() -> None:
+    """Give the modules of torch's exporter the names by which ORTModule's package imports them.
+
+    Raises:
+        UnsupportedVersionError: a version is out of range, so that more than names would be missing.
+    """
+    from ort_zero.compat import versions
+    from ort_zero.compat.torch_onnx import exporter_modules
+
+    versions.require("ort")
+    old_names = exporter_modules.patch_set()
+    old_names.apply()
+    patch_sets["torch.onnx"] = old_names
+
+
+def patch_constructor() -> None:
+    """Let the constructor of ORTModule, which has been imported, make ORTModules that run on this torch.
+
+    Raises:
+        UnsupportedVersionError: a version is out of range.
+    """
+    from ort_zero.compat import versions
+    from ort_zero.plugin import bare_ortmodule
+
+    versions.require("ort")
+    wanted = bare_ortmodule.patch_set()
+    if wanted.name not in patch_sets:
+        wanted.apply()
+        patch_sets[wanted.name] = wanted
 
 
 def patch_ortmodule() -> None:
@@ -29,6 +60,7 @@ def patch_ortmodule() -> None:
     from ort_zero.utils.patching import PatchSet
 
     old_names = exporter_modules.patch_set()
+    were_there = old_names.active
     old_names.apply()
     try:
         ortmodule.import_ortmodule()
@@ -42,7 +74,8 @@ def patch_ortmodule() -> None:
         )
         wanted.apply()
     except BaseException:
-        old_names.restore()
+        if not were_there:
+            old_names.restore()
         raise
     patch_sets.update({"torch.onnx": old_names, "onnxruntime": wanted})
 

@@ -57,20 +57,26 @@ def table(
     return "\n".join(_drawn(rows, max(width, _NARROWEST), _BOXES if boxes else _ASCII))
 
 
-def announce(engine: Any, runtime: Any | None) -> None:
-    """Print the table of an engine, on rank 0, unless the level is above INFO."""
+def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
+    """Print the table of a model that a section is for, on rank 0, unless the level is above INFO.
+
+    Args:
+        section: its configuration.
+        module: the user's.
+        runtime: runs it in ONNX Runtime; None where PyTorch does.
+    """
     logger = log.get_logger()
     if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):
         return
     status = runtime.status() if runtime is not None else None
     plans: Sequence[tuple[str, str]] = runtime.memory_summary() if runtime is not None else ()
     if status is None:
-        title = f"{type(engine.module).__name__} runs in PyTorch, as the section says"
+        title = f"{type(module).__name__} runs in PyTorch, as the section says"
     elif status["fallback_reason"]:
         title = f"{status['module']} runs in PyTorch: it cannot run in ONNX Runtime"
     else:
         title = f"{status['module']} runs in ONNX Runtime"
-    text = table(status, engine.ort_zero_section, _versions(), plans, width=_width(), boxes=_draws_boxes())
+    text = table(status, section, _versions(), plans, width=_width(), boxes=_draws_boxes())
     logger.info("%s\n%s", title, text)
 
 

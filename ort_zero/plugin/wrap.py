@@ -39,7 +39,7 @@ def wrap_model(
     from ort_zero.runtime.runtime import Runtime
 
     memory, section, more = trial.override_section(memory, section)
-    request = _memory_request(memory) if memory is not None else None
+    request = memory_request(memory) if memory is not None else None
     registry.patch_ortmodule()
     level = log.chosen(section.log_level)
 
@@ -86,6 +86,7 @@ class _FromFirstCall:
 
         wrapped = self._wrapped()
         runtime = Runtime(wrapped.module, self._section, 0, False, self._request)
+        runtime.in_step = False
         ort_compat.attach(wrapped, runtime, self._wrap_copy)
         registry.register(runtime)
         with ort_compat.running(runtime):
@@ -95,8 +96,11 @@ class _FromFirstCall:
         """Never called: only a runtime exports."""
         raise AssertionError("a copy exports through its runtime")
 
+    def current(self, training: bool) -> None:
+        """Return None: nothing has run."""
 
-def _memory_request(section: config.MemoryConfig) -> Any:
+
+def memory_request(section: config.MemoryConfig) -> Any:
     """Return what the memory optimizer is to do, the same on all ranks.
 
     Raises:

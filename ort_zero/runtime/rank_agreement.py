@@ -48,18 +48,19 @@ class RankAgreement:
         self._group: Any = None
         self._stage = 0
 
-    def begin(self, group: Any, stage: int, training: bool) -> None:
+    def begin(self, group: Any, stage: int, training: bool, *, alone: bool = False) -> None:
         """Begin a forward call.
 
         Args:
             group: process group of the ranks that share the model; None for the default one.
             stage: ZeRO stage.
             training: whether the call wants gradients.
+            alone: whether other ranks need not call the module when this one does.
         """
         self._group, self._stage = group, stage
         agreed = self.state.agreed
         scope = rank_protocol.scope_of(
-            world_size=collectives.world_size(group),
+            world_size=1 if alone else collectives.world_size(group),
             collectives_in_graph=stage == 3,
             training=training,
             agreed=agreed,

@@ -21,9 +21,10 @@ import torch
 
 from ort_zero import env
 from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.compat import torch_ddp
 from ort_zero.compat.deepspeed_parameters import is_partitioned
 from ort_zero.config import OrtModuleConfig
-from ort_zero.errors import ExportError
+from ort_zero.errors import DeviceError
 from ort_zero.log import get_logger
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.optimizer import MemoryOptimizer
@@ -77,6 +78,8 @@ class Runtime:
         self.memory_efficient_gradients = memory_efficient_gradients
         self.config = config
         self.stage = stage
+        self.in_step = True
+        """Whether all ranks call the model at the same time; without an engine only DDP makes sure of it."""
         self.group: Any = None
         """Process group of the ranks that share the model; None for the default one."""
         self.prefetch_elements = 0
@@ -136,7 +139,8 @@ class Runtime:
             return run_in_torch()
         manager = managers[self._wants_gradients(args, kwargs)]
         self._training = manager.training
-        self.ranks.begin(self.group, self.stage, manager.training)
+        alone = not self.in_step and not torch_ddp.in_forward()
+        self.ranks.begin(self.group, self.stage, manager.training, alone=alone)
         torch_fallback.take_failure()
         self._begin_step()
         transitions = self.find_mode(manager)
@@ -156,6 +160,10 @@ class Runtime:
                     raise
                 raise clear from error
         return self._fall_back(str(clear), run_in_torch)
+
+    def current(self, training: bool) -> BuiltGraph | None:
+        """Return the graph of the last call with gradients (`training`) or without; None before the first one."""
+        return self.modes[training].current if training in self.modes else None
 
     def run_module(self, module: torch.nn.Module, tensors: tuple) -> tuple[list[torch.Tensor], Any]:
         """Run the module for the exporter, on its arguments, put together."""
@@ -191,7 +199,7 @@ class Runtime:
         """Return the tensors of a call, and the structure of everything else.
 
         Raises:
-            ExportError: a tensor is on another device than the module.
+            DeviceError: a tensor is on another device than the module.
             TypeError: an argument has a type whose contents cannot be guarded.
         """
         call = pytree.flatten_call(args, kwargs, self._parameters)
@@ -200,7 +208,7 @@ class Runtime:
         for name, tensor in zip(call.names, call.tensors, strict=True):
             kind = tensor.device.type
             if kind == "meta" or (kind != wanted and wanted != "cpu"):
-                raise ExportError(
+                raise DeviceError(
                     f"argument {name} is on device {tensor.device}, but the module is on {device}: move it there"
                 )
         return call

@@ -53,38 +53,42 @@ class Manager:
         Args:
             tensors: arguments by name.
         """
+        from onnxruntime.training import ortmodule
         from onnxruntime.training.ortmodule import _graph_transition_manager, _io, _logger
 
         m = self.manager
         flat = [inspect.Parameter("tensors", inspect.Parameter.VAR_KEYWORD)]
+        # torch >= 2.9 would choose the dynamo exporter
+        more = {"dynamo": False, **m._graph_transition_manager._export_extra_kwargs}
         info = _io.parse_inputs_for_onnx_export(
-            # torch >= 2.9 would choose the dynamo exporter
-            flat, (), dict(tensors), True, self.device, m._export_mode, m._logger, {"dynamo": False},
-        )  # fmt: skip
+            flat, (), dict(tensors), True, self.device, m._export_mode, m._logger, more
+        )
         self.flattened_module._device = self.device
         options = m._runtime_options
-        model, schema, _, _ = _graph_transition_manager.GraphTransitionManager._export_model(
-            flattened_module=self.flattened_module,
-            model_info_for_export=info,
-            flatten_module_inputs=list(tensors.values()),
-            # the runner restores buffers; a deep copy of a partitioned model would copy nothing useful
-            deepcopy_before_model_export=False,
-            device=self.device,
-            ortmodule_cache_dir="",
-            enable_custom_autograd_function=options.enable_custom_autograd_function,
-            enable_zero_stage3_support=False,
-            enable_embedding_sparse_optimizer=options.enable_embedding_sparse_optimizer,
-            onnx_opset_version=options.onnx_opset_version,
-            stage3_param_handle=None,
-            # all that is read of it here: below WARNING the exporter is verbose
-            debug_options=SimpleNamespace(
-                log_level=_logger.LogLevel.VERBOSE if self.level.exporter == "verbose" else _logger.LogLevel.ERROR,
-                torch_exporter_filter=None,
-            ),
-            time_tracker=m.time_tracker,
-            runtime_inspector=m._runtime_inspector,
-            logger=m._logger,
-        )
+        m._graph_transition_manager._original_model_has_changed = False
+        with ortmodule.export_context():
+            model, schema, _, _ = _graph_transition_manager.GraphTransitionManager._export_model(
+                flattened_module=self.flattened_module,
+                model_info_for_export=info,
+                flatten_module_inputs=list(tensors.values()),
+                # the runner restores buffers; a deep copy of a partitioned model would copy nothing useful
+                deepcopy_before_model_export=False,
+                device=self.device,
+                ortmodule_cache_dir="",
+                enable_custom_autograd_function=options.enable_custom_autograd_function,
+                enable_zero_stage3_support=False,
+                enable_embedding_sparse_optimizer=options.enable_embedding_sparse_optimizer,
+                onnx_opset_version=options.onnx_opset_version,
+                stage3_param_handle=None,
+                # all that is read of it here: below WARNING the exporter is verbose
+                debug_options=SimpleNamespace(
+                    log_level=_logger.LogLevel.VERBOSE if self.level.exporter == "verbose" else _logger.LogLevel.ERROR,
+                    torch_exporter_filter=None,
+                ),
+                time_tracker=m.time_tracker,
+                runtime_inspector=m._runtime_inspector,
+                logger=m._logger,
+            )
         self._save(model, "torch_exported")
         return model, schema, info.onnx_graph_input_dynamic_axes_map
 

@@ -26,6 +26,9 @@ class ModelRunner(Protocol):
     def run_module(self, module: Any, tensors: tuple) -> tuple[list, Any]:
         """Run the user's module on the tensors of the call; return the tensors of its result, and its structure."""
 
+    def current(self, training: bool) -> Any:
+        """Return the graph of the last call with gradients (`training`) or without; None before the first one."""
+
 
 _calls: list[ModelRunner | None] = []
 """The runners of the managers whose forward runs at the moment, innermost last."""

@@ -19,6 +19,8 @@ import torch
 
 COPIED = "_ort_zero_wrap_copy"
 """Attribute of a wrapper: the function that wraps a copy of its module the same way."""
+PICKLES_ITSELF = "_ort_zero_pickles_itself"
+"""Attribute of a wrapper: whether a pickle of it is a wrapper again, by the function under :data:`COPIED`."""
 _OF_THE_WRAPPER = frozenset(
     "__init__ __new__ __del__ __init_subclass__ __class_getitem__ __call__ __delattr__ __dir__ __getattribute__ "
     "__copy__ __deepcopy__ __reduce__ __reduce_ex__ __getstate__ __hash__ __eq__ _call_impl _wrapped_call_impl".split()
@@ -28,7 +30,7 @@ _PLAIN_ATTRIBUTES = frozenset(vars(torch.nn.Module()))
 """Attributes that every module has, the wrapper beside the user's."""
 
 
-def wrapper_class(upstream: type, user_class: type) -> type:
+def wrapper_class(upstream: type, user_class: type, derived: type | None = None) -> type:
     """Return the class of the ORTModules around modules of `user_class`.
 
     Python looks special methods up in the class of an object (``__len__``, ``__iter__``, ``__getitem__``, ...), and so
@@ -38,15 +40,16 @@ def wrapper_class(upstream: type, user_class: type) -> type:
     Args:
         upstream: the class ORTModule of onnxruntime-training.
         user_class: class of the modules to wrap.
+        derived: class below `upstream` that somebody has written, whose methods come first.
     """
-    return _class_with(upstream, tuple(sorted(set(_overridden(upstream, user_class)))))
+    return _class_with(upstream, derived or upstream, tuple(sorted(set(_overridden(upstream, user_class)))))
 
 
 @functools.cache
-def _class_with(upstream: type, methods: tuple[str, ...]) -> type:
-    base = _base(upstream)
-    forwarded = {name: _forwarded(name) for name in methods}
-    return type(upstream.__name__, (base,), {**forwarded, "__module__": upstream.__module__})
+def _class_with(upstream: type, derived: type, methods: tuple[str, ...]) -> type:
+    bases = (_base(upstream),) if derived is upstream else (derived, _base(upstream))
+    forwarded = {name: _forwarded(name) for name in methods if not hasattr(derived, name) or derived is upstream}
+    return type(derived.__name__, bases, {**forwarded, "__module__": derived.__module__})
 
 
 @functools.cache
@@ -87,6 +90,8 @@ def _base(upstream: Any) -> type:
             return vars(self)[COPIED](copy.deepcopy(_module_of(self), memo))
 
         def __reduce_ex__(self, protocol: Any) -> Any:
+            if vars(self).get(PICKLES_ITSELF):
+                return vars(self)[COPIED], (_module_of(self),)
             return _module_of(self).__reduce_ex__(protocol)
 
     return ORTModule

@@ -7,7 +7,6 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from ort_zero import env, log
@@ -15,8 +14,8 @@ from ort_zero.compat import third_party
 from ort_zero.compat.ortmodule.loading import import_ortmodule
 from ort_zero.compat.ortmodule.manager import Manager
 from ort_zero.compat.ortmodule.runner import ModelRunner, set_runner
-from ort_zero.compat.ortmodule.wrapper_class import COPIED, wrapper_class
-from ort_zero.errors import PatchError
+from ort_zero.compat.ortmodule.views import TransitionsView
+from ort_zero.compat.ortmodule.wrapper_class import COPIED, PICKLES_ITSELF, wrapper_class
 
 _WITHOUT_EFFECT = {
     "ORTMODULE_LOG_LEVEL": log.VARIABLE,
@@ -25,6 +24,24 @@ _WITHOUT_EFFECT = {
 }
 """Variables that ORTModule alone would read, and what takes their place."""
 _SKIP_CHECKS = "SKIP_CHECK_BUILD_GRADIENT", "SKIP_CHECK_EXECUTION_AGENT", "SKIP_CHECK_DEVICE"
+
+
+_making: list[None] = []
+
+
+@contextlib.contextmanager
+def making() -> Iterator[None]:
+    """Let ORTModules that are constructed in the block be initialized by upstream's code alone."""
+    _making.append(None)
+    try:
+        yield
+    finally:
+        _making.pop()
+
+
+def is_making() -> bool:
+    """Return whether a block of :func:`making` runs."""
+    return bool(_making)
 
 
 def make_ortmodule(module: Any, *, save_onnx: str | None = None, level: log.Level | None = None) -> Any:
@@ -75,7 +92,7 @@ def _wrapped(package: Any, module: Any, level: log.Level, save_onnx: str | None)
     try:
         modes = [(part, part.training) for part in module.modules()]
         # it looks at every attribute of the module, also at those that are deprecated
-        with third_party.quiet():
+        with third_party.quiet(), making():
             wrapped = wrapper_class(package.ORTModule, type(module))(module, options)
         for part, training in modes:
             part.training = training  # upstream puts all of them into the mode of the whole
@@ -112,45 +129,23 @@ def managers_of(ortmodule: Any) -> tuple[Any, Any]:
     return factory(True), factory(False)
 
 
-def attach(ortmodule: Any, runner: ModelRunner, wrap_copy: Callable[[Any], Any]) -> None:
+def attach(
+    ortmodule: Any, runner: ModelRunner, wrap_copy: Callable[[Any], Any], *, pickles_itself: bool = False
+) -> None:
     """Give both managers of an ORTModule their runner.
 
     Args:
         ortmodule: from :func:`make_ortmodule`.
         runner: does its calls.
         wrap_copy: returns the wrapper of a copy of the user's module, for ``copy.deepcopy``.
+        pickles_itself: a pickle of the ORTModule brings an ORTModule back, made by `wrap_copy`, not the user's module.
     """
-    vars(ortmodule)[COPIED] = wrap_copy
+    vars(ortmodule).update({COPIED: wrap_copy, PICKLES_ITSELF: pickles_itself})
     managers = managers_of(ortmodule)
     views = {view.training: view for view in map(Manager, managers)}
     for manager in managers:
         set_runner(manager, runner)
         # upstream chooses by the mode of the module; the runner also looks at what requires grad
         manager._ort_zero_views = views
-        manager._graph_transition_manager = _Transitions(views[Manager.wants_gradients(manager)])
-
-
-class _UnpatchedError(PatchError, AttributeError):
-    """Upstream's code runs a manager of ours; an AttributeError too, as ``hasattr`` and ``copy`` expect."""
-
-
-class _Transitions:
-    """Stands in for the graph transition manager that the rest of ORTModule asks; all decisions are the runner's."""
-
-    def __init__(self, view: Manager):
-        self._view = view
-        self._post_export_processed_model_info = SimpleNamespace(is_mem_efficient_grad_management_enabled=False)
-        """Model information that upstream's session options ask for the order of execution."""
-
-    @property
-    def _device(self) -> Any:
-        return self._view.device
-
-    def __getattr__(self, name: str) -> Any:
-        raise _UnpatchedError(
-            f"ORTModule's own code asks for {name}: this model was wrapped while ort_zero was enabled, and "
-            "ort_zero.disable() has taken away the patches that its calls need; call disable() when the model is done"
-        )
-
-    def signal_model_changed(self) -> None:
-        """Do nothing: the runner looks at the module itself at each call."""
+        view = views[Manager.wants_gradients(manager)]
+        manager._graph_transition_manager = TransitionsView(view, functools.partial(runner.current, view.training))

@@ -1,0 +1,121 @@
+"""ORTModule without DeepSpeed: what ``ORTModule(model)`` in a user's program does."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ort_zero import config, log
+from ort_zero.compat import torch_ddp
+from ort_zero.compat.ortmodule import bare
+from ort_zero.errors import ExportError
+from ort_zero.utils.patching import PatchSet
+
+
+def patch_set() -> PatchSet:
+    """Return the patch of the constructor of ORTModule, whose package is being imported or is there."""
+    return PatchSet("ORTModule", (bare.constructor_patch(_make),))
+
+
+def _make(wrapper: Any, module: Any, debug_options: Any) -> None:
+    """Initialize an ORTModule of a user, and give it its runtime."""
+    from ort_zero.plugin import registry
+
+    registry.patch_ortmodule()
+    if torch_ddp.is_ddp(module):
+        _wrap_inside(wrapper, module, debug_options)
+        return
+    options = bare.construct(wrapper, module, debug_options)
+    if options is None:
+        return  # PyTorch runs it, as the user's policy says
+    log.set_level(options.level, wrapper)
+    section = config.Config(
+        ortmodule=config.OrtModuleConfig(log_level=options.level, cache_dir=options.cache_dir),
+        memory=_memory_of(options),
+    )
+    attach_to(wrapper, module, section)
+
+
+def _wrap_inside(wrapper: Any, ddp: Any, debug_options: Any) -> None:
+    """Wrap the module inside a DistributedDataParallel, whose own forward tells its reducer about each call."""
+    inner = type(wrapper)(ddp.module, debug_options)
+    bare.construct(wrapper, ddp, debug_options)
+    bare.run_in_torch_from_now_on(wrapper, ddp)
+    ddp.module = inner
+
+
+def _memory_of(options: bare.UserOptions) -> config.MemoryConfig:
+    if options.recompute_level in (1, 2):
+        return config.MemoryConfig(recompute="all", level=1 if options.recompute_level == 1 else 2)
+    if options.recompute_plan:
+        return config.MemoryConfig(recompute=options.recompute_plan)
+    return config.MemoryConfig()
+
+
+def attach_to(wrapper: Any, module: Any, section: config.Config) -> Any:
+    """Give a new ORTModule of a user its runtime, and return that.
+
+    Args:
+        wrapper: from the constructor that the user called.
+        module: the user's.
+        section: how it runs.
+    """
+    from ort_zero.compat import ortmodule as ort_compat
+    from ort_zero.plugin import registry, summary
+    from ort_zero.plugin.wrap import memory_request
+    from ort_zero.recompute import trial
+    from ort_zero.runtime.runtime import Runtime
+
+    memory, part, more = trial.override_section(section.memory, section.ortmodule)
+    request = memory_request(memory)
+    runtime = Runtime(module, part, 0, section.memory_efficient_gradients, request, **more)
+    runtime.in_step = False
+    again = functools.partial(_wrap_again, debug_options=bare.debug_options_of(wrapper))
+    ort_compat.attach(wrapper, _PolicyRunner(wrapper, runtime), again, pickles_itself=True)
+    registry.register(runtime)
+    runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
+    return runtime
+
+
+def _wrap_again(module: Any, debug_options: Any) -> Any:
+    from ort_zero.compat.ortmodule import import_ortmodule
+
+    return import_ortmodule().ORTModule(module, debug_options)
+
+
+class _PolicyRunner:
+    """Runs the calls of an ORTModule by the fallback policy that its user chose.
+
+    Args:
+        wrapper: the ORTModule.
+        runtime: runs its module.
+    """
+
+    def __init__(self, wrapper: Any, runtime: Any):
+        self._fallback = bare.Fallback(wrapper)
+        self.runtime = runtime
+
+    def call(self, managers: Any, args: tuple, kwargs: dict, run_in_torch: Callable[[], Any]) -> Any:
+        """Run a call in ONNX Runtime, or in PyTorch where an error and the policy say so."""
+        from ort_zero.compat import ortmodule as ort_compat
+
+        if not self._fallback.pending:
+            try:
+                with ort_compat.running(self.runtime):
+                    return self.runtime.call(managers, args, kwargs, run_in_torch)
+            except ExportError as error:
+                self._fallback.handle(error)
+                self.runtime.fallback_reason = str(error)
+        result = self._fallback.run(args, kwargs)
+        if not self._fallback.pending:
+            self.runtime.fallback_reason = None  # the policy asks for another try
+        return result
+
+    def run_module(self, module: Any, tensors: tuple) -> Any:
+        """Run the module for the exporter."""
+        return self.runtime.run_module(module, tensors)
+
+    def current(self, training: bool) -> Any:
+        """Return the graph of the last call in a mode."""
+        return self.runtime.current(training)
