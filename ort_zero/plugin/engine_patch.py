@@ -5,20 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import Counter
 from typing import Any
 
 from ort_zero import config, log
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import third_party
 from ort_zero.errors import CheckpointError, ConfigError
-from ort_zero.plugin import registry, summary
+from ort_zero.plugin import registry, statistics, summary
 from ort_zero.plugin.wrap import wrap_model
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
-
-_collecting: Counter[str | None] = Counter()
-"""How many engines collect statistics, by the folder of the config."""
 
 
 def _engine_init(original):
@@ -67,18 +63,9 @@ def _note(engine: Any) -> None:
 
 def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:
     """Collect statistics as the section says. All ranks."""
-    if not section.enabled:
-        return
-    from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
-    from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
-
-    wanted = section.model_dump(exclude={"enabled"})
-    # an actor and a critic under one config: each has a folder, by the order in which they are made
-    before, _collecting[section.output_dir] = _collecting[section.output_dir], _collecting[section.output_dir] + 1
-    if before:
-        wanted["output_dir"] = f"{section.output_dir}_{before + 1}"
-        log.get_logger().info("statistics of engine %d go to %s", before + 1, wanted["output_dir"])
-    engine.__dict__["ort_zero_statistics"] = GlobalSubscriberManager.subscribe(engine, [StatisticsSubscriber(**wanted)])
+    session = statistics.collect(engine, section)
+    if session is not None:
+        engine.__dict__["ort_zero_statistics"] = session
 
 
 def _connect(engine: Any, runtime: Any) -> None:

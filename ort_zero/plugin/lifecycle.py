@@ -134,7 +134,7 @@ def enable() -> None:
         UnsupportedVersionError: DeepSpeed is missing or out of range.
         PatchError: an engine exists already, DeepSpeed's code has an unknown shape, or another library patched it.
     """
-    if env.disabled() or is_enabled():
+    if env.disabled() or _engine_is_patched():
         return
     from ort_zero.compat import versions
 
@@ -145,7 +145,7 @@ def enable() -> None:
     versions.require("zero")
     _refuse_late()
     importlib.import_module(_HOOKED_MODULE)
-    if is_enabled():
+    if _engine_is_patched():
         return  # the armed hook has just done it
     from ort_zero.distributed import gloo_exit
     from ort_zero.plugin import engine_patch, fp32_patch
@@ -190,7 +190,11 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
-    """Return True between :func:`enable` and :func:`disable`."""
+    """Return True while DeepSpeed's engine or the constructor of ORTModule is patched."""
+    return _engine_is_patched() or "ORTModule" in registry.patch_sets
+
+
+def _engine_is_patched() -> bool:
     return "deepspeed" in registry.patch_sets
 
 

@@ -7,8 +7,54 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ort_zero import config, log
+from ort_zero import config, env, log
 from ort_zero.errors import ConfigError
+
+
+def wrap(model: Any, **section: Any) -> Any:
+    """Return `model` wrapped so that ONNX Runtime runs it, without DeepSpeed.
+
+    ``ort_zero.wrap(model, ortmodule={"exclude": ["head"]}, statistics={"enabled": True, "output_dir": "run"})``: the
+    keys are those of the section in a DeepSpeed config, but for "checkpoint", which an engine's checkpoints need. The
+    result is an ORTModule; where the section or ``ORT_ZERO_DISABLE`` says so, it is `model` itself. In a
+    DistributedDataParallel the module inside is wrapped. Every rank calls it with the same options.
+
+    Args:
+        model: a torch module.
+        section: the parts of the section by name.
+
+    Raises:
+        ConfigError: an unknown key, or a wrong type or value.
+        UnsupportedVersionError: torch, Python or onnxruntime-training is out of range.
+        BuildError: the C++ extensions cannot be built.
+    """
+    from ort_zero.compat import torch_ddp
+    from ort_zero.plugin import statistics, summary
+
+    options = config.parse(section)
+    if "checkpoint" in section:
+        raise ConfigError('ort_zero.checkpoint: checkpoints are those of a DeepSpeed engine; leave "checkpoint" out')
+    if env.disabled() or not options.enabled:
+        return model
+    if torch_ddp.is_ddp(model):
+        model.module = wrap(model.module, **section)
+        return model
+    wrapped = model
+    if options.ortmodule.enabled:
+        runtime, wrapped = wrap_model(
+            model,
+            options.ortmodule,
+            0,
+            memory_efficient_gradients=options.memory_efficient_gradients,
+            memory=options.memory,
+        )
+        runtime.in_step = False
+        runtime.announce = lambda ready: summary.announce(options, ready.module, ready)
+    log.set_level(options.ortmodule.log_level, wrapped)
+    session = statistics.collect(wrapped, options.statistics)
+    if session is not None:
+        vars(wrapped)["ort_zero_statistics"] = session
+    return wrapped
 
 
 def wrap_model(

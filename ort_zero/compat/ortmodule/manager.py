@@ -139,10 +139,15 @@ class Manager:
         config.use_memory_efficient_gradient = m._runtime_options.use_memory_efficient_gradient
         builder = C.OrtModuleGraphBuilder()
         builder.initialize(model, config)
-        builder.build(m._get_graph_transformer_config())
+        transformers = m._get_graph_transformer_config()
+        if self.save_onnx and self.training:
+            transformers.optimized_pre_grad_filepath = self._file("optimized_pre_grad")
+        builder.build(transformers)
         info = GraphInfo.of(builder.get_graph_info())
         if not self.training:
-            return onnx.load_model_from_string(builder.get_forward_model()), info
+            forward = onnx.load_model_from_string(builder.get_forward_model())
+            self._save(forward, "optimized")
+            return forward, info
         built = onnx.load_model_from_string(builder.get_gradient_model())
         GraphOptimizerRegistry.optimize_all(type(m._original_module).__name__, self.device.type, built.graph)
         self._save(built, "optimized")
@@ -185,6 +190,8 @@ class Manager:
             in_order: run the nodes in the order of the model, whose backward nodes are marked as such.
         """
         options, providers, provider_options = self.manager._get_session_config()
+        if self.save_onnx:
+            options.optimized_model_filepath = self._file("execution_model")
         set_options(
             options,
             model,
@@ -230,13 +237,20 @@ class Manager:
         return outputs
 
     def _save(self, model: Any, name: str) -> None:
-        if not self.save_onnx:
-            return
-        from onnxruntime.training.ortmodule._onnx_models import _get_onnx_file_name, _save_model
+        if self.save_onnx:
+            from onnxruntime.training.ortmodule._onnx_models import _save_model
+
+            _save_model(model, self._file(name))
+
+    def _file(self, name: str) -> str:
+        """Return the path of a saved graph; upstream's names tell the modes of the module apart, not of autograd."""
+        import torch
+        from onnxruntime.training.ortmodule._onnx_models import _get_onnx_file_name
 
         options = self.manager._debug_options.save_onnx_models
-        file = _get_onnx_file_name(options.name_prefix, name, self.manager._export_mode)
-        _save_model(model, os.path.join(options.path, file))
+        modes = torch.onnx.TrainingMode
+        mode = modes.TRAINING if self.training and self.manager._original_module.training else modes.EVAL
+        return os.path.join(options.path, _get_onnx_file_name(options.name_prefix, name, mode))
 
 
 class _ThroughOurs(logging.LoggerAdapter):
