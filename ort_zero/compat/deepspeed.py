@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from typing import Any
 
@@ -19,8 +20,9 @@ _REDUCE_LEAF = "_ort_zero_reduce_leaf"
 
 def plain_linear() -> Any:
     """Return ``torch.nn.functional.linear`` as it was before ``zero.Init`` replaced it, or None if it did not."""
-    from deepspeed.runtime.zero import partition_parameters
-
+    partition_parameters = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if partition_parameters is None:
+        return None
     return getattr(partition_parameters.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,6 +11,11 @@ import torch
 
 from ort_zero.compat import tracing
 from ort_zero.errors import ExportError
+
+
+def _is_imported() -> bool:
+    """Return whether DeepSpeed is there; without it no code gathers."""
+    return "deepspeed.runtime.zero.partition_parameters" in sys.modules
 
 
 @contextlib.contextmanager
@@ -22,6 +28,9 @@ def nothing_to_gather(parameters: Iterable[Any]) -> Iterator[None]:
         ExportError: in the block, a forward wants to change weights that it gathers.
         ValueReadError: in the block, a submodule gathers weights of another model.
     """
+    if not _is_imported():
+        yield
+        return
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
     known = {id(parameter): parameter for parameter in parameters}
@@ -62,6 +71,9 @@ def whole_tensors() -> Iterator[None]:
     Inside of a PyTorch node weights are plain tensors, gathered by the graph. Code that asks a weight for its status
     before it gathers it finds that there is nothing to do.
     """
+    if not _is_imported():
+        yield
+        return
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     kind: Any = torch.Tensor

@@ -7,21 +7,28 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero import config, log
-from ort_zero.compat import torch_ddp
+from ort_zero.compat import torch_ddp, versions
 from ort_zero.compat.ortmodule import bare
 from ort_zero.errors import ExportError
+from ort_zero.plugin import registry
 from ort_zero.utils.patching import PatchSet
 
 
-def patch_set() -> PatchSet:
-    """Return the patch of the constructor of ORTModule, whose package is being imported or is there."""
-    return PatchSet("ORTModule", (bare.constructor_patch(_make),))
+def patch_constructor() -> None:
+    """Let the constructor of ORTModule, which has been imported, make ORTModules that run on this torch.
+
+    Raises:
+        UnsupportedVersionError: a version is out of range.
+    """
+    versions.require("ort")
+    wanted = PatchSet("ORTModule", (bare.constructor_patch(_make),))
+    if wanted.name not in registry.patch_sets:
+        wanted.apply()
+        registry.patch_sets[wanted.name] = wanted
 
 
 def _make(wrapper: Any, module: Any, debug_options: Any) -> None:
     """Initialize an ORTModule of a user, and give it its runtime."""
-    from ort_zero.plugin import registry
-
     registry.patch_ortmodule()
     if torch_ddp.is_ddp(module):
         _wrap_inside(wrapper, module, debug_options)
@@ -62,7 +69,7 @@ def attach_to(wrapper: Any, module: Any, section: config.Config) -> Any:
         section: how it runs.
     """
     from ort_zero.compat import ortmodule as ort_compat
-    from ort_zero.plugin import registry, summary
+    from ort_zero.plugin import summary
     from ort_zero.plugin.wrap import memory_request
     from ort_zero.recompute import trial
     from ort_zero.runtime.runtime import Runtime

@@ -86,7 +86,13 @@ def _name_exporter(module: Any) -> None:
 def _patch_constructor(module: Any) -> None:
     """Let ``ORTModule(model)`` be ours."""
     if _state["bare"]:
-        _quietly(registry.patch_constructor)
+        _quietly(_apply_constructor_patch)
+
+
+def _apply_constructor_patch() -> None:
+    from ort_zero.plugin import bare_ortmodule
+
+    bare_ortmodule.patch_constructor()
 
 
 def _quietly(action: Callable[[], None]) -> None:
@@ -168,7 +174,7 @@ def _enable_ortmodule() -> None:
         elif _WaitForImports not in sys.meta_path:
             sys.meta_path.insert(0, _WaitForImports)  # type: ignore[arg-type]
     elif f"{_ORTMODULE}.ortmodule" in sys.modules:
-        _quietly(registry.patch_constructor)
+        _quietly(_apply_constructor_patch)
 
 
 def disable() -> None:

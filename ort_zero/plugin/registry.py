@@ -30,22 +30,6 @@ def name_exporter_modules() -> None:
     patch_sets["torch.onnx"] = old_names
 
 
-def patch_constructor() -> None:
-    """Let the constructor of ORTModule, which has been imported, make ORTModules that run on this torch.
-
-    Raises:
-        UnsupportedVersionError: a version is out of range.
-    """
-    from ort_zero.compat import versions
-    from ort_zero.plugin import bare_ortmodule
-
-    versions.require("ort")
-    wanted = bare_ortmodule.patch_set()
-    if wanted.name not in patch_sets:
-        wanted.apply()
-        patch_sets[wanted.name] = wanted
-
-
 def patch_ortmodule() -> None:
     """Apply the patches of ORTModule, all or nothing; a second call does nothing.
 

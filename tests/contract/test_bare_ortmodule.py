@@ -273,7 +273,8 @@ def test_copies_and_pickles_are_ortmodules_that_run(ortmodule):
     wrapped = ortmodule.ORTModule(Net())
     x = torch.ones(2, 4)
     expected = wrapped(x)
-    for other in (copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+    for copied in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        other = copied(wrapped)
         assert isinstance(other, ortmodule.ORTModule) and isinstance(other, Net)
         assert other.first.weight is not wrapped.first.weight
         assert torch.equal(other(x), expected) and report()["backend"] == "onnxruntime"

@@ -372,7 +372,7 @@ def told(monkeypatch, stream, level="INFO", columns="80") -> str:
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("COLUMNS", columns)
     log.set_level(level)
-    summary.announce(engine, Runtime())
+    summary.announce(config.Config(), engine.module, Runtime())
     return stream.getvalue()
 
 

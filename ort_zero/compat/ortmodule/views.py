@@ -16,6 +16,20 @@ class _UnpatchedError(PatchError, AttributeError):
     """Upstream's code runs a manager of ours; an AttributeError too, as ``hasattr`` and ``copy`` expect."""
 
 
+def _unpatched(name: str) -> _UnpatchedError:
+    return _UnpatchedError(
+        f"ORTModule's own code asks for {name}: this model was wrapped while ort_zero was enabled, and "
+        "ort_zero.disable() has taken away the patches that its calls need; call disable() when the model is done"
+    )
+
+
+class _Facts(SimpleNamespace):
+    """Attributes to read; upstream's code, which would do more with them, is to know that it must not."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise _unpatched(name)
+
+
 class TransitionsView:
     """Stands in for the graph transition manager that the rest of ORTModule asks; all decisions are the runner's.
 
@@ -53,7 +67,7 @@ class TransitionsView:
         graph = self._current()
         if graph is None:
             return None
-        return SimpleNamespace(
+        return _Facts(
             onnx_graph_input_names=[tensor.name for tensor in graph.known.export.tensors],
             onnx_graph_input_names_require_grad=list(graph.known.process.inputs),
             onnx_graph_input_dynamic_axes_map=graph.info.dynamic_axes_map,
@@ -68,13 +82,10 @@ class TransitionsView:
             names = (name for name in type(graph.info).__slots__ if name.startswith("onnx_graph_input_names"))
             facts |= {name: list(getattr(graph.info, name)) for name in names}
             facts["module_forward_output_schema"] = graph.info.module_forward_output_schema
-        return SimpleNamespace(**facts)
+        return _Facts(**facts)
 
     def __getattr__(self, name: str) -> Any:
-        raise _UnpatchedError(
-            f"ORTModule's own code asks for {name}: this model was wrapped while ort_zero was enabled, and "
-            "ort_zero.disable() has taken away the patches that its calls need; call disable() when the model is done"
-        )
+        raise _unpatched(name)
 
     def signal_model_changed(self) -> None:
         """Note it for whoever reads it: the runner looks at the module itself at each call."""
@@ -85,7 +96,7 @@ def _exported(graph: Any) -> Any:
     import onnx
 
     info, key = graph.exported.info, graph.known.export
-    return SimpleNamespace(
+    return _Facts(
         exported_model=onnx.load_model_from_string(info.exported_model),
         module_forward_args_schema=key.structure,
         module_forward_kwargs_schema=key.tensors,
