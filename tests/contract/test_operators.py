@@ -593,8 +593,22 @@ add(
         "attention mask of keys": lambda t, x: F.scaled_dot_product_attention(
             *(_heads(t * k) for k in (1, 2, 3)), attn_mask=(x[:, None, None, :, 0] > -9)
         ),
+        # of padding on the left, whose positions see nothing
+        "attention mask of all keys": lambda t, x: F.scaled_dot_product_attention(
+            *(_heads(t * k) for k in (1, 2, 3)), attn_mask=torch.ones(5, 5).tril().bool() & _padded_left(x)
+        ),
+        "attention bias of all keys": lambda t, x: F.scaled_dot_product_attention(
+            t,
+            t,
+            t.sin(),
+            attn_mask=(t @ t.mT).masked_fill(~(torch.ones(5, 5).tril().bool() & _padded_left(x)[:, 0]), -float("inf")),
+        ),
     },
 )
+
+
+def _padded_left(x):
+    return (torch.arange(5) >= 2) | (x[:, :1, :1] > 9)[:, None]
 
 
 def _heads(t):

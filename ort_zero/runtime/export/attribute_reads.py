@@ -210,7 +210,7 @@ class AttributeReads:
     def _add_items(self, place: Place, value: Any, depth: int) -> None:
         keys = list(value) if isinstance(value, Mapping) else range(len(value))
         if isinstance(value, (list, dict, collections.deque)):
-            self._copies.append((place, value, type(value)(value) if type(value) in (list, dict) else list(value)))
+            self._copies.append((place, value, dict(value) if isinstance(value, dict) else list(value)))
         if len(value) > MOST_ITEMS or not all(map(is_plain, keys)):
             return
         for key in keys:

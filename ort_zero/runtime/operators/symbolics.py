@@ -61,17 +61,46 @@ def cumsum(g: Any, self: Any, dim: Any, dtype: Any) -> Any:
 
 
 def scaled_dot_product_attention(g: Any, query: Any, key: Any, value: Any, *rest: Any) -> Any:
-    """Export attention whose query heads share key and value heads (``enable_gqa``); the rest is torch's own.
+    """Export attention with shared heads (``enable_gqa``) and with masks that hide every key from a query.
 
-    Decoders with grouped heads ask for it whenever they get no attention mask.
+    Decoders with grouped heads ask for the former whenever they get no attention mask; the latter are the positions of
+    padding on the left. The output is 0 there, and so are the gradients. torch's own export, which does the rest,
+    repairs only the output: the gradients of its softmax over nothing are NaN.
     """
     from torch.onnx import symbolic_opset14
 
-    *options, shared = rest  # mask, dropout, causal, scale; enable_gqa
+    mask, *options, shared = rest  # dropout, causal, scale; enable_gqa
     if Symbolic.integer(shared, "enable_gqa"):
         heads = Symbolic.sizes(query)[-3]
         key, value = (_repeat_heads(g, part, heads) for part in (key, value))
-    return symbolic_opset14.scaled_dot_product_attention(g, query, key, value, *options)
+    if Symbolic.is_none(mask):
+        return symbolic_opset14.scaled_dot_product_attention(g, query, key, value, mask, *options)
+    bias, sees_any = _finite_bias(g, query, mask)
+    out = symbolic_opset14.scaled_dot_product_attention(g, query, key, value, bias, *options)
+    return g.op("Mul", out, sees_any)
+
+
+def _finite_bias(g: Any, query: Any, mask: Any) -> tuple[Any, Any]:
+    """Return what is added to the scores for `mask`, and for each query 1, or 0 if it sees no key.
+
+    Where a boolean mask is False or another one -inf, the lowest finite number is added: among keys that a query sees
+    their weight is 0 as before, and without any the softmax remains one over numbers.
+    """
+    import torch
+
+    dtype = Symbolic.dtype(query)
+    lowest, zero, one = (
+        g.op("Constant", value_t=torch.tensor(value, dtype=dtype)) for value in (torch.finfo(dtype).min, 0.0, 1.0)
+    )
+    if mask.type().scalarType() == "Bool":
+        seen, added = mask, zero
+    else:
+        seen, added = g.op("Greater", mask, g.op("Constant", value_t=torch.tensor(-float("inf"), dtype=dtype))), mask
+    bias = g.op("Where", seen, added, lowest)
+    bias.setType(query.type().with_sizes(Symbolic.sizes(mask)))
+    keys = g.op("Constant", value_t=torch.tensor([-1]))
+    count = g.op("ReduceSum", g.op("Where", seen, one, zero), keys, keepdims_i=1)
+    return bias, g.op("Where", g.op("Greater", count, zero), one, zero)
 
 
 def _repeat_heads(g: Any, value: Any, heads: int) -> Any:

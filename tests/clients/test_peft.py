@@ -1,0 +1,167 @@
+"""PEFT: adapters and prompts on a frozen model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import ZERO_2, ZERO_2_AND_3, Result, Run
+from small_data import VOCABULARY, tokens
+
+PACKAGES = ("peft", "transformers", "accelerate")
+pytestmark = pytest.mark.clients
+
+
+def llama() -> torch.nn.Module:
+    """Return a small Llama."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def trained(run: Run, model: torch.nn.Module, steps: int = 6, rate: float = 5e-3) -> tuple[Any, list[float]]:
+    """Train in a plain loop over ``deepspeed.initialize``; return the engine and its losses."""
+    import deepspeed
+
+    chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(chosen, lr=rate)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.deepspeed_config(4))
+    rows = tokens(8 * steps)
+    rank = torch.distributed.get_rank()
+    losses = []
+    for step in range(steps):
+        mine = rows[8 * step + 4 * rank :][:4]
+        batch = {name: torch.stack([row[name] for row in mine]) for name in mine[0]}
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, :3] = 0
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return engine, losses
+
+
+def start() -> None:
+    """Start the process group as DeepSpeed's users do."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+def lora(run: Run) -> Result:
+    """LoRA on the attention of a Llama, `save_pretrained` of the adapter, `merge_and_unload`"""
+    import deepspeed
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    start()
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    model = get_peft_model(llama(), config)
+    engine, losses = trained(run, model)
+    names = sorted(engine.module.state_dict())
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=run.stage == 3):
+        if torch.distributed.get_rank() == 0:
+            model.save_pretrained(str(run.folder / "adapter"))
+    torch.distributed.barrier()
+    saved = {n: w.norm().item() for n, w in load_file(run.folder / "adapter/adapter_model.safetensors").items()}
+    return Result(losses, alive=engine, values={"saved": saved, "names": names})
+
+
+@ZERO_2_AND_3
+def test_lora(client, stage):
+    client.compare(lora, stage)
+
+
+def lora_variants(run: Run) -> Result:
+    """DoRA, rsLoRA on all linear layers, a trained embedding (`modules_to_save`), several adapters"""
+    from peft import LoraConfig, get_peft_model
+
+    start()
+    losses, engines = [], []
+    for more in (
+        {"use_dora": True, "target_modules": ["q_proj", "v_proj"]},
+        {"use_rslora": True, "target_modules": "all-linear", "modules_to_save": ["lm_head"]},
+    ):
+        torch.manual_seed(1)
+        model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **more))
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["k_proj"], task_type="CAUSAL_LM"))
+        engine, found = trained(run, model, steps=4)
+        losses += found
+        engines.append(engine)
+    return Result(losses, alive=engines)
+
+
+@ZERO_2_AND_3
+def test_lora_variants(client, stage):
+    client.compare(lora_variants, stage)
+
+
+def prompt_tuning(run: Run) -> Result:
+    """Prompt tuning: virtual tokens before the text, everything else frozen"""
+    from peft import PromptTuningConfig, get_peft_model
+
+    start()
+    torch.manual_seed(1)
+    model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
+    engine, losses = trained(run, model, rate=5e-2)
+    return Result(losses, alive=engine)
+
+
+@ZERO_2_AND_3
+def test_prompt_tuning(client, stage):
+    client.compare(prompt_tuning, stage)
+
+
+def prefix_and_p_tuning(run: Run) -> Result:
+    """Prefix tuning and P-tuning"""
+    from peft import PrefixTuningConfig, PromptEncoderConfig, get_peft_model
+
+    start()
+    losses, engines = [], []
+    for kind in (PrefixTuningConfig, PromptEncoderConfig):
+        torch.manual_seed(1)
+        more = {} if kind is PrefixTuningConfig else {"encoder_hidden_size": 16, "encoder_dropout": 0.0}
+        model = get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4, **more))
+        engine, found = trained(run, model, steps=4, rate=2e-2)
+        losses += found
+        engines.append(engine)
+    return Result(losses, alive=engines)
+
+
+@ZERO_2_AND_3
+def test_prefix_and_p_tuning(client, stage):
+    client.compare(prefix_and_p_tuning, stage)
+
+
+def other_adapters(run: Run) -> Result:
+    """(IA)3, LoHa, VeRA, OFT and layer-norm tuning"""
+    from peft import IA3Config, LNTuningConfig, LoHaConfig, OFTConfig, VeraConfig, get_peft_model
+
+    start()
+    linear = ["q_proj", "v_proj"]
+    losses, engines = [], []
+    for config in (
+        IA3Config(target_modules=[*linear, "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+        LoHaConfig(r=4, target_modules=linear),
+        VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        OFTConfig(oft_block_size=8, target_modules=linear),
+        LNTuningConfig(task_type="CAUSAL_LM"),
+    ):
+        torch.manual_seed(1)
+        engine, found = trained(run, get_peft_model(llama(), config), steps=3, rate=2e-2)
+        losses += found
+        engines.append(engine)
+    return Result(losses, alive=engines)
+
+
+@ZERO_2
+def test_other_adapters(client, stage):
+    client.compare(other_adapters, stage)

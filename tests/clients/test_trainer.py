@@ -1,0 +1,362 @@
+"""Hugging Face's Trainer and Seq2SeqTrainer.
+
+The flags that people set in their TrainingArguments, some at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ZERO_2, ZERO_2_AND_3, ZERO_3, Result, Run
+from small_data import VOCABULARY, padded, sentence_pairs, tokens
+
+PACKAGES = ("transformers", "accelerate")
+pytestmark = pytest.mark.clients
+
+
+class Rows(torch.utils.data.Dataset):
+    """A list of rows."""
+
+    def __init__(self, rows: list[dict[str, torch.Tensor]]):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return self.rows[i]
+
+
+def arguments(run: Run, kind: str = "TrainingArguments", **flags: Any) -> Any:
+    """Return training arguments as people have them; without an accelerator the state needs the backend's name."""
+    import transformers
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier Trainer in this process
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    del os.environ["ACCELERATE_USE_DEEPSPEED"]
+
+    common = {
+        "output_dir": str(run.folder / "output"),
+        "deepspeed": run.config_path,
+        "accelerator_config": {"use_configured_state": True},
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 2e-3,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 3,
+    }
+    made = getattr(transformers, kind)(**{**common, **flags})
+    assert made.world_size == 2
+    return made
+
+
+def gpt2() -> torch.nn.Module:
+    """Return a small GPT-2 without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=1,
+            pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    )  # fmt: skip
+
+
+def bert() -> torch.nn.Module:
+    """Return a small BERT for sequence classification without dropout."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+def bart() -> torch.nn.Module:
+    """Return a small BART for generation without dropout."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    torch.manual_seed(0)
+    return BartForConditionalGeneration(
+        BartConfig(
+            vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=32, dropout=0.0,
+            attention_dropout=0.0, activation_dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            decoder_start_token_id=1, forced_eos_token_id=2,
+        )
+    )  # fmt: skip
+
+
+def logged(trainer: Any, key: str = "loss") -> list[float]:
+    """Return what the Trainer has logged under a key, step by step."""
+    return [row[key] for row in trainer.state.log_history if key in row]
+
+
+def result(trainer: Any, **values: Any) -> Result:
+    """Return the Trainer's losses, its evaluations, learning rates and norms of gradients."""
+    for key in ("eval_loss", "learning_rate"):
+        values[key] = logged(trainer, key)
+    return Result(logged(trainer), alive=trainer, values=values)
+
+
+# -- causal language models --------------------------------------------------------------------------------------------
+
+
+def evaluation_and_best_model(run: Run) -> Result:
+    """Trainer: `eval_strategy`, `load_best_model_at_end`, `save_total_limit`, early stopping, resumption, `predict`"""
+    from transformers import EarlyStoppingCallback, Trainer
+
+    def trainer(**flags: Any) -> Any:
+        made = arguments(
+            run, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, save_total_limit=2,
+            load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=False, **flags,
+        )  # fmt: skip
+        return Trainer(
+            model=gpt2(), args=made, train_dataset=Rows(tokens(32)), eval_dataset=Rows(tokens(13, seed=1)),
+            callbacks=[EarlyStoppingCallback(early_stopping_patience=3)],
+        )  # fmt: skip
+
+    first = trainer()
+    first.train()
+    best = Path(first.state.best_model_checkpoint).name
+    predicted = first.predict(Rows(tokens(6, seed=2)))
+    first.save_model(str(run.folder / "final"))
+    kept = sorted(path.name for path in (run.folder / "output").glob("checkpoint-*"))
+    second = trainer()
+    second.train(resume_from_checkpoint=str(run.folder / "output/checkpoint-4"))
+    assert logged(second)[-2:] == pytest.approx(logged(first)[-2:], abs=1e-4)
+    values = {"best": best, "kept": kept, "predicted": predicted.metrics["test_loss"], "resumed": logged(second)}
+    one = result(first, **values)
+    return Result(one.losses, alive=(first, second), values=one.values)
+
+
+@ZERO_2_AND_3
+def test_evaluation_and_best_model(client, stage):
+    client.compare(evaluation_and_best_model, stage)
+
+
+def accumulation_and_clipping(run: Run) -> Result:
+    """Trainer: `gradient_accumulation_steps`, `max_grad_norm`, cosine schedule, warm-up, weight decay, `neftune`"""
+    from transformers import Trainer
+
+    flags = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+    trainer = Trainer(
+        model=gpt2(), args=arguments(run, gradient_accumulation_steps=3, adam_beta2=0.95, **flags),
+        train_dataset=Rows(tokens(64)),
+    )  # fmt: skip
+    trainer.train()
+    return result(trainer, norms=[float(norm) for norm in logged(trainer, "grad_norm")])
+
+
+@ZERO_2_AND_3
+def test_accumulation_and_clipping(client, stage):
+    client.compare(accumulation_and_clipping, stage)
+
+
+def neftune(run: Run) -> Result:
+    """Trainer: `neftune_noise_alpha` 1e-9, noise on the embeddings so small that the losses can be compared"""
+    from transformers import Trainer
+
+    trainer = Trainer(
+        model=gpt2(), args=arguments(run, neftune_noise_alpha=1e-9, torch_compile=False), train_dataset=Rows(tokens(32))
+    )
+    trainer.train()
+    return result(trainer)
+
+
+@ZERO_2_AND_3
+def test_neftune(client, stage):
+    client.compare(neftune, stage)
+
+
+OPTIMIZERS = ("adamw_torch", "adafactor", "sgd", "rmsprop", "adagrad")
+SCHEDULES = {
+    "adamw_torch": ("linear", {}),
+    "adafactor": ("constant_with_warmup", {}),
+    "sgd": ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    "rmsprop": ("cosine_with_restarts", {"num_cycles": 2}),
+    "adagrad": ("inverse_sqrt", {}),
+}
+
+
+def optimizers_and_schedules(run: Run) -> Result:
+    """Trainer: `optim` AdamW, Adafactor, SGD, RMSprop and Adagrad, each with another `lr_scheduler_type`"""
+    from transformers import Trainer
+
+    losses, rates, trainers = [], [], []
+    for name in OPTIMIZERS:
+        schedule, more = SCHEDULES[name]
+        flags = {"optim": name, "lr_scheduler_type": schedule, "lr_scheduler_kwargs": more, "warmup_steps": 1}
+        made = arguments(run, max_steps=4, learning_rate=1e-2 if name == "sgd" else 1e-3, **flags)
+        trainer = Trainer(model=bert(), args=made, train_dataset=Rows(sentence_pairs(32)), data_collator=padded)
+        trainer.train()
+        losses += logged(trainer)
+        rates += logged(trainer, "learning_rate")
+        trainers.append(trainer)
+    return Result(losses, alive=trainers, values={"rates": rates})
+
+
+@ZERO_2
+def test_optimizers_and_schedules(client, stage):
+    client.compare(optimizers_and_schedules, stage)
+
+
+def gradient_checkpointing(run: Run) -> Result:
+    """Trainer: `gradient_checkpointing=True`, with the section's `"checkpointing": "recompute"`"""
+    from transformers import Trainer
+
+    trainer = Trainer(model=gpt2(), args=arguments(run, gradient_checkpointing=True), train_dataset=Rows(tokens(32)))
+    trainer.train()
+    return result(trainer)
+
+
+@ZERO_2_AND_3
+def test_gradient_checkpointing(client, stage):
+    client.compare(gradient_checkpointing, stage, section={"memory": {"checkpointing": "recompute"}})
+
+
+# -- classification ----------------------------------------------------------------------------------------------------
+
+
+def classification(run: Run) -> Result:
+    """Trainer: `label_smoothing_factor`, `group_by_length`, `include_for_metrics`, `compute_metrics`, epochs"""
+    from transformers import Trainer
+
+    seen: list[tuple[int, ...]] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(tuple(prediction.inputs.shape[:1]))
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    made = arguments(
+        run, max_steps=-1, num_train_epochs=2, eval_strategy="epoch", label_smoothing_factor=0.1,
+        train_sampling_strategy="group_by_length", include_for_metrics=["inputs", "loss"], eval_accumulation_steps=1,
+        logging_first_step=True, dataloader_drop_last=True, eval_on_start=True,
+    )  # fmt: skip
+    trainer = Trainer(
+        model=bert(), args=made, train_dataset=Rows(sentence_pairs(33)), eval_dataset=Rows(sentence_pairs(16, seed=1)),
+        data_collator=padded, compute_metrics=metrics,
+    )  # fmt: skip
+    trainer.train()
+    assert seen and all(rows == (16,) for rows in seen), seen
+    return result(trainer, accuracy=logged(trainer, "eval_accuracy"))
+
+
+@ZERO_2_AND_3
+def test_classification(client, stage):
+    client.compare(classification, stage)
+
+
+def batch_size_that_fits(run: Run) -> Result:
+    """Trainer: `auto_find_batch_size`, a callback, an own `compute_loss`, `remove_unused_columns=False`"""
+    from transformers import Trainer, TrainerCallback
+
+    class Weighted(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            if len(inputs["labels"]) > 4:
+                raise RuntimeError("CUDA out of memory. Tried to allocate")
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            weights = torch.tensor([1.0, 3.0], device=outputs.logits.device)
+            loss = torch.nn.functional.cross_entropy(outputs.logits, labels, weight=weights)
+            return (loss, outputs) if return_outputs else loss
+
+    class Counter(TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.steps += 1
+
+    counter = Counter()
+    made = arguments(run, auto_find_batch_size=True, per_device_train_batch_size=5, remove_unused_columns=False)
+    trainer = Weighted(
+        model=bert(), args=made, train_dataset=Rows(sentence_pairs(40)), data_collator=padded, callbacks=[counter]
+    )
+    trainer.train()
+    return result(trainer, steps=counter.steps, batch=trainer._train_batch_size)
+
+
+@ZERO_2  # the Trainer refuses it under ZeRO-3
+def test_batch_size_that_fits(client, stage):
+    client.compare(batch_size_that_fits, stage)
+
+
+# -- sequence to sequence ----------------------------------------------------------------------------------------------
+
+
+def translation(run: Run) -> Result:
+    """Seq2SeqTrainer: `predict_with_generate`, beams, `generation_max_length`, metrics of the generated tokens"""
+    from transformers import Seq2SeqTrainer
+
+    generated: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        generated.append(prediction.predictions.tolist())
+        return {"length": float((prediction.predictions != 0).sum(-1).mean())}
+
+    made = arguments(
+        run, "Seq2SeqTrainingArguments", predict_with_generate=True, generation_max_length=8, generation_num_beams=2,
+        eval_strategy="steps", eval_steps=3, label_smoothing_factor=0.1, sortish_sampler=False,
+    )  # fmt: skip
+    trainer = Seq2SeqTrainer(
+        model=bart(), args=made, train_dataset=Rows(tokens(32, length=8)),
+        eval_dataset=Rows(tokens(6, length=8, seed=1)), compute_metrics=metrics,
+    )  # fmt: skip
+    trainer.train()
+    predicted = trainer.predict(Rows(tokens(4, length=8, seed=2)), max_length=6)
+    return result(trainer, generated=generated, predicted=predicted.predictions.tolist())
+
+
+@ZERO_2_AND_3
+def test_translation(client, stage):
+    client.compare(translation, stage)
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(run: Run) -> Result:
+    """Trainer: `save_only_model`, `save_model`, `from_pretrained` of what was saved, a second training from it"""
+    from safetensors.torch import load_file
+    from transformers import Trainer
+
+    flags = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    first = Trainer(model=bert(), args=arguments(run, **flags), train_dataset=Rows(sentence_pairs(32)), data_collator=padded)
+    first.train()
+    first.save_model(str(run.folder / "final"))
+    torch.distributed.barrier()
+    weights = load_file(run.folder / "final/model.safetensors")
+    norms = {name: weight.float().norm().item() for name, weight in weights.items()}
+    second = Trainer(
+        model=type(bert()).from_pretrained(str(run.folder / "final")), args=arguments(run, **flags),
+        train_dataset=Rows(sentence_pairs(32, seed=4)), data_collator=padded,
+    )  # fmt: skip
+    second.train()
+    state = json.loads((run.folder / "output/checkpoint-4/trainer_state.json").read_text())
+    values = {"norms": norms, "steps": state["global_step"]}
+    return Result(logged(first) + logged(second), alive=(first, second), values=values)
+
+
+@ZERO_2
+def test_saved_and_loaded(client, stage):
+    client.compare(saved_and_loaded, stage)
+
+
+@ZERO_3
+def test_saved_and_loaded_into_partitioned_weights(client, stage):
+    client.compare(saved_and_loaded, stage)
