@@ -336,7 +336,9 @@ def saved_and_loaded(run: Run) -> Result:
     from transformers import Trainer
 
     flags = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
-    first = Trainer(model=bert(), args=arguments(run, **flags), train_dataset=Rows(sentence_pairs(32)), data_collator=padded)
+    first = Trainer(
+        model=bert(), args=arguments(run, **flags), train_dataset=Rows(sentence_pairs(32)), data_collator=padded
+    )
     first.train()
     first.save_model(str(run.folder / "final"))
     torch.distributed.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import types
@@ -167,6 +168,21 @@ def test_what_the_forward_reads_counts(change, reason, monkeypatch):
     assert pair.done == ["export", "export"]
     assert any(line.endswith(reason) for line in pair.reasons), pair.reasons
     pair.ran_in_ort(4)
+
+
+class Frozen(collections.OrderedDict):
+    """A dict of a library's class, as diffusers holds its configurations."""
+
+
+def test_dicts_of_other_classes_count():
+    model = Model()
+    model.settings = Frozen(model.settings)
+    pair = Pair(model)
+    before = pair.step()
+    pair.both(lambda m: m.settings.update(gain=2.0))
+    assert not torch.allclose(pair.step(), before)
+    assert pair.done == ["export", "export"]
+    pair.ran_in_ort(2)
 
 
 def test_the_graph_of_a_value_is_used_again_when_the_value_returns():
