@@ -6,7 +6,9 @@ is touched; the second, from the page cache as a rule, copies.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,12 +19,15 @@ from ort_zero.checkpoint import json_text, manifest, saving, values
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.reading import ReadRequest, check_range, read_range
 from ort_zero.checkpoint.records import Source, Tensor
+from ort_zero.checkpoint.shard_checks import EXTRA_KEYS
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.compat.deepspeed_state import EngineState, Flat
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
+_MOST_STEPS = 1 << 53
+"""Bound of what a count of steps or samples can be: beyond it a float is no exact count."""
 _MOST_NAMED = 5
 """Maximum number of names that a message lists."""
 
@@ -75,13 +80,15 @@ def load(
         for request in _ReadRequests(state, source, full, writing=False):
             check_range(folder, request)
         extra = _read_extra(folder, source, ranks)
+        settings = _optimizer_settings(state, source) if full else _OptimizerSettings()
+        _check_counters(extra["counters"], state, folder)
     with saving.settled(state):
         with ranks.raise_on_all("loading the checkpoint"):
             with torch.no_grad():
                 for request in _ReadRequests(state, source, full, writing=True):
                     read_range(folder, request)
             if full:
-                _restore_optimizer(state, source)
+                _restore_optimizer(state, settings)
         state.loaded()
     with ranks.raise_on_all("loading the checkpoint"):
         _restore_extra(state, extra, source, full, load_lr_scheduler_states, load_module_only)
@@ -272,8 +279,10 @@ def _read_extra(folder: Folder, source: Source, ranks: RankGroup) -> dict[str, A
 
         found = from_bytes(_read_checked(folder, source, names["st"]))
         tensors = [found[f"extra/{i}"].view(shape) for i, shape in enumerate(document["tensor_shapes"])]
-    keys = ("counters", "client_state", "lr_scheduler", "loss_scaler", "extra_state")
-    return {key: values.decode(document[key], tensors) for key in keys}
+    try:
+        return {key: values.decode(document[key], tensors) for key in EXTRA_KEYS if key != "tensor_shapes"}
+    except KeyError as error:
+        raise CorruptCheckpointError(f"{folder.path(names['json'])} lacks {error}") from None
 
 
 def _named(source: Source, rank: int, end: str) -> str | None:
@@ -298,15 +307,29 @@ def _read_checked(folder: Folder, source: Source, name: str) -> bytes:
 # -- what is no tensor of the model -----------------------------------------------------------------------------------
 
 
-def _restore_optimizer(state: EngineState, source: Source) -> None:
-    """Put numbers per parameter (``step``) and hyper-parameters back."""
+@dataclass(frozen=True, slots=True)
+class _OptimizerSettings:
+    """The numbers and hyper-parameters that the engine's optimizer gets; decided before anything is changed."""
+
+    numbers: list[dict[str, float]] = field(default_factory=list)
+    """One value by key, such as ``step``, for each of the engine's flat buffers."""
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Hyper-parameters by the index of the parameter group."""
+
+
+def _optimizer_settings(state: EngineState, source: Source) -> _OptimizerSettings:
+    """Return what a checkpoint says of the optimizer besides its tensors.
+
+    Raises:
+        CheckpointError: a number differs between parameters that share a flat buffer.
+        CorruptCheckpointError: a number or hyper-parameter that no optimizer can have.
+    """
     optimizer = source.optimizer
-    base = state.base_optimizer()
-    if optimizer is None or base is None:
-        return
-    as_tensor = type(base).__module__.startswith("torch.")
+    settings = _OptimizerSettings()
+    if optimizer is None or state.base_optimizer() is None:
+        return settings
     for flat in state.flats():
-        live = state.state_of(flat)
+        numbers = {}
         for key, by_name in optimizer.scalars.items():
             found = {by_name[n] for n in (source.aliases.get(s.name, s.name) for s in flat.spans) if n in by_name}
             if not found:
@@ -316,17 +339,49 @@ def _restore_optimizer(state: EngineState, source: Source) -> None:
                     f"{key} differs between the parameters of one group ({sorted(found)[:3]}): they cannot share a "
                     "flat buffer; load with load_optimizer_states=False"
                 )
-            _set_number(live, key, found.pop(), as_tensor)
+            for value in found:
+                if not abs(value) < _MOST_STEPS:
+                    raise CorruptCheckpointError(f"{source.root}: {key} of the optimizer cannot be {value}")
+                numbers[key] = value
+        settings.numbers.append(numbers)
     stored = [(set(group.names), group.options) for group in optimizer.groups]
-    for index, names in enumerate(state.group_names()):
+    for index, (names, live) in enumerate(zip(state.group_names(), state.group_options(), strict=True)):
         wanted = {source.aliases.get(name, name) for name in names}
         match = next((options for group, options in stored if group == wanted), None)
         if match is None:
             log.get_logger().warning(
                 "parameter group %d is not one of the checkpoint's; its hyper-parameters stay as configured", index
             )
-        else:
-            state.set_group_options(index, dict(match))
+            continue
+        for key, value in match.items():
+            if _is_number(live.get(key)) and not (_is_number(value) and math.isfinite(value)):
+                raise CorruptCheckpointError(f"{source.root}: {key} of parameter group {index} cannot be {value!r}")
+        settings.options[index] = dict(match)
+    return settings
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_counters(counters: Any, state: EngineState, folder: Folder) -> None:
+    """Raise CorruptCheckpointError unless `counters` are whole numbers under the names that an engine has."""
+    known = state.counters().keys()
+    right = isinstance(counters, dict) and counters.keys() <= known
+    if not right or any(type(value) is not int or not 0 <= value < _MOST_STEPS for value in counters.values()):
+        raise CorruptCheckpointError(f"{folder.path()}: the counters cannot be {str(counters)[:200]}")
+
+
+def _restore_optimizer(state: EngineState, settings: _OptimizerSettings) -> None:
+    """Put numbers per parameter (``step``) and hyper-parameters back."""
+    base = state.base_optimizer()
+    as_tensor = type(base).__module__.startswith("torch.")
+    for flat, numbers in zip(state.flats(), settings.numbers):
+        live = state.state_of(flat)
+        for key, value in numbers.items():
+            _set_number(live, key, value, as_tensor)
+    for index, options in settings.options.items():
+        state.set_group_options(index, options)
 
 
 def _set_number(live: dict[str, Any], key: str, value: float, as_tensor: bool) -> None:

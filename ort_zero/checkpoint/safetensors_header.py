@@ -51,8 +51,17 @@ def encode(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], advice: 
     return len(text).to_bytes(8, "little") + text
 
 
-def read_metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
-    """Return the texts of a file's header that are no tensors; empty if it has none or its length cannot be right.
+class Header(NamedTuple):
+    """The header of a file that was read."""
+
+    metadata: dict[str, Any]
+    """Texts that are no tensors."""
+    entries: dict[str, HeaderEntry]
+    """The tensors by name; their offsets count from the start of the file."""
+
+
+def read(folder: Folder, name: str, size: int) -> Header:
+    """Return the header of a file.
 
     Args:
         folder: where the file lies.
@@ -61,11 +70,23 @@ def read_metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
 
     Raises:
         CorruptCheckpointError: the file is missing or shorter than `size`.
-        ValueError: the header is not JSON.
+        ValueError: the header is longer than the file or :data:`MAX_HEADER_BYTES`, is not JSON, or describes no
+            tensors.
     """
     length = int.from_bytes(folder.read(name, 0, 8), "little")
     if length > min(size - 8, MAX_HEADER_BYTES):
-        return {}
+        raise ValueError(f"its header cannot have {length} bytes")
     table = json_text.loads(folder.read(name, 8, length))
-    found = table.get(_METADATA) if isinstance(table, dict) else None
-    return found if isinstance(found, dict) else {}
+    try:
+        metadata = table.pop(_METADATA, {})
+        if not isinstance(metadata, dict):
+            raise TypeError("its metadata is no table")
+        entries = {}
+        for key, about in table.items():
+            begin, end = about["data_offsets"]
+            if not (0 <= begin <= end <= size - 8 - length):
+                raise ValueError(f"tensor {key} lies outside of it")
+            entries[key] = HeaderEntry(key, about["dtype"], tuple(about["shape"]), 8 + length + begin, end - begin)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"its header describes no tensors ({error})") from None
+    return Header(metadata, entries)

@@ -11,12 +11,15 @@ import xxhash
 
 from ort_zero.checkpoint import json_text, safetensors_header
 from ort_zero.checkpoint.manifest import Manifest
-from ort_zero.checkpoint.records import File, Source
+from ort_zero.checkpoint.records import File, Piece, Source, Tensor
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
 _RANK = re.compile(r"rank_(\d+)_")
+_EXTRA = re.compile(r"_extra(\.[0-9a-f]{8})?\.safetensors$")
+EXTRA_KEYS = ("tensor_shapes", "counters", "client_state", "lr_scheduler", "loss_scaler", "extra_state")
+"""Keys of a rank's JSON file that loading needs."""
 _MOST_NAMED = 3
 """Maximum number of damaged tensors of one file that a message names."""
 _buffers = threading.local()
@@ -25,7 +28,10 @@ _buffers = threading.local()
 def problems_of_shard(
     folder: Folder, file: File, manifest: Manifest, source: Source, advance: Callable[[int], Any]
 ) -> Iterator[str]:
-    """Yield what is wrong with one file, at most one sentence. Every byte is read.
+    """Yield what is wrong with one file. Every byte is read.
+
+    Its bytes are compared with their checksum, and what it says of itself (tensors, dtypes, places, step, tag, world
+    size, rank) with what the manifest says, so that a manifest that was edited is noticed as well as a file.
 
     Args:
         folder: folder of the checkpoint.
@@ -45,12 +51,23 @@ def problems_of_shard(
     if not size and file.size:
         yield f"{path} is empty, the manifest says {file.size} bytes"
         return
+    pieces = _pieces_in(file, source)
+    damaged = None
     if size == file.size:
         digest = xxhash.xxh3_128()
+        checks = _PieceChecks(pieces)
+        position = 0
         for part in _chunks(folder, file.name, 0, size):
             digest.update(part)
+            checks.update(position, part)
             advance(len(part))
+            position += len(part)
+        damaged = checks.damaged()
         if digest.hexdigest() == file.xxh3_128:
+            if damaged:
+                yield f"{path} and the manifest disagree: the checksum differs of {shortened(damaged, _MOST_NAMED)}"
+            else:
+                yield from _disagreements(folder, file, manifest, pieces)
             return
     other = _other_owner(_metadata(folder, file.name, size), file.name, manifest)
     if other:
@@ -59,7 +76,8 @@ def problems_of_shard(
         kind = "is truncated: it" if size < file.size else "is too long: it"
         yield f"{path} {kind} has {size} bytes, the manifest says {file.size}"
     else:
-        yield f"{path} is damaged: its content does not match its xxh3-128{_damaged_tensors(folder, file, source)}"
+        where = f", in {shortened(damaged, _MOST_NAMED)}" if damaged else ", outside of its tensors"
+        yield f"{path} is damaged: its content does not match its xxh3-128{where}"
 
 
 def thread_buffer() -> memoryview:
@@ -77,14 +95,91 @@ def _chunks(folder: Folder, name: str, offset: int, length: int) -> Iterator[mem
         yield part
 
 
+def _pieces_in(file: File, source: Source) -> list[tuple[Tensor, Piece]]:
+    """Return the pieces that the manifest says lie in a file, with their tensors, in the order of the file."""
+    found = [(t, p) for t in source.tensors for p in t.pieces if p.file == file.name and p.length]
+    return sorted(found, key=lambda item: item[1].offset)
+
+
+class _PieceChecks:
+    """Computes the checksum of each piece while its file is read from start to end."""
+
+    def __init__(self, pieces: list[tuple[Tensor, Piece]]):
+        self._pieces = pieces
+        self._first = 0
+        self._digests: dict[int, Any] = {}
+        self._damaged: list[str] = []
+
+    def update(self, position: int, part: memoryview) -> None:
+        """Take the bytes of the file from `position` on."""
+        end = position + len(part)
+        for index in range(self._first, len(self._pieces)):
+            tensor, piece = self._pieces[index]
+            if piece.offset >= end:
+                break
+            low, high = max(piece.offset, position), min(piece.offset + piece.length, end)
+            if low < high:
+                digest = self._digests.setdefault(index, xxhash.xxh3_64())
+                digest.update(part[low - position : high - position])
+            if piece.offset + piece.length <= end and index in self._digests:
+                if piece.check is not None and self._digests.pop(index).hexdigest() != piece.check:
+                    self._damaged.append(f"{tensor.kind} of {tensor.name}")
+                if index == self._first:
+                    self._first += 1
+
+    def damaged(self) -> list[str]:
+        """Return the tensors whose bytes do not have the checksum that the manifest gives them."""
+        return self._damaged
+
+
+def _disagreements(folder: Folder, file: File, manifest: Manifest, pieces: list[tuple[Tensor, Piece]]) -> Iterator[str]:
+    """Yield where a file, whose bytes are those that were written, says something else than the manifest."""
+    path = folder.path(file.name)
+    try:
+        metadata, entries = _read(folder, file.name, file.size)
+    except ValueError as error:
+        yield f"{path} is damaged: {error}"
+        return
+    other = _other_owner(metadata, file.name, manifest)
+    if other:
+        yield f"{path} {other}"
+        return
+    for key, stated in (("step", manifest.step), ("tag", manifest.tag), ("world_size", manifest.world_size)):
+        if str(metadata.get(key, stated)) != str(stated):
+            yield f"{path} and the manifest disagree: {key} is {metadata[key]} there, {stated} in the manifest"
+    if file.name.endswith(".json"):
+        yield from (f"{path} lacks {key!r}" for key in EXTRA_KEYS if key not in metadata)
+    elif not _EXTRA.search(file.name):
+        listed = {(p.offset, p.length): (t.dtype, {t.name, f"{t.kind}/{t.name}"}) for t, p in pieces}
+        stored = {(e.offset, e.nbytes): (e.dtype, e.name) for e in entries.values() if e.nbytes}
+        for place, (dtype, name) in stored.items():
+            if place not in listed:
+                yield f"{path} holds {name}, which the manifest does not list"
+            elif listed[place][0] != dtype or name not in listed[place][1]:
+                wanted = max(listed[place][1], key=len)
+                yield f"{path} and the manifest disagree: {name} ({dtype}) there, {wanted} ({listed[place][0]}) here"
+        for place in listed.keys() - stored.keys():
+            yield f"{path} holds no tensor at byte {place[0]}, where {max(listed[place][1], key=len)} should be"
+
+
+def _read(folder: Folder, name: str, size: int) -> safetensors_header.Header:
+    """Return what a file says of itself; a JSON file's values stand for its metadata.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    if not name.endswith(".json"):
+        return safetensors_header.read(folder, name, size)
+    value = json_text.loads(folder.read(name))
+    if not isinstance(value, dict):
+        raise ValueError("it is no JSON object")
+    return safetensors_header.Header(value, {})
+
+
 def _metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
     """Return what a file says of the save and the rank it belongs to; empty if it says nothing that can be read."""
     try:
-        if name.endswith(".json"):
-            value = json_text.loads(folder.read(name))
-        else:
-            value = safetensors_header.read_metadata(folder, name, size)
-        return value if isinstance(value, dict) else {}
+        return _read(folder, name, size).metadata
     except (ValueError, CorruptCheckpointError):
         return {}
 
@@ -101,18 +196,3 @@ def _other_owner(metadata: dict[str, Any], name: str, manifest: Manifest) -> str
     if rank is not None and mine and str(rank).isdigit() and int(rank) != int(mine.group(1)):
         return f"is rank {int(rank)}'s file"
     return None
-
-
-def _damaged_tensors(folder: Folder, file: File, source: Source) -> str:
-    """Return ", in ..." with the tensors of `file` whose own checksums are wrong, or that the damage is in none."""
-    names = []
-    for tensor in source.tensors:
-        for piece in tensor.pieces:
-            if piece.file != file.name or piece.check is None:
-                continue
-            digest = xxhash.xxh3_64()
-            for part in _chunks(folder, file.name, piece.offset, piece.length):
-                digest.update(part)
-            if digest.hexdigest() != piece.check:
-                names.append(f"{tensor.kind} of {tensor.name}")
-    return f", in {shortened(names, _MOST_NAMED)}" if names else ", outside of its tensors"

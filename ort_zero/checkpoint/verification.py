@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ort_zero.checkpoint import manifest
+from ort_zero.checkpoint.completeness import incomplete
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.shard_checks import problems_of_shard, thread_buffer
@@ -56,6 +57,8 @@ class _Findings:
     """Problems by file name; "" for those that concern no single file."""
     notes: list[str] = field(default_factory=list)
     files: int = 0
+    bytes: int | None = None
+    """Bytes of the files that were read; None: what the folder has counted, in which headers may count twice."""
     tensors: int = 0
     tag: str = ""
 
@@ -113,7 +116,7 @@ def verify(
         tag=findings.tag,
         format=name,
         files=findings.files,
-        bytes=folder.bytes_read,
+        bytes=folder.bytes_read if findings.bytes is None else findings.bytes,
         tensors=findings.tensors,
         problems=findings.in_order(),
         notes=tuple(findings.notes),
@@ -135,6 +138,8 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
         findings.add(manifest.NAME, str(error))
         return
     findings.tag, findings.tensors = source.tag, len(source.tensors)
+    for text in incomplete(found, source):
+        findings.add(manifest.NAME, f"{folder.path(manifest.NAME)}: {text}")
     files = list(source.files.values())
     for name in folder.names():
         if name in source.files or name == manifest.NAME:
@@ -147,6 +152,7 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
     def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
         return problems_of_shard(folder, file, found, source, advance)
 
+    findings.bytes = sum(folder.size(name) or 0 for name in (manifest.NAME, *source.files) if folder.exists(name))
     _check_files(files, check, findings, workers, progress)
 
 

@@ -65,6 +65,7 @@ def write(
             shards.setdefault(file, {})[f"{kind}/{name}"] = flat[low:high].clone()
             pieces[kind, name].append((file, low))
     files, offsets = _write_shards(folder, shards)
+    files += _write_extras(folder, ranks)
     records = []
     for (kind, name), tensor in tensors.items():
         own = []
@@ -92,6 +93,19 @@ def write(
     }
     folder.write(manifest.NAME, manifest.dump(manifest.build(**{**fields, **changes})), "t")
     return tensors
+
+
+def _write_extras(folder: Folder, ranks: int) -> list[File]:
+    """Write what each rank keeps beside its tensors."""
+    files = []
+    for rank in range(ranks):
+        name = f"rank_{rank:05d}_extra.json"
+        about = {"save_id": "save", "run_id": "run", "rank": str(rank), "tensor_shapes": []}
+        values = dict.fromkeys(("client_state", "lr_scheduler", "loss_scaler", "extra_state"))
+        data = json.dumps({**about, **values, "counters": {"global_steps": 7}}).encode()
+        folder.write(name, data, "t")
+        files.append(File(name=name, size=len(data), xxh3_128=xxhash.xxh3_128(data).hexdigest()))
+    return files
 
 
 def _write_shards(

@@ -50,7 +50,8 @@ def shard_of(tensors: dict[tuple[str, str], torch.Tensor], rank: int) -> Shard:
         if low < high:
             entry = ShardEntry(name=name, kind=kind, start=low, tensor=flat[low:high])
             (weights if kind in SAVED_ELSEWHERE else moments).append(entry)
-    extra = {"counters": {"global_steps": 7}, "client_state": {}}
+    extra = dict.fromkeys(("client_state", "lr_scheduler", "loss_scaler", "extra_state"), {})
+    extra["counters"] = {"global_steps": 7}
     scalars = {"step": {name: 7.0 for kind, name in tensors if kind == "exp_avg"}}
     return Shard(weights=weights, moments=moments, extra=extra, extra_tensors=[torch.arange(rank + 2)], scalars=scalars)
 

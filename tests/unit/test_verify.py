@@ -11,6 +11,7 @@ import checkpoint_files
 import deepspeed_states
 import pytest
 import torch
+import xxhash
 from deepspeed_states import deepspeed_names
 from safetensors.torch import save_file
 
@@ -50,7 +51,7 @@ def flip(path: Path, at: int) -> None:
 def test_a_sound_checkpoint_is_read_completely(ours):
     report = check(ours)
     assert report.ok and report.format == "ort_zero" and report.tag == "global_step7" and not report.notes
-    assert report.files == 7 and report.tensors == 16
+    assert report.files == 10 and report.tensors == 16
     assert report.bytes == sum(path.stat().st_size for path in ours.iterdir())
 
 
@@ -174,20 +175,79 @@ def test_nothing_there(tmp_path):
 
 
 def test_a_json_file_of_another_run_says_so(ours):
-    name = "rank_00001_extra.json"
-    file = manifest.File(name=name, size=9, xxh3_128="0" * 32)
-    held = manifest.parse((ours / manifest.NAME).read_bytes(), "")
-    files = [manifest.File(name=f.name, size=f.size, xxh3_128=f.xxh3_128) for f in held.files]
-    (ours / name).write_text(json.dumps({"run_id": "another", "rank": "1"}))
-    shutil.rmtree(ours.parent / "d", ignore_errors=True)
-    checkpoint_files.write(ours.parent / "d", files=[*files, file])
-    shutil.copy(ours / name, ours.parent / "d")
-    one_problem(ours.parent / "d", name, "belongs to another run")
+    (ours / "rank_00001_extra.json").write_text(json.dumps({"run_id": "another", "rank": "1"}))
+    one_problem(ours, "rank_00001_extra.json", "belongs to another run")
+
+
+def edit(folder: Path, change) -> None:
+    """Change the manifest, and let its digest be right all the same."""
+    table = json.loads((folder / manifest.NAME).read_bytes())
+    del table["xxh3_128"]
+    change(table)
+    text = json.dumps(table)[:-1]
+    digest = xxhash.xxh3_128(text.encode()).hexdigest()
+    (folder / manifest.NAME).write_text(f'{text},\n"xxh3_128": "{digest}"\n}}')
+
+
+def entry(table, kind: str, name: str) -> dict:
+    return next(t for t in table["tensors"] if t["kind"] == kind and t["name"] == name)
+
+
+def without(table, kind: str, name: str) -> None:
+    table["tensors"].remove(entry(table, kind, name))
+
+
+def swap_names(table) -> None:
+    """Let the two moments of one parameter change places."""
+    first, second = entry(table, "exp_avg", "a.bias"), entry(table, "exp_avg_sq", "a.bias")
+    first["kind"], second["kind"] = second["kind"], first["kind"]
+
+
+def lose_extra(table) -> None:
+    table["files"] = [file for file in table["files"] if "00002_extra" not in file["name"]]
+
+
+EDITS = {
+    "a weight less": (lambda t: without(t, "weight", "ice.weight"), "lacks the frozen .*ice.weight"),
+    "a buffer less": (lambda t: without(t, "buffer", "bn.mask"), "holds .*bn.mask, which the manifest does not list"),
+    "a master less": (lambda t: without(t, "master", "a.bias"), "no master weights"),
+    "a moment less": (lambda t: without(t, "exp_avg", "a.bias"), "lacks optimizer states of a.bias"),
+    "another kind": (lambda t: entry(t, "buffer", "bn.mask").update(kind="weight"), "disagree"),
+    "another name": (lambda t: entry(t, "weight", "ice.weight").update(name="ice2.weight"), "ice2.weight|ice.weight"),
+    "another dtype": (lambda t: entry(t, "weight", "ice.weight").update(dtype="F16"), "disagree: .*BF16.*F16"),
+    "swapped moments": (swap_names, "disagree"),
+    "another checksum": (
+        lambda t: entry(t, "master", "a.bias")["pieces"][0].__setitem__(4, "0" * 16),
+        "checksum differs of master of a.bias",
+    ),
+    "another run": (lambda t: t.update(run_id="other"), "belongs to another run"),
+    "another save": (lambda t: t.update(save_id="other"), "belongs to another save"),
+    "more ranks": (lambda t: t.update(world_size=4), "no extra file of rank 3, of 4 ranks"),
+    "no extra file": (lose_extra, "no extra file of rank 2"),
+    "a tie to nothing": (lambda t: t["aliases"].update({"y": "gone"}), "y is tied to gone"),
+    "a group without a parameter": (
+        lambda t: t["optimizer"]["groups"][0]["names"].remove("a.bias"),
+        "no parameter group has a.bias",
+    ),
+    "steps beyond all bounds": (
+        lambda t: t["optimizer"]["scalars"]["step"].update({"a.bias": 1e300}),
+        "step of a.bias is no number",
+    ),
+    "the moment's shape": (lambda t: entry(t, "exp_avg", "emb.weight").update(shape=[7, 13]), "has the shape"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_manifest_with_a_matching_digest_is_found(ours, name):
+    change, reason = EDITS[name]
+    edit(ours, change)
+    problems = check(ours).problems
+    assert any(re.search(reason, text) for text in problems), problems
 
 
 def test_command(ours, tmp_path, capsys):
     assert cli.main(["verify", str(ours), "--workers", "3"]) == 0
-    assert capsys.readouterr().out.startswith(f"ok: {ours} (ort_zero, 16 tensors), 7 files")
+    assert capsys.readouterr().out.startswith(f"ok: {ours} (ort_zero, 16 tensors), 10 files")
     (ours / SHARD).unlink()
     flip(ours / OTHER, -1)
     assert cli.main(["verify", str(ours)]) == 1

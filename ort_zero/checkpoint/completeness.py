@@ -1,0 +1,69 @@
+"""Finds what a manifest of our format lacks or contradicts in itself, without reading any other file. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ort_zero.checkpoint.manifest import Manifest
+from ort_zero.checkpoint.records import MASTER, MOST_NAMED, Optimizer, Source
+from ort_zero.utils.text import shortened
+
+
+def incomplete(manifest: Manifest, source: Source) -> Iterator[str]:
+    """Yield one sentence for each thing that a complete checkpoint has and this one has not.
+
+    Args:
+        manifest: the manifest.
+        source: the same as records.
+    """
+    names = set(source.files)
+    for rank in range(min(manifest.world_size, len(names) + 1)):
+        start = f"rank_{rank:05d}_extra"
+        if not any(name.startswith(start) and name.endswith(".json") for name in names):
+            yield f"it lists no extra file of rank {rank}, of {manifest.world_size} ranks"
+            break
+    stored = source.weights()
+    if not stored:
+        yield "it lists no weights"
+    for alias, name in source.aliases.items():
+        if name not in stored:
+            yield f"{alias} is tied to {name}, which it does not list"
+        elif alias in stored:
+            yield f"{alias} is tied to {name} and listed itself"
+    lost = [name for name in source.frozen if name not in stored]
+    if lost:
+        yield f"it lacks the frozen parameters {shortened(sorted(lost), MOST_NAMED)}"
+    if source.optimizer is not None:
+        yield from _incomplete_optimizer(source, source.optimizer)
+
+
+def _incomplete_optimizer(source: Source, optimizer: Optimizer) -> Iterator[str]:
+    masters = source.by_name(MASTER)
+    states: dict[str, set[str]] = {}
+    for tensor in source.tensors:
+        if tensor.is_optimizer_state:
+            states.setdefault(tensor.name, set()).add(tensor.kind)
+            if tensor.name not in masters:
+                yield f"it lists {tensor.kind} of {tensor.name}, and no master weights of that name"
+            elif tensor.shape != masters[tensor.name].shape:
+                shapes = f"{list(tensor.shape)}, the master weights {list(masters[tensor.name].shape)}"
+                yield f"{tensor.kind} of {tensor.name} has the shape {shapes}"
+    grouped: set[str] = set()
+    for index, group in enumerate(optimizer.groups):
+        own = {source.aliases.get(name, name) for name in group.names}
+        lost = sorted(own - masters.keys())
+        if lost:
+            yield f"parameter group {index} has {shortened(lost, MOST_NAMED)}, which have no master weights"
+        wanted = set().union(*(states.get(name, set()) for name in own))
+        short = sorted(name for name in own & masters.keys() if states.get(name, set()) != wanted)
+        if short:
+            yield f"parameter group {index} lacks optimizer states of {shortened(short, MOST_NAMED)}"
+        grouped |= own
+    alone = sorted(masters.keys() - grouped)
+    if alone and optimizer.groups:
+        yield f"no parameter group has {shortened(alone, MOST_NAMED)}"
+    for key, by_name in optimizer.scalars.items():
+        odd = [name for name, value in by_name.items() if not math.isfinite(value) or abs(value) >= 1 << 53]
+        if odd:
+            yield f"{key} of {shortened(sorted(odd), MOST_NAMED)} is no number that an optimizer can have"
