@@ -68,7 +68,11 @@ def untraced() -> Iterator[None]:
 
 
 def is_computed(tensor: torch.Tensor) -> bool:
-    """Return whether the traced graph computes `tensor`: it is no input, weight, buffer or constant."""
+    """Return whether the traced graph computes `tensor`, of more than one element: it is no input, weight, buffer or
+    constant."""
+    with untraced():
+        if tensor.numel() <= 1:
+            return False
     return _C._get_value_trace(tensor).node().kind() not in ("prim::Param", "prim::Constant")
 
 

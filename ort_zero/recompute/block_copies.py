@@ -18,6 +18,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from ort_zero.compat.ort_kernels import BARRIER, EFFECTS, RECOMPUTED
+from ort_zero.onnx_edit.marks import function_of, passed
 from ort_zero.onnx_edit.node_edits import copied, rename_inputs, with_nodes, with_values
 from ort_zero.onnx_edit.topology import (
     input_names,
@@ -51,6 +52,7 @@ def with_block_copies(
     *,
     weights: Collection[str] = (),
     is_pure: Callable[[onnx.NodeProto], bool] = lambda node: True,
+    passing: Collection[str] = (),
 ) -> BlockCopies:
     """Return a copy of the graph whose backward computes `blocks` again.
 
@@ -60,8 +62,9 @@ def with_block_copies(
         weights: names of the graph inputs that ZeRO-3 partitions: a copy reads them, and what is computed from them
             alone, without a gate.
         is_pure: whether a node of PyTorch's computes the same whenever it runs, without effects.
+        passing: names of autograd Functions whose nodes only pass their first input on.
     """
-    edit = _Edit(model, blocks, weights, is_pure)
+    edit = _Edit(model, blocks, weights, is_pure, passing)
     for node in edit.late:
         edit.read_copies(node)
     result = with_nodes(model, edit.sequence())
@@ -82,12 +85,19 @@ class _Edit:
         blocks: Sequence[Block],
         weights: Collection[str],
         is_pure: Callable[[onnx.NodeProto], bool],
+        passing: Collection[str],
     ):
         graph = model.graph
         self._nodes = [copied(node) for node in topological_order(graph)]
         self._made_by = producers(self._nodes)
         self._types = value_types(graph)
         self._is_pure = is_pure
+        self._passed = dict(
+            tuple(reversed(passed(node)))
+            for node in self._nodes
+            if node.op_type == "PythonOp" and function_of(node, passing) is not None
+        )
+        """What is passed on under another name, by that name."""
         self._barrier = next((i for i, node in enumerate(self._nodes) if node.op_type == BARRIER), len(self._nodes))
         # a block whose results get no gradient has no backward
         self._block_of = {key: block for block in blocks if block.gradients for key in block.nodes}
@@ -143,7 +153,7 @@ class _Edit:
                 elif node.op_type == "Dropout":
                     found.update(node.output[1:])
             if id(node) in self._early:
-                for name in input_names(node):
+                for name in map(self._through, input_names(node)):
                     made_by = self._made_by.get(name)
                     if made_by is not None and self._block_of.get(node_key(made_by)) not in (None, mine):
                         found.add(name)
@@ -158,13 +168,21 @@ class _Edit:
 
     def _recomputed(self, name: str) -> Block | None:
         """Return the block that computes a value again for the backward; None for a value that stays."""
+        name = self._through(name)
         node = self._made_by.get(name)
         if node is None or name in self._stays:
             return None
         return self._block_of.get(node_key(node))
 
+    def _through(self, name: str) -> str:
+        """Return the name of a value before nodes passed it on."""
+        while name in self._passed:
+            name = self._passed[name]
+        return name
+
     def _copy(self, name: str, block: Block) -> str:
         """Return the name of the copy of a value, and make the nodes that compute it."""
+        name = self._through(name)
         todo = [self._made_by[name]]
         while todo:
             node = todo.pop()
@@ -174,8 +192,8 @@ class _Edit:
             names = {}
             for read in input_names(node):
                 if self._recomputed(read) is not None:
-                    names[read] = read + RECOMPUTED
-                    todo.append(self._made_by[read])
+                    names[read] = self._through(read) + RECOMPUTED
+                    todo.append(self._made_by[self._through(read)])
                 else:
                     names[read] = self._gated(read, block)
             self._copies[key] = _copy_of(node, names)

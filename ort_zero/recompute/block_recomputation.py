@@ -35,10 +35,12 @@ class BlockRecomputation:
 
     Args:
         request: what the user asks for.
+        passing: names of autograd Functions whose nodes only pass their first input on.
     """
 
-    def __init__(self, request: RecomputeRequest):
+    def __init__(self, request: RecomputeRequest, passing: Collection[str] = ()):
         self.request = request
+        self._passing = passing
         self.decisions: list[Decision] = []
         """One decision for each graph that was built, the newest last."""
 
@@ -69,7 +71,7 @@ class BlockRecomputation:
             return model, None
         _, optimized = graph_edits.optimized(manager, model, info)
         blocks = take_blocks_out(optimized)
-        edited = with_block_copies(optimized, blocks, weights=partitioned, is_pure=_is_pure)
+        edited = with_block_copies(optimized, blocks, weights=partitioned, is_pure=_is_pure, passing=self._passing)
         early = set(released)
 
         def point(graph: onnx.ModelProto) -> Point:

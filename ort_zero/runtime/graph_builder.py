@@ -227,7 +227,7 @@ class GraphBuilder:
             self._timed("export"),
             self.output.captured(),
             paused(),
-            self._checkpointed_calls().traced(),
+            self._checkpointed_calls(tracer).traced(),
             self.excluded.as_operators(drop_caches=tracer.drop_caches),
             self.functions.as_operators(),
             torch_onnx.routing(self.fallback_policy),
@@ -239,9 +239,13 @@ class GraphBuilder:
         ):
             return self.manager.export(tracer.graph_inputs)
 
-    def _checkpointed_calls(self) -> CheckpointedCalls:
+    def _checkpointed_calls(self, tracer: Tracer) -> CheckpointedCalls:
+        def same(tensor: torch.Tensor, marked: torch.Tensor) -> None:
+            for readers in tracer.readers:
+                readers.calls.set_same(tensor, marked)
+
         refuse = None if self._traces_checkpointed else self._refuse_checkpointing
-        return CheckpointedCalls(refuse, marked=self.manager.training)
+        return CheckpointedCalls(refuse, marked=self.manager.training, same=same)
 
     def _refuse_unsupported(self) -> None:
         """Raise for a module that is known to fail, before minutes are spent on its export."""

@@ -47,6 +47,7 @@ from ort_zero.runtime.rank_agreement import RankAgreement
 from ort_zero.runtime.transitions import GraphTransitionManager, TransitionHistory
 from ort_zero.runtime.zero3 import gathered_weights
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
+from ort_zero.statistics.collect import reader_marks
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel, subscribed_models_in
 
 
@@ -96,7 +97,7 @@ class Runtime:
         self._cache = ExportCache(config.cache_dir) if config.cache_dir is not None else None
         self.memory: MemoryOptimizer | BlockRecomputation | None = None
         if memory is not None and memory.mode == BLOCKS:
-            self.memory = BlockRecomputation(memory)
+            self.memory = BlockRecomputation(memory, [reader_marks.MARK])
         elif memory is not None and memory.mode != OFF:
             plans = Path(config.cache_dir) if config.cache_dir is not None else env.cache_dir() / "plans"
             self.memory = MemoryOptimizer(memory, plans, self.ranks.share_plan, walk=trial is not None)

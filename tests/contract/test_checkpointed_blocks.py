@@ -19,6 +19,8 @@ from ort_zero.errors import ExportError
 from ort_zero.onnx_edit.topology import input_names
 from ort_zero.plugin.wrap import wrap_model
 from ort_zero.recompute.graph_model import GraphModel
+from ort_zero.statistics.collect.subscriber_base import SubscriberBase
+from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
 
 WIDTH, BATCH = 16, 12
 BLOCKS = config.MemoryConfig(checkpointing="recompute")
@@ -372,3 +374,40 @@ def test_a_graph_from_the_export_cache_has_the_same_blocks(tmp_path):
     assert runtime.status()["transitions"][0]["cache"].startswith("hit"), runtime.status()["transitions"]
     assert runtime.status()["graphs"]["training"]["exports"] == 0
     assert (again, loaded) == (loss, made) and made
+
+
+class Norms(SubscriberBase):
+    """Keeps a number for everything it is shown."""
+
+    def __init__(self):
+        self.seen: dict[tuple, float] = {}
+
+    def forward_slot_apply(self, step, slot, tensor):
+        self._keep("forward", step, slot, tensor)
+
+    def gradient_slot_apply(self, step, slot, gradient):
+        self._keep("backward", step, slot, gradient)
+
+    def _keep(self, direction, step, slot, tensor):
+        key = (step, direction, slot.call.path, slot.call.occurrence, slot.kind, slot.name)
+        self.seen[key] = tensor.detach().double().norm().item()
+
+    def close(self):
+        pass
+
+
+def test_subscribers_see_what_they_see_without_checkpointing():
+    call, shown, sizes = FORMS["not reentrant"][0], [], []
+    for section, form in ((None, functools.partial(one_by_one, apply=lambda layer, x: layer(x))), (BLOCKS, call)):
+        module, norms = Stack(form), Norms()
+        runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), 0, memory=section)
+        GlobalSubscriberManager.subscribe(module, [norms])
+        for seed in (1, 2):
+            wrapped(inputs(seed)).backward()
+        shown.append(norms.seen)
+        sizes.append(held_bytes(runtime, {"x_dim0": BATCH}))
+    assert len(shown[0]) > 50 and shown[0].keys() == shown[1].keys()
+    for key, value in shown[0].items():
+        assert shown[1][key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+    assert runtime.status()["memory"][0]["blocks"]["recomputed"] == 3
+    assert sizes[1] < 0.5 * sizes[0]

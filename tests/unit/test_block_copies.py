@@ -201,6 +201,22 @@ def test_what_only_seems_to_be_forward_runs_behind_it():
     assert list(made_by(model, "square").input) == [f"t{RECOMPUTED}"] * 2
 
 
+def test_nodes_that_pass_a_value_on_are_looked_through():
+    """Readers of statistics: whole blocks would else be held for them, or one block be computed from the last."""
+    inside, backward = PLAIN
+    read = node("PythonOp", "m", "seen_ctx seen", func_name="ort_zero.Reader")
+    _, model, _ = edited(block([inside[0], read, node("Tanh", "seen", "t"), inside[2]], backward), passing=["Reader"])
+    assert held(model) == {"h", "r"}
+    assert list(made_by(model, f"t{RECOMPUTED}").input) == [f"m{RECOMPUTED}"]
+    behind = node("PythonOp", "m", "seen_ctx seen", func_name="ort_zero.Reader")
+    model = block(
+        [*inside, behind], [*backward, node("Mul", "seen dm", "y_grad")], more="seen", outputs="w_grad y_grad"
+    )
+    _, model, _ = edited(model, passing=["Reader"])
+    assert {"m", "seen"} & held(model) and "t" not in held(model)
+    assert f"m{RECOMPUTED}" not in {name for one in model.graph.node for name in one.output}
+
+
 def test_a_mark_on_what_the_block_has_made_itself_changes_nothing():
     inside, backward = PLAIN
     _, plain, _ = edited(block(inside, backward))

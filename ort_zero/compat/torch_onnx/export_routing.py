@@ -12,9 +12,6 @@ from ort_zero.compat.torch_onnx.symbolic_helpers import Symbolic, Unexportable
 from ort_zero.compat.torch_onnx.traced import ELEM_TYPES, STOP_GRADIENT, TracedNode, TracedValue
 from ort_zero.utils.patching import replaced
 
-PASSES_ON = "passes_on"
-"""Attribute of an autograd Function, True if its result is like its first argument."""
-
 
 class Router(Protocol):
     """Decides for each traced operator whether it is exported or runs in PyTorch."""
@@ -64,7 +61,7 @@ def _routed(original: Callable, router: Router, utils: Any) -> Callable:
             return original(graph, block, node, inputs, env, values_in_env, new_nodes, *rest)
 
         context = _context(utils, graph, block, node, env, values_in_env, new_nodes)
-        if node.kind() == "prim::PythonOp" and getattr(_function_of(node), PASSES_ON, False):
+        if TracedNode(node).passes_on:
             result = export()
             # the exporter knows no shapes of what Python code returns
             (result[0] if isinstance(result, (list, tuple)) else result).setType(inputs[0].type())
@@ -127,11 +124,6 @@ def _run_in_torch(router: Router, node: TracedNode, why: str, failed: Exception 
     if node.returns_list:
         return context.op("prim::ListConstruct", *values)
     return values[0] if len(values) == 1 else values
-
-
-def _function_of(node: Any) -> Any:
-    """Return the autograd Function that a traced node calls."""
-    return getattr(node.pyobj(), "__self__", None)
 
 
 def _merging_no_stops(merge: Callable) -> Callable:

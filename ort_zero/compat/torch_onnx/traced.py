@@ -260,6 +260,14 @@ class TracedNode:
         traced = list(node.inputs())
         self.inputs = [TracedValue(t, c) for t, c in zip(traced, converted or [None] * len(traced), strict=True)]
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether this is a call of an autograd Function whose attribute ``passes_on`` says that its first result is
+        its first argument."""
+        if self.name != "prim::PythonOp":
+            return False
+        return getattr(getattr(self._node.pyobj(), "__self__", None), "passes_on", False)
+
     def stops_gradient(self, out: TracedValue) -> bool:
         """Return True if `out` has no gradient although an input has one: ``detach``, or inside of ``no_grad``."""
         if not out.is_floating or out.requires_grad or _FACTORY.search(self.name):

@@ -29,7 +29,7 @@ class BlockMark(torch.autograd.Function):
     """Marks a tensor that a checkpointed block reads or returns; never runs in ONNX Runtime."""
 
     passes_on = True
-    """The exporter takes the type of the result from the tensor."""
+    """The tracer and the exporter take the result for the tensor itself."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, block: int, is_result: int) -> torch.Tensor:
@@ -57,11 +57,19 @@ class CheckpointedCalls:
     Args:
         refuse: raises the error for a module that uses activation checkpointing; None to trace the calls.
         marked: whether the blocks are marked in the trace; a graph without gradients needs no marks.
+        same: called with each tensor and its marked copy, which stands for the same value.
     """
 
-    def __init__(self, refuse: Callable[[], Any] | None, *, marked: bool):
+    def __init__(
+        self,
+        refuse: Callable[[], Any] | None,
+        *,
+        marked: bool,
+        same: Callable[[torch.Tensor, torch.Tensor], None] = lambda tensor, marked: None,
+    ):
         self._refuse = refuse
         self._marked = marked
+        self._same = same
         self._blocks = 0
         self._inside = False
 
@@ -80,9 +88,26 @@ class CheckpointedCalls:
         self._blocks += 1
         self._inside = True
         try:
-            return _marked_call(self._blocks - 1, function, args, kwargs)
+            return self._marked_call(self._blocks - 1, function, args, kwargs)
         finally:
             self._inside = False
+
+    def _marked_call(self, block: int, function: Callable, args: tuple, kwargs: dict) -> Any:
+        marks = _Marks(lambda tensor: self._mark(tensor, block, is_result=False))
+        function = _with_marked_arguments(function, marks)
+        args, kwargs = map_arguments(marks.read, args, kwargs)
+        with marks:
+            result = function(*args, **kwargs)
+        marks.pass_changes_on()
+        return map_slots(lambda slot, tensor: self._mark(tensor, block, is_result=True), result)
+
+    def _mark(self, tensor: torch.Tensor, block: int, *, is_result: bool) -> torch.Tensor | None:
+        """Return the tensor with a mark; None for a parameter, which is there all the time."""
+        if isinstance(tensor, torch.nn.Parameter):
+            return None
+        marked = BlockMark.apply(tensor, block, int(is_result))
+        self._same(tensor, marked)
+        return marked
 
 
 @contextlib.contextmanager
@@ -94,16 +119,6 @@ def plain_calls() -> Iterator[None]:
     """
     with torch_checkpoint.intercepted(lambda function, args, kwargs: function(*args, **kwargs)):
         yield
-
-
-def _marked_call(block: int, function: Callable, args: tuple, kwargs: dict) -> Any:
-    marks = _Marks(block)
-    function = _with_marked_arguments(function, marks)
-    args, kwargs = map_arguments(marks.read, args, kwargs)
-    with marks:
-        result = function(*args, **kwargs)
-    marks.pass_changes_on()
-    return map_slots(lambda slot, tensor: _mark(tensor, block, is_result=True), result)
 
 
 def _with_marked_arguments(function: Callable, marks: _Marks) -> Callable:
@@ -118,11 +133,14 @@ class _Marks(TorchFunctionMode):
     """The marks of one block: on its arguments, and on other tensors from outside when the block reads them.
 
     Such are the tensors of a closure, and those in objects that are given as arguments.
+
+    Args:
+        mark: returns a tensor with a mark, None for one that needs none.
     """
 
-    def __init__(self, block: int):
+    def __init__(self, mark: Callable[[torch.Tensor], torch.Tensor | None]):
         super().__init__()
-        self._block = block
+        self._mark = mark
         self._marked: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         """By identity: the tensor outside, the one inside, and how often that was changed in place at first."""
         self._own: dict[int, torch.Tensor] = {}
@@ -133,7 +151,7 @@ class _Marks(TorchFunctionMode):
         if id(tensor) in self._own:
             return None
         if id(tensor) not in self._marked:
-            marked = _mark(tensor, self._block, is_result=False)
+            marked = self._mark(tensor)
             if marked is None:
                 return None
             self._own[id(marked)] = marked
@@ -148,6 +166,8 @@ class _Marks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if not torch.jit.is_tracing():
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name not in _READ_BY_PYTHON and not _CHANGES.search(name) and "out" not in kwargs:
             args, kwargs = map_arguments(self._read_by_function, args, kwargs)
@@ -157,16 +177,9 @@ class _Marks(TorchFunctionMode):
 
     def _read_by_function(self, slot: str, tensor: torch.Tensor) -> torch.Tensor | None:
         # single numbers and what is there all the time are not worth a mark, and buffers may be changed in place
-        if tensor.numel() <= 1 or not tracing.is_computed(tensor):
+        if not tracing.is_computed(tensor):
             return None
         return self.read(slot, tensor)
 
     def _note(self, slot: str, tensor: torch.Tensor) -> None:
         self._own[id(tensor)] = tensor
-
-
-def _mark(tensor: torch.Tensor, block: int, *, is_result: bool) -> torch.Tensor | None:
-    """Return the tensor with a mark; None for a parameter, which is there all the time."""
-    if isinstance(tensor, torch.nn.Parameter):
-        return None
-    return BlockMark.apply(tensor, block, int(is_result))

@@ -134,6 +134,13 @@ class CallTracker:
         """Treat `tensor` as the one of `slot` from now on."""
         self._remember(_identity(tensor), slot, tensor)
 
+    def set_same(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """Treat `other` as the same as `tensor`, where that was seen in this step."""
+        seen = self._seen.get(_identity(tensor))
+        if seen is not None and not seen[1].expired():
+            with torch.no_grad():
+                self._seen[_identity(other)] = (seen[0], StorageWeakRef(other.untyped_storage()))
+
     def slots_by_tensor(self) -> dict[int, list[TensorSlot]]:
         """Return all slots of each tensor of the step, by the order of the first of them."""
         found = {slot.order: [slot] for slot in self.slots if slot.source < 0}

@@ -32,6 +32,9 @@ _by_number: weakref.WeakValueDictionary[int, GraphReaders] = weakref.WeakValueDi
 class ReaderMark(torch.autograd.Function):
     """Marks a tensor in the graph while it is traced; never runs in ONNX Runtime."""
 
+    passes_on = True
+    """The tracer and the exporter take the first result for the tensor itself."""
+
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, readers: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a copy, since an alias could not be changed in place by the module; and a token."""
@@ -48,6 +51,10 @@ class ReaderMark(torch.autograd.Function):
     def infer_shape(node: Any, shapes: list, types: list) -> tuple[list, list]:
         """Return shapes and types for ORT: the result is like the input, the token has one element."""
         return [shapes[0], [1]], [types[0], TOKEN_TYPE[0]]
+
+
+MARK = f"{ReaderMark.__module__}.{ReaderMark.__qualname__}"
+"""Name of the marks in a graph."""
 
 
 class JoinedTokens(torch.autograd.Function):
