@@ -8,11 +8,18 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\](?P<name>\w+)")
 _OURS = str(Path(__file__).parents[1]) + os.sep
+_TRACER = os.path.join(_OURS, "runtime", "export", "tracer.py")
+_ENTRIES = ("_run_traced", "_run_in_pytorch")
+"""Functions of the tracer that call the user's module."""
+_WRAPPERS = frozenset({"wrapper", "wrapped", "inner", "wrapped_forward", "new_forward"})
+"""Names of the functions that decorators put around a method."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
@@ -37,6 +44,36 @@ def is_foreign(file: str) -> bool:
 def is_standard(file: str) -> bool:
     """Return True for a file of Python's own library."""
     return file.startswith(_STANDARD) and _PACKAGES.search(file) is None
+
+
+class Frame(NamedTuple):
+    """One frame of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+def users_line(frames: Iterable[Frame]) -> str:
+    """Return "FILE:LINE in FUNCTION" of the innermost code of the user; that of a library where there is none.
+
+    Args:
+        frames: the stack, the innermost frame last. What called the model is left out, if the stack reaches that far.
+    """
+    stack = list(frames)
+    entries = (i for i, frame in enumerate(stack) if frame.file == _TRACER and frame.function in _ENTRIES)
+    entry = max(entries, default=-1)
+    own = [frame for frame in stack[entry + 1 :] if not is_foreign(frame.file)]
+    written = [frame for frame in own if not is_installed(frame.file)]
+    plain = [frame for frame in own if frame.function not in _WRAPPERS]
+    best = written or plain or own
+    return f"{best[-1].file}:{best[-1].line} in {best[-1].function}" if best else ""
+
+
+def is_ours(file: str) -> bool:
+    """Return True for a file of ort_zero or DeepSpeed."""
+    package = _PACKAGES.search(file)
+    return package["name"] in ("deepspeed", "ort_zero") if package is not None else file.startswith(_OURS)
 
 
 def is_installed(file: str) -> bool:

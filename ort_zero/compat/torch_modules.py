@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from ort_zero.utils.patching import replaced
 
 WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Names under which torch's wrappers (``torch.compile``, activation checkpointing, FSDP) hold the module they wrap."""
@@ -18,16 +22,20 @@ BOOKKEEPING = re.compile(
 
 
 def submodule_table(module: Any) -> dict[str, Any]:
-    """Return the very dict in which `module` keeps its submodules by name; values may be None."""
-    return module._modules
+    """Return the very dict in which `module` keeps its submodules by name; values may be None.
+
+    A copy for a module that TorchScript made, which has no such dict and never changes.
+    """
+    return dict(module._modules.items()) if is_scripted(module) else module._modules
 
 
 def parameter_table(module: Any) -> dict[str, Any]:
     """Return the very dict in which `module` keeps its parameters by name; values may be None.
 
     DeepSpeed's ZeRO-3 puts a subclass of dict there, whose look-up gathers the parameter: read it with dict's methods.
+    A copy for a module that TorchScript made.
     """
-    return module._parameters
+    return dict(module._parameters.items()) if is_scripted(module) else module._parameters
 
 
 def buffer_table(module: Any) -> dict[str, Any]:
@@ -46,6 +54,74 @@ def forward_hooks(module: Any) -> Mapping[str, list[Callable]]:
 def hook_tables(module: Any) -> tuple[dict[int, Callable], ...]:
     """Return the very dicts in which `module` keeps the hooks around its forward and its backward."""
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def has_backward_hooks(module: Any) -> bool:
+    """Return True if hooks of `module` see, or change, the gradients of its arguments and results."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_scripted(module: Any) -> bool:
+    """Return True for a module that TorchScript made: it has no Python code, and tables of its own kind."""
+    import torch
+
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+CALL = "_compiled_call_impl"
+"""The attribute of a module that is called in place of its hooks and its forward, if it has it."""
+
+
+@contextlib.contextmanager
+def scripted_weights(module: Any, tensors: Mapping[str, Any]) -> Iterator[None]:
+    """Let a module that TorchScript made compute with `tensors` in place of its parameters, by their names."""
+    saved = []
+    try:
+        for name, tensor in tensors.items():
+            path, _, key = name.rpartition(".")
+            owner = functools.reduce(getattr, path.split(".") if path else [], module)._c
+            saved.append((owner, key, owner.getattr(key)))
+            owner.setattr(key, tensor)
+        yield
+    finally:
+        for owner, key, tensor in saved:
+            owner.setattr(key, tensor)
+
+
+@contextlib.contextmanager
+def on_scripted_functions(run: Callable[[Any, tuple, dict], Any]) -> Iterator[None]:
+    """Call ``run(function, args, kwargs)`` for functions of TorchScript with branches or loops that are traced."""
+    import torch
+
+    kind: Any = torch.jit.ScriptFunction
+
+    def call(original: Callable) -> Callable:
+        def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.jit.is_tracing() and _has_control_flow(function.graph):
+                return run(function, args, kwargs)
+            return original(function, *args, **kwargs)
+
+        return called
+
+    with replaced(kind, "__call__", call):
+        yield
+
+
+def _has_control_flow(graph: Any) -> bool:
+    torch_graph = graph.copy()
+    _inline(torch_graph)
+    return any(node.kind() in ("prim::If", "prim::Loop") for node in torch_graph.nodes())
+
+
+def _inline(graph: Any) -> None:
+    import torch
+
+    torch._C._jit_pass_inline(graph)
+
+
+def is_compiled(module: Any) -> bool:
+    """Return True for a module that ``torch.compile`` has put around another one."""
+    return type(module).__name__ == "OptimizedModule" and "_orig_mod" in submodule_table(module)
 
 
 def inside_of_compiled(module: Any) -> Any:

@@ -22,7 +22,7 @@ _VALUES_UNREAD = re.compile(r"_like$|::new_(zeros|ones|empty|full)$")
 _DATA_SHAPED = frozenset(
     f"aten::{name}"
     for name in "nonzero nonzero_numpy argwhere _unique _unique2 unique_dim unique_consecutive masked_select"
-    " bincount".split()
+    " bincount _pack_padded_sequence".split()
 )
 """Operators whose result has a size that depends on the values of their argument."""
 _OPAQUE = frozenset({"prim::PythonOp", "ort_zero::function", "ort_zero::submodule"})

@@ -13,9 +13,12 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
-from ort_zero.compat.frames import is_foreign
+from ort_zero.compat.frames import Frame, is_ours, users_line
 from ort_zero.compat.impure_calls import is_time, notice_time, noticed
+from ort_zero.compat.torch_modules import has_backward_hooks
+from ort_zero.compat.trace_operators import assign, complex_number
 from ort_zero.compat.trace_origins import Origin, Origins
+from ort_zero.compat.trace_views import Views
 from ort_zero.compat.traced_numbers import TracedNumbers
 
 _C: Any = torch._C
@@ -74,6 +77,29 @@ def is_computed(tensor: torch.Tensor) -> bool:
         if tensor.numel() <= 1:
             return False
     return _C._get_value_trace(tensor).node().kind() not in ("prim::Param", "prim::Constant")
+
+
+@contextlib.contextmanager
+def plain_autograd() -> Iterator[bool]:
+    """Take away the saved-tensor hooks of a trace in the block, in which code may compute gradients.
+
+    Yields:
+        Whether a trace is being made; otherwise nothing is changed.
+    """
+    # inside of an operator that is traced the state is hidden, and the hooks are there
+    hooks = _C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or getattr(hooks[0], "__name__", "") != KEEPS_NOTHING:
+        yield False
+        return
+    _C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield True
+    finally:
+        _C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+KEEPS_NOTHING = "keeps_nothing"
+"""Name of the hook that drops what autograd saves during a trace."""
 
 
 class ValueReadError(BaseException):
@@ -139,6 +165,7 @@ class _Observer(TorchFunctionMode):
         self.origins = Origins()
         self._draws = draws
         self._numbers = TracedNumbers(list(numbers))
+        self._views = Views()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -146,6 +173,8 @@ class _Observer(TorchFunctionMode):
             # the exporter's passes know no such operator with a Python bool
             args = tuple(int(a) if isinstance(a, bool) else a for a in args)
             kwargs = {name: int(a) if isinstance(a, bool) else a for name, a in kwargs.items()}
+        if any(isinstance(a, complex) for a in args) and isinstance(args[0], torch.Tensor):
+            args = tuple(complex_number(a, args[0]) if isinstance(a, complex) else a for a in args)
         origins = self._numbers.among(args, kwargs)
         if origins:
             self._numbers.refuse_read(func, args, origins)
@@ -156,11 +185,14 @@ class _Observer(TorchFunctionMode):
             return func(*args, **kwargs)
         given = (*args, *kwargs.values())
         self._refuse_arguments(given)
+        self._refuse_untraceable(func, args, kwargs)
         if func in _EQUALITIES and args[0].shape == given[1].shape:
             same = _EQUALITIES[func](*args, **kwargs).all()
             self._guard_if_data(torch.Tensor.__bool__, same, "compares tensors for Python")
         uses = [(t, _uses(t)) for t in given[1:] if self._may_become_number(t)]
-        result = func(*args, **kwargs)
+        with _trace_goes_on():
+            result = assign(*args) if func is torch.Tensor.__setitem__ else func(*args, **kwargs)
+        self._views.note(func, args, kwargs, result)
         for number, before in uses:
             # the trace has no use of a tensor that was taken for a Python number
             if isinstance(result, torch.Tensor) and (_uses(number) == before or func in _CHECKING):
@@ -169,6 +201,21 @@ class _Observer(TorchFunctionMode):
         if origins:
             self._numbers.follow(func, args, kwargs, result, origins)
         return result
+
+    def _refuse_untraceable(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """Raise for a hook that is to see the gradient of a value inside the graph, and for changes that it would lose.
+
+        The hooks of parameters see the gradients that leave the graph.
+        """
+        problem = self._views.problem(func, args, kwargs)
+        if (
+            func is torch.Tensor.register_hook
+            and not isinstance(args[0], torch.nn.Parameter)
+            and not _is_called_by_us()
+        ):
+            problem = "puts a hook on the gradient of a tensor"
+        if problem is not None:
+            raise ValueReadError(self.running(), problem, user_line())
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return `result`, computed from a size of an argument if nothing else is: ORT wants no constant results."""
@@ -287,6 +334,28 @@ def _counted_axis(func: Any, args: tuple, kwargs: dict) -> int:
     return args[position] if len(args) > position else 0
 
 
+@contextlib.contextmanager
+def _trace_goes_on() -> Iterator[None]:
+    """Keep the trace when an operator in the block raises an error, which the model may catch: torch ends it."""
+    state = _C._get_tracing_state()
+    try:
+        yield
+    except Exception:
+        _C._set_tracing_state(state)
+        if state is not None:
+            *_, last = state.graph().nodes()
+            if last.outputsSize() == 0 and last.kind().startswith("aten::"):
+                last.destroy()  # the operator, which has no result
+        raise
+
+
+def _is_called_by_us() -> bool:
+    """Return True if code of ort_zero or DeepSpeed calls the function that the mode sees."""
+    frames = (frame.filename for frame in reversed(traceback.extract_stack()))
+    caller = next(name for name in frames if name != __file__ and not name.endswith(("overrides.py", "_tensor.py")))
+    return is_ours(caller)
+
+
 def _is_read_by_ort() -> bool:
     """Return True if a hook of ORTModule reads: it looks how much of a batch is padding, and both answers are right."""
     frames = (frame.filename for frame in reversed(traceback.extract_stack()))
@@ -307,8 +376,8 @@ def _forward_line(module: torch.nn.Module | None) -> str:
 
 def user_line() -> str:
     """Return "FILE:LINE in FUNCTION" of the model's code that runs."""
-    frames = [f for f in traceback.extract_stack() if not is_foreign(f.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown line"
+    stack = (Frame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_stack())
+    return users_line(stack) or "unknown line"
 
 
 def _correct(result: Any) -> None:
@@ -384,6 +453,8 @@ def watched(numbers: Sequence[torch.Tensor] = (), draws: Draws | None = None) ->
     observer = _Observer(numbers, draws)
 
     def begin(module: torch.nn.Module, args: tuple) -> None:
+        if torch.jit.is_tracing() and has_backward_hooks(module):
+            raise ValueReadError(module, "has hooks that see gradients", f"of {type(module).__name__}")
         observer.begin_module(module)
 
     def end(module: torch.nn.Module, args: tuple, result: Any) -> None:

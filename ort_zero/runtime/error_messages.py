@@ -6,11 +6,11 @@ A forward call explains each error that stops a module from being exported or a 
 from __future__ import annotations
 
 import re
-import traceback
 from typing import Any
 
-from ort_zero.compat.frames import is_foreign
+from ort_zero.compat.torch_onnx import TracedPlace
 from ort_zero.errors import ExportError, OrtZeroError
+from ort_zero.runtime.failure_place import locate
 
 _CURES = (
     (
@@ -57,13 +57,29 @@ _WAY_OUT = (
 )
 
 
-def explain(error: BaseException, module: Any) -> BaseException:
-    """Return the error to raise for `error`, which stopped `module` from being exported or built."""
+def explain(error: BaseException, module: Any, failed_node: TracedPlace | None = None) -> BaseException:
+    """Return the error to raise for `error`, which stopped `module` from being exported or built.
+
+    Args:
+        error: what the exporter or ORT raised.
+        module: the user's model.
+        failed_node: the traced operator that could not be exported, if that is what failed.
+    """
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, (OrtZeroError, KeyboardInterrupt, SystemExit)):
             return link
         link = link.__cause__ or link.__context__
+    cause = cause_of(error)
+    place = locate(error, module, failed_node)
+    places = [f"in {place.path}"] if place.path else []
+    places += [f"at {place.line}"] if place.line else []
+    where = f" ({', '.join(places)})" if places else ""
+    return ExportError(f"{type(module).__name__} cannot run in ONNX Runtime: {cause}{where}. {_WAY_OUT}")
+
+
+def cause_of(error: BaseException) -> str:
+    """Return what `error` says in one sentence: the cure that is known for it, else the exception that began it."""
     text = str(error)
     cause = next((cure.format(**m.groupdict()) for pattern, cure in _CURES if (m := pattern.search(text))), None)
     if cause is None:
@@ -72,13 +88,7 @@ def explain(error: BaseException, module: Any) -> BaseException:
         cause = next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)), None)
         cause = cause or (lines[-1] if lines else type(error).__name__)
         cause = _without_signature(cause).rstrip(". ")
-    path, line = _place(error, module)
-    path = _node_path(text) or path
-    line = _user_line(text) or line
-    places = [f"in {path}"] if path else []
-    places += [f"at {line}"] if line else []
-    where = f" ({', '.join(places)})" if places else ""
-    return ExportError(f"{type(module).__name__} cannot run in ONNX Runtime: {cause}{where}. {_WAY_OUT}")
+    return cause
 
 
 def _without_signature(text: str) -> str:
@@ -100,43 +110,3 @@ def _without_signature(text: str) -> str:
         if depth == 0 and text[i + 1 : i + 2] != "(":
             return text[: begin.start()] + text[i + 1 :].removeprefix(" const").strip() or text
     return text
-
-
-def _node_path(text: str) -> str:
-    """Return the module whose node `text` names, "model.layers.0", or nothing."""
-    node = re.search(r"/_original_module/((?:[\w.]+/)+)[\w.]*", text)
-    return node[1].strip("/").replace("/", ".") if node else ""
-
-
-def _user_line(text: str) -> str:
-    """Return "FILE:LINE in FUNCTION" for the innermost frame in `text` that is no library's, if any."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', text)
-    own = [f for f in frames if not is_foreign(f[0])]
-    return f"{own[-1][0]}:{own[-1][1]} in {own[-1][2]}" if own else ""
-
-
-def _place(error: BaseException, module: Any) -> tuple[str, str]:
-    """Return the path of the innermost submodule that ran when `error` was raised, and the user's line."""
-    names = {id(child): name for name, child in module.named_modules()}
-    path = line = ""
-    for link in _chain(error):
-        inner_path = inner_line = ""
-        for frame, number in traceback.walk_tb(link.__traceback__):
-            code = frame.f_code
-            inner_path = names.get(id(frame.f_locals.get("self"))) or inner_path
-            if not is_foreign(code.co_filename):
-                inner_line = f"{code.co_filename}:{number} in {code.co_name}"
-        path, line = inner_path or path, inner_line or line
-    return path, line
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return `error` and all that led to it; ORT raises its own "from" one that was never raised."""
-    found: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        link = waiting.pop()
-        if link is not None and not any(link is other for other in found):
-            found.append(link)
-            waiting += [link.__cause__, link.__context__]
-    return found

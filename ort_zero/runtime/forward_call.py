@@ -21,7 +21,7 @@ from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltGraph
-from ort_zero.runtime.error_messages import explain
+from ort_zero.runtime.error_messages import cause_of, explain
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError
 from ort_zero.runtime.export.attribute_paths import Place
@@ -131,8 +131,9 @@ class ForwardCall:
         builder.output.replay()
         if state.builds:
             transitions.forget(self._new)
-        users_own = builder.tracer is not None and error is builder.tracer.users_error
-        clear = explain(error, self._runtime.module) if state.concerns_building and not users_own else error
+        clear = error
+        if state.concerns_building and not self._is_users(error):
+            clear = explain(error, self._runtime.module, builder.fallback_policy.failed_place)
         if state.builds and isinstance(clear, ExportError) and transitions.graphs:
             reasons = "; ".join(self._transition.reasons)
             clear = ExportError(f"{clear} [a new graph was needed: {reasons}; earlier ones are kept]")
@@ -206,7 +207,8 @@ class ForwardCall:
             ExportError: all of the module would have to run in PyTorch.
         """
         excluded, changes = self._runtime.excluded, self._transitions.changes
-        tracer = self._transitions.builder.tracer
+        builder = self._transitions.builder
+        tracer = builder.tracer
         if isinstance(error, AttributeInputError):
             return self._no_input(error.places, str(error))
         inputs = tracer.inputs if tracer is not None and error is not tracer.users_error else None
@@ -217,11 +219,39 @@ class ForwardCall:
         if isinstance(error, ValueReadError):
             return excluded.exclude(error)
         if isinstance(error, Unexportable):
-            module = excluded.module_at(error.path)
-            return excluded.exclude(ValueReadError(module, "calls an operator", str(error)))
-        if not isinstance(error, Exception) or not self._ranks.state.builds:
+            place = builder.fallback_policy.failed_place
+            assert place is not None
+            module = excluded.smallest_around(place.path)
+            where = f"{error}; {place.line}" if place.line else str(error)
+            return excluded.exclude(ValueReadError(module, "calls an operator", where))
+        if not isinstance(error, Exception) or not self._ranks.state.builds or self._is_users(error):
             return None
-        return str(error).splitlines()[0] if self._transitions.builder.fallback_policy.learn(str(error)) else None
+        if builder.fallback_policy.learn(str(error)):
+            return str(error).splitlines()[0]
+        return builder.smaller_parts.move(error)
+
+    def _is_users(self, error: BaseException) -> bool:
+        """Return True for an error that PyTorch raises as well."""
+        builder = self._transitions.builder
+        if builder.tracer is not None and error is builder.tracer.users_error:
+            return True
+        # in the run, PyTorch's nodes raise what the module raises; but it has run on the same arguments in the export
+        return bool(torch_fallback.node_of(error)) and "export" not in builder.seconds
+
+    def _outgrown(self, error: BaseException) -> str | None:
+        """Return why the module is exported again after a graph that ran before has failed; None if that is no help.
+
+        Python code may have used sizes of the first batch in a way that other sizes do not fit. Where ranks are in the
+        middle of the collectives of a graph, none of them can build another one.
+        """
+        state, builder = self._ranks.state, self._transitions.builder
+        failed_in_node = bool(torch_fallback.node_of(error)) or "while running" in str(error)
+        if state.builds or state.scope is not Scope.ALONE or not isinstance(error, Exception) or not failed_in_node:
+            return None
+        cause = cause_of(error)
+        if self._runtime.guard_failures.happens_often(cause):
+            builder.smaller_parts.move(error)
+        return f"the graph cannot run with these arguments: {cause}"
 
     def _no_input(self, places: Sequence[Place], why: str) -> str:
         """Take attributes out of the inputs of the graph; the submodules that read them stay in PyTorch instead."""
@@ -253,7 +283,7 @@ class ForwardCall:
             failed = value_guards.first_failed(guards, tensors[first_guard : first_guard + len(guards)])
         except BaseException as error:
             self._refuse_alone(error)
-            reason = self._learned(error)
+            reason = self._learned(error) or self._outgrown(error)
             if reason is None:
                 raise
             self._force(reason)

@@ -50,6 +50,7 @@ from ort_zero.runtime.guards.keys import (
     ProcessKey,
 )
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy, infer_python_op
+from ort_zero.runtime.smaller_parts import SmallerParts
 from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Weight, plan_collectives, small_share
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
@@ -98,6 +99,7 @@ class GraphBuilder:
         self.functions = AutogradFunctions(module)
         self.sums = sums
         self.fallback_policy = FallbackPolicy(manager.training, ort_compat.register_function)
+        self.smaller_parts = SmallerParts(module, excluded, self.fallback_policy)
         self.prefetch_elements = 0
         self.seconds: dict[str, float] = {}
         """Seconds that each step of the last graph took."""
@@ -223,6 +225,7 @@ class GraphBuilder:
     def _traced(self, tracer: Tracer) -> tuple:
         """Return the exported model, the structure of its results, and the names of its dynamic axes."""
         flattened = self.manager.flattened_module
+        self.fallback_policy.failed_place = None
         with (
             self._timed("export"),
             self.output.captured(),

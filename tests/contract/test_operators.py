@@ -885,8 +885,6 @@ GAPS: dict[tuple[str, tuple[int, ...]], str] = {
     **{("trapezoid", sizes): "the traced slices have no sizes" for sizes in SIZES},
     **{("split batch", sizes): "the number of results depends on the batch" for sizes in SIZES},
     **{("set broadcast", sizes): "torch's exporter writes the sizes of the trace" for sizes in SIZES},
-    ("set by index", EXPORT_AT_1): "torch's exporter writes the sizes of the trace",
-    ("set by two indices", EXPORT_AT_1): "torch's exporter writes the sizes of the trace",
     **{("as_strided", sizes): "the strides are those of the trace" for sizes in SIZES},
     **{("in-place on a view of a view", sizes): "torch's exporter does not know it" for sizes in SIZES},
     **{("in-place on a transposed view", sizes): "torch's exporter loses what is written" for sizes in SIZES},

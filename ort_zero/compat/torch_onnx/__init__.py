@@ -2,7 +2,7 @@
 
 from ort_zero.compat.torch_onnx.export_routing import Router, routing
 from ort_zero.compat.torch_onnx.symbolic_helpers import Symbolic, Unexportable
-from ort_zero.compat.torch_onnx.traced import STOP_GRADIENT, Schema, TracedNode, TracedValue, torch_dtype
+from ort_zero.compat.torch_onnx.traced import STOP_GRADIENT, Schema, TracedNode, TracedPlace, TracedValue, torch_dtype
 
 __all__ = [
     "STOP_GRADIENT",
@@ -10,6 +10,7 @@ __all__ = [
     "Schema",
     "Symbolic",
     "TracedNode",
+    "TracedPlace",
     "TracedValue",
     "Unexportable",
     "routing",

@@ -29,6 +29,9 @@ class Router(Protocol):
             TypeError: it cannot.
         """
 
+    def failed(self, node: TracedNode) -> None:
+        """Note that `node` can neither be exported nor run in PyTorch by itself."""
+
     def result_sizes(self, node: TracedNode) -> list[list]:
         """Return the sizes of the results of `node`, None for those that vary; called after :meth:`run_in_torch`."""
 
@@ -68,13 +71,19 @@ def _routed(original: Callable, router: Router, utils: Any) -> Callable:
             return result
         if node.kind() == "prim::ConstantChunk":
             return _chunks(node, inputs, context) or export()
-        if node.kind().partition("::")[0] in ("prim", "onnx") or any(True for _ in node.blocks()):
-            return export()
         traced = TracedNode(node, inputs)
-        result, why, failed = _tried(router, traced, inputs, export)
-        if why is None:
-            return _as_traced(_unscaled(result, context), traced, context)
-        return _run_in_torch(router, traced, why, failed, context)
+        try:
+            if traced.is_control_flow:
+                raise Unexportable("is TorchScript code with a branch or a loop, of which ONNX Runtime has no gradient")
+            if traced.has_blocks or node.kind().partition("::")[0] in ("prim", "onnx"):
+                return export()
+            result, why, failed = _tried(router, traced, inputs, export)
+            if why is None:
+                return _as_traced(_unscaled(result, context), traced, context)
+            return _run_in_torch(router, traced, why, failed, context)
+        except BaseException:
+            router.failed(traced)
+            raise
 
     return run
 
@@ -93,9 +102,6 @@ def _tried(
         return None, why, None
     try:
         result = export()
-    except Unexportable as error:
-        error.path = node.module_path
-        raise
     except (AttributeError, NameError, ImportError):
         raise  # a mistake in a symbolic is no reason to leave it out
     except Exception as error:

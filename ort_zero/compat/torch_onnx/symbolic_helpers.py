@@ -15,9 +15,6 @@ class Unexportable(BaseException):
     Not an Exception, so that ORT's own handlers let it pass.
     """
 
-    path = ""
-    """Path of the module that calls the operator, ``""`` for the model itself."""
-
 
 class Symbolic:
     """The private helpers of torch's exporter that our symbolics need."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass
+
+from ort_zero.compat.frames import Frame, users_line
 
 
 class TracedValue:
@@ -155,7 +158,10 @@ class TracedValue:
 
     @property
     def _scalar_type(self) -> str:
-        name = self.scalar_type or "Float"
+        # values that the exporter's passes have made are typed in the ONNX graph only
+        converted = self.converted.type() if self.scalar_type is None and self.converted is not None else None
+        known = converted.scalarType() if converted is not None and converted.kind() == "TensorType" else None
+        name = self.scalar_type or known or "Float"
         return _PAIRS.get(name, name)
 
 
@@ -250,6 +256,16 @@ def _fits(kind, value: TracedValue) -> bool:
     return wanted not in ("TensorType", "ListType", *_NUMBERS)
 
 
+@dataclass(frozen=True, slots=True)
+class TracedPlace:
+    """Where a traced operator was called."""
+
+    path: str
+    """Path of the module that called it, empty for the model itself."""
+    line: str
+    """``"FILE:LINE in FUNCTION"`` of the user's code; empty if it is not known."""
+
+
 class TracedNode:
     """An operator call in a trace."""
 
@@ -314,12 +330,31 @@ class TracedNode:
         return any(out.type().kind() == "ListType" for out in self._node.outputs())
 
     @property
+    def place(self) -> TracedPlace:
+        """Where it was called."""
+        frames = [Frame(file, int(line), name) for file, line, name in _FRAME.findall(self._node.sourceRange())]
+        return TracedPlace(self.module_path, users_line(reversed(frames)))
+
+    @property
+    def is_control_flow(self) -> bool:
+        """True for a branch or a loop of TorchScript code whose results may have a gradient."""
+        if self._node.kind() not in ("prim::If", "prim::Loop"):
+            return False
+        return any(out.is_tensor and (out.scalar_type is None or out.is_floating) for out in self.outputs)
+
+    @property
+    def has_blocks(self) -> bool:
+        """True if it holds other operators: branches, loops, and the exporter's form of changes in place."""
+        return any(True for _ in self._node.blocks())
+
+    @property
     def module_path(self) -> str:
         """The path of the module that called it, ``""`` for the model itself."""
         names = [part.rpartition("::")[2] for part in self._node.scopeName().split("/")]
         return ".".join(names[names.index("_original_module") + 1 :]) if "_original_module" in names else ""
 
 
+_FRAME = re.compile(r"^(\S.*?)\((\d+)\): (\S+)$", re.MULTILINE)
 _FACTORY = re.compile(r"^prim::|_like$|::new_|::(zeros|ones|full|empty|rand|randn|arange)$")
 STOP_GRADIENT = "detach_copy"
 """ATen operator in whose place ORT's gradient stops, see :mod:`ort_zero.compat.ortmodule.loading`."""

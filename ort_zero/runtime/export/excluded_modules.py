@@ -11,106 +11,25 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
-import itertools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.func import functional_call
 
 from ort_zero.compat.deepspeed_parameters import full_size
+from ort_zero.compat.torch_modules import (
+    CALL,
+    has_backward_hooks,
+    inside_of_compiled,
+    is_compiled,
+    is_scripted,
+    on_scripted_functions,
+)
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.errors import ConfigError, ExportError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export import pytree
-from ort_zero.runtime.export.attribute_reads import unrecorded
-from ort_zero.runtime.export.checkpoint_marks import plain_calls
-from ort_zero.runtime.export.fake_weights import plain_access
-from ort_zero.zero3_hooks.hook_manager import paused
-
-OPERATOR = "ort_zero::submodule"
-
-_numbers = itertools.count()
-_calls: weakref.WeakValueDictionary[int, ModuleCall] = weakref.WeakValueDictionary()
-
-
-class ModuleCall:
-    """One way in which an excluded submodule is called: everything but the tensors."""
-
-    def __init__(
-        self,
-        path: str,
-        reason: str,
-        module: torch.nn.Module,
-        names: list[str],
-        arguments: tuple,
-        *,
-        owner: torch.nn.Module | None = None,
-        drop_caches: bool = False,
-    ):
-        self.number = next(_numbers)
-        self.path = path
-        self.reason = reason
-        self.module = module
-        self.names = names
-        self.arguments = arguments
-        self.owner = owner
-        """The module that holds `module`; None for the model itself."""
-        self.drop_caches = drop_caches
-        """Whether caches of keys and values come back as None, as they do from a graph for training."""
-        self.own_forward: Any = _MISSING
-        """The module's attribute ``forward``, if it has one besides that of its class."""
-        self.results: Any = None
-        _calls[self.number] = self
-
-    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the submodule; the last of the tensors are its parameters."""
-        count = len(tensors) - len(self.names)
-        args, kwargs, _ = pytree.unflatten_call(tensors[:count], self.arguments)
-        weights = dict(zip(self.names, tensors[count:], strict=True))
-        with (
-            unrecorded(),
-            paused(),
-            plain_calls(),
-            plain_access(self.module),
-            _forward_of(self.module, self.own_forward),
-        ):
-            value = functional_call(self.module, weights, args, kwargs)
-        found, results = pytree.flatten(value, drop_caches=self.drop_caches)
-        if self.results is not None and results != self.results:
-            raise self._other_results(results)
-        self.results = results
-        return found
-
-    def _other_results(self, results: Any) -> BaseException:
-        """Return the error for `results`, whose structure is another one than when the graph was made.
-
-        The module that holds this one can run in PyTorch as well, and deal with either structure there.
-        """
-        then, now = pytree.described(self.results), pytree.described(results)
-        if self.owner is not None:
-            what = f"calls {self.path}, which returns now {then}, now {now}, or of other parts"
-            return ValueReadError(self.owner, what, self.reason)
-        return ExportError(
-            f"{self.path}, which runs in PyTorch inside the graph, returned something else than when the graph was "
-            f"made ({then} then, {now} now); return tensors only"
-        )
-
-
-def _run(inputs: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-    return _calls[call].run(inputs)
-
-
-_library = torch.library.Library("ort_zero", "DEF")
-# conservative: what it makes of constants is no constant, and two equal calls may draw different random numbers
-_library.define("submodule(Tensor[] inputs, int call) -> Tensor[]", "CONSERVATIVE")
-_library.impl("submodule", _run, "CompositeImplicitAutograd")
-
-
-def call_numbered(number: int) -> ModuleCall:
-    """Return the call that the operator's ``call`` argument stands for."""
-    return _calls[number]
+from ort_zero.runtime.export.pytorch_calls import MISSING, FunctionCall, ModuleCall, attribute_of
 
 
 class ExcludedModules:
@@ -129,7 +48,11 @@ class ExcludedModules:
         self._paths = {module: path for path, module in root.named_modules() if path}
         self.reasons: dict[str, str] = {}
         """The reason why a submodule runs in PyTorch, by the submodule's path."""
+        for module, path in self._paths.items():
+            if is_scripted(module):
+                self.reasons[path] = "TorchScript code, which is traced without the parameters of its module"
         self._module_calls: list[ModuleCall] = []
+        self._function_calls: list[FunctionCall] = []
         paths = list(self._paths.values())
         for pattern in patterns:
             matching = fnmatch.filter(paths, pattern)
@@ -142,12 +65,19 @@ class ExcludedModules:
             self.reasons.update(dict.fromkeys(matching, f"excluded by {pattern!r}"))
 
     def add(self, module: torch.nn.Module | None, reason: str) -> bool:
-        """Exclude `module` and all others of its class; return False for the model itself, or one that is excluded."""
-        if module not in self._paths or self._paths[module] in self.reasons:
+        """Exclude `module` and all others of its class; return False for the model itself, or one that is excluded.
+
+        Of a class of torch.nn others are excluded with the second one only: each model has many, most of them fine.
+        """
+        if module is None or module not in self._paths or self._paths[module] in self.reasons:
             return False
-        for other, path in self._paths.items():
-            if type(other) is type(module):
-                self.reasons.setdefault(path, reason)
+        alike = [other for other in self._paths if type(other) is type(module)]
+        if type(module).__module__.startswith("torch.nn.") and not any(
+            self._paths[other] in self.reasons for other in alike
+        ):
+            alike = [module]
+        for other in alike:
+            self.reasons.setdefault(self._paths[other], reason)
         return True
 
     def add_alone(self, path: str, reason: str) -> bool:
@@ -161,6 +91,20 @@ class ExcludedModules:
     def own_path(self, module: torch.nn.Module | None) -> str:
         """Return the path of a submodule, "" for the model itself or a module outside of it."""
         return self._paths.get(module, "") if module is not None else ""
+
+    def smallest_around(self, path: str) -> torch.nn.Module | None:
+        """Return the smallest submodule that holds the one at `path` and is not excluded; None for the model itself."""
+        around = [path, *(other for other in self.reasons if f"{path}.".startswith(f"{other}."))]
+        outermost = min(around, key=len)
+        if outermost in self.reasons:
+            outermost = outermost.rpartition(".")[0]
+        while outermost and (self.module_at(outermost) is None or not self._is_called(outermost)):
+            outermost = outermost.rpartition(".")[0]
+        return self.module_at(outermost) if outermost else None
+
+    def _is_called(self, path: str) -> bool:
+        """Return False for a container without a forward: its items are called one by one."""
+        return not isinstance(self.module_at(path), (torch.nn.ModuleList, torch.nn.ModuleDict))
 
     def exclude(self, read: ValueReadError) -> str:
         """Run the submodule that reads values, and all others of its class, in PyTorch; return why that is a new graph.
@@ -200,18 +144,23 @@ class ExcludedModules:
             drop_caches: let them return None for caches of keys and values, which training ignores.
         """
         with contextlib.ExitStack() as replaced:
+            replaced.enter_context(on_scripted_functions(self._run_function))
+            for module in self._paths:
+                if is_compiled(module):  # its Python code can be traced, what was made of it cannot
+                    replaced.enter_context(attribute_of(module, "forward", inside_of_compiled(module)))
             for path, reason in self.reasons.items():
                 module = self._root.get_submodule(path)
                 if not any(path.startswith(f"{other}.") for other in self.reasons):
-                    replaced.enter_context(
-                        _forward_of(module, self._operator_forward(path, reason, module, drop_caches))
-                    )
+                    # hooks that see gradients run inside of the operator, and so do all hooks of such a module
+                    name = CALL if has_backward_hooks(module) or is_scripted(module) else "forward"
+                    operator = self._operator_forward(path, reason, module, drop_caches)
+                    replaced.enter_context(attribute_of(module, name, operator))
             yield
 
     def _operator_forward(self, path: str, reason: str, module: torch.nn.Module, drop_caches: bool) -> Any:
         """Return a forward that runs `module` as one operator."""
-        parameters = pytree.parameters_of(module.forward)
-        own_forward = module.__dict__.get("forward", _MISSING)
+        parameters = [] if is_scripted(module) else pytree.parameters_of(module.forward)
+        own_forward = module.__dict__.get("forward", MISSING)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = pytree.flatten_call(args, kwargs, parameters)
@@ -223,6 +172,14 @@ class ExcludedModules:
             return pytree.unflatten(found, call.results, given.objects)
 
         return forward
+
+    def _run_function(self, function: Any, args: tuple, kwargs: dict) -> Any:
+        """Record the call of a function of TorchScript as one operator."""
+        given = pytree.flatten_call(args, kwargs, [])
+        call = FunctionCall(f"{function.name}()", "TorchScript code with branches or loops", function, given.structure)
+        self._function_calls.append(call)
+        found = torch.ops.ort_zero.submodule(given.tensors, call.number)
+        return pytree.unflatten(found, call.results, given.objects)
 
     def _call(
         self, path: str, reason: str, module: torch.nn.Module, names: list[str], arguments: tuple, drop_caches: bool
@@ -248,20 +205,3 @@ class ExcludedModules:
             if type(module).forward is not torch.nn.ModuleList.forward:
                 return module
         return None
-
-
-_MISSING = object()
-
-
-@contextlib.contextmanager
-def _forward_of(module: torch.nn.Module, forward: Any) -> Iterator[None]:
-    """Let `module` have an attribute ``forward`` of its own, or none if it is `_MISSING`."""
-    before = module.__dict__.pop("forward", _MISSING)
-    if forward is not _MISSING:
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        module.__dict__.pop("forward", None)
-        if before is not _MISSING:
-            module.__dict__["forward"] = before

@@ -19,7 +19,6 @@ from ort_zero.compat import tracing
 from ort_zero.compat.torch_modules import version_of
 from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.tracing import ValueReadError
-from ort_zero.errors import ExportError
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
 from ort_zero.runtime.export.attribute_reads import AttributeReads
@@ -125,7 +124,7 @@ class Tracer:
             return self._run_in_pytorch(module, tensors, args, kwargs, known)
         if self.training:
             # the trace then tells what has a gradient; nothing needs to be kept for one
-            with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, _never_unpacked):
+            with torch.enable_grad(), saved_tensors_hooks(keeps_nothing, _never_unpacked):
                 return self._run_traced(module, tensors, attributes, args, kwargs, known)
         return self._run_traced(module, tensors, attributes, args, kwargs, known)
 
@@ -191,5 +190,9 @@ class Tracer:
         return AttributeInputError(read, f"the code {error}")
 
 
+def keeps_nothing(tensor: torch.Tensor) -> None:
+    """Save nothing for a backward; known to :func:`ort_zero.compat.tracing.plain_autograd` by its name."""
+
+
 def _never_unpacked(nothing: None) -> torch.Tensor:
-    raise ExportError("the module computes gradients inside its forward, which an ONNX graph cannot contain")
+    raise RuntimeError("the module computes gradients inside its forward, which an ONNX graph cannot contain")

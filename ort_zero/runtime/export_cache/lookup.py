@@ -19,7 +19,7 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltModel, ExportedModule
-from ort_zero.runtime.export import autograd_functions
+from ort_zero.runtime.export import autograd_functions, pytorch_calls
 from ort_zero.runtime.export.attribute_paths import CELL, GLOBAL, Place, is_plain
 from ort_zero.runtime.export.checkpoint_marks import MARK, BlockMark
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
@@ -282,11 +282,11 @@ def _operators(model: onnx.ModelProto) -> dict[str, Any]:
     found = {}
     for name in sorted(_functions(model) - {MARK}):
         operator = aten_op.operator_named(name)
-        if operator is None or operator.name == autograd_functions.OPERATOR:
-            function = (
-                name if operator is None else autograd_functions.call_numbered(operator.arguments[-1][1].value).name
-            )
-            raise NotStorable(f"the graph runs {function}")
+        if operator is None:
+            raise NotStorable(f"the graph runs {name}")
+        calls = {module.OPERATOR: module for module in (autograd_functions, pytorch_calls)}.get(operator.name)
+        if calls is not None:
+            raise NotStorable(f"the graph runs {calls.call_numbered(operator.arguments[-1][1].value).name}")
         found[name] = serialization.encode(operator, "operator")
     return found
 

@@ -58,7 +58,9 @@ class ModuleGuard:
             (table, key, value) for table in tables for key, value in dict.items(table)
             if isinstance(value, torch.Tensor) and value.numel() == 1
         ]  # fmt: skip
-        self._attributes = [vars(m) for m in owners]
+        self._attributes = [vars(m) for m in owners if "training" in vars(m)]
+        # torch.compile and TorchScript keep the mode elsewhere
+        self._others = [m for m in owners if "training" not in vars(m)]
         unique = dict(self.module.named_parameters())
         self._tensors = list(unique.values())
         self._names = list(unique)
@@ -76,7 +78,7 @@ class ModuleGuard:
         if trainable != self._trainable:
             self._trainable = trainable
             self.frozen = tuple(compress(self._names, map(operator.not_, trainable)))
-        modes = bytes(map(_TRAINING, self._attributes))
+        modes = bytes(map(_TRAINING, self._attributes)) + bytes(m.training for m in self._others)
         if modes != self._version.modes:
             self._version = ModelVersion(self._version.number, self._version.changes, modes)
         return self._version

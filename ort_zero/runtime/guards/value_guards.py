@@ -38,6 +38,11 @@ class GuardFailures:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
+    def happens_often(self, cause: str) -> bool:
+        """Count that a graph did not run for a cause; return whether exporting again has become a waste."""
+        self._counts[cause] += 1
+        return self._counts[cause] > MOST_FAILURES
+
     def changes_often(self, read: ValueReadError) -> bool:
         """Count a failure of the guard on `read`; return whether exporting again has become a waste.
 

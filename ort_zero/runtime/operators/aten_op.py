@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ort_zero.compat.torch_onnx import TracedNode, TracedValue
+from ort_zero.runtime.export import pytorch_calls
 from ort_zero.runtime.operators import shape_inference, torch_fallback
 
 
@@ -67,6 +68,13 @@ class Operator:
     def function_name(self) -> str:
         """The name under which ORT finds it: the same for equal operators."""
         return f"ort_zero.{self.name.replace('::', '.')}.{zlib.crc32(repr(self).encode()):08x}"
+
+    @property
+    def without_hooks(self) -> bool:
+        """Whether saved-tensor hooks stop it from running."""
+        if self.name != pytorch_calls.OPERATOR:
+            return False
+        return pytorch_calls.call_numbered(self.arguments[1][1].value).without_hooks
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return the results of the operator for the inputs of its node, as values that ORT can hold."""

@@ -10,13 +10,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from ort_zero.compat.torch_onnx import TracedNode, TracedValue, torch_dtype
-from ort_zero.runtime.export import autograd_functions, excluded_modules
+from ort_zero.compat.torch_onnx import TracedNode, TracedPlace, TracedValue, torch_dtype
+from ort_zero.runtime.export import autograd_functions, pytorch_calls
 from ort_zero.runtime.operators import aten_op, shape_inference
 from ort_zero.runtime.operators.fallback_table import IN_TORCH, WITHOUT_GRADIENT, WRONG_GRADIENT
 
 _NO_KERNEL = re.compile(r"Could not find an implementation for (?P<operator>\w+)\(")
 _NO_GRADIENT = re.compile(r"gradient builder has not been registered: (?P<operator>\w+)")
+_PYTHON_OP = re.compile(r"ort_zero(?:\.\w+)+\.[0-9a-f]{8}")
 _GRADIENT_OF = {"Cos": ("Sin",), "Sin": ("Cos",), "Sign": ("Abs",), "Exp": ("Erf", "Gelu"), "Pow": ("Sqrt",)}
 """For operators in gradient graphs, the operators whose gradients they may belong to."""
 
@@ -38,6 +39,12 @@ class FallbackPolicy:
         self._sizes: list[list[int | None]] = []
         self._learned: dict[str, str] = {}
         """The reason why an ONNX operator is to be avoided, by the operator's name."""
+        self._avoided: dict[tuple[str, str], str] = {}
+        """The reason why an ONNX operator is to be avoided in one module, by the module's path and the operator."""
+        self.failed_place: TracedPlace | None = None
+        """Where the operator was called that stopped the last export; None if no operator did."""
+        self._places: dict[str, TracedPlace] = {}
+        """The first place of each node that runs in PyTorch, by the name of its function."""
 
     def learn(self, message: str) -> bool:
         """Avoid the ONNX operator that ORT's error `message` names; return False if it names none, or none new."""
@@ -56,12 +63,26 @@ class FallbackPolicy:
                 return True
         return False
 
+    def avoid(self, path: str, operator: str, why: str) -> bool:
+        """Avoid an ONNX operator in the module at `path`; return False if it is avoided there already."""
+        if operator == "PythonOp" or (path, operator) in self._avoided:
+            return False
+        self._avoided[path, operator] = why
+        return True
+
+    def failed(self, node: TracedNode) -> None:
+        """Note that `node` can neither be exported nor run in PyTorch by itself."""
+        self.failed_place = node.place
+
+    def place_of(self, text: str) -> TracedPlace | None:
+        """Return where the operator is called whose PyTorch node `text` names; None if it names none."""
+        name = _PYTHON_OP.search(text)
+        return self._places.get(name[0]) if name is not None else None
+
     def before(self, node: TracedNode) -> str | None:
         """Return why `node` cannot be exported, or None to try."""
-        if node.name == excluded_modules.OPERATOR:
-            call = node.argument("call")
-            assert call is not None
-            return excluded_modules.call_numbered(call.constant_number).reason
+        if node.name == pytorch_calls.OPERATOR:
+            return _call_of(node).reason
         if node.name == autograd_functions.OPERATOR:
             return _function_call(node).reason
         if aten_op.uses_complex(node):
@@ -74,6 +95,8 @@ class FallbackPolicy:
         for operator in exported:
             if operator in self._learned:
                 return self._learned[operator]
+            if self._avoided and (node.module_path, operator.rpartition("::")[2]) in self._avoided:
+                return self._avoided[node.module_path, operator.rpartition("::")[2]]
         if self.training and any(value.requires_grad for value in node.outputs):
             for operator in exported:
                 if operator in WITHOUT_GRADIENT:
@@ -87,10 +110,13 @@ class FallbackPolicy:
         operator, inputs = aten_op.operator_of(node)
         name, function = aten_op.function_for(operator)
         self._register(name, function)
+        self._places.setdefault(name, node.place)
         if node.name == autograd_functions.OPERATOR:
             self.reasons.setdefault(_function_call(node).name, why)
-        elif node.name != excluded_modules.OPERATOR:
+        elif node.name != pytorch_calls.OPERATOR:
             self.reasons.setdefault(node.name, why)
+        elif isinstance(call := _call_of(node), pytorch_calls.FunctionCall):
+            self.reasons.setdefault(call.name, why)
         outputs = node.outputs
         self._sizes = aten_op.result_shapes(operator, inputs, outputs)
         ones = [[j for j, size in enumerate(sizes) if size == 1] for sizes in self._sizes]
@@ -117,6 +143,12 @@ def _function_call(node: TracedNode) -> autograd_functions.FunctionCall:
     call = node.argument("call")
     assert call is not None
     return autograd_functions.call_numbered(call.constant_number)
+
+
+def _call_of(node: TracedNode) -> pytorch_calls.PyTorchCall:
+    number = node.argument("call")
+    assert number is not None
+    return pytorch_calls.call_numbered(number.constant_number)
 
 
 def infer_python_op(node: Any, input_shapes: list, input_types: list[int]) -> list[list[Any]] | None:

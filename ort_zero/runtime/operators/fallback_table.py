@@ -32,13 +32,28 @@ def _not_constant_padding(node: TracedNode) -> str | None:
     return "ONNX Runtime has no gradient for this mode of Pad"
 
 
-def _accumulating(node: TracedNode) -> str | None:
+def _putting(node: TracedNode) -> str | None:
     if node.inputs[2].requires_grad and not node.inputs[2].rank:
         return "ONNX Runtime's gradient of Where does not sum over what was broadcast"
+    if _broadcasts_into_places(node):
+        return "torch's exporter does not broadcast what is put into places"
     accumulate = node.argument("accumulate")
     if accumulate is None or _known_value(accumulate):
         return "torch's exporter gives the updates another shape than ONNX wants"
     return None
+
+
+def _broadcasts_into_places(node: TracedNode) -> bool:
+    """Return True if the values of an index_put may have another shape than the places, as far as the trace shows."""
+    target, places, values = node.inputs[:3]
+    indices = places.items or []
+    if not indices or any(index.is_tensor and index.scalar_type is None for index in indices):
+        return False  # the exporter's own form of an assignment to a slice
+    if not values.rank:
+        return len(indices) > 1 or any(not index.is_tensor for index in indices)
+    if len(indices) != 1 or not indices[0].is_tensor or indices[0].scalar_type in ("Bool", "Byte"):
+        return True
+    return values.traced_sizes != [*indices[0].traced_sizes, *target.traced_sizes[1:]]
 
 
 def _of_vectors(node: TracedNode) -> str | None:
@@ -126,6 +141,7 @@ def _to_one(node: TracedNode) -> str | None:
 
 _PADDINGS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)) + ("_pad_circular",)
 _RECURRENT = "ONNX Runtime trains recurrent layers in one direction and on the CPU only"
+_PACKED = "ONNX has no packed sequences"
 _SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
 _CONVOLUTIONS = ("_convolution", "convolution", "_convolution_mode", "conv1d", "conv2d", "conv3d")
 
@@ -134,13 +150,17 @@ IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
     "aten::cdist": "ONNX Runtime has no gradient for an input that is used twice in one Concat",
     "aten::flip": _flipped,
     "aten::index_copy": "the exporter's shapes are wrong",
-    "aten::index_put": _accumulating,
+    "aten::index_put": _putting,
     **dict.fromkeys(("aten::index_add", "aten::scatter_add"), "ONNX Runtime is wrong where an index occurs twice"),
     "aten::masked_scatter": "ONNX Runtime's gradient is wrong",
     "aten::matmul": _of_vectors,
     "aten::mv": _of_vectors,
     "aten::dot": _of_vectors,
     "aten::pow": _variable_exponent,
+    "ort_zero::setitem": "torch's exporter does not broadcast what is assigned, and keeps sizes of the first batch",
+    **dict.fromkeys(("aten::_pack_padded_sequence", "aten::_pad_packed_sequence"), _PACKED),
+    **dict.fromkeys(("aten::_unique2", "aten::unique_dim"), "ONNX returns the places of elements as one row"),
+    "aten::fake_quantize_per_tensor_affine": "ONNX Runtime wants constant scales",
     "aten::embedding_bag": "ONNX Runtime has no gradient for Loop",
     "aten::floor_divide": _rounding_down,
     **dict.fromkeys(("aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::clip"), _limited_by_tensors),

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ort_zero.compat.torch_onnx import Symbolic, TracedValue, Unexportable
 
 
@@ -15,7 +17,9 @@ def embedding(g: Any, weight: Any, indices: Any, padding_idx: Any, scale_grad_by
     """Export ``aten::embedding`` as an ATen node, whatever the weight's size at export.
 
     A weight that ZeRO-3 partitioned has size (0): then only the rank of the output is known, not its last dimension.
+    The gradient is dense also where a sparse one is asked for, since values of a graph are.
     """
+    sparse = g.op("Constant", value_t=torch.tensor(False))
     out = g.op(
         "org.pytorch.aten::ATen", weight, indices, padding_idx, scale_grad_by_freq, sparse, operator_s="embedding"
     )
@@ -105,8 +109,6 @@ def _finite_bias(g: Any, query: Any, mask: Any) -> tuple[Any, Any]:
 
 def _repeat_heads(g: Any, value: Any, heads: int) -> Any:
     """Return `value` with each head repeated, one after the other, until there are `heads`."""
-    import torch
-
     sizes = list(Symbolic.sizes(value))
     order = torch.arange(sizes[-3]).repeat_interleave(heads // sizes[-3])
     out = g.op("Gather", value, g.op("Constant", value_t=order), axis_i=len(sizes) - 3)
@@ -120,8 +122,6 @@ def layer_norm(g: Any, input: Any, normalized_shape: Any, weight: Any, bias: Any
 
     ORT demands the weight, and gives the gradients of missing ones the same empty name.
     """
-    import torch
-
     shape = Symbolic.integers(normalized_shape, "normalized_shape")
     dtype = Symbolic.dtype(input)
     if Symbolic.is_none(weight):
@@ -159,8 +159,6 @@ def flatten(g: Any, self: Any, start_dim: Any, end_dim: Any) -> Any:
 
 
 def _constant(g: Any, values: int | list[int]) -> Any:
-    import torch
-
     return g.op("Constant", value_t=torch.tensor(values))
 
 

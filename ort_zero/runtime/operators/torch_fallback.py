@@ -111,26 +111,41 @@ def keep_saved_with(results: Sequence[torch.Tensor]) -> None:
             return
 
 
+def node_of(error: BaseException) -> str:
+    """Return the name of the function of the node that raised `error`, empty if none did."""
+    return getattr(error, _NODE_NAME, "")
+
+
+def _named(error: BaseException, name: str) -> BaseException:
+    with contextlib.suppress(AttributeError):  # an exception with slots
+        setattr(error, _NODE_NAME, name)
+    return error
+
+
+_NODE_NAME = "_ort_zero_node"
+
+
 def node_class(name: str, function: Function) -> type[torch.autograd.Function]:
     """Return the autograd Function to register with ORT for nodes that run `function`.
 
     Args:
         name: name of the class.
-        function: takes as many tensors as the node has inputs, returns as many as it has outputs.
+        function: takes as many tensors as the node has inputs, returns as many as it has outputs. With an attribute
+            ``without_hooks`` that is true it is given copies, and what autograd saves is not looked at.
     """
 
     def forward(ctx, *inputs):
         try:
             return _forward(ctx, function, inputs)
         except BaseException as error:
-            _failures.append(error)
+            _failures.append(_named(error, name))
             raise
 
     def backward(ctx, *gradients):
         try:
             return _backward(ctx, gradients)
         except BaseException as error:
-            _failures.append(error)
+            _failures.append(_named(error, name))
             raise
 
     body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -182,6 +197,8 @@ class _OwnCopies:
         self._copies: dict[int, torch.Tensor] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout != torch.strided or tensor.is_nested or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return tensor.detach()  # it has no storage that could be ORT's
         address = _address(tensor)
         self.saved.add(address)
         if address not in self.storages or address in self.persistent:
@@ -231,14 +248,16 @@ def _address(tensor: torch.Tensor) -> int:
 def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
     own = _OwnCopies(inputs)
-    arguments = [t.detach() for t in inputs]
+    plain = getattr(function, "without_hooks", False)
+    arguments = [t.detach().clone() if plain else t.detach() for t in inputs]
     gathers = _code_that_gathers(own.gathered_again)
     if not wanted:
         with torch.no_grad(), gathers:
             outputs = function(*arguments)
     else:
         leaf = torch.empty(0, requires_grad=True)
-        with torch.enable_grad(), saved_tensors_hooks(own.pack, _unpack), gathers:
+        hooks = contextlib.nullcontext() if plain else saved_tensors_hooks(own.pack, _unpack)
+        with torch.enable_grad(), hooks, gathers:
             for i in wanted:
                 arguments[i] = _Enter.apply(leaf, arguments[i])
             starts = {i: get_gradient_edge(arguments[i]) for i in wanted}

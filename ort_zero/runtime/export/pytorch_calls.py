@@ -1,0 +1,197 @@
+"""Runs Python code as one operator of a trace, and so as one node of the graph: excluded submodules, and functions.
+
+:mod:`.excluded_modules` records the calls; :mod:`ort_zero.runtime.operators.aten_op` makes the nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from ort_zero.compat import tracing
+from ort_zero.compat.torch_modules import CALL, is_scripted, scripted_weights
+from ort_zero.compat.tracing import ValueReadError
+from ort_zero.errors import ExportError
+from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.attribute_reads import unrecorded
+from ort_zero.runtime.export.checkpoint_marks import plain_calls
+from ort_zero.runtime.export.fake_weights import plain_access
+from ort_zero.zero3_hooks.hook_manager import paused
+
+MISSING = object()
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+OPERATOR = "ort_zero::submodule"
+
+_numbers = itertools.count()
+_calls: weakref.WeakValueDictionary[int, PyTorchCall] = weakref.WeakValueDictionary()
+
+
+class PyTorchCall:
+    """One way in which Python code is called from the graph: everything but the tensors.
+
+    Args:
+        name: name of the code, for messages.
+        reason: why it runs in PyTorch.
+        arguments: structure of its arguments.
+    """
+
+    def __init__(self, name: str, reason: str, arguments: tuple):
+        self.number = next(_numbers)
+        self.name = name
+        self.reason = reason
+        self.arguments = arguments
+        self.results: Any = None
+        """Structure of what it returns, as of the last run; None before the first."""
+        self.owner: torch.nn.Module | None = None
+        """The module that holds the code; None for the model itself."""
+        self.drop_caches = False
+        """Whether caches of keys and values come back as None, as they do from a graph for training."""
+        self.without_hooks = False
+        """Whether it takes gradients in a way that saved-tensor hooks make impossible (``torch.func.grad``)."""
+        _calls[self.number] = self
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the code; return the tensors of its result."""
+        with tracing.plain_autograd() as in_trace:
+            if not in_trace or self.without_hooks:
+                return self._run(tensors)
+            try:
+                with saved_tensors_hooks(_unchanged, _unchanged):
+                    return self._run(tensors)
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+            self.without_hooks = True
+            return self._run(tensors)
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found, results = pytree.flatten(self._value(tensors), drop_caches=self.drop_caches)
+        if self.results is not None and results != self.results:
+            raise self._other_results(results)
+        self.results = results
+        return found
+
+    def _value(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return what the code returns for these tensors."""
+        raise NotImplementedError
+
+    def _other_results(self, results: Any) -> BaseException:
+        """Return the error for `results`, whose structure is another one than when the graph was made.
+
+        The module that holds the code can run in PyTorch as well, and deal with either structure there.
+        """
+        then, now = pytree.described(self.results), pytree.described(results)
+        if self.owner is not None:
+            what = f"calls {self.name}, which returns now {then}, now {now}, or of other parts"
+            return ValueReadError(self.owner, what, self.reason)
+        return ExportError(
+            f"{self.name}, which runs in PyTorch inside the graph, returned something else than when the graph was "
+            f"made ({then} then, {now} now); return tensors only"
+        )
+
+
+class FunctionCall(PyTorchCall):
+    """One call of a function."""
+
+    def __init__(self, name: str, reason: str, function: Callable, arguments: tuple):
+        super().__init__(name, reason, arguments)
+        self.function = function
+
+    def _value(self, tensors: Sequence[torch.Tensor]) -> Any:
+        args, kwargs, _ = pytree.unflatten_call(tensors, self.arguments)
+        return self.function(*args, **kwargs)
+
+
+class ModuleCall(PyTorchCall):
+    """One way in which an excluded submodule is called; its parameters are the last of the tensors."""
+
+    def __init__(
+        self,
+        path: str,
+        reason: str,
+        module: torch.nn.Module,
+        names: list[str],
+        arguments: tuple,
+        *,
+        owner: torch.nn.Module | None = None,
+        drop_caches: bool = False,
+    ):
+        super().__init__(path, reason, arguments)
+        self.owner, self.drop_caches = owner, drop_caches
+        self.module = module
+        self.names = names
+        self.own_forward: Any = MISSING
+        """The module's attribute ``forward``, if it has one besides that of its class."""
+
+    def _value(self, tensors: Sequence[torch.Tensor]) -> Any:
+        count = len(tensors) - len(self.names)
+        args, kwargs, _ = pytree.unflatten_call(tensors[:count], self.arguments)
+        weights = dict(zip(self.names, tensors[count:], strict=True))
+        module = self.module
+        if any(tensor.is_meta for tensor in tensors):
+            module = _copy_of(module)  # a trial that finds out shapes is to leave no traces
+        with unrecorded(), paused(), plain_calls(), plain_access(module), self._as_itself(module):
+            if is_scripted(module):
+                with scripted_weights(module, weights):
+                    return module(*args, **kwargs)
+            return functional_call(module, weights, args, kwargs)
+
+    def _as_itself(self, module: torch.nn.Module) -> AbstractContextManager:
+        """Let `module`, which is the module or its copy, call its own forward."""
+        stack = contextlib.ExitStack()
+        if not is_scripted(module):
+            stack.enter_context(attribute_of(module, "forward", self.own_forward))
+        stack.enter_context(attribute_of(module, CALL, MISSING))
+        return stack
+
+
+def _copy_of(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of `module` that shares its tensors; the module itself if it cannot be copied."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    try:
+        return copy.deepcopy(module, shared)
+    except Exception:
+        return module
+
+
+def _run(inputs: list[torch.Tensor], call: int) -> list[torch.Tensor]:
+    return _calls[call].run(inputs)
+
+
+_library = torch.library.Library("ort_zero", "DEF")
+# conservative: what it makes of constants is no constant, and two equal calls may draw different random numbers
+_library.define("submodule(Tensor[] inputs, int call) -> Tensor[]", "CONSERVATIVE")
+_library.impl("submodule", _run, "CompositeImplicitAutograd")
+
+
+def call_numbered(number: int) -> PyTorchCall:
+    """Return the call that the operator's ``call`` argument stands for."""
+    return _calls[number]
+
+
+@contextlib.contextmanager
+def attribute_of(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Let `module` have an attribute of its own besides that of its class, or none if it is `MISSING`."""
+    before = module.__dict__.pop(name, MISSING)
+    if value is not MISSING:
+        module.__dict__[name] = value
+    try:
+        yield
+    finally:
+        module.__dict__.pop(name, None)
+        if before is not MISSING:
+            module.__dict__[name] = before
