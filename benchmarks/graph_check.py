@@ -20,7 +20,8 @@ from transformers import BertConfig, BertForMaskedLM
 
 from ort_zero import config
 from ort_zero.compat import ortmodule as ort_compat
-from ort_zero.plugin.wrap import registry, wrap_model
+from ort_zero.plugin import registry
+from ort_zero.plugin.wrap import wrap_model
 
 FIXED_US, PARAMETER_US = 60.0, 0.3
 """The goal: so many microseconds, and so many for each parameter."""
@@ -49,6 +50,7 @@ def our_check(layers: int) -> Callable[[], object]:
     manager = runtime.modes[True].builder.manager
 
     def check() -> object:
+        assert runtime.wants_gradients((), arguments)
         transitions = runtime.find_mode(manager)
         return transitions.check(transitions.observe(runtime.take_apart(manager, (), arguments), []))
 

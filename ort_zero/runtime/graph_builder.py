@@ -10,6 +10,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,8 @@ class GraphBuilder:
             exported_model=model.SerializeToString(),
         )
         key = dataclasses.replace(observed.export, attributes=self._read_values(tracer))
-        return ExportedModule(key, info, tracer.effects, tracer.differentiable, tracer.readers, only_read)
+        differentiable = tracer.differentiable.union(observed.process.inputs)  # buffers among them
+        return ExportedModule(key, info, tracer.effects, differentiable, tracer.readers, only_read)
 
     def _read_values(self, tracer: Tracer) -> ReadValues:
         """Return the values of what Python code has read in a trace; the guard looks at them from now on."""
@@ -351,8 +353,9 @@ class GraphBuilder:
             return (), ()
         names = [name for name in exported.info.onnx_graph_input_names if name not in exported.only_read]
         inputs = tuple(name for name in process.inputs if name in names)
-        parameters = self.manager.flattened_module.named_parameters()
-        trained = {name for name, p in parameters if p.requires_grad} | set(inputs)
+        flattened = self.manager.flattened_module
+        held = chain(flattened.named_parameters(), flattened.named_buffers())
+        trained = {name for name, tensor in held if tensor.requires_grad} | set(inputs)
         return tuple(name for name in names if name in trained), inputs
 
     def _built(self, exported: ExportedModule, process: ProcessKey) -> BuiltModel:

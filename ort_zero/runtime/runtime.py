@@ -138,7 +138,7 @@ class Runtime:
             self._trial_monitor.call()
         if self.fallback_reason is not None:
             return run_in_torch()
-        manager = managers[self._wants_gradients(args, kwargs)]
+        manager = managers[self.wants_gradients(args, kwargs)]
         self._training = manager.training
         alone = not self.in_step and not torch_ddp.in_forward()
         self.ranks.begin(self.group, self.stage, manager.training, alone=alone)
@@ -283,7 +283,7 @@ class Runtime:
             self._module_guard = ModuleGuard(self.module)
         return self._module_guard
 
-    def _wants_gradients(self, args: tuple, kwargs: dict) -> bool:
+    def wants_gradients(self, args: tuple, kwargs: dict) -> bool:
         """Return whether autograd would record this call: the mode of the module has no part in it."""
         if not torch.is_grad_enabled():
             return False

@@ -141,7 +141,7 @@ class GraphTransitionManager:
             ),
             ProcessKey(
                 frozen=self.module_guard.frozen if training else (),
-                inputs=wanted if training else (),
+                inputs=wanted + self.module_guard.buffers_with_gradient() if training else (),
                 memory_plan=self.memory_plan,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 device=str(device),

@@ -246,3 +246,56 @@ def test_calls_without_a_backward_keep_nothing():
     (first.sum() + second.sum()).backward()
     (reference(image).sum() + reference(image * 2).sum()).backward()
     same(gradients(runtime.module), gradients(reference))
+
+
+class Generated(nn.Module):
+    """Scales by a buffer, which another model may compute, as hypernetworks do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale.tanh()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_buffer_that_requires_grad_gets_its_gradient(frozen):
+    torch.manual_seed(0)
+    module, hyper = Generated().requires_grad_(not frozen), nn.Linear(2, 4)
+    runtime, wrapped, reference = wrap(module)
+    other, x = copy.deepcopy(hyper), torch.randn(3, 4)
+    for turn in range(4):
+        for m, inner, source in ((wrapped, module, hyper), (reference, reference, other)):
+            m.zero_grad(), source.zero_grad()
+            scale = source(torch.ones(2) + turn)
+            inner.scale = scale if turn != 1 else scale.detach()
+            loss = m(x).pow(2).sum()
+            if loss.requires_grad:
+                loss.backward()
+        same(gradients(module), gradients(reference))
+        same(gradients(hyper), gradients(other))
+        assert (hyper.weight.grad is not None) == (turn != 1)
+    assert runs(runtime)["training"] == ({"forward": 3, "backward": 3} if frozen else {"forward": 4, "backward": 4})
+    assert (
+        done(runtime)[0] == ("training", "export") and sum(what == "export" for _, what in done(runtime)) == 1 + frozen
+    )
+
+
+def test_the_gradient_of_a_gradient_is_refused_and_pytorch_has_it():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    runtime, wrapped, reference = wrap(module)
+    image = torch.randn(3, 4, requires_grad=True)
+    for leaves in ([image], list(module.parameters())):
+        loss = wrapped(image).sum()
+        with pytest.raises(RuntimeError, match=r"gradient of a gradient.*calling the user's own module"):
+            torch.autograd.grad(loss, leaves, create_graph=True)
+    for score, judge in ((wrapped, module), (reference, reference)):
+        score.zero_grad()
+        (slope,) = torch.autograd.grad(judge(image).sum(), image, create_graph=True)
+        (score(image).mean() + (slope.norm(dim=1) - 1).pow(2).mean()).backward()
+    same(gradients(module), gradients(reference))
+    assert runtime.status()["called_in_torch"] == {"forward": 1}

@@ -16,6 +16,12 @@ from ort_zero.utils.patching import Patch, defined_in
 
 _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
 """Attributes of the manager that upstream's backward reads."""
+_GRADIENT_OF_GRADIENT = (
+    "create_graph=True asks for the gradient of a gradient (a gradient penalty, forces of an energy, second-order "
+    "optimizers), which ONNX Runtime does not have: let PyTorch run that call, by calling the user's own module "
+    "(engine.module.module(...), or the model that the engine was given), or leave out create_graph=True if nothing "
+    "differentiates the result"
+)
 _NVTX = "onnxruntime.training.utils.torch_profile_utils"
 
 
@@ -136,6 +142,7 @@ def _patch_is_training(original: Callable) -> Callable:
 
 def _patch_create_autofunction_class(original: Callable) -> Callable:
     """Let each backward run the graph of its own forward, whatever has been built in between."""
+    import torch
 
     @functools.wraps(original)
     def _create_autofunction_class(self):
@@ -153,6 +160,8 @@ def _patch_create_autofunction_class(original: Callable) -> Callable:
             return result
 
         def own_backward(ctx, *grads):
+            if torch.is_grad_enabled():  # autograd says so by this
+                raise RuntimeError(_GRADIENT_OF_GRADIENT)
             if not hasattr(ctx.run_info, "state"):
                 raise RuntimeError(
                     "a second backward through one forward call: ONNX Runtime keeps nothing for it, with "

@@ -98,7 +98,7 @@ class ProcessKey:
     frozen: tuple[str, ...] = ()
     """Names of the parameters that do not require grad; empty for inference."""
     inputs: tuple[str, ...] = ()
-    """Names of the arguments that require grad; empty for inference."""
+    """Names of the arguments and buffers that require grad; empty for inference."""
     memory_plan: str = ""
     """The recomputation that the configuration asks for; empty for none."""
     deterministic: bool = False
@@ -122,7 +122,7 @@ class KnownGraph:
     export: ExportKey
     process: ProcessKey
     differentiable: frozenset[str] = frozenset()
-    """Names of the arguments that the exported model has a gradient for; PyTorch has none for some."""
+    """Names of the arguments and buffers that the exported model has a gradient for; PyTorch has none for some."""
 
     def exported_for(self, observed: Observed) -> bool:
         """Return whether the exported model serves a call, possibly with another gradient graph."""

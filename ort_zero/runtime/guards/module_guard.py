@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from itertools import compress
+from itertools import chain, compress
 from typing import Any
 
 import torch
 
 from ort_zero.compat.deepspeed_parameters import full_shape
-from ort_zero.compat.torch_modules import parameter_table, submodule_table
+from ort_zero.compat.torch_modules import buffer_table, parameter_table, submodule_table
 from ort_zero.runtime.guards.keys import ModelVersion
 
 MOST_CHANGES = 5
@@ -61,6 +61,7 @@ class ModuleGuard:
         self._attributes = [vars(m) for m in owners if "training" in vars(m)]
         # torch.compile and TorchScript keep the mode elsewhere
         self._others = [m for m in owners if "training" not in vars(m)]
+        self._buffers = [(path, buffer_table(m)) for path, m in self.module.named_modules() if buffer_table(m)]
         unique = dict(self.module.named_parameters())
         self._tensors = list(unique.values())
         self._names = list(unique)
@@ -84,13 +85,28 @@ class ModuleGuard:
         return self._version
 
     def any_trainable(self) -> bool:
-        """Return whether any parameter requires grad now; if so, that takes no check of the whole tree."""
+        """Return whether any parameter or buffer requires grad now; a parameter takes no check of the whole tree."""
         trainable = compress(zip(self._names, self._tensors, strict=True), map(_REQUIRES_GRAD, self._tensors))
         name, tensor = next(trainable, (None, None))
         if name is not None and self._holds(name, tensor):
             return True
         self.check()
-        return 1 in self._trainable
+        return 1 in self._trainable or bool(self.buffers_with_gradient())
+
+    def buffers_with_gradient(self) -> tuple[str, ...]:
+        """Return the names of the buffers that require grad now, such as weights that another model computes."""
+        try:
+            values = chain.from_iterable(dict.values(table) for _, table in self._buffers)
+            if not any(map(_REQUIRES_GRAD, values)):
+                return ()
+        except AttributeError:  # some are None
+            pass
+        return tuple(
+            f"{path}.{name}" if path else name
+            for path, table in self._buffers
+            for name, value in table.items()
+            if value is not None and value.requires_grad
+        )
 
     def _holds(self, name: str, tensor: Any) -> bool:
         """Return whether `tensor` is still the parameter `name` of the module."""
