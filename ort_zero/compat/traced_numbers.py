@@ -23,6 +23,12 @@ _METADATA = frozenset(
 _READS = frozenset("item tolist numpy __int__ __float__ __index__ __complex__ __array__ __format__ __repr__".split())
 
 
+_OUT_OF_PLACE = {f"{plain}_": plain for plain in "add sub mul div floor_divide remainder pow".split()} | {
+    f"__i{plain}__": f"__{plain}__" for plain in "add sub mul truediv floordiv mod pow".split()
+}
+"""Names of operators that change their first argument, and of those that only compute: numbers do not change."""
+
+
 class NumberReadError(BaseException):
     """Python or PyTorch takes the number out of a tensor that stands for an attribute.
 
@@ -63,6 +69,11 @@ class TracedNumbers:
         name = getattr(func, "__name__", "")
         if name in _READS and args and self.is_number(args[0]):
             raise NumberReadError(origins, f"takes it for a Python value ({name.strip('_')})")
+
+    def out_of_place(self, func: Any, args: tuple) -> Any:
+        """Return the function that does for numbers what `func` does for tensors."""
+        plain = _OUT_OF_PLACE.get(getattr(func, "__name__", ""))
+        return getattr(torch.Tensor, plain) if plain is not None and args and self.is_number(args[0]) else func
 
     def follow(self, func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any, origins: frozenset[int]) -> None:
         """Check that the trace of a call depends on the numbers it was given; remember a result that is a number too.

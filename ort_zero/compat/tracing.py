@@ -178,6 +178,7 @@ class _Observer(TorchFunctionMode):
         origins = self._numbers.among(args, kwargs)
         if origins:
             self._numbers.refuse_read(func, args, origins)
+            func = self._numbers.out_of_place(func, args)
         read = self._read(func, args, kwargs)
         if read is not None:
             self._guard(func, args[0], read)

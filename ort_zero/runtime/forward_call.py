@@ -23,8 +23,9 @@ from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.error_messages import cause_of, explain
 from ort_zero.runtime.export import pytree
-from ort_zero.runtime.export.attribute_inputs import AttributeInputError
-from ort_zero.runtime.export.attribute_paths import Place
+from ort_zero.runtime.export.attribute_inputs import AttributeInputError, can_be_input
+from ort_zero.runtime.export.attribute_paths import Place, PlaceFinder, is_number
+from ort_zero.runtime.export.attribute_reads import AttributeChangedError
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.random_states import GlobalStates, preserved
 from ort_zero.runtime.guards import value_guards
@@ -211,6 +212,8 @@ class ForwardCall:
         tracer = builder.tracer
         if isinstance(error, AttributeInputError):
             return self._no_input(error.places, str(error))
+        if isinstance(error, AttributeChangedError):
+            return self._carry_over(error)
         inputs = tracer.inputs if tracer is not None and error is not tracer.users_error else None
         if inputs is not None and isinstance(error, Exception) and self._ranks.state.builds:
             places = [place for place in inputs.names if place in changes.inputs]
@@ -253,6 +256,29 @@ class ForwardCall:
             builder.smaller_parts.move(error)
         return f"the graph cannot run with these arguments: {cause}"
 
+    def _carry_over(self, error: AttributeChangedError) -> str:
+        """Make inputs and outputs of the graph of what the forward changes for the next call.
+
+        Raises:
+            ExportError: a number cannot be carried over, and the model's own forward reads it.
+        """
+        transitions, excluded = self._transitions, self._runtime.excluded
+        changes, finder = transitions.changes, PlaceFinder(self._runtime.module)
+        done = []
+        for place, read in error.reads.items():
+            value = finder.value_at(place)
+            name = place.named(type(self._runtime.module).__name__)
+            if can_be_input(value) and not changes.is_refused(place):
+                changes.add(place, read)
+                done.append(f"{name}, which the forward changes, is carried over from call to call")
+            elif is_number(value) or excluded.own_path(read.module):
+                done.append(excluded.exclude(read))
+            else:
+                transitions.builder.settled_attributes.add(place)
+                done.append(f"{name} stays what it was")
+                get_logger().warning("the forward %s; the graph takes it for a constant", read)
+        return "; ".join(done)
+
     def _no_input(self, places: Sequence[Place], why: str) -> str:
         """Take attributes out of the inputs of the graph; the submodules that read them stay in PyTorch instead."""
         transitions = self._transitions
@@ -260,6 +286,9 @@ class ForwardCall:
         reads = tracer.attributes.reads if tracer is not None and tracer.attributes is not None else {}
         text = transitions.changes.refuse(places, why)
         for place in places:
+            if place in transitions.changes.carried:
+                self._runtime.excluded.exclude(transitions.changes.carried[place])
+                continue
             readers = reads[place].readers if place in reads else []
             paths = [self._runtime.excluded.own_path(module) for module in readers] or [""]
             self._exclude_readers(dict.fromkeys(paths, transitions.changes.why(place)))
@@ -277,7 +306,7 @@ class ForwardCall:
             inputs = graph.info.construct_inputs(dict(zip(arguments.names, arguments.tensors, strict=True)))
             tensors = self._manager.run(graph.session, inputs)
             torch_fallback.keep_saved_with(tensors)
-            first_guard = graph.effects.results + len(graph.effects.changed)
+            first_guard = graph.effects.results + len(graph.effects.changed) + len(graph.effects.attributes)
             guards = graph.effects.guards
             # behind the values of the guards there may be a token
             failed = value_guards.first_failed(guards, tensors[first_guard : first_guard + len(guards)])
@@ -327,4 +356,7 @@ class ForwardCall:
                 tracked = module.num_batches_tracked
                 assert isinstance(tracked, torch.Tensor)
                 tracked.add_(1)  # an update in place that the exporter leaves out
+            first = effects.results + len(effects.changed)
+            for (place, in_place), value in zip(effects.attributes, tensors[first:], strict=False):
+                self._transitions.attribute_guard.assign(place, value, in_place)
         return graph.info.restore_outputs(tensors, arguments.objects)

@@ -112,6 +112,8 @@ class GraphBuilder:
         """Looks up the graph that is being built, or the last one, in the export cache; None without one."""
         self.attribute_inputs: Mapping[Place, str] = {}
         """Name of the graph input of each attribute that new graphs take as an input."""
+        self.settled_attributes: set[Place] = set()
+        """Attributes whose changes by the forward itself do not count."""
 
     # -- export ----------------------------------------------------------------------------------------------------
 
@@ -222,6 +224,7 @@ class GraphBuilder:
             all_inputs=all_inputs,
             pytorch_context=context,
             inputs=inputs if inputs.names else None,
+            settled=self.settled_attributes,
         )
 
     def _traced(self, tracer: Tracer) -> tuple:
@@ -237,7 +240,7 @@ class GraphBuilder:
             self.functions.as_operators(),
             torch_onnx.routing(self.fallback_policy),
             unchanged_buffers(flattened),
-            unchanged_attributes(self.module),
+            unchanged_attributes(self.module, tracer.inputs.names if tracer.inputs else ()),
             fake_weights(flattened),
             reader_marks.marking(tracer.readers),
             tracer.everything_trainable(flattened),

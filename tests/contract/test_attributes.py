@@ -432,36 +432,69 @@ def test_a_mode_that_alternates_is_exported_once_each():
     assert pair.done == ["export", "export"] + ["switch"] * 10
 
 
-class Counting(nn.Module):
-    """Reads a number that its own forward changes."""
+class Annealed(nn.Module):
+    """Counts its own steps, and keeps a running mean, in attributes that it reads."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.inner = Counter()
+        self.layer, self.step, self.rate = nn.Linear(4, 4), 0, 1.0
+        self.center, self.sum = torch.zeros(4), torch.zeros(4)
 
     def forward(self, x):
-        return self.inner(x).pow(2).mean()
+        before = self.step
+        self.step += 1
+        self.rate = self.rate * 0.9
+        y = self.layer(x) - self.center - self.sum
+        self.center = 0.5 * self.center + 0.5 * y.detach().mean(0)
+        self.sum.add_(y.detach().mean(0))
+        weight = self.step / 10 if self.step < 6 else 0.6
+        weight *= self.step - before
+        return y.pow(2).mean() * weight + self.rate * y.abs().mean()
 
 
-class Counter(nn.Module):
+class Around(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.step = nn.Linear(4, 4), 0
+        self.inner = Annealed()
 
     def forward(self, x):
-        self.step += 1
-        return self.layer(x) * min(1.0, self.step / 1000)
+        return self.inner(x) * 2
 
 
-def test_a_submodule_that_reads_what_it_changes_stays_in_pytorch():
-    pair = Pair(Counting())
-    x = torch.randn(3, 4)
-    losses = [pair.wrapped(x).item() for _ in range(4)]
-    assert len(set(losses)) == 4
-    assert "changes it for the next call" in pair.runtime.status()["in_torch"]["inner"]
-    with pytest.raises(ExportError, match=r"Counter.*reads Counter.step, and changes it for the next call.*test_attr"):
-        Pair(Counter()).wrapped(x)
+@pytest.mark.parametrize("make", [Annealed, Around], ids=["model", "submodule"])
+def test_what_a_forward_changes_for_the_next_call_is_carried_over(make):
+    pair = Pair(make())
+    for step in range(10):
+        pair.step(X + step)
+        one, other = (getattr(m, "inner", m) for m in (pair.module, pair.reference))
+        assert one.step == other.step and one.rate == pytest.approx(other.rate)
+        torch.testing.assert_close((one.center, one.sum), (other.center, other.sum))
+    assert pair.done.count("export") == 2  # the branch changes once
+    assert pair.runtime.status()["in_torch"] == {}
+    assert pair.runtime.status()["graphs"]["training"]["runs"]["backward"] == 10
+
+
+class Picky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.p = nn.Linear(4, 4), 0.0
+
+    def forward(self, x):
+        y = F.dropout(self.layer(x), self.p)
+        self.p = min(1e-6, self.p + 1e-7)
+        return y.pow(2).mean()
+
+
+def test_what_cannot_be_carried_over_keeps_its_submodule_in_pytorch():
+    pair = Pair(nn.Sequential(Picky()))
+    for _ in range(4):
+        pair.step()
+    assert "reads 0.p, and changes it for the next call" in pair.runtime.status()["in_torch"]["0"]
+    assert pair.module[0].p > 0
+    with pytest.raises(ExportError, match=r"Picky.*reads Picky.p, and changes it for the next call.*test_attr"):
+        Pair(Picky()).wrapped(X)
 
 
 def test_graphs_of_the_export_cache_know_what_they_read(tmp_path):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.runtime.export.attribute_paths import (
     MISSING,
     Place,
@@ -63,12 +64,7 @@ class AttributeInputs:
         finder = PlaceFinder(self._module)
         try:
             for place, tensor in zip(self.names, tensors, strict=True):
-                holder = finder.value_at(place.holder)
-                value, container, key = step_into(holder, *place.steps[-1])
-                if isinstance(container, MappingProxyType):  # of the class: the instance's own comes first
-                    value, container = MISSING, attributes_of(holder)
-                _put(container, key, tensor)
-                undo.append((container, key, value))
+                undo.append(put(finder, place, tensor))
             yield
         finally:
             for container, key, value in reversed(undo):
@@ -76,6 +72,36 @@ class AttributeInputs:
                     container.pop(key, None)
                 else:
                     _put(container, key, value)
+
+    def changed(
+        self, tensors: Sequence[torch.Tensor], versions: Sequence[int]
+    ) -> list[tuple[Place, bool, torch.Tensor]]:
+        """Return the attributes that the forward has changed for the next call: whether in place, and the new value.
+
+        Args:
+            tensors: those of :meth:`placed`.
+            versions: how often each of them had been changed in place before the forward.
+        """
+        finder, found = PlaceFinder(self._module), []
+        for place, tensor, version in zip(self.names, tensors, versions, strict=True):
+            value = finder.value_at(place)
+            if value is tensor and version_of(tensor) == version:
+                continue
+            if isinstance(value, (int, float)):
+                value = torch.tensor(value, device=tensor.device)
+            if isinstance(value, torch.Tensor):
+                found.append((place, value is tensor, value.detach()))
+        return found
+
+
+def put(finder: PlaceFinder, place: Place, value: Any) -> tuple[Any, Any, Any]:
+    """Give an attribute another value; return container, key, and what was there, MISSING for nothing."""
+    holder = finder.value_at(place.holder)
+    before, container, key = step_into(holder, *place.steps[-1])
+    if isinstance(container, MappingProxyType):  # of the class: the instance's own comes first
+        before, container = MISSING, attributes_of(holder)
+    _put(container, key, value)
+    return container, key, before
 
 
 def _put(container: Any, key: Any, value: Any) -> None:

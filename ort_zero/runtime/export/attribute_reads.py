@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ort_zero.compat.frames import global_names, is_augmented_read, is_foreign, is_installed, user_line
-from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table
+from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table, version_of
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
@@ -49,7 +49,23 @@ class Read:
     readers: list[torch.nn.Module] = field(default_factory=list)
     """The innermost modules that ran when the value was read."""
     line: str = ""
-    """``FILE:LINE in FUNCTION`` of the first read of a number."""
+    """``FILE:LINE in FUNCTION`` of the first read of a number or a tensor."""
+    version: int = 0
+    """How often a tensor had been changed in place."""
+
+
+class AttributeChangedError(BaseException):
+    """A forward reads numbers or tensors that it changes for the next call.
+
+    Not an Exception: no ``except`` of a model may take it for one of its own.
+
+    Args:
+        reads: the reads, by the places of the attributes.
+    """
+
+    def __init__(self, reads: Mapping[Place, ValueReadError]):
+        super().__init__("; ".join(map(str, reads.values())))
+        self.reads = dict(reads)
 
 
 class AttributeReads:
@@ -187,6 +203,7 @@ class AttributeReads:
         read = self.reads[place] = Read(value, [module] if module is not None else [])
         if is_number(value) or isinstance(value, torch.Tensor):
             read.line = user_line()
+            read.version = version_of(value) if isinstance(value, torch.Tensor) else 0
         if is_plain(value) or isinstance(value, (torch.Tensor, *_CODE)) or depth > 8:
             return None
         if id(value) in self._origins:
@@ -261,15 +278,16 @@ class AttributeReads:
 
     # -- afterwards ------------------------------------------------------------------------------------------------
 
-    def finish(self, inputs: Collection[Place] = ()) -> None:
+    def finish(self, known: Collection[Place] = ()) -> None:
         """Leave out what the forward itself has changed in place.
 
         Args:
-            inputs: attributes that are inputs of the graph.
+            known: attributes whose changes are known: they are inputs of the graph, or do not count.
 
         Raises:
-            ValueReadError: Python code reads a number, and changes it for the next call.
+            AttributeChangedError: the forward reads numbers or tensors, and changes them for the next call.
         """
+        changed: dict[Place, ValueReadError] = {}
         for place, container, copy in self._copies:
             now = list(container) if type(container) is collections.deque else container
             if not _same_items(now, copy):
@@ -277,17 +295,20 @@ class AttributeReads:
         places = {place: read for place, read in self.reads.items()}
         for place, value, _, _ in PlaceFinder(self._model).find(places):
             read = places[place]
-            if value is read.value or place not in self.reads:
+            if place not in self.reads or place in known:
                 continue
-            numbers = is_number(read.value) and is_number(value) and place.root[0] == MODULE
-            if numbers and value != read.value or place in inputs:
+            tensors = isinstance(value, torch.Tensor) and isinstance(read.value, torch.Tensor)
+            if value is read.value and not (tensors and version_of(value) != read.version):
+                continue
+            numbers = is_number(read.value) and is_number(value)
+            if place.root[0] == MODULE and (numbers and value != read.value or tensors):
                 module = read.readers[0] if read.readers else None
                 name = place.named(type(self._model).__name__)
-                raise ValueReadError(module, f"reads {name}, and changes it for the next call", read.line)
-            if numbers:
-                continue
-            if not (is_plain(value) and is_plain(read.value)):
+                changed[place] = ValueReadError(module, f"reads {name}, and changes it for the next call", read.line)
+            elif not (is_plain(value) and is_plain(read.value)):
                 self._leave_out(place)
+        if changed:
+            raise AttributeChangedError(changed)
 
     def _leave_out(self, place: Place) -> None:
         depth = len(place.steps)
@@ -311,19 +332,37 @@ def unrecorded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged_attributes(module: torch.nn.Module) -> Iterator[None]:
-    """Put the plain attributes of all modules back to their values at the start: an export runs the forward twice."""
-    saved = [
-        (own, {name: value for name, value in own.items() if is_plain(value) and name not in _INTERNAL})
-        for own in (vars(child) for child in module.modules())
-    ]
+def unchanged_attributes(module: torch.nn.Module, inputs: Collection[Place] = ()) -> Iterator[None]:
+    """Put the plain attributes of all modules back to their values at the start: an export runs the forward twice.
+
+    Tensors are put back where they are inputs of the graph, or are about to become inputs.
+
+    Args:
+        module: the user's module.
+        inputs: attributes that are inputs of the graph.
+    """
+    tables = [(path, vars(child)) for path, child in module.named_modules()]
+    saved = [(own, {n: v for n, v in own.items() if is_plain(v) and n not in _INTERNAL}) for _, own in tables]
+    tensors = [
+        (own, name, value, value.detach().clone(), Place((MODULE, path)).then(ATTRIBUTE, name))
+        for path, own in tables for name, value in own.items() if isinstance(value, torch.Tensor)
+    ]  # fmt: skip
+    places = set(inputs)
     try:
         yield
+    except AttributeChangedError as error:
+        places.update(error.reads)
+        raise
     finally:
         for own, values in saved:
             for name, value in values.items():
                 if name in own and own[name] is not value and is_plain(own[name]):
                     own[name] = value
+        for own, name, tensor, copy, place in tensors:
+            if place in places:
+                own[name] = tensor
+                with torch.no_grad():
+                    tensor.copy_(copy)
 
 
 def has_readable_attributes(value: Any) -> bool:

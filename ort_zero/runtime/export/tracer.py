@@ -7,7 +7,7 @@ module calls :meth:`Tracer.run_module` in place of the module.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
+from ort_zero.runtime.export.attribute_paths import Place
 from ort_zero.runtime.export.attribute_reads import AttributeReads
 from ort_zero.runtime.export.random_draws import RandomDraws
 from ort_zero.statistics.collect import reader_marks
@@ -34,6 +35,8 @@ class Effects:
     """Number of tensors of the result; those of the effects are further outputs of the graph, behind them."""
     changed: list[int] = field(default_factory=list)
     """Indices of the tensor arguments that the module changes in place; their new values come first."""
+    attributes: list[tuple[Place, bool]] = field(default_factory=list)
+    """Attributes that the module changes for the next call, and whether in place; their new values come after."""
     guards: list[tuple[list, ValueReadError]] = field(default_factory=list)
     """Values that Python code took from tensors, and where; the values in a call come after."""
     counting: list[torch.nn.Module] = field(default_factory=list)
@@ -54,6 +57,7 @@ class Tracer:
         all_inputs: whether arguments are traced with gradients that want none in this call.
         pytorch_context: makes a context in which the module runs as PyTorch would run it.
         inputs: attributes that the graph takes as inputs; None for none.
+        settled: attributes whose changes by the forward itself do not count.
     """
 
     def __init__(
@@ -66,8 +70,10 @@ class Tracer:
         all_inputs: bool = True,
         pytorch_context: Callable[[], AbstractContextManager] = contextlib.nullcontext,
         inputs: AttributeInputs | None = None,
+        settled: Collection[Place] = (),
     ):
         self.inputs = inputs
+        self.settled = settled
         self._pytorch_context = pytorch_context
         self.training = training
         self.drop_caches = drop_caches
@@ -154,6 +160,7 @@ class Tracer:
     ) -> tuple[list, Any]:
         """Run the module for the tracer; what a graph does not do by itself becomes more outputs of it."""
         versions = [version_of(tensor) for tensor in given]
+        input_versions = [version_of(tensor) for tensor in inputs]
         numbers = [inputs[i] for i in self.inputs.numbers] if self.inputs else []
         placed = self.inputs.placed(inputs) if self.inputs else contextlib.nullcontext()
         draws = RandomDraws(module)  # the first run may have made generators
@@ -168,17 +175,20 @@ class Tracer:
                 raise
             except NumberReadError as error:
                 raise self._no_inputs(error) from None
-            attributes.finish(self.inputs.names if self.inputs else ())
+            attributes.finish({*self.settled, *(self.inputs.names if self.inputs else ())})
+            states = self.inputs.changed(inputs, input_versions) if self.inputs else []
         tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
         changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]
         self.effects = Effects(
             results=len(tensors),
             changed=changed,
+            attributes=[(place, in_place) for place, in_place, _ in states],
             guards=[(guard.value, guard.read) for guard in seen.guards],
             counting=[m for m in seen.normalised if m.num_batches_tracked is not None],
         )
-        more = [given[i].detach() for i in changed] + [guard.tensor.detach().flatten() for guard in seen.guards]
+        more = [given[i].detach() for i in changed] + [seen.anchored(value, given) for *_, value in states]
+        more += [guard.tensor.detach().flatten() for guard in seen.guards]
         more += reader_marks.joined_tokens(self.readers)
         return tensors + more, schema
 

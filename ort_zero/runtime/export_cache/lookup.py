@@ -165,6 +165,7 @@ class Lookup:
             "differentiable": sorted(exported.differentiable),
             "results": effects.results,
             "changed": effects.changed,
+            "carried over": [(_written(place), in_place) for place, in_place in effects.attributes],
             "guards": [(value, paths.get(id(read.module)), str(read), read.random) for value, read in effects.guards],
             "counting": [paths[id(child)] for child in effects.counting],
             "attributes": _attributes(exported.key.read),
@@ -186,6 +187,7 @@ class Lookup:
         effects = Effects(
             results=int(meta["results"]),
             changed=[int(i) for i in meta["changed"]],
+            attributes=[(_place(*written), in_place) for written, in_place in meta["carried over"]],
             guards=[
                 (value, ValueReadError.again(modules.get(path), words, random=any(random)))
                 for value, path, words, *random in meta["guards"]
@@ -214,8 +216,7 @@ class Lookup:
         Raises:
             ValueError: a global has another value.
         """
-        places = [Place(tuple(root), tuple((k, serialization.decode(key)) for k, key in steps))
-                  for root, steps, *_ in written["places"]]  # fmt: skip
+        places = [_place(root, steps) for root, steps, *_ in written["places"]]
         inputs = {places[i]: name for i, name in written["inputs"]}
         readers = {place: paths for place, (_, _, paths, _) in zip(places, written["places"], strict=True)}
         read = self._attribute_guard.watch(readers, inputs, [places[i] for i in written["whole"]])
@@ -235,18 +236,21 @@ def _attributes(read: ReadValues) -> dict[str, Any]:
     places = [place for place in read.values if place in read.readers]
     index = {place: i for i, place in enumerate(places)}
     return {
-        "places": [
-            (
-                place.root,
-                [(kind, serialization.encode(key, "key")) for kind, key in place.steps],
-                list(read.readers[place]),
-                _text_of(place, read),
-            )
-            for place in places
-        ],
+        "places": [(*_written(place), list(read.readers[place]), _text_of(place, read)) for place in places],
         "inputs": [(index[place], name) for place, name in read.inputs.items()],
         "whole": sorted(index[place] for place in read.whole if place in index),
     }
+
+
+def _written(place: Place) -> tuple:
+    """Return a place as plain values."""
+    return place.root, [(kind, serialization.encode(key, "key")) for kind, key in place.steps]
+
+
+def _place(root: list, steps: list) -> Place:
+    """Return the place that :func:`_written` wrote."""
+    kind, name = root
+    return Place((kind, name), tuple([(step, serialization.decode(key)) for step, key in steps]))
 
 
 def _text_of(place: Place, read: ReadValues) -> str | None:

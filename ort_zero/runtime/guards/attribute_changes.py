@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from ort_zero.compat.tracing import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export.attribute_inputs import can_be_input
 from ort_zero.runtime.export.attribute_paths import Place, TensorState
@@ -34,6 +35,8 @@ class AttributeChanges:
         self._refused: dict[Place, str] = {}
         self.inputs: dict[Place, str] = {}
         """Name of the graph input of each attribute that new graphs take as an input."""
+        self.carried: dict[Place, ValueReadError] = {}
+        """Inputs that the forward changes for the next call, and where it reads them."""
 
     def note(self, old: ReadValues, now: AttributeValues) -> list[Place]:
         """Count the changes that a new graph is exported for; return the attributes whose readers go to PyTorch."""
@@ -50,12 +53,32 @@ class AttributeChanges:
                     continue
                 if place not in self._refused:
                     if place not in self.inputs:
-                        self._add(place)
+                        self.add(place)
+                        name = place.named(self._model)
+                        get_logger().info("%s changes often, and is an input of the graph from now on", name)
                     continue
                 out.append(place)
             elif self._changes[place] >= MOST_CHANGES:
                 out.append(place)
         return out
+
+    def is_refused(self, place: Place) -> bool:
+        """Return whether an attribute cannot be an input of the graph."""
+        return place in self._refused
+
+    def add(self, place: Place, carried: ValueReadError | None = None) -> None:
+        """Take an attribute for an input of new graphs.
+
+        Args:
+            place: the attribute.
+            carried: where the forward reads it, if the forward changes it for the next call; else None.
+        """
+        if carried is not None:
+            self.carried[place] = carried
+        name = wanted = place.as_input(self._model)
+        while name in self.inputs.values():
+            name = f"{wanted}_{len(self.inputs)}"
+        self.inputs[place] = name
 
     def refuse(self, places: Iterable[Place], why: str) -> str:
         """Take attributes for inputs no longer: Python code wants their values. Return that in words."""
@@ -70,10 +93,3 @@ class AttributeChanges:
         """Return why the submodules that read an attribute stay in PyTorch."""
         why = self._refused.get(place)
         return f"reads {place.named(self._model)}, which changes often" + (f" ({why})" if why else "")
-
-    def _add(self, place: Place) -> None:
-        name = wanted = place.as_input(self._model)
-        while name in self.inputs.values():
-            name = f"{wanted}_{len(self.inputs)}"
-        self.inputs[place] = name
-        get_logger().info("%s changes often, and is an input of the graph from now on", place.named(self._model))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ort_zero.compat.torch_modules import hook_tables, version_of
+from ort_zero.runtime.export.attribute_inputs import put
 from ort_zero.runtime.export.attribute_paths import (
     MISSING,
     Contents,
@@ -197,6 +198,20 @@ class AttributeGuard:
         value = self._current.values[place]
         return value.tensor if isinstance(value, TensorState) else value
 
+    def assign(self, place: Place, value: torch.Tensor, in_place: bool) -> None:
+        """Give an attribute the value that a run of the graph has computed for it.
+
+        Args:
+            place: an input of the graph.
+            value: a tensor; becomes a number where the attribute is one.
+            in_place: whether the forward changes the tensor that the attribute is.
+        """
+        before = self.value(place)
+        if in_place:
+            before.copy_(value)
+        else:
+            put(self._finder, place, value.detach() if isinstance(before, torch.Tensor) else value.item())
+
     def check(self, tree: int | None = None) -> AttributeValues:
         """Return the values now: the same object as before if none has changed.
 
@@ -260,7 +275,8 @@ class AttributeGuard:
         self._tensors: list[torch.Tensor] = []
         sized: dict[int, Any] = {}
         values: dict[Place, Any] = {}
-        for place, value, container, key in PlaceFinder(self._module).find(self._places):
+        self._finder = PlaceFinder(self._module)
+        for place, value, container, key in self._finder.find(self._places):
             if container is not None:
                 self._containers.append(container)
                 self._keys.append(key)
