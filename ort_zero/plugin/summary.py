@@ -146,11 +146,16 @@ def _kept(status: Mapping[str, Any] | None) -> str:
 
 
 def _lines_kept(status: Mapping[str, Any] | None) -> list[Row]:
-    """Return a row for each of the first submodules that stay in PyTorch because of a line of the user's code."""
+    """Return a row for each of the first submodules and functions that stay in PyTorch, with the reason."""
     if status is None or status["fallback_reason"]:
         return []
-    found = [(name, why) for name, why in status["in_torch"].items() if _LINE.search(why)]
-    return [(f"  {name}", why) for name, why in found[:_MOST_LINES]]
+    # those of the user's code with their line come first; operators are many, and their names say enough
+    found = sorted(
+        ((name, why) for name, why in status["in_torch"].items() if "::" not in name or _LINE.search(why)),
+        key=lambda part: _LINE.search(part[1]) is None,
+    )
+    more = [("  more", f"{len(found) - _MOST_LINES} parts, see ort_zero.status()")] if len(found) > _MOST_LINES else []
+    return [*((f"  {name}", why) for name, why in found[:_MOST_LINES]), *more]
 
 
 def _state(on: Any) -> str:
