@@ -21,7 +21,7 @@ def patch_constructor() -> None:
         UnsupportedVersionError: a version is out of range.
     """
     versions.require("ort")
-    wanted = PatchSet("ORTModule", (bare.constructor_patch(_make),))
+    wanted = PatchSet("ORTModule", (bare.constructor_patch(_make), bare.extensions_patch()))
     if wanted.name not in registry.patch_sets:
         wanted.apply()
         registry.patch_sets[wanted.name] = wanted

@@ -207,6 +207,13 @@ def test_the_fallback_policy_is_the_users(ortmodule, monkeypatch, retry):
         assert report()["fallbacks"] == int(not retry)
 
 
+def test_whoever_asks_for_the_extensions_finds_them(ortmodule):
+    from onnxruntime.training.ortmodule.torch_cpp_extensions import is_installed
+
+    ortmodule.ORTModule(Net())
+    assert is_installed(ortmodule.ORTMODULE_TORCH_CPP_DIR)
+
+
 def test_error_in_the_users_own_code_is_the_users(ortmodule):
     class Failing(nn.Linear):
         """Raises."""

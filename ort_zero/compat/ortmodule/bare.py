@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ort_zero import log
-from ort_zero.compat import third_party
+from ort_zero.compat import extensions, third_party
 from ort_zero.compat.ortmodule.loading import PACKAGE, import_ortmodule
 from ort_zero.compat.ortmodule.wrapper_class import wrapper_class
 from ort_zero.compat.ortmodule.wrapping import is_making, making, managers_of
@@ -55,6 +55,15 @@ def constructor_patch(make: Callable[[Any, Any, Any], None]) -> Patch:
         build=build,
         why="ORTModule(model) works on today's torch",
         guard=defined_in(f"{PACKAGE}.ortmodule"),
+    )
+
+
+def extensions_patch() -> Patch:
+    """Return the patch that tells whoever asks where the compiled C++ extensions are: in our cache."""
+    return Patch(
+        target=f"{PACKAGE}:ORTMODULE_TORCH_CPP_DIR",
+        build=lambda _: str(extensions.extension_dir()),
+        why="where the C++ extensions are",
     )
 
 
