@@ -963,3 +963,29 @@ def compare_gradients(module, reference, found, expected, size) -> None:
         limit = 1e-4 * max(one.grad.abs().max().item(), 1e-2)
         worst = (one.grad - other.grad).abs().max().item()
         assert worst <= limit, f"gradient of {key} at batch {size}: {worst:.2e} off, largest {one.grad.abs().max():.2e}"
+
+
+class SqueezesArgument(nn.Module):
+    """Squeezes what it is given, whose sizes the exporter does not show."""
+
+    def __init__(self, axes: object):
+        super().__init__()
+        self.axes = axes
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a mean over what is axis 1 afterwards."""
+        x = x.squeeze() if self.axes is None else x.squeeze(self.axes)
+        return x.mean(dim=1) * self.scale
+
+
+@pytest.mark.parametrize(("axes", "shape"), [(1, (2, 1, 4, 3)), (-3, (2, 1, 4, 3)), ((1, 2), (2, 1, 1, 4, 3)),
+                                             (1, (2, 4, 3)), ((0, 1), (2, 4, 3)), (None, (2, 4, 3))])  # fmt: skip
+def test_an_argument_is_squeezed_as_in_pytorch(axes, shape):
+    module = SqueezesArgument(axes)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(log_level="ERROR"), 0)
+    x = torch.randn(shape)
+    expected = module(x)
+    result = wrapped(x)
+    assert result.shape == expected.shape and torch.allclose(result, expected, atol=1e-6)
+    assert runtime.status()["backend"] == "onnxruntime" and not runtime.status()["in_torch"]

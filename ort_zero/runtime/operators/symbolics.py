@@ -188,12 +188,16 @@ def as_strided(g: Any, self: Any, size: Any, stride: Any, storage_offset: Any = 
 
 def squeeze(g: Any, self: Any, dim: Any = None) -> Any:
     """Export ``aten::squeeze`` of the sizes that are 1 in the trace; torch's own puts others into an If."""
-    value = Symbolic.traced(g, self, *([] if dim is None else [dim])).inputs[0]
+    node = Symbolic.traced(g, self, *([] if dim is None else [dim]))
+    value, removed = node.inputs[0], node.inputs[0].rank - node.outputs[0].rank
     if dim is None:
         axes = list(range(value.rank))
     else:
-        axes = [axis % max(value.rank, 1) for axis in _as_integers(dim)]
-    axes = [axis for axis in axes if axis < value.rank and value.traced_sizes[axis] == 1]
+        axes = [axis % max(value.rank, 1) for axis in _as_integers(dim) if value.rank]
+    # an argument of the module shows no sizes, since they may change; the rank of the result tells
+    axes = [axis for axis in axes if value.traced_sizes[axis] in (1, None)] if removed else []
+    if len(axes) != removed:
+        raise Unexportable("squeeze of an argument removes some of several axes: name those axes alone")
     return g.op("Squeeze", self, _constant(g, axes)) if axes else g.op("Identity", self)
 
 
