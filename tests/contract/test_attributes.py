@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import copy
+import dataclasses
 import functools
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,6 +20,15 @@ from ort_zero.errors import ExportError
 from ort_zero.plugin.wrap import wrap_model
 
 SCALE = 1.0
+ARGS = argparse.Namespace(gain=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A configuration that is replaced as a whole."""
+
+    gain: float = 1.0
+    name: str = "frozen"
 
 
 class Options:
@@ -41,6 +53,7 @@ class Gate(nn.Module):
 
 class Model(nn.Module):
     limit = 5.0
+    factor = 1.0
 
     def __init__(self):
         super().__init__()
@@ -52,7 +65,7 @@ class Model(nn.Module):
         self.activation = functools.partial(F.gelu, approximate="none")
         self.gates = [Gate()]
         self.calls, self.last_loss = 0, None
-        self.offset = torch.zeros(4)
+        self.offset, self.frozen = torch.zeros(4), Settings()
 
     @property
     def sharpness(self):
@@ -63,6 +76,7 @@ class Model(nn.Module):
         y = self.activation(self.norm(self.dropout(self.layer(x)))) * self.sharpness * SCALE + self.offset
         y = y * self.options.gain * self.settings["gain"] + self.settings["nested"]["shift"] + self.space.shift
         y = self.gates[0](y) + self.order[0] / self.order[1]
+        y = y * ARGS.gain * self.frozen.gain * Model.factor
         if self.mode == "square":
             y = y.pow(2)
         if hasattr(self, "extra"):
@@ -139,6 +153,11 @@ CHANGES = [
     (lambda m: setattr(m, "extra", 2.0), "Model.extra changed from nothing to 2.0"),
     (lambda m: setattr(m, "limit", 0.2), "Model.limit changed from 5.0 to 0.2"),
     (lambda m: setattr(m.norm, "eps", 0.1), "norm.eps changed from 1e-05 to 0.1"),
+    (lambda m: setattr(m, "frozen", Settings(2.0)), "Model.frozen.gain changed from 1.0 to 2.0"),
+    (lambda m: setattr(ARGS, "gain", 2.0), "test_attributes.ARGS.gain changed from 1.0 to 2.0"),
+    (lambda m: setattr(Model, "factor", 2.0), "test_attributes.Model.factor changed from 1.0 to 2.0"),
+    (lambda m: m.activation.keywords.update(approximate="tanh"),
+     "Model.activation.keywords['approximate'] changed from 'none' to 'tanh'"),
     (lambda m: m.order.__setitem__(0, 3), "Model.order[0] changed from 1 to 3"),
     (lambda m: setattr(m.options, "gain", 2.0), "Model.options.gain changed from 1.0 to 2.0"),
     (lambda m: setattr(m.options, "kind", "other"), "Model.options.kind changed from 'of the class' to 'other'"),
@@ -159,6 +178,9 @@ CHANGES = [
 @pytest.mark.parametrize(("change", "reason"), CHANGES, ids=[reason for _, reason in CHANGES])
 def test_what_the_forward_reads_counts(change, reason, monkeypatch):
     monkeypatch.setitem(globals(), "SCALE", 1.0)
+    monkeypatch.setattr(ARGS, "gain", 1.0)
+    monkeypatch.setattr(Model, "factor", 1.0)
+    monkeypatch.setattr(Model, "limit", 5.0)
     pair = Pair(Model())
     before = pair.step()
     assert torch.equal(pair.step(), before) and pair.done == ["export"]
@@ -409,13 +431,35 @@ def test_a_branch_on_a_number_that_is_an_input_is_right_at_every_step():
         lambda m, value: set_global(value),
         lambda m, value: setattr(m.space, "shift", value),
         lambda m, value: setattr(m, "temperature", 1 + value),
+        lambda m, value: setattr(m, "temperature", np.float64(1 + value)),
+        lambda m, value: setattr(m, "frozen", Settings(value)),
+        lambda m, value: setattr(ARGS, "gain", value),
+        lambda m, value: setattr(Model, "factor", value),
+        lambda m, value: m.order.__setitem__(0, value),
     ],
-    ids=["class", "dict", "nested dict", "object", "hidden module", "global", "namespace", "property"],
+    ids=[
+        "class",
+        "dict",
+        "nested dict",
+        "object",
+        "hidden module",
+        "global",
+        "namespace",
+        "property",
+        "numpy",
+        "replaced object",
+        "arguments of the program",
+        "class by name",
+        "list",
+    ],
 )
 def test_schedules_anywhere_become_inputs(change, monkeypatch):
     monkeypatch.setitem(globals(), "SCALE", 1.0)
     monkeypatch.setattr(Model, "limit", 5.0)
+    monkeypatch.setattr(Model, "factor", 1.0)
+    monkeypatch.setattr(ARGS, "gain", 1.0)
     pair = Pair(Model())
+    pair.both(lambda m: m.order.__setitem__(0, 1.0))
     losses = []
     for step in range(8):
         pair.both(lambda m, step=step: change(m, 0.1 * step + 0.05))

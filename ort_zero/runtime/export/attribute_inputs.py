@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ort_zero.compat.torch_modules import version_of
@@ -134,4 +135,5 @@ def as_tensor(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Ten
     """
     if isinstance(value, torch.Tensor):
         return value.detach()
-    return torch.tensor(value, dtype=dtype if isinstance(value, float) else torch.int64, device=device)
+    whole = isinstance(value, (int, np.integer))
+    return torch.tensor(int(value) if whole else float(value), dtype=torch.int64 if whole else dtype, device=device)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 ATTRIBUTE, ITEM, CELL = "attribute", "item", "cell"
@@ -64,12 +65,12 @@ def is_plain(value: Any) -> bool:
     """Return whether a value cannot change, and is compared by type and value."""
     if isinstance(value, (tuple, frozenset)):
         return type(value) in (tuple, frozenset, torch.Size) and all(map(is_plain, value))
-    return type(value) in PLAIN or isinstance(value, enum.Enum)
+    return type(value) in PLAIN or isinstance(value, (enum.Enum, np.generic))
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is an int or a float of Python, and no bool."""
-    return type(value) in (int, float)
+    """Return whether a value is a number that is no bool and not complex; NumPy's scalars are numbers, too."""
+    return type(value) in (int, float) or isinstance(value, (np.floating, np.integer))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -147,6 +148,9 @@ def step_into(holder: Any, kind: str, key: Any) -> tuple[Any, Any, Any]:
             return cells[key], cells, key
         except (KeyError, ValueError):
             return MISSING_STEP
+    if isinstance(holder, type):
+        owner = next((cls for cls in holder.__mro__ if key in vars(cls)), None)
+        return MISSING_STEP if owner is None else (vars(owner)[key], ClassAttributes(owner), key)
     own = attributes_of(holder)
     if own is not None and key in own:
         return own[key], own, key
@@ -181,6 +185,19 @@ class SlotsOf:
 
     def __getitem__(self, name: str) -> Any:
         return object.__getattribute__(self.owner, name)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ClassAttributes:
+    """Looks up and sets the attributes of a class as items."""
+
+    owner: type
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.owner)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, name, value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -217,6 +218,10 @@ class AttributeReads:
             self._origins[id(value)] = place
             for name, part in vars(value).items():
                 self._add(place.then(ATTRIBUTE, name), part, depth + 1)
+        elif isinstance(value, functools.partial):
+            self._origins[id(value)] = place
+            for name in ("func", "args", "keywords"):
+                self._add(place.then(ATTRIBUTE, name), getattr(value, name), depth + 1)
         elif isinstance(value, torch.nn.Module):
             self._origins[id(value)] = place  # hidden from the tree in a plain container
         elif has_readable_attributes(value):
@@ -259,6 +264,11 @@ class AttributeReads:
                 if users and _is_users(value):
                     for other in sorted(attributes & vars(value).keys()):
                         self._note_global(Place((GLOBAL, value.__name__), ((ITEM, other),)), vars(value)[other], True)
+            elif isinstance(value, type) and users:
+                for other in sorted(attributes):
+                    part = next((vars(cls)[other] for cls in value.__mro__ if other in vars(cls)), MISSING)
+                    if part is not MISSING and (is_plain(part) or isinstance(part, (list, dict, torch.Tensor))):
+                        self._add(root.then(ITEM, name).then(ATTRIBUTE, other), part)
             else:
                 self._note_global(root.then(ITEM, name), value, users)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export.attribute_inputs import can_be_input
-from ort_zero.runtime.export.attribute_paths import Place, TensorState
+from ort_zero.runtime.export.attribute_paths import Place, TensorState, is_number
 from ort_zero.runtime.guards.attribute_guard import HOOKS, METHODS, AttributeValues, InputKind, ReadValues
 
 CHANGES_OF_INPUTS = 2
@@ -48,7 +48,7 @@ class AttributeChanges:
             value = now.values.get(place)
             value = value.tensor if isinstance(value, TensorState) else value
             before = old.values[place]
-            if can_be_input(value) and isinstance(before, (int, float, TensorState, InputKind)):
+            if can_be_input(value) and (is_number(before) or isinstance(before, (TensorState, InputKind))):
                 if self._changes[place] < CHANGES_OF_INPUTS:
                     continue
                 if place not in self._refused:

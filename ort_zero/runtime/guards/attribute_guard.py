@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from ort_zero.compat.torch_modules import hook_tables, version_of
@@ -26,6 +27,7 @@ from ort_zero.runtime.export.attribute_paths import (
     PlaceFinder,
     Snapshot,
     TensorState,
+    is_number,
     is_plain,
     same,
     shown,
@@ -79,6 +81,8 @@ def _kind(value: Any) -> tuple:
     if isinstance(value, TensorState):
         tensor = value.tensor
         return "tensor", tensor.dtype, tensor.dim(), tensor.requires_grad
+    if is_number(value):
+        return ("int" if isinstance(value, (int, np.integer)) else "float",)
     return (type(value).__name__,)
 
 
@@ -313,7 +317,7 @@ class AttributeGuard:
             return _contents(value)
         if isinstance(value, torch.nn.Module):
             return value
-        if isinstance(value, SimpleNamespace) or has_readable_attributes(value):
+        if isinstance(value, (SimpleNamespace, functools.partial)) or has_readable_attributes(value):
             return Contents(type(value), ())
         return value
 
