@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from ort_zero.runtime.export.attribute_paths import Place, PlaceFinder, is_numbe
 from ort_zero.runtime.export.attribute_reads import AttributeChangedError
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.random_states import GlobalStates, preserved
+from ort_zero.runtime.export.tracer import ArgumentInputError
 from ort_zero.runtime.guards import value_guards
 from ort_zero.runtime.guards.keys import Action, Observed, Transition
 from ort_zero.runtime.operators import torch_fallback
@@ -56,8 +57,10 @@ class ModuleRuntime(Protocol):
     def graphs(self) -> Iterable[BuiltGraph]:
         """Yield the graphs of all modes."""
 
-    def take_apart(self, manager: ort_compat.Manager, args: tuple, kwargs: dict) -> pytree.Call:
-        """Return the tensors of a call, and the structure of everything else."""
+    def take_apart(
+        self, manager: ort_compat.Manager, args: tuple, kwargs: dict, numbers: Collection[str]
+    ) -> pytree.Call:
+        """Return the tensors of a call, those of the arguments `numbers` among them, and the structure of the rest."""
 
     def observe_runs(self, graph: BuiltGraph) -> None:
         """Surround the runs of a new graph."""
@@ -84,6 +87,7 @@ class ForwardCall:
         self._manager = manager
         self._transitions = transitions
         self._transition = Transition(Action.EXPORT)
+        self._given: tuple[tuple, dict] = (), {}
         self._new: BuiltGraph | None = None
         """The graph that this call has built."""
         self._random_states: GlobalStates | None = None
@@ -93,11 +97,15 @@ class ForwardCall:
         """Return the result of the module. All ranks, as far as the scope of the call makes them agree."""
         transitions = self._transitions
         # before the vote: a rank that fails after it leaves the others alone with their collectives
-        self._arguments = self._runtime.take_apart(self._manager, args, kwargs)
+        self._given = args, kwargs
+        self._take_apart()
         observed = self._observe()
         self._transition = transitions.check(observed)
         if self._transition.action is Action.EXPORT:
             self._exclude_readers(transitions.note_changes(observed))
+            if transitions.note_numbers(observed):
+                self._take_apart()
+                observed = self._observe()
         action = self._ranks.advance(self._decided())
         while not isinstance(action, Return):
             if isinstance(action, Enter):
@@ -142,6 +150,10 @@ class ForwardCall:
         return clear, self._ranks.fail(str(clear), falls_back).fall_back
 
     # -- before the run ---------------------------------------------------------------------------------------------
+
+    def _take_apart(self) -> None:
+        args, kwargs = self._given
+        self._arguments = self._runtime.take_apart(self._manager, args, kwargs, self._transitions.numbers.inputs)
 
     def _observe(self) -> Observed:
         return self._transitions.observe(self._arguments, self._runtime.graph_subscribers)
@@ -214,11 +226,17 @@ class ForwardCall:
             return self._no_input(error.places, str(error))
         if isinstance(error, AttributeChangedError):
             return self._carry_over(error)
+        if isinstance(error, ArgumentInputError):
+            return self._no_numbers(error.names, str(error))
         inputs = tracer.inputs if tracer is not None and error is not tracer.users_error else None
         if inputs is not None and isinstance(error, Exception) and self._ranks.state.builds:
             places = [place for place in inputs.names if place in changes.inputs]
             if places:  # they are what is new
                 return self._no_input(places, f"the export failed: {str(error).splitlines()[0]}")
+        if isinstance(error, Exception) and self._ranks.state.builds and not self._is_users(error):
+            numbers = tracer.numbers if tracer is not None else {}
+            if any(name in self._transitions.numbers.inputs for name in numbers):
+                return self._no_numbers(numbers, f"the export failed: {str(error).splitlines()[0]}")
         if isinstance(error, ValueReadError):
             return excluded.exclude(error)
         if isinstance(error, Unexportable):
@@ -292,6 +310,14 @@ class ForwardCall:
             readers = reads[place].readers if place in reads else []
             paths = [self._runtime.excluded.own_path(module) for module in readers] or [""]
             self._exclude_readers(dict.fromkeys(paths, transitions.changes.why(place)))
+        return text
+
+    def _no_numbers(self, names: Iterable[str], why: str) -> str:
+        """Let numbers among the arguments be constants of the graph again; return why it is another one."""
+        self._transitions.numbers.refuse(names)
+        self._take_apart()
+        text = f"argument {', '.join(names)} cannot be an input of the graph: {why}"
+        self._slow(text)
         return text
 
     # -- the run ----------------------------------------------------------------------------------------------------

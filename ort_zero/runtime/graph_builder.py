@@ -219,6 +219,7 @@ class GraphBuilder:
         return Tracer(
             training,
             call,
+            pytree.parameters_of(self.module.forward),
             readers,
             drop_caches=drop_caches,
             all_inputs=all_inputs,

@@ -13,7 +13,7 @@ Who does what: :mod:`.forward_call` carries out one call, :mod:`.rank_protocol` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from ort_zero.runtime import calls_in_torch, run_observer, status
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.calls_in_torch import CallsInTorch
 from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.attribute_inputs import as_tensor, float_dtype
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export_cache.store import ExportCache
 from ort_zero.runtime.forward_call import ForwardCall
@@ -196,15 +197,28 @@ class Runtime:
         manager.device = module_guard.device
         return self.modes[manager.training]
 
-    def take_apart(self, manager: ort_compat.Manager, args: tuple, kwargs: dict) -> pytree.Call:
+    def take_apart(
+        self, manager: ort_compat.Manager, args: tuple, kwargs: dict, numbers: Collection[str] = ()
+    ) -> pytree.Call:
         """Return the tensors of a call, and the structure of everything else.
+
+        Args:
+            manager: ORT's, of the mode.
+            args: positional arguments.
+            kwargs: keyword arguments.
+            numbers: names of the arguments whose numbers are tensors without axes.
 
         Raises:
             DeviceError: a tensor is on another device than the module.
             TypeError: an argument has a type whose contents cannot be guarded.
         """
-        call = pytree.flatten_call(args, kwargs, self._parameters)
         device = manager.device
+        dtype = float_dtype(self.module) if numbers else torch.float32
+
+        def number_tensor(number: float) -> torch.Tensor:
+            return as_tensor(number, dtype, device)
+
+        call = pytree.flatten_call(args, kwargs, self._parameters, numbers, number_tensor)
         wanted = device.type
         for name, tensor in zip(call.names, call.tensors, strict=True):
             kind = tensor.device.type

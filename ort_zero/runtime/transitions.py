@@ -25,6 +25,7 @@ from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.graph_builder import GraphBuilder
+from ort_zero.runtime.guards.argument_numbers import ArgumentNumbers
 from ort_zero.runtime.guards.attribute_changes import AttributeChanges
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard, AttributeValues
 from ort_zero.runtime.guards.decide import decide
@@ -98,6 +99,7 @@ class GraphTransitionManager:
         self.module_guard = module_guard
         self.attribute_guard = attribute_guard
         self.changes = AttributeChanges(type(builder.module).__name__)
+        self.numbers = ArgumentNumbers(pytree.parameters_of(builder.module.forward))
         self.history = history
         self.capacity = capacity
         self.graphs: list[BuiltGraph] = []
@@ -164,6 +166,19 @@ class GraphTransitionManager:
         old = current.known.export.read
         places = self.changes.note(old, now)
         return {path: self.changes.why(place) for place in places for path in old.readers.get(place, ("",))}
+
+    def note_numbers(self, observed: Observed) -> bool:
+        """Count the numbers among the arguments that make an export necessary; return True if some become inputs."""
+        current = self.current
+        if current is None:
+            return False
+        added = self.numbers.note(current.known.export.structure, observed.export.structure)
+        if added:
+            get_logger().info(
+                "argument %s of %s changes often, and is an input of the graph from now on",
+                ", ".join(added), type(self.builder.module).__name__,
+            )  # fmt: skip
+        return bool(added)
 
     # -- carry out -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import enum
 import functools
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -45,6 +45,14 @@ class _Constant:
             return True
         same = type(self.value) is type(other.value) and isinstance(self.value, (*_PLAIN, torch.Size))
         return same and self.value == other.value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Number:
+    """A Python number that the i-th tensor holds, without axes: it changes from call to call."""
+
+    index: int
+    kind: type[Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,7 +103,7 @@ class _Reference:
 
 
 _NESTED = (_Sequence, _Mapping, _Object)
-Structure = _TensorLeaf | _Constant | _Size | _Sequence | _Mapping | _Object | _Reference
+Structure = _TensorLeaf | _Constant | _Number | _Size | _Sequence | _Mapping | _Object | _Reference
 
 
 def flatten(
@@ -140,7 +148,13 @@ class Call:
     """The caller's own objects by number."""
 
 
-def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Sequence[inspect.Parameter]) -> Call:
+def flatten_call(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parameters: Sequence[inspect.Parameter],
+    numbers: Collection[str] = (),
+    as_tensor: Callable[[int | float], torch.Tensor] = torch.tensor,
+) -> Call:
     """Return the tensors in the arguments of a call, their names, and the structure of everything else.
 
     A tensor that is given twice is one tensor of the result.
@@ -149,13 +163,23 @@ def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any], parameters: Seq
         args: positional arguments.
         kwargs: keyword arguments.
         parameters: parameters of the module's ``forward``; they name the positional arguments.
+        numbers: names of arguments whose numbers are tensors of the result instead of constants.
+        as_tensor: makes a tensor of a number.
 
     Raises:
         TypeError: an argument has a type whose contents cannot be guarded; names the argument.
     """
     flattener = _Flattener(inputs=True)
-    positional = tuple(flattener(value, name) for name, value in zip(_positional_names(len(args), parameters), args))
-    keyword = tuple((name, flattener(value, name)) for name, value in kwargs.items())
+
+    def flattened(value: Any, name: str) -> Structure:
+        if name not in numbers or not is_number(value):
+            return flattener(value, name)
+        flattener.tensors.append(as_tensor(value))
+        flattener.names.append(name)
+        return _Number(len(flattener.tensors) - 1, type(value))
+
+    positional = tuple(flattened(value, name) for name, value in zip(_positional_names(len(args), parameters), args))
+    keyword = tuple((name, flattened(value, name)) for name, value in kwargs.items())
     return Call(flattener.tensors, flattener.names, (positional, keyword), flattener.objects)
 
 
@@ -166,6 +190,32 @@ def unflatten_call(tensors: Sequence[Any], structure: tuple) -> tuple[tuple, dic
     args = tuple(unflattener(item) for item in positional)
     kwargs = {name: unflattener(item) for name, item in keyword}
     return args, kwargs, {id(built): number for number, built in unflattener.built.items()}
+
+
+def is_number(value: Any) -> bool:
+    """Return whether `value` is a Python number, and no bool, which is a switch."""
+    return type(value) in (int, float)
+
+
+def changed_numbers(old: tuple, new: tuple, parameters: Sequence[inspect.Parameter]) -> list[str]:
+    """Return the names of the arguments that are numbers in the structures of two calls, and not the same ones."""
+    found = []
+    for before, after in zip(_named(old, parameters), _named(new, parameters), strict=False):
+        (name, one), (other_name, other) = before, after
+        if name == other_name and isinstance(one, _Constant) and isinstance(other, _Constant) and one != other:
+            found += [name] if is_number(one.value) and type(one.value) is type(other.value) else []
+    return found
+
+
+def number_arguments(structure: tuple, parameters: Sequence[inspect.Parameter]) -> dict[str, int]:
+    """Return the index of the tensor of each argument whose number is a tensor, by the argument's name."""
+    named = _named(structure, parameters)
+    return {name: item.index for name, item in named if isinstance(item, _Number)}
+
+
+def _named(structure: tuple, parameters: Sequence[inspect.Parameter]) -> list[tuple[str, Structure]]:
+    positional, keyword = structure
+    return [*zip(_positional_names(len(positional), parameters), positional, strict=False), *keyword]
 
 
 def differences(old: tuple, new: tuple) -> list[str]:
@@ -339,7 +389,7 @@ class _Unflattener:
         self.built: dict[int, Any] = {}
 
     def __call__(self, item: Structure) -> Any:
-        if isinstance(item, _TensorLeaf):
+        if isinstance(item, (_TensorLeaf, _Number)):
             return self._tensors[item.index]
         if isinstance(item, _Constant):
             return item.value

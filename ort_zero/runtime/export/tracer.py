@@ -7,7 +7,8 @@ module calls :meth:`Tracer.run_module` in place of the module.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,17 @@ class Effects:
     """Normalisation modules that count their batches."""
 
 
+class ArgumentInputError(BaseException):
+    """Numbers among the arguments cannot be inputs of the graph: they are wanted for Python values.
+
+    Not an Exception: no ``except`` of a model may take it for one of its own.
+    """
+
+    def __init__(self, names: Sequence[str], why: str):
+        super().__init__(why)
+        self.names = tuple(names)
+
+
 class Tracer:
     """Follows one export of a module from inside of its forward.
 
@@ -52,6 +64,7 @@ class Tracer:
     Args:
         training: whether the graph has gradients.
         call: the call that is exported.
+        parameters: parameters of the module's ``forward``.
         readers: readers of the subscribers that want to see values.
         drop_caches: whether caches of keys and values are left out of the result.
         all_inputs: whether arguments are traced with gradients that want none in this call.
@@ -64,6 +77,7 @@ class Tracer:
         self,
         training: bool,
         call: pytree.Call,
+        parameters: Sequence[inspect.Parameter],
         readers: list[reader_marks.GraphReaders],
         *,
         drop_caches: bool,
@@ -78,6 +92,8 @@ class Tracer:
         self.training = training
         self.drop_caches = drop_caches
         self.call = call
+        self.numbers = pytree.number_arguments(call.structure, parameters)
+        """Index of the tensor of each argument that is a number for Python, by the argument's name."""
         self.readers = readers
         self.all_inputs = all_inputs
         self.trace_error: Exception | None = None
@@ -125,9 +141,11 @@ class Tracer:
         """Run the module on its arguments, put together; return the tensors of the result, and its structure."""
         count = len(self.call.names)
         tensors, attributes = tensors[:count], tensors[count:]
-        args, kwargs, known = pytree.unflatten_call(tensors, self.call.structure)
         if not torch.jit.is_tracing():
+            values = [t.item() if i in self.numbers.values() else t for i, t in enumerate(tensors)]
+            args, kwargs, known = pytree.unflatten_call(values, self.call.structure)
             return self._run_in_pytorch(module, tensors, args, kwargs, known)
+        args, kwargs, known = pytree.unflatten_call(tensors, self.call.structure)
         if self.training:
             # the trace then tells what has a gradient; nothing needs to be kept for one
             with torch.enable_grad(), saved_tensors_hooks(keeps_nothing, _never_unpacked):
@@ -153,6 +171,8 @@ class Tracer:
                 # PyTorch lets nobody change in place what is a leaf with gradient
                 if version_of(tensor) == version and argument.is_floating_point():
                     argument.requires_grad_()
+            for i in self.numbers.values():
+                self.arguments[i].requires_grad_(False)
         return pytree.flatten(value, drop_caches=self.drop_caches, known=known)
 
     def _run_traced(
@@ -161,7 +181,8 @@ class Tracer:
         """Run the module for the tracer; what a graph does not do by itself becomes more outputs of it."""
         versions = [version_of(tensor) for tensor in given]
         input_versions = [version_of(tensor) for tensor in inputs]
-        numbers = [inputs[i] for i in self.inputs.numbers] if self.inputs else []
+        numbers = [given[i] for i in self.numbers.values()]
+        numbers += [inputs[i] for i in self.inputs.numbers] if self.inputs else []
         placed = self.inputs.placed(inputs) if self.inputs else contextlib.nullcontext()
         draws = RandomDraws(module)  # the first run may have made generators
         lines = draws.lines_followed() if self._has_drawn else contextlib.nullcontext()
@@ -192,11 +213,15 @@ class Tracer:
         more += reader_marks.joined_tokens(self.readers)
         return tensors + more, schema
 
-    def _no_inputs(self, error: NumberReadError) -> AttributeInputError:
-        """Return which attributes cannot be inputs, and why."""
+    def _no_inputs(self, error: NumberReadError) -> BaseException:
+        """Return which arguments or attributes cannot be inputs, and why."""
+        names = list(self.numbers)
+        arguments = [names[i] for i in sorted(error.origins) if i < len(names)]
+        if arguments:
+            return ArgumentInputError(arguments, f"the code {error}")
         assert self.inputs is not None
         places = list(self.inputs.names)
-        read = [places[self.inputs.numbers[i]] for i in sorted(error.origins)]
+        read = [places[self.inputs.numbers[i - len(names)]] for i in sorted(error.origins)]
         return AttributeInputError(read, f"the code {error}")
 
 

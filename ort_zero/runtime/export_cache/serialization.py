@@ -237,6 +237,7 @@ def _check_operator(node: Any) -> bool:
 
 _CHECKS: dict[str, tuple[type, Callable[[Any], bool]]] = {
     "Slot": (pytree._TensorLeaf, lambda node: _is_index(node.index)),
+    "Number": (pytree._Number, lambda node: _is_index(node.index) and node.kind in (int, float)),
     "Constant": (pytree._Constant, lambda node: type(node.value) not in _TAGS),
     "Size": (pytree._Size, lambda node: _is_index(node.index)),
     "Sequence": (

@@ -250,7 +250,7 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
     own = _OwnCopies(inputs)
     plain = getattr(function, "without_hooks", False)
     arguments = [t.detach().clone() if plain else t.detach() for t in inputs]
-    gathers = _code_that_gathers(own.gathered_again)
+    gathers = _code_that_gathers(own.gathered_again.values())
     if not wanted:
         with torch.no_grad(), gathers:
             outputs = function(*arguments)
