@@ -219,24 +219,37 @@ class ForwardCall:
         Raises:
             ExportError: all of the module would have to run in PyTorch.
         """
-        excluded, changes = self._runtime.excluded, self._transitions.changes
-        builder = self._transitions.builder
-        tracer = builder.tracer
         if isinstance(error, AttributeInputError):
             return self._no_input(error.places, str(error))
         if isinstance(error, AttributeChangedError):
             return self._carry_over(error)
         if isinstance(error, ArgumentInputError):
             return self._no_numbers(error.names, str(error))
-        inputs = tracer.inputs if tracer is not None and error is not tracer.users_error else None
-        if inputs is not None and isinstance(error, Exception) and self._ranks.state.builds:
-            places = [place for place in inputs.names if place in changes.inputs]
-            if places:  # they are what is new
-                return self._no_input(places, f"the export failed: {str(error).splitlines()[0]}")
-        if isinstance(error, Exception) and self._ranks.state.builds and not self._is_users(error):
-            numbers = tracer.numbers if tracer is not None else {}
-            if any(name in self._transitions.numbers.inputs for name in numbers):
-                return self._no_numbers(numbers, f"the export failed: {str(error).splitlines()[0]}")
+        changes, tracer = self._transitions.changes, self._transitions.builder.tracer
+        doubtful = isinstance(error, Exception) and self._ranks.state.builds and not self._is_users(error)
+        why = f"the export failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        if doubtful and changes.untried:  # it worked without them
+            return self._no_input(changes.untried, why)
+        numbers = tracer.numbers if doubtful and tracer is not None else {}
+        if any(name in self._transitions.numbers.inputs for name in numbers):
+            return self._no_numbers(numbers, why)
+        try:
+            reason = self._moved_to_pytorch(error)
+        except ExportError:
+            if not doubtful or not changes.untried_carried:
+                raise
+            reason = None
+        if reason is None and doubtful and changes.untried_carried:
+            return self._no_input(changes.untried_carried, why)
+        return reason
+
+    def _moved_to_pytorch(self, error: BaseException) -> str | None:
+        """Let PyTorch run the part that has failed; return why that helps, None if it does not.
+
+        Raises:
+            ExportError: all of the module would have to run in PyTorch.
+        """
+        excluded, builder = self._runtime.excluded, self._transitions.builder
         if isinstance(error, ValueReadError):
             return excluded.exclude(error)
         if isinstance(error, Unexportable):

@@ -203,6 +203,7 @@ class GraphTransitionManager:
                 exported = self._numbered(transition.graph).exported
                 graph = self.builder.process(exported, observed.process, number, call)
             self.builder.output.drop()
+            self.changes.graph_built()
             self.history.graphs = number
             self.exports += "export" in steps
         before = self.current

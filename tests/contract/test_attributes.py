@@ -582,3 +582,29 @@ def test_a_stored_graph_is_not_taken_for_another_value_of_a_global(tmp_path, mon
     assert pair.runtime.status()["graphs"]["training"]["exports"] == 1
     told = pair.runtime.status()["transitions"][0]["cache"]
     assert "test_attributes.HIDDEN['gain'] is 3.0, and was 1.0" in told
+
+
+class Unsupported(nn.Module):
+    """Carries a number over, and has a submodule that no graph can hold."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.rows, self.step = nn.Linear(4, 4), Rows(), 0
+
+    def forward(self, x):
+        self.step += 1
+        return self.rows(self.layer(x)).mean() * self.step
+
+
+class Rows(nn.Module):
+    def forward(self, x):
+        return torch.stack([row * len(row.nonzero()) for row in x[x.sum(-1) > -100]])
+
+
+def test_a_part_that_stays_in_pytorch_for_another_reason_does_not_stop_what_is_carried_over():
+    pair = Pair(Unsupported())
+    for _ in range(4):
+        pair.step()
+    assert pair.module.step == 4 and list(pair.runtime.status()["in_torch"]) == ["rows"]
+    assert pair.runtime.status()["graphs"]["training"]["attribute_inputs"] == ["Unsupported.step"]

@@ -21,6 +21,7 @@ import torch
 from ort_zero.compat.frames import global_names, is_augmented_read, is_foreign, is_installed, user_line
 from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table, version_of
 from ort_zero.compat.tracing import ValueReadError
+from ort_zero.log import get_logger
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
     CELL,
@@ -129,7 +130,10 @@ class AttributeReads:
             except AttributeError:
                 reads._note_missing(obj, name)
                 raise
-            reads._note(obj, name, value)
+            try:
+                reads._note(obj, name, value)
+            except Exception:  # whatever containers of strange classes raise when they are looked at
+                get_logger().debug("attribute %s of a %s is not looked at", name, type(obj).__name__, exc_info=True)
             return value
 
         def __setattr__(obj: Any, name: str, value: Any) -> None:

@@ -33,6 +33,7 @@ class AttributeChanges:
         self._model = model
         self._changes: Counter[Place] = Counter()
         self._refused: dict[Place, str] = {}
+        self._proven: set[Place] = set()
         self.inputs: dict[Place, str] = {}
         """Name of the graph input of each attribute that new graphs take as an input."""
         self.carried: dict[Place, ValueReadError] = {}
@@ -61,6 +62,20 @@ class AttributeChanges:
             elif self._changes[place] >= MOST_CHANGES:
                 out.append(place)
         return out
+
+    @property
+    def untried(self) -> list[Place]:
+        """Inputs of which no graph has been built yet, but could be without them."""
+        return [place for place in self.inputs if place not in self._proven and place not in self.carried]
+
+    @property
+    def untried_carried(self) -> list[Place]:
+        """Inputs that the forward changes, of which no graph has been built yet."""
+        return [place for place in self.inputs if place not in self._proven and place in self.carried]
+
+    def graph_built(self) -> None:
+        """Note that a graph with all the inputs has been built."""
+        self._proven.update(self.inputs)
 
     def is_refused(self, place: Place) -> bool:
         """Return whether an attribute cannot be an input of the graph."""
