@@ -18,6 +18,7 @@ VERBS = ("sees", "likes", "finds", "takes")
 
 def model_of(folder: Any) -> Any:
     """Return a SentenceTransformer over a small BERT whose tokenizer knows the words above."""
+    import deepspeed
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -39,9 +40,12 @@ def model_of(folder: Any) -> Any:
             max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
-    place = str(folder / f"bert_{os.environ['RANK']}")
-    bert.save_pretrained(place, is_main_process=True)
-    fast.save_pretrained(place)
+    deepspeed.init_distributed("gloo", verbose=False)
+    place = str(folder / "bert")
+    bert.save_pretrained(place)  # once there are ranks, the first one alone writes
+    if torch.distributed.get_rank() == 0:
+        fast.save_pretrained(place)
+    torch.distributed.barrier()
     transformer = Transformer(place, max_seq_length=16)
     return SentenceTransformer(modules=[transformer, Pooling(32)], device="cpu")
 

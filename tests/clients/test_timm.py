@@ -19,7 +19,7 @@ VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet": ("resnet18", {"block_args": {}}),
     "vit": ("vit_tiny_patch16_224", VIT),
-    "efficientnet": ("efficientnet_lite0", {"channel_multiplier": 0.25, "drop_rate": 0.0}),
+    "efficientnet": ("efficientnet_b0", {"drop_rate": 0.0}),
     "convnext": ("convnext_atto", {"depths": (1, 1, 2, 1), "dims": (8, 16, 32, 64)}),
     "swin": (
         "swin_tiny_patch4_window7_224",
@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "regnet": ("regnetx_002", {}),
     "eva": ("eva02_tiny_patch14_224", VIT),
     "beit": ("beit_base_patch16_224", {**VIT, "init_values": 0.1}),
-    "mixer": ("mixer_s32_224", {"img_size": 32, "patch_size": 8, "embed_dim": 32, "num_blocks": 2}),
+    "mixer": ("mixer_s32_224", {"img_size": 64}),
     "densenet": ("densenet121", {"growth_rate": 8, "block_config": (2, 2)}),
 }
 
@@ -47,11 +47,13 @@ def trained(run: Run, names: tuple[str, ...], **more: Any) -> Result:
     for name in names:
         torch.manual_seed(0)
         kind, arguments = FAMILIES[name]
-        model = timm.create_model(kind, pretrained=False, num_classes=4, **{**arguments, **more})
+        if "drop_path_rate" not in more and name not in ("mixer", "densenet"):
+            arguments = {**arguments, "drop_path_rate": 0.0}
+        model = timm.create_model(kind, pretrained=False, num_classes=4, **arguments, **more)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.deepspeed_config(4))
         criterion = LabelSmoothingCrossEntropy(0.1)
-        rows = images(32)
+        rows = images(32, size=arguments.get("img_size", 32))
         for step in range(4):
             mine = rows[8 * step + 4 * rank :][:4]
             outputs = engine(torch.stack([row["image"] for row in mine]))
