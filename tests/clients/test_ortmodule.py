@@ -1,0 +1,161 @@
+"""ORTModule without DeepSpeed: Lightning, Accelerate and a plain loop, with DDP.
+
+The program is the same in PyTorch but for the one line that wraps the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from harness import NO_ZERO, Result, Run
+from small_data import VOCABULARY, images, padded, sentence_pairs
+from torch import nn
+from torch.nn import functional as F
+
+PACKAGES = ("lightning", "accelerate", "transformers")
+pytestmark = pytest.mark.clients
+
+
+def wrapped(run: Run, model: nn.Module) -> nn.Module:
+    """Return the model as ORTModule's users have it."""
+    if run.backend == "torch":
+        return model
+    from onnxruntime.training.ortmodule import DebugOptions, LogLevel, ORTModule
+
+    return ORTModule(model, DebugOptions(log_level=LogLevel.WARNING))
+
+
+def network() -> nn.Module:
+    """Return a small convolutional network."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 7 * 7, 4)
+    )
+
+
+def bert() -> nn.Module:
+    """Return a small BERT for sequence classification without dropout."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+def lightning_with_ddp(run: Run) -> Result:
+    """Lightning's Trainer with DDP: accumulation, clipping, a schedule, validation, a checkpoint that is loaded"""
+    import lightning
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = wrapped(run, network())
+            self.losses: list[float] = []
+            self.validated: list[float] = []
+
+        def training_step(self, batch, index):
+            loss = F.cross_entropy(self.model(batch["image"]), batch["label"])
+            self.losses.append(loss.item())
+            self.log("train_loss", loss)
+            return loss
+
+        def validation_step(self, batch, index):
+            self.validated.append(F.cross_entropy(self.model(batch["image"]), batch["label"]).item())
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def trainer(epochs: int) -> Any:
+        return lightning.Trainer(
+            accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="gloo"), max_epochs=epochs,
+            accumulate_grad_batches=2, gradient_clip_val=1.0, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
+        )  # fmt: skip
+
+    train = torch.utils.data.DataLoader(images(32, size=16), batch_size=4)
+    evaluation = torch.utils.data.DataLoader(images(8, size=16, seed=1), batch_size=4)
+    classifier = Classifier()
+    first = trainer(1)
+    first.fit(classifier, train, evaluation)
+    first.save_checkpoint(str(run.folder / "first.ckpt"))
+    other = Classifier()
+    trainer(2).fit(other, train, evaluation, ckpt_path=str(run.folder / "first.ckpt"))
+    values = {"validated": classifier.validated + other.validated}
+    return Result(classifier.losses + other.losses, alive=(classifier, other), values=values)
+
+
+@NO_ZERO
+def test_lightning_with_ddp(client, stage):
+    client.compare(lightning_with_ddp, stage)
+
+
+def loop_with_ddp(run: Run) -> Result:
+    """A plain loop: `DistributedDataParallel(ORTModule(model))`, `no_sync`, evaluation, `state_dict`"""
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    model = wrapped(run, bert())
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=2e-3)
+    rows, rank, losses = sentence_pairs(64), torch.distributed.get_rank(), []
+    for step in range(6):
+        batch = padded(rows[8 * step + 4 * rank :][:4], 12)
+        if step % 2:
+            loss = parallel(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with parallel.no_sync():
+                loss = parallel(**batch).loss
+                loss.backward()
+        losses.append(loss.item())
+    parallel.eval()
+    with torch.no_grad():
+        logits = parallel(**batch).logits
+    names = sorted(model.state_dict())
+    return Result(losses, alive=parallel, values={"logits": logits, "names": names})
+
+
+@NO_ZERO
+def test_loop_with_ddp(client, stage):
+    client.compare(loop_with_ddp, stage)
+
+
+def accelerate_with_ddp(run: Run) -> Result:
+    """Accelerate without DeepSpeed: `prepare` of an ORTModule, accumulation, `gather_for_metrics`, `unwrap_model`"""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    assert accelerator.num_processes == 2
+    loader = torch.utils.data.DataLoader(sentence_pairs(48), batch_size=4, collate_fn=lambda rows: padded(rows, 12))
+    model = wrapped(run, bert())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses, right = [], 0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            outputs = model(**batch)
+            accelerator.backward(outputs.loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        predictions, labels = accelerator.gather_for_metrics((outputs.logits.argmax(-1), batch["labels"]))
+        right += int((predictions == labels).sum())
+        losses.append(outputs.loss.item())
+    names = sorted(accelerator.unwrap_model(model).state_dict())
+    return Result(losses, alive=model, values={"right": right, "names": names})
+
+
+@NO_ZERO
+def test_accelerate_with_ddp(client, stage):
+    client.compare(accelerate_with_ddp, stage)
