@@ -130,12 +130,11 @@ def warn_of_collisions(wrapper: Any, module: Any, logger: logging.Logger) -> Non
     of_user = {name for owner in _user_classes(type(module)) for name in vars(owner)}
     for name in sorted((of_user | set(vars(module))) & own):
         if not name.startswith("__") and name not in _PLAIN_ATTRIBUTES:
-            logger.warning(
-                "%s collides with ORTModule's attribute name. What the ORTModule shows under it is its own; "
-                "the module's is found at .module.%s",
-                name,
-                name,
-            )
+            if callable(getattr(type(module), name, None)):
+                instead = "ORTModule's own method is called, and calls the module's"
+            else:
+                instead = f"The ORTModule shows its own; the module's is .module.{name}"
+            logger.warning("%s collides with ORTModule's attribute name. %s", name, instead)
 
 
 def _upstream_of(cls: type) -> type:
