@@ -20,6 +20,7 @@ Run = Callable[[Callable, tuple, dict], Any]
 _WITHOUT_DYNAMO = "__dynamo_disable"
 """Attribute under which torch's wrapper around ``checkpoint`` keeps the function that it calls."""
 _DEEPSPEED = "deepspeed.runtime.activation_checkpointing.checkpointing"
+_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 
 @contextlib.contextmanager
@@ -64,6 +65,20 @@ def _torch_checkpoint() -> Any:
     """Return torch's own function; ORTModule puts a wrapper in its place when it is imported."""
     ortmodule = sys.modules.get("onnxruntime.training.ortmodule")
     return getattr(ortmodule, "original_torch_checkpoint", torch.utils.checkpoint.checkpoint)
+
+
+@contextlib.contextmanager
+def names_of_wrapped_parameters() -> Iterator[None]:
+    """Let ``state_dict()`` of a module with ``checkpoint_wrapper`` inside have the names of ``parameters()``.
+
+    The wrapper takes itself out of the keys, and the exporter names the inputs of the graph by these.
+    """
+    wrapper = sys.modules.get(_WRAPPER)
+    if wrapper is None:
+        yield
+        return
+    with replaced(wrapper, "_replace_by_prefix", lambda _: lambda *arguments: None):
+        yield
 
 
 @functools.cache

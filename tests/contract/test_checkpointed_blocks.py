@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import bert, gpt2
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ort_zero import config
@@ -181,6 +182,25 @@ def test_losses_gradients_and_blocks_of_each_form(form):
     )
     made = copies(graph_of(runtime))
     assert made["Tanh"] + made["FusedGemm"] >= blocks and made["LayerNormalization"] >= blocks
+
+
+def test_wrapped_modules():
+    def model() -> Stack:
+        made = Stack(one_by_one_plainly)
+        for i, kind in enumerate((CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT)):
+            made.layers[i] = checkpoint_wrapper(made.layers[i], checkpoint_impl=kind)
+        return made
+
+    plain, ours = model(), model()
+    runtime, wrapped = wrap_model(ours, config.OrtModuleConfig(), 0, memory=BLOCKS)
+    expected, got = plain(inputs()), wrapped(inputs())
+    expected.backward()
+    got.backward()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(gradients(ours), gradients(plain), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert runtime.status()["memory"][0]["blocks"]["recomputed"] == 2
+    assert list(ours.state_dict()) == list(Stack(one_by_one_plainly).state_dict())
 
 
 def test_an_argument_that_a_block_changes_is_changed_for_the_rest_too():

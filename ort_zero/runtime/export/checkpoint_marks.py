@@ -76,7 +76,7 @@ class CheckpointedCalls:
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
         """Take the place of activation checkpointing in the block."""
-        with torch_checkpoint.intercepted(self._run):
+        with torch_checkpoint.intercepted(self._run), torch_checkpoint.names_of_wrapped_parameters():
             yield
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
