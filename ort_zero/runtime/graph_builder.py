@@ -24,6 +24,7 @@ from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters, PlainParam
 from ort_zero.compat.torch_modules import buffer_table
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
+from ort_zero.log import get_logger
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.optimizer import MemoryOptimizer
@@ -59,6 +60,7 @@ from ort_zero.runtime.zero3.insert_collectives import insert_collectives
 from ort_zero.runtime.zero3.node_names import TRIGGER
 from ort_zero.statistics.collect import graph_readers, reader_marks
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
+from ort_zero.utils.text import shortened
 from ort_zero.zero3_hooks.hook_manager import paused
 
 
@@ -112,6 +114,8 @@ class GraphBuilder:
         """Looks up the graph that is being built, or the last one, in the export cache; None without one."""
         self.attribute_inputs: Mapping[Place, str] = {}
         """Name of the graph input of each attribute that new graphs take as an input."""
+        self.written: list[str] = []
+        """Names of the attributes that the forward writes and the graph does not."""
         self.settled_attributes: set[Place] = set()
         """Attributes whose changes by the forward itself do not count."""
 
@@ -197,6 +201,14 @@ class GraphBuilder:
         reads = tracer.attributes
         if reads is None:
             return NOTHING_READ
+        model = type(self.module).__name__
+        written = [name for name in (place.named(model) for place in reads.written) if name not in self.written]
+        self.written += written
+        if written:
+            get_logger().info(
+                "%s: the forward writes what no run of the graph will (%s keep the values of the export); return it",
+                model, shortened(written),
+            )  # fmt: skip
         paths = {id(module): path for path, module in self.module.named_modules()}
         # a module outside of the tree cannot stay in PyTorch by itself
         readers = {place: [paths.get(id(m), "") for m in read.readers] for place, read in reads.reads.items()}

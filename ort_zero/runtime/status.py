@@ -94,6 +94,7 @@ def _graphs_of(
         "kept": len(mode.graphs),
         "nodes": current.nodes if current else 0,
         "python_ops": current.python_ops if current else 0,
+        "attributes_not_written": list(mode.builder.written),
         "attribute_inputs": sorted(
             place.named(current.known.export.read.model) for place in current.known.export.read.inputs
         )

@@ -70,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
                              "runtime.guards", "runtime.operators", "utils"},
     "runtime": {"compat", "config", "distributed", "env", "errors", "log", "recompute", "runtime.built_graph",
                 "runtime.export", "runtime.export_cache", "runtime.guards", "runtime.operators", "runtime.zero3",
-                "statistics.collect", "zero3_hooks"},
+                "statistics.collect", "utils", "zero3_hooks"},
     # what connects all this to DeepSpeed and to users
     "plugin": {"checkpoint", "compat", "config", "distributed", "env", "errors", "log", "recompute", "runtime",
                "runtime.operators", "runtime.zero3", "statistics.collect", "utils", "zero3_hooks"},

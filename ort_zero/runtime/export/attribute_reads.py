@@ -94,6 +94,8 @@ class AttributeReads:
         """Place, container and a copy of what it held when it was read."""
         self._updated: dict[tuple[int, str], Read] = {}
         """Numbers that an augmented assignment has taken, by the object's ``id()`` and the name."""
+        self.written: dict[Place, None] = {}
+        """Attributes of modules that the forward gives tensors or numbers, and that no run of the graph will write."""
         self.whole: set[Place] = set()
         """Places of objects that were read at several places."""
 
@@ -141,6 +143,7 @@ class AttributeReads:
             if reads is not None:
                 # what is read from now on was written by the forward itself
                 reads._known.setdefault((id(obj), name), None)
+                reads._note_write(obj, name, value)
             write(obj, name, value)
 
         own = [(name, vars(kind).get(name, MISSING)) for name in ("__getattribute__", "__setattr__")]
@@ -158,6 +161,12 @@ class AttributeReads:
                     type.__setattr__(kind, name, value)
 
         self._patched[kind] = undo
+
+    def _note_write(self, obj: Any, name: str, value: Any) -> None:
+        origin = self._origins.get(id(obj))
+        if origin is not None and isinstance(obj, torch.nn.Module) and not BOOKKEEPING.match(name):
+            if is_number(value) or isinstance(value, torch.Tensor):
+                self.written[origin.then(ATTRIBUTE, name)] = None
 
     def _note_missing(self, obj: Any, name: str) -> None:
         origin = self._origins.get(id(obj))
@@ -302,6 +311,10 @@ class AttributeReads:
             AttributeChangedError: the forward reads numbers or tensors, and changes them for the next call.
         """
         changed: dict[Place, ValueReadError] = {}
+        written = [place for place in self.written if place not in known]
+        # without those of buffers and parameters
+        found = [(place, value) for place, value, *_ in PlaceFinder(self._model).find(written)]
+        self.written = {place: None for place, v in found if is_number(v) or isinstance(v, torch.Tensor)}
         for place, container, copy in self._copies:
             now = list(container) if type(container) is collections.deque else container
             if not _same_items(now, copy):

@@ -230,4 +230,9 @@ def keeps_nothing(tensor: torch.Tensor) -> None:
 
 
 def _never_unpacked(nothing: None) -> torch.Tensor:
+    if not torch.jit.is_tracing():
+        raise RuntimeError(
+            "a backward reached a tensor that the forward has left in an attribute or a list while its graph was made; "
+            "the graph does not write it at each step: return it from forward instead"
+        )
     raise RuntimeError("the module computes gradients inside its forward, which an ONNX graph cannot contain")
