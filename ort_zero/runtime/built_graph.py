@@ -38,6 +38,9 @@ class ExportedModule:
     """The readers of values in the graph, one object for each subscribed model that reads there."""
     only_read: frozenset[str] = frozenset()
     """Graph inputs that no result depends on: they are there for subscribers."""
+    unreached: frozenset[str] = frozenset()
+    """Names of the arguments, parameters and buffers that no backward through the results leads to; empty if that is
+    not known for all of them."""
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -62,6 +63,8 @@ from ort_zero.statistics.collect import graph_readers, reader_marks
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 from ort_zero.utils.text import shortened
 from ort_zero.zero3_hooks.hook_manager import paused
+
+_UNREACHABLE = re.compile(r"partial derivative for '(?P<name>.+?)' as it's unreachable from the output")
 
 
 class GraphBuilder:
@@ -194,7 +197,17 @@ class GraphBuilder:
         )
         key = dataclasses.replace(observed.export, attributes=self._read_values(tracer))
         differentiable = tracer.differentiable.union(observed.process.inputs)  # buffers among them
-        return ExportedModule(key, info, tracer.effects, differentiable, tracer.readers, only_read)
+        unreached = self._unreached(tracer)
+        return ExportedModule(key, info, tracer.effects, differentiable, tracer.readers, only_read, unreached)
+
+    def _unreached(self, tracer: Tracer) -> frozenset[str]:
+        """Return the graph inputs that no backward through the results leads to; none if some leaf is unknown."""
+        flattened = self.manager.flattened_module
+        held = list(chain(flattened.named_parameters(), flattened.named_buffers()))
+        if not tracer.leaves_reached.issubset(id(tensor) for _, tensor in held):
+            return frozenset()
+        names = {name for name, tensor in held if id(tensor) not in tracer.leaves_reached}
+        return frozenset(names.union(tracer.call.names) - tracer.arguments_reached)
 
     def _read_values(self, tracer: Tracer) -> ReadValues:
         """Return the values of what Python code has read in a trace; the guard looks at them from now on."""
@@ -319,14 +332,15 @@ class GraphBuilder:
         if manager.device.type == "cpu":
             unfuse_for_cpu(model)
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
-        if self.memory is not None:
+        if self.memory is not None and ort_compat.has_gradients(model):
             with self._timed("memory plan"):
                 model, decision = self._recomputed(self.memory, model, info, sizes, parameters)
         executor, bridge, digest, gradient = None, None, "no bridge", None
-        plan = self._plan(model, parameters)
+        training = ort_compat.has_gradients(model)
+        plan = self._plan(model, parameters, training)
         if plan is not None:
             with self._timed("bridge"):
-                executor, model, gradient = self._rewritten(model, plan, parameters)
+                executor, model, gradient = self._rewritten(model, plan, parameters, training)
             bridge, digest = str(plan), plan.digest()
         if exported.readers:
             graph_readers.register(ort_compat.register_function)
@@ -376,14 +390,25 @@ class GraphBuilder:
 
     def _built(self, exported: ExportedModule, process: ProcessKey) -> BuiltModel:
         """Return ORT's gradient graph of an exported module; for inference, its forward graph."""
-        wanted, inputs = self._wanted(exported, process)
         info = exported.info
-        with self._timed("gradient graph"):
+
+        def build() -> BuiltModel:
+            wanted, inputs = self._wanted(exported, process)
             return BuiltModel(*self.manager.build(info.exported_model, info.onnx_graph_input_names, wanted, inputs))
 
-    def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any]) -> CollectivePlan | None:
+        with self._timed("gradient graph"):
+            try:
+                return build()
+            except Exception as error:
+                # ORT wants a way from the results to each of them, where PyTorch leaves gradients out
+                found = _UNREACHABLE.search(str(error))
+                if found is None or found["name"] not in exported.unreached - exported.only_read:
+                    raise
+                exported.only_read |= exported.unreached
+                return build()
+
+    def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any], training: bool) -> CollectivePlan | None:
         """Return which collectives a graph needs and where, None if it needs none."""
-        training = self.manager.training
         partitioned = {name: p for name, p in parameters.items() if is_partitioned(p)}
         if partitioned:
             weights = _weights(partitioned)
@@ -395,7 +420,9 @@ class GraphBuilder:
         plan = plan_collectives(model, weights, training=True, gather=False, merge_elements=merged)
         return plan if plan.events else None
 
-    def _rewritten(self, model: onnx.ModelProto, plan: CollectivePlan, parameters: dict[str, Any]) -> tuple:
+    def _rewritten(
+        self, model: onnx.ModelProto, plan: CollectivePlan, parameters: dict[str, Any], training: bool
+    ) -> tuple:
         """Return the executor of the collectives, the graph with them, and the gradient of the trigger."""
         gather_reduce.register(ort_compat.register_function)
         store = DeepSpeedParameters() if plan.gathers_weights else PlainParameters()
@@ -403,7 +430,7 @@ class GraphBuilder:
         if plan.gathers_weights:
             in_torch = {name for node in model.graph.node if node.op_type == "PythonOp" for name in node.input}
             executor.weights_read_in_torch = frozenset(in_torch & set(plan.weights))
-        return executor, *insert_collectives(model, plan, executor=executor.number, training=self.manager.training)
+        return executor, *insert_collectives(model, plan, executor=executor.number, training=training)
 
     def _model_info(
         self,
@@ -455,7 +482,7 @@ class GraphBuilder:
         self.manager.follow_determinism()
         with self._timed("session"):
             agent = session_of(self.cache, self.manager, model, info, in_order=in_order)
-        return ort_compat.Session(model, info, agent, differentiable, gradient_map)
+        return ort_compat.Session(model, info, agent, differentiable, gradient_map, ort_compat.has_gradients(model))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 

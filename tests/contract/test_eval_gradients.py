@@ -299,3 +299,58 @@ def test_the_gradient_of_a_gradient_is_refused_and_pytorch_has_it():
         (score(image).mean() + (slope.norm(dim=1) - 1).pow(2).mean()).backward()
     same(gradients(module), gradients(reference))
     assert runtime.status()["called_in_torch"] == {"forward": 1}
+
+
+def _without_grad(module, x):
+    with torch.no_grad():
+        return module.used(x)
+
+
+def _target(module, x):
+    with torch.no_grad():
+        target = module.stopped(x)
+    return F.mse_loss(module.used(x), target)
+
+
+RESULTS = {
+    "numbers of classes": lambda module, x: module.used(x).argmax(-1),
+    "without gradients inside": _without_grad,
+    "detached": lambda module, x: module.used(x).detach(),
+    "truth values": lambda module, x: module.used(x) > 0,
+    "two heads, one of classes": lambda module, x: (module.used(x), module.stopped(x).argmax(-1)),
+    "a target without gradients": _target,
+}
+
+
+class Result(nn.Module):
+    """Has weights that no backward reaches, because of what its forward returns."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.used, self.stopped, self.of = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4), of
+
+    def forward(self, x):
+        return self.of(self, x)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("name", RESULTS)
+def test_weights_that_no_backward_reaches_have_no_gradient(name, training):
+    torch.manual_seed(0)
+    module = Result(RESULTS[name]).train(training)
+    runtime, wrapped, reference = wrap(module)
+    for _ in range(2):
+        x, found = torch.randn(3, 4), []
+        for m in (wrapped, reference):
+            m.zero_grad()
+            results = m(x)
+            results = results if isinstance(results, tuple) else (results,)
+            differentiable = [result.sum() for result in results if result.requires_grad]
+            if differentiable:
+                sum(differentiable).backward()
+            found.append(([result.requires_grad for result in results], [result.detach() for result in results]))
+        same(*found)
+        same(gradients(module), gradients(reference))
+    same(dict(module.named_buffers()), dict(reference.named_buffers()))
+    assert done(runtime) == [("training", "export")]
+    assert runs(runtime)["training"]["forward"] == 2 and runtime.status()["in_torch"].keys() <= {"aten::batch_norm"}

@@ -87,6 +87,35 @@ def exchanging(stage: int, ort: bool | None) -> dict[str, Any]:
     return finished(losses, *engines)
 
 
+class Heads(nn.Module):
+    """Has weights that no backward reaches, and a result without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.stopped = nn.Linear(4, 8), nn.Linear(4, 8)
+
+    def forward(self, x, classes=False):
+        if classes:
+            return self.used(x).argmax(-1)
+        with torch.no_grad():
+            target = self.stopped(x)
+        return (self.used(x) - target).pow(2).mean()
+
+
+def unreached(stage: int, ort: bool | None) -> dict[str, Any]:
+    """Train a part of the weights in eval mode, and ask for classes without `no_grad`."""
+    torch.manual_seed(0)
+    engine = engine_of(Heads(), stage, ort)
+    engine.eval()
+    found = []
+    for step in range(STEPS):
+        loss = engine(noise(step, 5, 4))
+        engine.backward(loss)
+        engine.step()
+        found += [loss.item(), *engine(noise(step, 5, 4), classes=True).tolist()]
+    return finished(found, engine)
+
+
 def finished(losses: list[float], *engines: Any) -> dict[str, Any]:
     """End the engines; return the losses, the parameters by engine, and what ran."""
     parameters = [full_parameters(engine.module) for engine in engines]
@@ -100,7 +129,7 @@ def finished(losses: list[float], *engines: Any) -> dict[str, Any]:
 def both(stage: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return (PyTorch's, ours) for each program."""
     start()
-    return [(run(stage, None), run(stage, True)) for run in (evaluating, exchanging)]
+    return [(run(stage, None), run(stage, True)) for run in (evaluating, exchanging, unreached)]
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------
@@ -112,7 +141,7 @@ def test_eval_mode_and_several_engines_train_as_in_pytorch(stage):
         for expected, ours in programs:
             torch.testing.assert_close(ours["losses"], expected["losses"], rtol=2e-4, atol=2e-5)
             torch.testing.assert_close(ours["parameters"], expected["parameters"], rtol=2e-4, atol=2e-5)
-        (_, evaluated), (_, exchanged) = programs
+        (_, evaluated), (_, exchanged), (_, stopped) = programs
         (model,) = evaluated["models"]
         assert {mode: graph["runs"] for mode, graph in model["graphs"].items()} == {
             "training": {"forward": STEPS, "backward": STEPS}, "inference": {"forward": STEPS},
@@ -121,4 +150,6 @@ def test_eval_mode_and_several_engines_train_as_in_pytorch(stage):
         assert model["called_in_torch"] == {"generate": 2}
         runs = [model["graphs"]["training"]["runs"] for model in exchanged["models"]]
         assert runs == [once, three_times, once]
-        assert all(model["fallbacks"] == 0 for model in (*evaluated["models"], *exchanged["models"]))
+        (heads,) = stopped["models"]
+        assert heads["graphs"]["training"]["runs"] == {"forward": 2 * STEPS, "backward": STEPS}
+        assert all(model["fallbacks"] == 0 for model in (*evaluated["models"], *exchanged["models"], heads))

@@ -11,7 +11,7 @@ from ort_zero.compat.ortmodule.loading import import_ortmodule, is_ortmodule
 from ort_zero.compat.ortmodule.manager import Manager
 from ort_zero.compat.ortmodule.patches import patches, symbolic_patches
 from ort_zero.compat.ortmodule.runner import ModelRunner, running
-from ort_zero.compat.ortmodule.sessions import GraphInfo, Recompute, Session, guard_agent
+from ort_zero.compat.ortmodule.sessions import GraphInfo, Recompute, Session, guard_agent, has_gradients
 from ort_zero.compat.ortmodule.wrapping import attach, make_ortmodule, managers_of
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "Session",
     "attach",
     "guard_agent",
+    "has_gradients",
     "import_ortmodule",
     "is_ortmodule",
     "make_ortmodule",

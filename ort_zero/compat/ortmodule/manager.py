@@ -16,6 +16,7 @@ from ort_zero.compat.ortmodule.sessions import (
     GraphInfo,
     Recompute,
     Session,
+    has_gradients,
     inference_agent,
     set_options,
     training_agent,
@@ -116,7 +117,7 @@ class Manager:
     def build(
         self, model: bytes, names: Sequence[str], trained: Sequence[str], inputs: Sequence[str]
     ) -> tuple[Any, GraphInfo]:
-        """Return the optimized gradient graph (training) or forward graph (inference), and what ORT knows of it.
+        """Return the optimized gradient graph, or the forward graph if no gradient is wanted; and ORT's facts about it.
 
         Args:
             model: serialized, from :meth:`process`.
@@ -133,18 +134,18 @@ class Manager:
         config.initializer_names = list(names)
         config.initializer_names_to_train = list(trained)
         config.input_names_require_grad = list(inputs)
-        config.build_gradient_graph = self.training
+        config.build_gradient_graph = bool(trained)
         config.enable_caching = False
         config.loglevel = C.Severity(self.level.backend)
         config.use_memory_efficient_gradient = m._runtime_options.use_memory_efficient_gradient
         builder = C.OrtModuleGraphBuilder()
         builder.initialize(model, config)
         transformers = m._get_graph_transformer_config()
-        if self.save_onnx and self.training:
+        if self.save_onnx and trained:
             transformers.optimized_pre_grad_filepath = self._file("optimized_pre_grad")
         builder.build(transformers)
         info = GraphInfo.of(builder.get_graph_info())
-        if not self.training:
+        if not trained:
             forward = onnx.load_model_from_string(builder.get_forward_model())
             self._save(forward, "optimized")
             return forward, info
@@ -202,7 +203,7 @@ class Manager:
             in_order=in_order,
         )
         data = optimized or model.SerializeToString()
-        if not self.training:
+        if not has_gradients(model):
             return inference_agent(data, options, providers, provider_options)
         return training_agent(data, model, info, self.device, recompute, (options, providers, provider_options))
 
@@ -231,7 +232,7 @@ class Manager:
         m._onnx_models.optimized_model = session.model
         m._execution_agent, m._graph_info = session.agent, session.info
         m._gradient_map = session.gradient_map
-        if self.training:
+        if session.gradients:
             return m._forward_class.apply(AllInputs(inputs), *(inputs[i] for i in session.differentiable))
         outputs, _ = InferenceManager.execution_session_run_forward(session.agent, session.model, self.device, *inputs)
         return outputs

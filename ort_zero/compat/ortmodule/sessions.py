@@ -44,6 +44,13 @@ class Session:
     """Positions of the inputs that autograd sees."""
     gradient_map: list[int]
     """Index of the backward's output for each differentiable input, -1 for none."""
+    gradients: bool
+    """Whether the graph has a backward."""
+
+
+def has_gradients(model: Any) -> bool:
+    """Return whether a ModelProto is a gradient graph: ORT hands control back between its forward and its backward."""
+    return any(node.op_type == "YieldOp" for node in model.graph.node)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ort_zero.compat import tracing
+from ort_zero.compat.torch_autograd import leaves_behind
 from ort_zero.compat.torch_modules import version_of
 from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.tracing import ValueReadError
@@ -101,6 +102,10 @@ class Tracer:
         self.attributes: AttributeReads | None = None
         """What Python code has read besides the arguments; None before the trace."""
         self.effects = Effects()
+        self.arguments_reached: frozenset[str] = frozenset()
+        """Names of the arguments that a backward through the results leads to."""
+        self.leaves_reached: frozenset[int] = frozenset()
+        """``id()`` of all other leaf tensors that it leads to."""
         self._has_drawn = False
         """Whether Python code of the module drew random numbers when it ran as PyTorch would run it."""
         self.users_error: BaseException | None = None
@@ -199,6 +204,7 @@ class Tracer:
             attributes.finish({*self.settled, *(self.inputs.names if self.inputs else ())})
             states = self.inputs.changed(inputs, input_versions) if self.inputs else []
         tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
+        self._note_leaves(tensors, given)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
         changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]
         self.effects = Effects(
@@ -212,6 +218,14 @@ class Tracer:
         more += [guard.tensor.detach().flatten() for guard in seen.guards]
         more += reader_marks.joined_tokens(self.readers)
         return tensors + more, schema
+
+    def _note_leaves(self, results: list[torch.Tensor], given: tuple) -> None:
+        """Note where a backward through the results would lead."""
+        leaves = leaves_behind(tensor.grad_fn for tensor in results)
+        leaves += [tensor for tensor in results if tensor.requires_grad and tensor.is_leaf]
+        arguments = {id(tensor): name for name, tensor in zip(self.call.names, given, strict=True)}
+        self.arguments_reached = frozenset(arguments[id(leaf)] for leaf in leaves if id(leaf) in arguments)
+        self.leaves_reached = frozenset(id(leaf) for leaf in leaves if id(leaf) not in arguments)
 
     def _no_inputs(self, error: NumberReadError) -> BaseException:
         """Return which arguments or attributes cannot be inputs, and why."""

@@ -163,6 +163,7 @@ class Lookup:
             "arguments": list(info.onnx_graph_input_names_user_defined),
             "axes": {name: list(axes.items()) for name, axes in info.dynamic_axes_map.items()},
             "differentiable": sorted(exported.differentiable),
+            "unreached": sorted(exported.unreached),
             "results": effects.results,
             "changed": effects.changed,
             "carried over": [(_written(place), in_place) for place, in_place in effects.attributes],
@@ -208,7 +209,8 @@ class Lookup:
             raise ValueError(f"{sorted(missing)[0]} is not described")
         key = dataclasses.replace(self.observed.export, attributes=self._read_values(meta["attributes"]))
         routes.reasons.update(meta["taken"])
-        return ExportedModule(key, info, effects, frozenset(meta["differentiable"])), built
+        unreached = frozenset(meta.get("unreached", ()))
+        return ExportedModule(key, info, effects, frozenset(meta["differentiable"]), unreached=unreached), built
 
     def _read_values(self, written: dict[str, Any]) -> ReadValues:
         """Return what the graph was traced with, as it is in this process.
