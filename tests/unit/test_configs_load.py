@@ -12,11 +12,13 @@ from ort_zero import config
 ROOT = Path(__file__).resolve().parents[2]
 STATISTICS = {"zero3_statistics_ort.json": True, "zero3_statistics_torch.json": False}
 STAGES = {"zero1.json": 1, "zero2.json": 2, "zero3.json": 3, "zero3_offload.json": 3}
+TRAINERS = {"zero3_trl.json": 3}
+"""For trainers that fill in what says "auto", the optimizer too."""
 YAMLS = {"accelerate_zero1.yaml": "configs/zero1.json", "accelerate_zero3.yaml": "configs/zero3.json"}
 
 
 def test_every_file_is_listed_here():
-    assert {p.name for p in (ROOT / "configs").iterdir()} == {*STAGES, *STATISTICS, *YAMLS}
+    assert {p.name for p in (ROOT / "configs").iterdir()} == {*STAGES, *STATISTICS, *TRAINERS, *YAMLS}
 
 
 @pytest.mark.parametrize(("name", "stage"), STAGES.items())
@@ -27,6 +29,15 @@ def test_json_asks_for_onnxruntime_at_its_stage(name, stage):
     assert loaded["zero_optimization"]["stage"] == stage
     assert loaded["optimizer"]["params"]["torch_adam"] is True  # the other one is compiled on first use
     assert ("offload_optimizer" in loaded["zero_optimization"]) == ("offload" in name)
+
+
+@pytest.mark.parametrize(("name", "stage"), TRAINERS.items())
+def test_json_for_trainers_asks_for_onnxruntime_with_their_defaults(name, stage):
+    loaded = json.loads((ROOT / "configs" / name).read_text())
+    section = config.section_of(loaded)
+    assert section is not None and section.ortmodule.enabled and section.memory.checkpointing == "recompute"
+    assert loaded["zero_optimization"]["stage"] == stage and "optimizer" not in loaded
+    assert loaded["train_micro_batch_size_per_gpu"] == "auto"
 
 
 @pytest.mark.parametrize(("name", "ort"), STATISTICS.items())
