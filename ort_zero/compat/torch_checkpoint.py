@@ -62,9 +62,11 @@ def intercepted(run: Run) -> Iterator[None]:
 
 
 def _torch_checkpoint() -> Any:
-    """Return torch's own function; ORTModule puts a wrapper in its place when it is imported."""
-    ortmodule = sys.modules.get("onnxruntime.training.ortmodule")
-    return getattr(ortmodule, "original_torch_checkpoint", torch.utils.checkpoint.checkpoint)
+    """Return torch's own function; ORTModule puts a wrapper in its place each time that its import is tried."""
+    function: Any = torch.utils.checkpoint.checkpoint
+    while not hasattr(function, "__wrapped__"):
+        function = inspect.getclosurevars(function).nonlocals["original_checkpoint"]
+    return function
 
 
 @contextlib.contextmanager

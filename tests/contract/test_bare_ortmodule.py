@@ -92,6 +92,11 @@ def report() -> dict:
         ("import torch; from onnxruntime.training import ORTModule", {}),
         ("import ort_zero; ort_zero.enable(); import onnxruntime.training.ortmodule as m; ORTModule = m.ORTModule",
          NO_ENTRY_POINT),
+        ("import torch, onnxruntime.training\n"
+         "try: import onnxruntime.training.ortmodule\n"
+         "except ImportError: import ort_zero; ort_zero.enable()\n"
+         "from onnxruntime.training.ortmodule import ORTModule\n"
+         "ort_zero.disable(); ort_zero.enable()", NO_ENTRY_POINT),
         ("import sys\n"
          "class NoDeepSpeed:\n"
          "    @staticmethod\n"
@@ -106,7 +111,7 @@ def report() -> dict:
          "ort_zero.enable()\n"
          "from onnxruntime.training.ortmodule import ORTModule", NO_ENTRY_POINT),
     ],
-    ids=["ort first", "torch first", "enable", "no deepspeed"],
+    ids=["ort first", "torch first", "enable", "after a failed import", "no deepspeed"],
 )  # fmt: skip
 def test_the_bare_import_trains_in_onnx_runtime(code, env):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ORT_ZERO_", "TORCH_DEVICE_BACKEND"))}
