@@ -350,6 +350,56 @@ def test_two_equal_calls_of_a_module_draw_twice():
     assert set(status["in_torch"]) == {"part.coin"}
 
 
+class Scaled(torch.autograd.Function):
+    """Draws inside of a node that PyTorch runs."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.scale = random.random()
+        return x * ctx.scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale
+
+
+def of_a_function(self, x):
+    return Scaled.apply(self.linear(x))
+
+
+def test_an_autograd_function_may_draw_without_its_module():
+    expected, got, status = both(type("Functional", (Part,), {"forward": of_a_function}))
+    assert got == pytest.approx(expected, rel=1e-5) and distinct(got) == STEPS
+    assert "part" not in status["in_torch"] and any("Scaled" in name for name in status["in_torch"])
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x) if torch.rand([]) < 0.5 else x
+
+
+class Gate(Dropped):
+    def forward(self, x):
+        return self.linear(x) * (1 + torch.multinomial(self.linear.weight.abs()[0], 1).item())
+
+
+def test_the_export_cache_keeps_no_decision_and_remembers_that_a_guard_is_random(tmp_path):
+    statuses = []
+    for part in (Dropped, Dropped, Gate, Gate):
+        seed()
+        runtime, wrapped = wrap_model(Whole(part), config.OrtModuleConfig(cache_dir=str(tmp_path)), stage=0)
+        assert distinct(losses(wrapped, torch.ones(4, 6))) > 1
+        statuses.append(runtime.status())
+    said = [[done["cache"] or "" for done in status["transitions"]] for status in statuses]
+    assert all("not kept: part stays in PyTorch" in texts[-1] for texts in said)
+    assert "hit" in said[3][0] and not any("hit" in text for texts in said[:3] for text in texts)
+    assert [status["graphs"]["training"]["exports"] for status in statuses] == [1, 1, 2, 1]
+
+
 class Own(nn.Module):
     def __init__(self):
         super().__init__()

@@ -167,7 +167,8 @@ class Describer:
 
     def modules(self) -> set[str]:
         """Return the names of the modules that the classes and functions in `code` come from."""
-        spaces = [getattr(value, "__globals__", {}).get("__name__") for value in self.code]
+        # a class of C has a descriptor under that name
+        spaces = [value.__globals__.get("__name__") for value in self.code if isinstance(value, FunctionType)]
         return {name for name in (*spaces, *(value.__module__ for value in self.code)) if isinstance(name, str)}
 
     def knows(self, value: Any) -> bool:
