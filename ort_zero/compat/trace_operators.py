@@ -18,8 +18,12 @@ OPERATOR = "ort_zero::setitem"
 def assign(target: torch.Tensor, index: Any, value: Any) -> None:
     """Do ``target[index] = value``, and record it as a copy into a slice, or as one operator."""
     parts = _parts(target, index)
-    if parts is None or _is_fill(parts, value):
+    if parts is None:
         target[index] = value
+    elif _is_fill(parts, value):
+        # the exporter would lay a mask of the first axes along the last ones
+        mask = parts[0][(..., *[None] * (target.dim() - parts[0].dim()))]
+        target[mask.expand_as(target) if mask.dim() > parts[0].dim() else mask] = value
     elif all(isinstance(part, (int, slice)) or part is None for part in parts):
         if isinstance(value, torch.Tensor) and value.dim():
             view = target[tuple(parts)]

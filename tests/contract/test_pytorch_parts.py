@@ -104,6 +104,8 @@ assigning("a vector to a mask", lambda x: x[..., 0] > 0, _vector, SETITEM)
 assigning("a constant vector to a mask", lambda x: x[..., 0] > 0, lambda t, x, net: torch.ones(WIDTH), SETITEM)
 assigning("a vector to a mask of rows", lambda x: x[:, 0, 0] > 0, _vector, SETITEM)
 assigning("a number to a mask", lambda x: x > 0, lambda t, x, net: 0.5)
+assigning("a number to a mask of rows", lambda x: x[:, 0, 0] > 0, lambda t, x, net: 0.5)
+assigning("a tensor of one number to a mask of rows", lambda x: x[..., 0] > 0, lambda t, x, net: torch.tensor(2.0))
 assigning("a parameter to a mask", lambda x: x > 0, lambda t, x, net: net.vector[0], SETITEM)
 assigning("values of a mask to a mask", lambda x: x > 0, lambda t, x, net: (t * 2)[x > 0], SETITEM)
 assigning("a slice and a mask", lambda x: (slice(None), x[0, :, 0] > 0), _vector, SETITEM)
@@ -128,6 +130,11 @@ def adds_to_places(t, x, net):
 @case("aten::index_put")
 def accumulates_at_equal_places(t, x, net):
     return t.index_put((torch.tensor([0, 0, 0]), torch.tensor([0, 2, 2])), net.vector, accumulate=True)
+
+
+@case("aten::index_put")
+def puts_a_number_at_a_mask_of_rows(t, x, net):
+    return t.index_put((x[:, 0, 0] > 0,), torch.tensor(0.5))
 
 
 @case("aten::index_put")

@@ -50,7 +50,9 @@ def _broadcasts_into_places(node: TracedNode) -> bool:
     if not indices or any(index.is_tensor and index.scalar_type is None for index in indices):
         return False  # the exporter's own form of an assignment to a slice
     if not values.rank:
-        return len(indices) > 1 or any(not index.is_tensor for index in indices)
+        # the exporter lays a mask of the first axes along the last ones
+        partial = any(i.scalar_type in ("Bool", "Byte") and i.rank != target.rank for i in indices if i.is_tensor)
+        return len(indices) > 1 or partial or any(not index.is_tensor for index in indices)
     if len(indices) != 1 or not indices[0].is_tensor or indices[0].scalar_type in ("Bool", "Byte"):
         return True
     return values.traced_sizes != [*indices[0].traced_sizes, *target.traced_sizes[1:]]
