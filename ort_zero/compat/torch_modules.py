@@ -39,8 +39,11 @@ def parameter_table(module: Any) -> dict[str, Any]:
 
 
 def buffer_table(module: Any) -> dict[str, Any]:
-    """Return the very dict in which `module` keeps its buffers by name; values may be None."""
-    return module._buffers
+    """Return the very dict in which `module` keeps its buffers by name; values may be None.
+
+    A copy for a module that TorchScript made.
+    """
+    return dict(module._buffers.items()) if is_scripted(module) else module._buffers
 
 
 def forward_hooks(module: Any) -> Mapping[str, list[Callable]]:
@@ -59,6 +62,13 @@ def hook_tables(module: Any) -> tuple[dict[int, Callable], ...]:
 def has_backward_hooks(module: Any) -> bool:
     """Return True if hooks of `module` see, or change, the gradients of its arguments and results."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_batch_norm(module: Any) -> bool:
+    """Return True for a normalisation module that keeps running statistics."""
+    import torch
+
+    return isinstance(module, torch.nn.modules.batchnorm._NormBase)
 
 
 def is_scripted(module: Any) -> bool:

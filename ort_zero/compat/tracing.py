@@ -18,7 +18,7 @@ from ort_zero.compat.impure_calls import is_time, notice_time, noticed
 from ort_zero.compat.torch_modules import has_backward_hooks
 from ort_zero.compat.trace_operators import assign, complex_number
 from ort_zero.compat.trace_origins import Origin, Origins
-from ort_zero.compat.trace_views import Views
+from ort_zero.compat.trace_views import Views, changed_by
 from ort_zero.compat.traced_numbers import TracedNumbers
 
 _C: Any = torch._C
@@ -76,6 +76,11 @@ def is_computed(tensor: torch.Tensor) -> bool:
     with untraced():
         if tensor.numel() <= 1:
             return False
+    return is_in_graph(tensor)
+
+
+def is_in_graph(tensor: torch.Tensor) -> bool:
+    """Return whether an operator of the traced graph computes `tensor`."""
     return _C._get_value_trace(tensor).node().kind() not in ("prim::Param", "prim::Constant")
 
 
@@ -192,7 +197,7 @@ class _Observer(TorchFunctionMode):
             self._guard_if_data(torch.Tensor.__bool__, same, "compares tensors for Python")
         uses = [(t, _uses(t)) for t in given[1:] if self._may_become_number(t)]
         with _trace_goes_on():
-            result = assign(*args) if func is torch.Tensor.__setitem__ else func(*args, **kwargs)
+            result = self._called(func, args, kwargs)
         self._views.note(func, args, kwargs, result)
         for number, before in uses:
             # the trace has no use of a tensor that was taken for a Python number
@@ -202,6 +207,19 @@ class _Observer(TorchFunctionMode):
         if origins:
             self._numbers.follow(func, args, kwargs, result, origins)
         return result
+
+    def _called(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Call a function in the form that the exporter gets right."""
+        target = changed_by(func, args, kwargs)
+        if target is not None and _C._get_value_trace(target).node().kind() == "prim::Param":
+            # of several changes of an input the exporter loses some
+            _C._set_value_trace(target, _C._get_value_trace(target.clone()))
+        if func is torch.Tensor.__setitem__:
+            return assign(*args)
+        if func is torch.Tensor.copy_ and args[0].dim() and len(args) > 1:
+            assign(args[0], (slice(None),) * args[0].dim(), args[1])
+            return args[0]
+        return func(*args, **kwargs)
 
     def _refuse_untraceable(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Raise for a hook that is to see the gradient of a value inside the graph, and for changes that it would lose.

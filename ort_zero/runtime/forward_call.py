@@ -345,7 +345,7 @@ class ForwardCall:
             inputs = graph.info.construct_inputs(dict(zip(arguments.names, arguments.tensors, strict=True)))
             tensors = self._manager.run(graph.session, inputs)
             torch_fallback.keep_saved_with(tensors)
-            first_guard = graph.effects.results + len(graph.effects.changed) + len(graph.effects.attributes)
+            first_guard = graph.effects.first_guard
             guards = graph.effects.guards
             # behind the values of the guards there may be a token
             failed = value_guards.first_failed(guards, tensors[first_guard : first_guard + len(guards)])
@@ -398,4 +398,6 @@ class ForwardCall:
             first = effects.results + len(effects.changed)
             for (place, in_place), value in zip(effects.attributes, tensors[first:], strict=False):
                 self._transitions.attribute_guard.assign(place, value, in_place)
+            for change, value in zip(effects.buffers, tensors[first + len(effects.attributes) :], strict=False):
+                change.carry_out(value)
         return graph.info.restore_outputs(tensors, arguments.objects)

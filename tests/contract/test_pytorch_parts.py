@@ -195,6 +195,53 @@ def changes_a_slice(t, x, net):
     return t
 
 
+def _with_state(module):
+    module.register_buffer("average", torch.zeros(WIDTH))
+    module.register_buffer("count", torch.zeros(()))
+
+
+@case(build=_with_state)
+def keeps_a_moving_average(t, x, net):
+    with torch.no_grad():
+        net.average.mul_(0.9).add_(t.detach().mean((0, 1)), alpha=0.1)
+    net.count += 1
+    return t + net.average + net.count
+
+
+@case(build=_with_state)
+def puts_another_buffer(t, x, net):
+    net.average = 0.9 * net.average + 0.1 * t.detach().mean((0, 1))
+    return t + net.average
+
+
+@case(SETITEM, "aten::index_put", build=_with_state)
+def fills_a_buffer(t, x, net):
+    net.average[0] = x.mean()
+    net.average[x[0, 0] > 0] = x[0, 0, 0]
+    return t + net.average
+
+
+@case(build=_with_state)
+def copies_into_a_buffer(t, x, net):
+    net.average.copy_(x.mean((0, 1)))
+    return t + net.average
+
+
+@case(*SUBMODULE, build=_with_state, refused="changes a view of a tensor in place")
+def changes_the_data_of_a_buffer(t, x, net):
+    net.average.data.mul_(0.9).add_(1)
+    return t + net.average
+
+
+@case()
+def changes_an_argument_twice(t, x, net):
+    y = x.clone()
+    y[:, 0].mul_(2)
+    y[:, 1].add_(1)
+    y += t.detach()
+    return t + y
+
+
 # -- hooks and gradients -----------------------------------------------------------------------------------------------
 
 
@@ -398,6 +445,8 @@ def run_steps(case: Case, model: type[nn.Module], *more: Callable[[int, int], An
                 rtol=1e-3,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
+        for (name, one), other in zip(reference.named_buffers(), wrapped.buffers(), strict=True):
+            torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
         with torch.no_grad():
             for parameter in (*reference.parameters(), *wrapped.parameters()):
                 if parameter.grad is not None:

@@ -14,6 +14,7 @@ import torch
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import deepspeed_gathering, tracing
 from ort_zero.compat.deepspeed_parameters import full_shape, is_partitioned
+from ort_zero.compat.torch_modules import buffer_table
 
 
 @contextlib.contextmanager
@@ -67,10 +68,15 @@ def fake_weights(module: torch.nn.Module) -> Iterator[None]:
 def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
     """Put every buffer of `module` back to its value at the start: tracing runs the module more than once."""
     saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    tables = [(table, dict(table)) for owner in module.modules() if (table := buffer_table(owner))]
     try:
         yield
     finally:
+        for table, entries in tables:
+            table.update(entries)  # a module may have put others in their place
         with torch.no_grad():
             for buffer, value in saved:
+                if buffer.requires_grad and not buffer.is_leaf:
+                    buffer.detach_()  # what was computed during the trace was written into it
                 if buffer.shape == value.shape:
                     buffer.copy_(value)

@@ -160,8 +160,9 @@ class ModuleCall(PyTorchCall):
 
 
 def _copy_of(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of `module` that shares its tensors; the module itself if it cannot be copied."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    """Return a copy of `module` with its parameters, and buffers without data; `module` if it cannot be copied."""
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()}
+    shared |= {id(buffer): buffer.to("meta") for buffer in module.buffers()}
     try:
         return copy.deepcopy(module, shared)
     except Exception:

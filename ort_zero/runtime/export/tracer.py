@@ -25,6 +25,7 @@ from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
 from ort_zero.runtime.export.attribute_paths import Place
 from ort_zero.runtime.export.attribute_reads import AttributeReads
+from ort_zero.runtime.export.buffer_changes import BufferChange, BufferChanges
 from ort_zero.runtime.export.random_draws import RandomDraws
 from ort_zero.statistics.collect import reader_marks
 
@@ -39,10 +40,17 @@ class Effects:
     """Indices of the tensor arguments that the module changes in place; their new values come first."""
     attributes: list[tuple[Place, bool]] = field(default_factory=list)
     """Attributes that the module changes for the next call, and whether in place; their new values come after."""
+    buffers: list[BufferChange] = field(default_factory=list)
+    """Buffers that the module changes; their new values come after."""
     guards: list[tuple[list, ValueReadError]] = field(default_factory=list)
-    """Values that Python code took from tensors, and where; the values in a call come after."""
+    """Values that Python code took from tensors, and where; the values in a call come last."""
     counting: list[torch.nn.Module] = field(default_factory=list)
     """Normalisation modules that count their batches."""
+
+    @property
+    def first_guard(self) -> int:
+        """Number of the graph's outputs before the values of the guards."""
+        return self.results + len(self.changed) + len(self.attributes) + len(self.buffers)
 
 
 class ArgumentInputError(BaseException):
@@ -189,6 +197,7 @@ class Tracer:
         numbers = [given[i] for i in self.numbers.values()]
         numbers += [inputs[i] for i in self.inputs.numbers] if self.inputs else []
         placed = self.inputs.placed(inputs) if self.inputs else contextlib.nullcontext()
+        buffers = BufferChanges(module)
         draws = RandomDraws(module)  # the first run may have made generators
         lines = draws.lines_followed() if self._has_drawn else contextlib.nullcontext()
         with placed, tracing.watched(numbers, draws) as seen, lines:
@@ -203,6 +212,7 @@ class Tracer:
                 raise self._no_inputs(error) from None
             attributes.finish({*self.settled, *(self.inputs.names if self.inputs else ())})
             states = self.inputs.changed(inputs, input_versions) if self.inputs else []
+            changed_buffers = buffers.found()
         tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
         self._note_leaves(tensors, given)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
@@ -211,10 +221,12 @@ class Tracer:
             results=len(tensors),
             changed=changed,
             attributes=[(place, in_place) for place, in_place, _ in states],
+            buffers=[change for change, _ in changed_buffers],
             guards=[(guard.value, guard.read) for guard in seen.guards],
             counting=[m for m in seen.normalised if m.num_batches_tracked is not None],
         )
         more = [given[i].detach() for i in changed] + [seen.anchored(value, given) for *_, value in states]
+        more += [seen.anchored(value, given) for _, value in changed_buffers]
         more += [guard.tensor.detach().flatten() for guard in seen.guards]
         more += reader_marks.joined_tokens(self.readers)
         return tensors + more, schema

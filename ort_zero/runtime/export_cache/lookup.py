@@ -21,6 +21,7 @@ from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltModel, ExportedModule
 from ort_zero.runtime.export import autograd_functions, pytorch_calls
 from ort_zero.runtime.export.attribute_paths import CELL, GLOBAL, Place, is_plain
+from ort_zero.runtime.export.buffer_changes import BufferChange
 from ort_zero.runtime.export.checkpoint_marks import MARK, BlockMark
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.post_export_passes import with_run_seed
@@ -167,6 +168,7 @@ class Lookup:
             "results": effects.results,
             "changed": effects.changed,
             "carried over": [(_written(place), in_place) for place, in_place in effects.attributes],
+            "buffers": [(paths[id(change.owner)], change.name) for change in effects.buffers],
             "guards": [(value, paths.get(id(read.module)), str(read), read.random) for value, read in effects.guards],
             "counting": [paths[id(child)] for child in effects.counting],
             "attributes": _attributes(exported.key.read),
@@ -189,6 +191,7 @@ class Lookup:
             results=int(meta["results"]),
             changed=[int(i) for i in meta["changed"]],
             attributes=[(_place(*written), in_place) for written, in_place in meta["carried over"]],
+            buffers=[BufferChange(modules[path], name) for path, name in meta["buffers"]],
             guards=[
                 (value, ValueReadError.again(modules.get(path), words, random=any(random)))
                 for value, path, words, *random in meta["guards"]
