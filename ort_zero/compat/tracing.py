@@ -216,7 +216,7 @@ class _Observer(TorchFunctionMode):
             _C._set_value_trace(target, _C._get_value_trace(target.clone()))
         if func is torch.Tensor.__setitem__:
             return assign(*args)
-        if func is torch.Tensor.copy_ and args[0].dim() and len(args) > 1:
+        if func is torch.Tensor.copy_ and args[0].dim() and args[0]._base is None and len(args) > 1:
             assign(args[0], (slice(None),) * args[0].dim(), args[1])
             return args[0]
         return func(*args, **kwargs)
