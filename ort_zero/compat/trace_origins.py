@@ -72,7 +72,7 @@ class Origins:
             elif mode == "value" and draws(node):
                 random = True
                 stack += _operands(node, mode)
-            elif node.kind() in _OPAQUE and not TracedNode(node).passes_on:
+            elif mode == "value" and node.kind() in _OPAQUE and not TracedNode(node).passes_on:
                 opaque = True
                 stack += _operands(node, mode)
             elif node.kind() != "prim::Constant":

@@ -634,3 +634,24 @@ def test_what_only_the_forward_writes_is_named_and_no_loss_can_use_it(caplog):
     assert pair.runtime.status()["graphs"]["training"]["attributes_not_written"] == ["Leaving.penalty"]
     lines = [r.getMessage() for r in caplog.records if "the forward writes" in r.getMessage()]
     assert len(lines) == 1 and "Leaving.penalty" in lines[0]
+
+
+class Sized(nn.Module):
+    """Asks for the size of what a submodule returns that is to stay in PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.dropout, self.last = nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.dropout(self.layer(x))
+        return self.last(y if bool(y.shape[0] > 1) else y * 2).pow(2).mean()
+
+
+def test_sizes_of_what_stays_in_pytorch_are_no_random_numbers():
+    pair = Pair(Sized())
+    for step in range(5):
+        pair.both(lambda m, step=step: setattr(m.dropout, "p", 1e-9 * step))
+        pair.step()
+    assert list(pair.runtime.status()["in_torch"]) == ["dropout"] and len(pair.done) == 3
