@@ -75,7 +75,7 @@ def attach_to(wrapper: Any, module: Any, section: config.Config) -> Any:
     from ort_zero.runtime.runtime import Runtime
 
     memory, part, more = trial.override_section(section.memory, section.ortmodule)
-    request = memory_request(memory)
+    request = memory_request(memory or config.MemoryConfig())
     runtime = Runtime(module, part, 0, section.memory_efficient_gradients, request, **more)
     runtime.in_step = False
     again = functools.partial(_wrap_again, debug_options=bare.debug_options_of(wrapper))

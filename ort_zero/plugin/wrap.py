@@ -130,7 +130,7 @@ class _FromFirstCall:
         from ort_zero.plugin import registry
         from ort_zero.runtime.runtime import Runtime
 
-        wrapped = self._wrapped()
+        wrapped: Any = self._wrapped()
         runtime = Runtime(wrapped.module, self._section, 0, False, self._request)
         runtime.in_step = False
         ort_compat.attach(wrapped, runtime, self._wrap_copy)

@@ -92,11 +92,14 @@ class _Edit:
         self._made_by = producers(self._nodes)
         self._types = value_types(graph)
         self._is_pure = is_pure
-        self._passed = dict(
-            tuple(reversed(passed(node)))
-            for node in self._nodes
-            if node.op_type == "PythonOp" and function_of(node, passing) is not None
-        )
+        self._passed: dict[str, str] = {
+            after: before
+            for before, after in (
+                passed(node)
+                for node in self._nodes
+                if node.op_type == "PythonOp" and function_of(node, passing) is not None
+            )
+        }
         """What is passed on under another name, by that name."""
         self._barrier = next((i for i, node in enumerate(self._nodes) if node.op_type == BARRIER), len(self._nodes))
         # a block whose results get no gradient has no backward

@@ -124,7 +124,7 @@ def _outermost_method(frame: FrameType | None, paths: dict[int, str]) -> str:
         if code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
             path = paths.get(id(owner)) if isinstance(owner, torch.nn.Module) else None
-            if path is not None and _is_method(owner, frame.f_code):
+            if owner is not None and path is not None and _is_method(owner, frame.f_code):
                 name = "forward" if code.co_filename == _TORCH_FILE else code.co_name
                 found = f"{path}.{name}" if path else name
         frame = frame.f_back

@@ -57,7 +57,7 @@ def _base(upstream: Any) -> type:
     class ORTModule(upstream):
         """An ORTModule that shows the module inside it."""
 
-        @property
+        @property  # type: ignore[misc]
         def __class__(self) -> type:  # type: ignore[override]
             # isinstance() asks type(self) first, so that this adds the user's class and hides nothing
             return _module_of(self).__class__ if vars(self).get("_is_initialized") else type(self)

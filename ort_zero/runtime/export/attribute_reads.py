@@ -121,7 +121,8 @@ class AttributeReads:
         """Let the instances of a class tell what is read from them, and written to them."""
         if kind in self._patched:
             return
-        read, write = kind.__getattribute__, kind.__setattr__
+        read: Any = kind.__getattribute__
+        write: Any = kind.__setattr__
 
         def __getattribute__(obj: Any, name: str) -> Any:
             reads = _Active.reads

@@ -77,11 +77,16 @@ class GlobalStates:
             _set_state(generator, state)
 
 
+def _numpy_generator() -> Any:
+    """Return the generator behind ``numpy.random``'s functions."""
+    return vars(np.random)["get_bit_generator"]()  # numpy's annotations do not export the name
+
+
 def name_of(generator: Any) -> str:
     """Return what a message calls a generator of Python's or NumPy's."""
     if generator is _PYTHON:
         return "Python's random module"
-    if generator is np.random.get_bit_generator():
+    if generator is _numpy_generator():
         return "numpy.random"
     package = "random" if isinstance(generator, random.Random) else "numpy.random"
     return f"a {package}.{type(generator).__name__} of its own"
@@ -114,7 +119,7 @@ def generators_of(root: torch.nn.Module) -> list[Any]:
 
 
 def _global_generators() -> list[Any]:
-    generators = (_PYTHON, np.random.get_bit_generator(), torch.default_generator)
+    generators = (_PYTHON, _numpy_generator(), torch.default_generator)
     return [generator for generator in generators if generator is not None]
 
 
@@ -156,7 +161,8 @@ def _parts(value: Any, files: dict[int, Mapping[str, Any]]) -> Iterable[Any]:
         return _parts_of_function(value, files)
     if isinstance(value, type):
         return _parts_of_class(value, files)
-    if not _is_foreign_class(type(value)) and hasattr(value, "__dict__"):
+    kind: type = type(value)
+    if not _is_foreign_class(kind) and hasattr(value, "__dict__"):
         return list(vars(value).values())
     return ()
 

@@ -179,6 +179,7 @@ class AttributeGuard:
         self._current = NO_VALUES
         self._stale = True
         self._tree = 0
+        self._values: list[Any] = []
 
     def watch(
         self, readers: Mapping[Place, Sequence[str]], inputs: Mapping[Place, str], whole: Iterable[Place]
@@ -271,7 +272,7 @@ class AttributeGuard:
         self._stale = False
         self._containers: list[Any] = []
         self._keys: list[Any] = []
-        self._values: list[Any] = []
+        self._values = []
         self._entries: list[Place | None] = []
         """Place of each value; None for hooks and methods."""
         self._copied: list[Any] = []
