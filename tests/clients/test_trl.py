@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2_AND_3, ZERO_3, Result, Run
+from harness import TOLERANCE, ZERO_2_AND_3, ZERO_3, Result, Run
+
+from ort_zero.testing.ranks import run_script_on_ranks
 
 PACKAGES = ("trl", "transformers", "accelerate", "peft", "datasets")
 pytestmark = pytest.mark.clients
 
+ROOT = Path(__file__).parents[2]
 WORDS = 90
 COMPARED = ("grad_norm", "entropy", "mean_token_accuracy", "reward", "rewards/margins", "logps/chosen", "kl")
 """Numbers in the trainers' logs that are compared beside the losses."""
@@ -299,3 +304,30 @@ def test_other_forms(client, program, stage):
 @ZERO_2_AND_3
 def test_reward_model(client, stage):
     client.compare(reward_model, stage, parts_in_torch=False)
+
+
+def test_the_example_trains_in_onnxruntime_as_in_pytorch(tmp_path):
+    """examples/train_trl.py, with TRL's default activation checkpointing."""
+    config = json.loads((ROOT / "configs" / "zero3_trl.json").read_text())
+    del config["ort_zero"]
+    plain = tmp_path / "plain.json"
+    plain.write_text(json.dumps(config))
+    sizes = ["--steps", "4", "--layers", "2", "--hidden", "32", "--seq", "32"]
+    ours = ["--deepspeed_config", str(ROOT / "configs" / "zero3_trl.json"), "--expect-ort"]
+    cases = {"ort": ours, "torch": ["--deepspeed_config", str(plain)]}
+    losses = {}
+    script = tmp_path / "train_trl.py"
+    example = str(ROOT / "examples" / "train_trl.py")
+    script.write_text(
+        "import runpy, sys, torchvision_operators\n"
+        f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+        f"runpy.run_path({example!r}, run_name='__main__')\n"
+    )
+    for name, more in cases.items():
+        ranks = run_script_on_ranks(script, 2, *sizes, "--out", tmp_path / name, *more, timeout=300, fresh=True)
+        for rank in ranks:
+            assert rank.returncode == 0, rank.stdout[-3000:] + rank.stderr[-6000:]
+        history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        losses[name] = [row[key] for row in history for key in ("loss", "eval_loss") if key in row]
+        assert (tmp_path / name / "adapter_model.safetensors").exists()
+    assert len(losses["ort"]) == 5 and losses["ort"] == pytest.approx(losses["torch"], abs=TOLERANCE)
