@@ -14,7 +14,7 @@ import torch
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import deepspeed_gathering, tracing
 from ort_zero.compat.deepspeed_parameters import full_shape, is_partitioned
-from ort_zero.compat.torch_modules import buffer_table
+from ort_zero.compat.torch_modules import buffer_table, version_of
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def fake_weights(module: torch.nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
     """Put every buffer of `module` back to its value at the start: tracing runs the module more than once."""
-    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    saved = [(buffer, buffer.detach().clone(), buffer.is_leaf, version_of(buffer)) for buffer in module.buffers()]
     tables = [(table, dict(table)) for owner in module.modules() if (table := buffer_table(owner))]
     try:
         yield
@@ -75,8 +75,10 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
         for table, entries in tables:
             table.update(entries)  # a module may have put others in their place
         with torch.no_grad():
-            for buffer, value in saved:
-                if buffer.requires_grad and not buffer.is_leaf:
+            for buffer, value, was_leaf, version in saved:
+                if not was_leaf and version_of(buffer) == version:
+                    continue  # another model has computed it, and gets its gradient
+                if was_leaf and not buffer.is_leaf:
                     buffer.detach_()  # what was computed during the trace was written into it
                 if buffer.shape == value.shape:
                     buffer.copy_(value)
