@@ -60,8 +60,17 @@ def hook_tables(module: Any) -> tuple[dict[int, Callable], ...]:
 
 
 def has_backward_hooks(module: Any) -> bool:
-    """Return True if hooks of `module` see, or change, the gradients of its arguments and results."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+    """Return True if the user's hooks of `module` see, or change, the gradients of its arguments and results."""
+    hooks = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+    return not all(map(is_infrastructure, hooks))
+
+
+def is_infrastructure(hook: Any) -> bool:
+    """Return whether a hook is DeepSpeed's or ours: an export runs without these."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).partition(".")[0] in ("deepspeed", "ort_zero")
 
 
 def is_batch_norm(module: Any) -> bool:

@@ -39,7 +39,7 @@ _CURES = (
         "cannot contain",
     ),
     (
-        re.compile(r"YieldOp is not found"),
+        re.compile(r"YieldOp is not found|OrtValue indexes should have been populated"),
         "the module returns no tensor that depends on its weights (tensors inside of generators and functions are not "
         "seen); return a tuple, list, dict or dataclass of tensors",
     ),

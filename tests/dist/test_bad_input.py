@@ -74,6 +74,13 @@ class ReturnsSet(Plain):
         return {super().forward(x)}
 
 
+class RaisesItself(Plain):
+    def forward(self, x):
+        if torch.jit.is_tracing():
+            raise ValueError("this model cannot be traced")
+        return super().forward(x)
+
+
 class ReturnsFunction(Plain):
     def forward(self, x):
         out = super().forward(x)
@@ -100,7 +107,8 @@ class Ordered(Plain):
         return self.b(x)
 
 
-_KINDS = (Plain, FailsOnRank1, SparseInside, GradientInside, RaisesInTrace, Checkpointed, ReturnsSet, ReturnsFunction)
+_KINDS = (Plain, FailsOnRank1, SparseInside, GradientInside, RaisesInTrace, RaisesItself, Checkpointed, ReturnsSet,
+          ReturnsFunction)  # fmt: skip
 MODELS = {c.__name__: c for c in _KINDS}
 
 
@@ -124,7 +132,8 @@ def first_step(name: str, stage: int) -> dict[str, Any]:
     """Train one step of a model that cannot be exported."""
     start()
     engine = _engine(MODELS[name](), ds_config(stage, ort=True, stage3_param_persistence_threshold=0))
-    return _caught(lambda: engine.backward(engine(torch.randn(4, 6)).sum()))
+    found = _caught(lambda: engine.backward(engine(torch.randn(4, 6)).sum()))
+    return {**found, "in_torch": dict(ort_zero.status()["models"][-1]["in_torch"])}
 
 
 def other_structure_on_rank_1(stage: int) -> list[dict[str, Any]]:
@@ -453,7 +462,7 @@ def test_an_export_that_fails_on_one_rank_is_raised_on_all(stage):
     ("model", "words"),
     [
         ("SparseInside", ["SparseInside", "sparse tensor", ".to_dense()", "fallback"]),
-        ("RaisesInTrace", ["RaisesInTrace", "this child cannot be traced", "in layers.1", "test_bad_input.py:"]),
+        ("RaisesItself", ["RaisesItself", "this model cannot be traced", "test_bad_input.py:"]),
         ("Checkpointed", ["Checkpointed", "activation checkpointing"]),
         ("ReturnsSet", ["ReturnsSet", "builtins.set", "return a tuple, list, dict or dataclass"]),
         ("ReturnsFunction", ["ReturnsFunction", "return a tuple, list, dict or dataclass"]),
@@ -465,6 +474,12 @@ def test_a_model_that_cannot_be_exported_names_cause_and_way_out(model, words):
         for word in words:
             assert word in got["text"]
         assert got["seconds"] < LIMIT
+
+
+def test_a_child_that_cannot_be_traced_stays_in_pytorch_and_the_rest_does_not():
+    for got in run_on_ranks(first_step, 2, "RaisesInTrace", 3):
+        assert got["type"] is None, got
+        assert list(got["in_torch"]) == ["layers.1"] and "this child cannot be traced" in str(got["in_torch"])
 
 
 def test_ranks_with_other_inputs_are_told_so_and_can_go_on():
@@ -592,7 +607,7 @@ def test_a_tensor_on_a_wrong_device_on_one_rank_is_raised_on_all_and_training_go
     zero, one = (found["meta on rank 1"] for found in run_on_ranks(goes_on, 2, ["meta on rank 1"]))
     _goes_on(zero)
     _goes_on(one)
-    assert one["type"] == "ExportError" and "argument x is on device meta" in one["text"]
+    assert one["type"] == "DeviceError" and "argument x is on device meta" in one["text"]
     assert zero["type"] == "RankError" and "rank 1" in zero["text"]
 
 

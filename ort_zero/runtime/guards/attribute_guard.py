@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ort_zero.compat.torch_modules import hook_tables, version_of
+from ort_zero.compat.torch_modules import hook_tables, is_infrastructure, version_of
 from ort_zero.runtime.export.attribute_inputs import put
 from ort_zero.runtime.export.attribute_paths import (
     MISSING,
@@ -333,7 +333,7 @@ class AttributeGuard:
                     self._containers += [table] * len(table)
                     self._keys += list(table)
                     self._values += list(table.values())
-                    counting = tuple([hook for hook in table.values() if not _is_infrastructure(hook)])
+                    counting = tuple([hook for hook in table.values() if not is_infrastructure(hook)])
                     found += [(path, counting)] if counting else []
                 else:
                     self._no_hooks.append(table)
@@ -352,14 +352,6 @@ class AttributeGuard:
                 self._values.append(own[name])
                 found.append((path, name, own[name]))
         return tuple(found)
-
-
-def _is_infrastructure(hook: Any) -> bool:
-    """Return whether a hook is DeepSpeed's or ours: an export runs without these."""
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(home).partition(".")[0] in ("deepspeed", "ort_zero")
 
 
 _methods: dict[type, frozenset[str]] = {}
