@@ -306,8 +306,10 @@ def test_reward_model(client, stage):
     client.compare(reward_model, stage, parts_in_torch=False)
 
 
-def test_the_example_trains_in_onnxruntime_as_in_pytorch(tmp_path):
+def test_the_example_trains_in_onnxruntime_as_in_pytorch(client, tmp_path):
     """examples/train_trl.py, with TRL's default activation checkpointing."""
+    program = "examples/train_trl.py: SFT with LoRA and packing, TRL's activation checkpointing as recomputation"
+    client.row |= {"program": program, "case": "zero3", "in_torch": [HEAD]}
     config = json.loads((ROOT / "configs" / "zero3_trl.json").read_text())
     del config["ort_zero"]
     plain = tmp_path / "plain.json"
@@ -330,4 +332,6 @@ def test_the_example_trains_in_onnxruntime_as_in_pytorch(tmp_path):
         history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
         losses[name] = [row[key] for row in history for key in ("loss", "eval_loss") if key in row]
         assert (tmp_path / name / "adapter_model.safetensors").exists()
-    assert len(losses["ort"]) == 5 and losses["ort"] == pytest.approx(losses["torch"], abs=TOLERANCE)
+    assert len(losses["ort"]) == len(losses["torch"]) == 5
+    client.row["difference"] = max(abs(one - other) for one, other in zip(losses["ort"], losses["torch"], strict=True))
+    assert client.row["difference"] <= TOLERANCE
