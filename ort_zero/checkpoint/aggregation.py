@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ort_zero.checkpoint import manifest, output_record
+from ort_zero.checkpoint import output_record
 from ort_zero.checkpoint.aggregation_plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.aggregation_stream import Findings, Part, Streamer, check_records
 from ort_zero.checkpoint.allowed_names import is_config_name
 from ort_zero.checkpoint.config_files import config_files_beside, with_dtype
-from ort_zero.checkpoint.deepspeed import file_names
-from ort_zero.checkpoint.opening import open_checkpoint
+from ort_zero.checkpoint.opening import format_in, open_checkpoint
 from ort_zero.checkpoint.output_files import OutputFiles
 from ort_zero.checkpoint.publishing import Publication, publish
 from ort_zero.checkpoint.records import MOST_NAMED, File, Source
@@ -194,7 +193,7 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
         raise CheckpointError(
             f"the destination {target.path()} is not empty (it holds {others[0]}); choose another or pass --overwrite"
         )
-    if _is_checkpoint(target):
+    if format_in(target) is not None:  # another file in it would damage it
         raise CheckpointError(f"the destination {target.path()} is itself a checkpoint; choose another")
     beside = config_files_beside(source.root, src)
     odd = [name for name in source.config if not is_config_name(name)]
@@ -228,11 +227,6 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
         },
         warnings=tuple(warnings),
     )
-
-
-def _is_checkpoint(target: Folder) -> bool:
-    """Return True if the destination is the folder of a checkpoint, which another file in it would damage."""
-    return target.exists(manifest.NAME) or file_names.recognises(target)
 
 
 def _removable(target: Folder, there: list[str], plan: Plan, extras: Mapping[str, bytes]) -> frozenset[str]:

@@ -16,7 +16,7 @@ import xxhash
 
 from ort_zero import log
 from ort_zero.checkpoint import json_text, manifest, saving, values
-from ort_zero.checkpoint.deepspeed import file_names
+from ort_zero.checkpoint.opening import format_in, no_checkpoint
 from ort_zero.checkpoint.reading import ReadRequest, check_range, read_range
 from ort_zero.checkpoint.records import Source, Tensor
 from ort_zero.checkpoint.shard_checks import EXTRA_KEYS
@@ -125,22 +125,13 @@ def _format_here(path: str, tag: str | None) -> str | None:
     try:
         located = manifest.locate(path, tag)
     except CheckpointError:
-        if not any(_format_in(folder.child(name)) for name in folder.names()):
-            return _format_in(folder)
+        if not any(format_in(folder.child(name)) for name in folder.names()):
+            return format_in(folder)
         raise
-    found = _format_in(located)
+    found = format_in(located)
     if found is None:
-        raise CheckpointError(
-            f"{located.path()} is neither a checkpoint of ort_zero (no {manifest.NAME}; a save that was interrupted "
-            "leaves none) nor one of DeepSpeed's (no *_model_states.pt)"
-        )
+        raise no_checkpoint(located)
     return found
-
-
-def _format_in(folder: Folder) -> str | None:
-    if folder.exists(manifest.NAME):
-        return "ort_zero"
-    return "deepspeed" if file_names.recognises(folder) else None
 
 
 # -- does it fit ------------------------------------------------------------------------------------------------------

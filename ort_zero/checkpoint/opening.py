@@ -5,7 +5,23 @@ from __future__ import annotations
 from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError
+
+
+def format_in(folder: Folder) -> str | None:
+    """Return who wrote the checkpoint that lies in `folder` itself: "ort_zero" or "deepspeed"; None if there is none."""
+    if folder.exists(manifest.NAME):
+        return "ort_zero"
+    return "deepspeed" if file_names.recognises(folder) else None
+
+
+def no_checkpoint(folder: Folder) -> CheckpointError:
+    """Return the error for a folder in which :func:`format_in` finds no checkpoint."""
+    return CheckpointError(
+        f"{folder.path()} is neither a checkpoint of ort_zero (no {manifest.NAME}; a save that was interrupted leaves "
+        "none) nor one of DeepSpeed's (no *_model_states.pt)"
+    )
 
 
 def open_checkpoint(path: str, tag: str | None = None, trust_pickle: bool = False) -> Source:
@@ -28,7 +44,4 @@ def open_checkpoint(path: str, tag: str | None = None, trust_pickle: bool = Fals
         from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
 
         return open_deepspeed(folder, trust_pickle=trust_pickle)
-    raise CheckpointError(
-        f"{folder.path()} is neither a checkpoint of ort_zero (no {manifest.NAME}; a save that was interrupted leaves "
-        "none) nor one of DeepSpeed's (no *_model_states.pt)"
-    )
+    raise no_checkpoint(folder)

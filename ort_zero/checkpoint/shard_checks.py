@@ -25,8 +25,24 @@ _MOST_NAMED = 3
 _buffers = threading.local()
 
 
+def pieces_by_file(source: Source) -> dict[str, list[tuple[Tensor, Piece]]]:
+    """Return the pieces that lie in each file by its name, with their tensors, in the order of the file."""
+    found: dict[str, list[tuple[Tensor, Piece]]] = {}
+    for tensor in source.tensors:
+        for piece in tensor.pieces:
+            if piece.length:
+                found.setdefault(piece.file, []).append((tensor, piece))
+    for pieces in found.values():
+        pieces.sort(key=lambda item: item[1].offset)
+    return found
+
+
 def problems_of_shard(
-    folder: Folder, file: File, manifest: Manifest, source: Source, advance: Callable[[int], Any]
+    folder: Folder,
+    file: File,
+    manifest: Manifest,
+    pieces: list[tuple[Tensor, Piece]],
+    advance: Callable[[int], Any],
 ) -> Iterator[str]:
     """Yield what is wrong with one file. Every byte is read.
 
@@ -37,7 +53,7 @@ def problems_of_shard(
         folder: folder of the checkpoint.
         file: as the manifest lists it.
         manifest: manifest of the checkpoint.
-        source: what the manifest describes.
+        pieces: what the manifest says lies in the file, see :func:`pieces_by_file`.
         advance: called with the bytes that were read.
 
     Raises:
@@ -51,7 +67,6 @@ def problems_of_shard(
     if not size and file.size:
         yield f"{path} is empty, the manifest says {file.size} bytes"
         return
-    pieces = _pieces_in(file, source)
     damaged = None
     if size == file.size:
         digest = xxhash.xxh3_128()
@@ -93,12 +108,6 @@ def _chunks(folder: Folder, name: str, offset: int, length: int) -> Iterator[mem
         part = thread_buffer()[: min(CHUNK, length - done)]
         folder.read_into(name, offset + done, part)
         yield part
-
-
-def _pieces_in(file: File, source: Source) -> list[tuple[Tensor, Piece]]:
-    """Return the pieces that the manifest says lie in a file, with their tensors, in the order of the file."""
-    found = [(t, p) for t in source.tensors for p in t.pieces if p.file == file.name and p.length]
-    return sorted(found, key=lambda item: item[1].offset)
 
 
 class _PieceChecks:

@@ -12,8 +12,9 @@ from typing import Any
 from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.completeness import incomplete
 from ort_zero.checkpoint.deepspeed import file_names
+from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.records import File
-from ort_zero.checkpoint.shard_checks import problems_of_shard, thread_buffer
+from ort_zero.checkpoint.shard_checks import pieces_by_file, problems_of_shard, thread_buffer
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
@@ -100,16 +101,15 @@ def verify(
     start = time.monotonic()
     folder = manifest.locate(path, tag)
     findings = _Findings(tag=folder.url.rsplit("/", 1)[-1])
-    if folder.exists(manifest.NAME):
-        name = "ort_zero"
+    name = format_in(folder)
+    if name is None:
+        raise CheckpointError(
+            f"{folder.path()} is no checkpoint: neither {manifest.NAME} nor *_model_states.pt is there "
+            "(a save that was interrupted leaves no manifest)"
+        )
+    if name == "ort_zero":
         _verify_ours(folder, findings, workers, progress)
     else:
-        if not file_names.recognises(folder):
-            raise CheckpointError(
-                f"{folder.path()} is no checkpoint: neither {manifest.NAME} nor *_model_states.pt is there "
-                "(a save that was interrupted leaves no manifest)"
-            )
-        name = "deepspeed"
         _verify_deepspeed(folder, findings, workers, trust_pickle, progress)
     return VerifyReport(
         root=folder.url,
@@ -149,8 +149,10 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
         elif _OURS.fullmatch(name):
             findings.add(name, f"{folder.path(name)} is one too many: the manifest does not list it; remove it")
 
+    pieces = pieces_by_file(source)
+
     def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
-        return problems_of_shard(folder, file, found, source, advance)
+        return problems_of_shard(folder, file, found, pieces.get(file.name, []), advance)
 
     findings.bytes = sum(folder.size(name) or 0 for name in (manifest.NAME, *source.files) if folder.exists(name))
     _check_files(files, check, findings, workers, progress)
