@@ -10,7 +10,7 @@ from ort_zero.errors import CheckpointError
 
 
 def format_in(folder: Folder) -> str | None:
-    """Return who wrote the checkpoint that lies in `folder` itself: "ort_zero" or "deepspeed"; None if there is none."""
+    """Return who wrote the checkpoint that lies in `folder` itself: "ort_zero", "deepspeed", or None for none."""
     if folder.exists(manifest.NAME):
         return "ort_zero"
     return "deepspeed" if file_names.recognises(folder) else None

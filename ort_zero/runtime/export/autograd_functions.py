@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +18,12 @@ import torch
 
 from ort_zero.compat import traced_functions, tracing
 from ort_zero.compat.torch_modules import version_of
+from ort_zero.runtime.export.numbered_calls import NumberedCalls
 
 OPERATOR = "ort_zero::function"
 
-_numbers = itertools.count()
-_calls: weakref.WeakValueDictionary[int, FunctionCall] = weakref.WeakValueDictionary()
+CALLS: NumberedCalls[AutogradFunctionCall] = NumberedCalls("function")
+"""The calls that :data:`OPERATOR` stands for."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -35,7 +34,7 @@ class _Leaf:
     index: int
 
 
-class FunctionCall:
+class AutogradFunctionCall:
     """One call of an autograd Function in a trace: everything but the tensors.
 
     Args:
@@ -54,7 +53,7 @@ class FunctionCall:
         numbers: frozenset[int],
         buffers: frozenset[int],
     ):
-        self.number = next(_numbers)
+        self.number = CALLS.add(self)
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.reason = "an autograd Function, whose code is Python"
         self.written: list[int] = []
@@ -66,7 +65,6 @@ class FunctionCall:
         self._read = tracing.read_here(f"calls the autograd Function {self.name}, which returns another kind of result")
         self._results: Any = None
         self._traced = False
-        _calls[self.number] = self
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call the Function; return the tensors among its results, and those that it has changed in place.
@@ -98,21 +96,6 @@ class FunctionCall:
         return _put_together(self._results, tensors)
 
 
-def _run(inputs: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-    return _calls[call].run(inputs)
-
-
-_library = torch.library.Library("ort_zero", "FRAGMENT")
-# conservative: what it makes of constants is no constant, and two equal calls may draw different random numbers
-_library.define("function(Tensor[] inputs, int call) -> Tensor[]", "CONSERVATIVE")
-_library.impl("function", _run, "CompositeImplicitAutograd")
-
-
-def call_numbered(number: int) -> FunctionCall:
-    """Return the call that the operator's ``call`` argument stands for."""
-    return _calls[number]
-
-
 class AutogradFunctions:
     """The calls of autograd Functions in the graphs of one model.
 
@@ -123,7 +106,7 @@ class AutogradFunctions:
     def __init__(self, root: torch.nn.Module):
         self._root = root
         self._buffers: set[int] = set()
-        self._calls: list[FunctionCall] = []
+        self._calls: list[AutogradFunctionCall] = []
 
     @contextlib.contextmanager
     def as_operators(self) -> Iterator[None]:
@@ -147,7 +130,7 @@ class AutogradFunctions:
             raise tracing.read_here(f"calls the autograd Function {name} with {reason}")
         if any(tensor.layout != torch.strided for tensor in tensors):
             raise tracing.read_here(f"calls the autograd Function {name} with a tensor that is not dense")
-        call = FunctionCall(
+        call = AutogradFunctionCall(
             function,
             apply,
             arguments,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,6 +23,7 @@ from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_reads import unrecorded
 from ort_zero.runtime.export.checkpoint_marks import plain_calls
 from ort_zero.runtime.export.fake_weights import plain_access
+from ort_zero.runtime.export.numbered_calls import NumberedCalls
 from ort_zero.zero3_hooks.hook_manager import paused
 
 MISSING = object()
@@ -36,8 +35,8 @@ def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
 
 OPERATOR = "ort_zero::submodule"
 
-_numbers = itertools.count()
-_calls: weakref.WeakValueDictionary[int, PyTorchCall] = weakref.WeakValueDictionary()
+CALLS: NumberedCalls[PyTorchCall] = NumberedCalls("submodule")
+"""The calls that :data:`OPERATOR` stands for."""
 
 
 class PyTorchCall:
@@ -50,7 +49,7 @@ class PyTorchCall:
     """
 
     def __init__(self, name: str, reason: str, arguments: tuple):
-        self.number = next(_numbers)
+        self.number = CALLS.add(self)
         self.name = name
         self.reason = reason
         self.arguments = arguments
@@ -62,7 +61,6 @@ class PyTorchCall:
         """Whether caches of keys and values come back as None, as they do from a graph for training."""
         self.without_hooks = False
         """Whether it takes gradients in a way that saved-tensor hooks make impossible (``torch.func.grad``)."""
-        _calls[self.number] = self
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the code; return the tensors of its result."""
@@ -167,21 +165,6 @@ def _copy_of(module: torch.nn.Module) -> torch.nn.Module:
         return copy.deepcopy(module, shared)
     except Exception:
         return module
-
-
-def _run(inputs: list[torch.Tensor], call: int) -> list[torch.Tensor]:
-    return _calls[call].run(inputs)
-
-
-_library = torch.library.Library("ort_zero", "DEF")
-# conservative: what it makes of constants is no constant, and two equal calls may draw different random numbers
-_library.define("submodule(Tensor[] inputs, int call) -> Tensor[]", "CONSERVATIVE")
-_library.impl("submodule", _run, "CompositeImplicitAutograd")
-
-
-def call_numbered(number: int) -> PyTorchCall:
-    """Return the call that the operator's ``call`` argument stands for."""
-    return _calls[number]
 
 
 @contextlib.contextmanager

@@ -295,7 +295,7 @@ def _operators(model: onnx.ModelProto) -> dict[str, Any]:
             raise NotStorable(f"the graph runs {name}")
         calls = {module.OPERATOR: module for module in (autograd_functions, pytorch_calls)}.get(operator.name)
         if calls is not None:
-            raise NotStorable(f"the graph runs {calls.call_numbered(operator.arguments[-1][1].value).name}")
+            raise NotStorable(f"the graph runs {calls.CALLS.numbered(operator.arguments[-1][1].value).name}")
         found[name] = serialization.encode(operator, "operator")
     return found
 
@@ -305,7 +305,7 @@ def _function_of(operator: aten_op.Operator | None) -> str | None:
     if operator is None:
         return None
     number = next(argument.value for _, argument in operator.arguments if isinstance(argument, aten_op.Constant))
-    return autograd_functions.call_numbered(number).name
+    return autograd_functions.CALLS.numbered(number).name
 
 
 def session_of(

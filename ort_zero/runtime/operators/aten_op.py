@@ -74,7 +74,7 @@ class Operator:
         """Whether saved-tensor hooks stop it from running."""
         if self.name != pytorch_calls.OPERATOR:
             return False
-        return pytorch_calls.call_numbered(self.arguments[1][1].value).without_hooks
+        return pytorch_calls.CALLS.numbered(self.arguments[1][1].value).without_hooks
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return the results of the operator for the inputs of its node, as values that ORT can hold."""

@@ -139,16 +139,16 @@ class FallbackPolicy:
         return self._sizes
 
 
-def _function_call(node: TracedNode) -> autograd_functions.FunctionCall:
+def _function_call(node: TracedNode) -> autograd_functions.AutogradFunctionCall:
     call = node.argument("call")
     assert call is not None
-    return autograd_functions.call_numbered(call.constant_number)
+    return autograd_functions.CALLS.numbered(call.constant_number)
 
 
 def _call_of(node: TracedNode) -> pytorch_calls.PyTorchCall:
     number = node.argument("call")
     assert number is not None
-    return pytorch_calls.call_numbered(number.constant_number)
+    return pytorch_calls.CALLS.numbered(number.constant_number)
 
 
 def infer_python_op(node: Any, input_shapes: list, input_types: list[int]) -> list[list[Any]] | None:
