@@ -6,6 +6,8 @@ from ort_zero.utils.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.aggregation import aggregate
+    from ort_zero.checkpoint.differences import diff
+    from ort_zero.checkpoint.listing import list_checkpoints
     from ort_zero.checkpoint.loading import load
     from ort_zero.checkpoint.optimizer_state import load_optimizer_state
     from ort_zero.checkpoint.saving import save, wait
@@ -16,6 +18,8 @@ else:
         __name__,
         {
             "aggregate": "ort_zero.checkpoint.aggregation",
+            "diff": "ort_zero.checkpoint.differences",
+            "list_checkpoints": "ort_zero.checkpoint.listing",
             "load": "ort_zero.checkpoint.loading",
             "load_optimizer_state": "ort_zero.checkpoint.optimizer_state",
             "save": "ort_zero.checkpoint.saving",
@@ -24,4 +28,4 @@ else:
         },
     )
 
-__all__ = ["aggregate", "load", "load_optimizer_state", "save", "verify", "wait"]
+__all__ = ["aggregate", "diff", "list_checkpoints", "load", "load_optimizer_state", "save", "verify", "wait"]

@@ -15,7 +15,8 @@ from ort_zero.checkpoint.aggregation_plan import OutputFile, Plan, make_plan, sp
 from ort_zero.checkpoint.aggregation_stream import Findings, Part, Streamer, check_records
 from ort_zero.checkpoint.allowed_names import is_config_name
 from ort_zero.checkpoint.config_files import config_files_beside, with_dtype
-from ort_zero.checkpoint.opening import format_in, open_checkpoint
+from ort_zero.checkpoint.finding import open_found
+from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.output_files import OutputFiles
 from ort_zero.checkpoint.publishing import Publication, publish
 from ort_zero.checkpoint.records import MOST_NAMED, File, Source
@@ -143,7 +144,7 @@ def aggregate(
     job: Any = None
     with ranks.raise_on_all("preparing the aggregation"):
         if ranks.rank == 0:
-            source = open_checkpoint(os.fspath(src), tag, trust_pickle)
+            source = open_found(os.fspath(src), tag, trust_pickle)
             plan = make_plan(
                 source,
                 what=what,

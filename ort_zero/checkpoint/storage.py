@@ -57,6 +57,14 @@ class Folder:
         """Return the names of the files and folders in it, sorted; an empty list if it does not exist."""
         raise NotImplementedError
 
+    def folders(self) -> list[str]:
+        """Return the names of the folders in it, sorted, links to folders included; an empty list if it is none."""
+        raise NotImplementedError
+
+    def modified(self, name: str) -> float | None:
+        """Return when a file was written last, in seconds since 1970; None if there is none or nobody knows."""
+        raise NotImplementedError
+
     def size(self, name: str) -> int | None:
         """Return the size in bytes of a file, None if there is none.
 
@@ -197,6 +205,21 @@ class LocalFolder(Folder):
             return sorted(os.listdir(self._root))
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def folders(self) -> list[str]:
+        """List the folders in it; what the user may not read has none."""
+        try:
+            with os.scandir(self._root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return []
+
+    def modified(self, name: str) -> float | None:
+        """Return what the file system says."""
+        try:
+            return (self._root / name).stat().st_mtime
+        except OSError:
+            return None
 
     def size(self, name: str) -> int | None:
         """Return the size in bytes that the file system reports, None if there is no such file."""
@@ -348,6 +371,23 @@ class RemoteFolder(Folder):
         except FileNotFoundError:
             return []
         return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in found if path.rstrip("/") != self._root})
+
+    def folders(self) -> list[str]:
+        """List the common beginnings of the names of objects under the URL."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        paths = (about["name"].rstrip("/") for about in found if about["type"] == "directory")
+        return sorted({path.rsplit("/", 1)[-1] for path in paths if path != self._root.rstrip("/")})
+
+    def modified(self, name: str) -> float | None:
+        """Return what the store says; not every kind of store does."""
+        try:
+            return self._fs.modified(self._at(name)).timestamp()
+        except (OSError, NotImplementedError, AttributeError):
+            return None
 
     def size(self, name: str) -> int | None:
         """Return the size in bytes that the store reports, None if there is no such object."""

@@ -12,6 +12,7 @@ from typing import Any
 from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.completeness import incomplete
 from ort_zero.checkpoint.deepspeed import file_names
+from ort_zero.checkpoint.finding import find, whole_ones_text
 from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.shard_checks import pieces_by_file, problems_of_shard, thread_buffer
@@ -99,8 +100,9 @@ def verify(
     if workers < 1:
         raise CheckpointError(f"workers must be at least 1, not {workers}")
     start = time.monotonic()
-    folder = manifest.locate(path, tag)
-    findings = _Findings(tag=folder.url.rsplit("/", 1)[-1])
+    meant = find(path, tag)
+    folder = meant.folder
+    findings = _Findings(tag=folder.url.rsplit("/", 1)[-1], notes=list(meant.notes))
     name = format_in(folder)
     if name is None:
         raise CheckpointError(
@@ -111,6 +113,8 @@ def verify(
         _verify_ours(folder, findings, workers, progress)
     else:
         _verify_deepspeed(folder, findings, workers, trust_pickle, progress)
+    if findings.problems and meant.by_latest is not None:
+        findings.notes.append(f"{manifest.LATEST} names it; {whole_ones_text(meant.by_latest, folder)}")
     return VerifyReport(
         root=folder.url,
         tag=findings.tag,

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ort_zero import __version__, env
-from ort_zero.cli import aggregate, build, doctor, memory, print_json, stats, verify
+from ort_zero.cli import aggregate, build, diff, doctor, ls, memory, print_json, stats, verify
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
 
-_COMMANDS = (doctor, build, aggregate, verify, stats, memory)
+_COMMANDS = (doctor, build, aggregate, verify, ls, diff, stats, memory)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -159,6 +159,8 @@ def test_options_are_frozen():
         "build": sorted([*common, "--force"]),
         "aggregate": sorted([*common, *aggregate]),
         "verify": sorted([*common, "--tag", "--trust-pickle", "--workers"]),
+        "ls": sorted([*common, "--trust-pickle"]),
+        "diff": sorted([*common, "--atol", "--rtol", "--tag-a", "--tag-b", "--trust-pickle", "--what"]),
         "stats": ["--help", "-h"],
         "stats compare": sorted([*common, "--html", "--reference", "--rtol"]),
         "stats merge": sorted([*common, "--ort_dir", "--output_dir", "--overwrite", "--pt_dir"]),

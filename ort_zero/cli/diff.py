@@ -1,0 +1,94 @@
+"""``ort-zero diff``: says in which tensors two checkpoints or models differ, and by how much."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+from ort_zero.cli import print_json
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.sizes import size_in
+from ort_zero.utils.tables import aligned
+
+if TYPE_CHECKING:
+    from ort_zero.checkpoint.differences import DiffReport, TensorDifference
+
+_EPILOG = """\
+Weights are compared in the most precise form that is stored (the fp32 masters where there are any); optimizer state
+where both hold any. Exit status: 0 = the same; 1 = different; 2 = one of them cannot be read.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and return its parser."""
+    text = "say in which tensors two checkpoints or models differ, and by how much"
+    parser = subparsers.add_parser("diff", help=text, description=text, epilog=_EPILOG)
+    kinds = "a checkpoint of ours or DeepSpeed's, a folder of several or of safetensors, or one such file"
+    parser.add_argument("a", metavar="A", help=kinds)
+    parser.add_argument("b", metavar="B", help="likewise")
+    parser.add_argument("--tag-a", metavar="TAG", help="which checkpoint of several in A")
+    parser.add_argument("--tag-b", metavar="TAG", help="which checkpoint of several in B")
+    parser.add_argument("--what", choices=("weights", "weights+optimizer"), help="default: what both hold")
+    parser.add_argument("--atol", type=_tolerance, default=0.0, help="values this close are the same (default: 0)")
+    parser.add_argument("--rtol", type=_tolerance, default=0.0, help="likewise, relative to the value in B")
+    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    return parser
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no tolerance")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; return 1 if there is a difference, else 0."""
+    from ort_zero.checkpoint.differences import diff
+
+    try:
+        report = diff(
+            args.a,
+            args.b,
+            tag_a=args.tag_a,
+            tag_b=args.tag_b,
+            what=args.what,
+            atol=args.atol,
+            rtol=args.rtol,
+            trust_pickle=args.trust_pickle,
+        )
+    except CorruptCheckpointError as error:
+        raise CheckpointError(str(error)) from error  # status 1 would say that there is a difference
+    print_json({**dataclasses.asdict(report), "same": report.same}) if args.json else print(text_of(report))
+    return 0 if report.same else 1
+
+
+def text_of(report: DiffReport) -> str:
+    """Return one line per tensor that differs, then what only one side has, the notes, and a closing line."""
+    lines = [f"A: {report.a} ({report.format_a})", f"B: {report.b} ({report.format_b})"]
+    if report.different:
+        rows = [("differs", "shape", "dtype", "elements", "max abs", "max rel")]
+        lines += aligned([*rows, *map(_row, report.different)], right=(3, 4, 5))
+    lines += [f"only in A: {name}" for name in report.only_a] + [f"only in B: {name}" for name in report.only_b]
+    lines += [f"note: {text}" for text in report.notes]
+    read = f"{size_in(report.bytes, 'GB', 3)} in {report.seconds:.1f} s"
+    if report.same:
+        lines.append(f"same: {report.compared} tensors, {read}")
+    else:
+        alone = len(report.only_a) + len(report.only_b)
+        counts = f"{len(report.different)} of {report.compared} tensors differ, {alone} are in one only"
+        lines.append(f"different: {counts}, {read}")
+    return "\n".join(lines)
+
+
+def _row(found: TensorDifference) -> tuple[str, ...]:
+    shape = f"{list(found.shape_a)}"
+    if found.shape_a != found.shape_b:
+        shape += f" / {list(found.shape_b)}"
+    dtype = found.dtype_a if found.dtype_a == found.dtype_b else f"{found.dtype_a} / {found.dtype_b}"
+    if found.different is None:
+        return (found.name, shape, dtype, "-", "-", "-")
+    counts = f"{found.different} of {found.elements}"
+    return (found.name, shape, dtype, counts, f"{found.max_absolute:.3g}", f"{found.max_relative:.3g}")

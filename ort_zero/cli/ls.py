@@ -1,0 +1,70 @@
+"""``ort-zero ls``: lists the checkpoints in a folder of runs, and says which are whole."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ort_zero.cli import print_json
+from ort_zero.utils.sizes import decimal_size
+from ort_zero.utils.tables import aligned
+
+if TYPE_CHECKING:
+    from ort_zero.checkpoint.listing import ListedCheckpoint
+
+_EPILOG = """\
+"whole" means: all files are there, with their sizes, and belong together. ort-zero verify reads their bytes as well.
+A star marks what the file 'latest' names. Exit status: 0 = listed; 2 = there is no checkpoint.
+"""
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and return its parser."""
+    text = "list the checkpoints in a folder of runs, ours and DeepSpeed's, and say which are whole"
+    parser = subparsers.add_parser("ls", help=text, description=text, epilog=_EPILOG)
+    parser.add_argument("src", metavar="SRC", help="folder or URL of runs, of one run, of checkpoints, or of one")
+    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list and return 0."""
+    from ort_zero.checkpoint.listing import list_checkpoints
+
+    found = list_checkpoints(args.src, trust_pickle=args.trust_pickle)
+    if args.json:
+        print_json({"checkpoints": [dataclasses.asdict(checkpoint) for checkpoint in found]})
+    else:
+        print(text_of(found))
+    return 0
+
+
+def text_of(found: Sequence[ListedCheckpoint]) -> str:
+    """Return a table with one line per checkpoint."""
+    rows = [("tag", "format", "step", "ZeRO", "ranks", "size", "age", "whole")]
+    for checkpoint in found:
+        whole = {True: "yes", False: "no", None: "unknown"}[checkpoint.whole]
+        reason = f": {checkpoint.reason}" if checkpoint.reason else ""
+        numbers = (checkpoint.step, checkpoint.zero_stage, checkpoint.world_size)
+        rows.append(
+            (
+                f"{checkpoint.tag}{' *' if checkpoint.latest else ''}",
+                checkpoint.format or "-",
+                *("-" if number is None else str(number) for number in numbers),
+                decimal_size(checkpoint.bytes),
+                "-" if checkpoint.age is None else age_text(checkpoint.age),
+                f"{whole}{reason}".partition("\n")[0],
+            )
+        )
+    return "\n".join(aligned(rows, right=range(2, 7)))
+
+
+def age_text(seconds: float) -> str:
+    """Return a time span in its largest unit: ``"3 d"``, ``"5 h"``, ``"12 min"``, ``"40 s"``."""
+    for length, unit in _UNITS:
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
