@@ -28,6 +28,18 @@ _TABLE = {
     "I64": (8, "int64"),
     "U64": (8, "uint64"),
 }
+_WITHOUT_CODE = {
+    "complex32": 4,
+    "complex128": 16,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "qint8": 1,
+    "quint8": 1,
+    "qint32": 4,
+}
+"""Bytes of one element of torch's further dtypes, which safetensors has no code for."""
+_ITEMSIZES = {**{name: size for size, name in _TABLE.values()}, **_WITHOUT_CODE}
 _CODES = {name: code for code, (_, name) in _TABLE.items()}
 _SHORT = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
@@ -57,15 +69,25 @@ def is_floating(code: str) -> bool:
     return code in ("F64", "F32", "F16", "BF16")
 
 
-def code_of(dtype: torch.dtype) -> str:
-    """Return the code of a torch dtype.
+def is_dtype_name(name: str) -> bool:
+    """Return True if torch has a dtype of this name: "float32"."""
+    return name in _ITEMSIZES
+
+
+def itemsize_of(name: str) -> int:
+    """Return the bytes of one element of the dtype that torch has under a name."""
+    return _ITEMSIZES[name]
+
+
+def code_of(dtype: torch.dtype | str) -> str:
+    """Return the code of a torch dtype, or of its name.
 
     Raises:
         CheckpointError: safetensors has no code for it.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in _CODES:
-        raise CheckpointError(f"tensors of {dtype} cannot be stored; known: {', '.join(_CODES)}")
+        raise CheckpointError(f"tensors of torch.{name} cannot be stored; known: {', '.join(_CODES)}")
     return _CODES[name]
 
 

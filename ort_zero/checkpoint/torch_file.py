@@ -10,14 +10,20 @@ import math
 import struct
 import sys
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isal import isal_zlib
 
+from ort_zero.checkpoint import pickle_machine, pickle_rebuild
+from ort_zero.checkpoint.pickled_values import OpaqueObject, StoredTensor
 from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"))  # sizes below and above 4 GiB
@@ -25,39 +31,17 @@ _HAS_DESCRIPTOR = 0x08
 _PADDING = 0x4246  # id of torch's extra field "FB", filled with "Z" so that the data begins at a multiple of 64
 _MAX_EXTRA = 256
 _PICKLE = "data.pkl"
+_DATA = "data/"
 _SMALL = 1 << 20
 """Number of bytes up to which a tensor may be larger than its file: a small mask that was expanded."""
-
-
-class FragmentAddress:
-    """Stands in for DeepSpeed's address of a piece of a parameter in a flat partition."""
-
-    numel: int
-    start: int
-
-
-class _ZeroStage(int):
-    """Stands in for DeepSpeed's enumeration of ZeRO stages; only the number counts."""
-
-
-class _LossScaler:
-    """Stands in for DeepSpeed's loss scalers; nobody reads it."""
-
-
-CLASSES: dict[str, type] = {
-    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _ZeroStage,
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _LossScaler,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": type("_DynamicLossScaler", (_LossScaler,), {}),
-}
-"""The classes that DeepSpeed's checkpoints really hold. The stand-ins do nothing, and DeepSpeed need not be there."""
 
 
 class _Record(NamedTuple):
     name: str
     offset: int
     length: int
-    crc: int
+    crc: int | None
+    """None for a file that was written without checksums."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,9 +50,12 @@ class TorchFile:
 
     file: File
     content: Any
-    """The saved value, with :class:`~ort_zero.compat.torch_load.StoredTensor` for tensors."""
+    """The saved value, with :class:`~ort_zero.checkpoint.pickled_values.StoredTensor` for tensors, and
+    :class:`~ort_zero.checkpoint.pickled_values.OpaqueObject` for objects of classes that are not known."""
     saved_as: str
     """Name without ``.pt`` under which it was written; "archive" if it was written to a stream."""
+    opaque: frozenset[str] = frozenset()
+    """Names of the classes of which `content` holds only records."""
 
 
 def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False) -> TorchFile:
@@ -77,12 +64,13 @@ def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False) -> To
     Args:
         folder: where it lies.
         name: its name.
-        trust_pickle: let the pickle call whatever it names.
+        trust_pickle: let torch unpickle it, which imports and calls whatever it names. Else nothing is imported or
+            called.
 
     Raises:
         CorruptCheckpointError: missing, empty, truncated, a damaged header or pickle.
         CheckpointError: not a file that can be read: the format before torch 1.6, compressed, another byte order, a
-            class that is not allowed.
+            call of a function that acts on the machine.
     """
     path = folder.path(name)
     records = read_records(folder, name)
@@ -91,27 +79,25 @@ def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False) -> To
         raise CorruptCheckpointError(f"{path} is a zip, but not one of torch.save: it holds no {_PICKLE}")
     by_name = {record.name.removeprefix(f"{prefix}/"): record for record in records}
     for key, record in by_name.items():
-        if not key.startswith("data/") and not crc_is_right(folder, name, record):
+        if not key.startswith(_DATA) and not crc_is_right(folder, name, record):
             raise CorruptCheckpointError(f"{path} is damaged: the CRC-32 of its record {record.name} is wrong")
     order = by_name.get("byteorder")
     if order is not None and folder.read(name, order.offset, order.length).decode(errors="replace") != sys.byteorder:
         raise CheckpointError(f"{path} was written on a machine of another byte order; convert it there")
-    content = _load(folder, name, trust_pickle)
-    file = File(name=name, size=folder.size(name) or 0, records=tuple(r[1:] for r in records))
-    try:
-        _check_places(path, content, {record.offset: record.length for record in records}, file.size)
-    except RecursionError:
-        raise CorruptCheckpointError(f"{path} is damaged: its values are nested too deeply") from None
-    return TorchFile(file, content, prefix)
+    content, opaque = _content(folder, name, by_name, trust_pickle)
+    checked = tuple((r.offset, r.length, r.crc) for r in records if r.crc is not None)
+    file = File(name=name, size=folder.size(name) or 0, records=checked)
+    _check_places(path, content, {record.offset: record.length for record in records}, file.size)
+    return TorchFile(file, content, prefix, opaque)
 
 
 def crc_is_right(folder: Folder, name: str, record: tuple[Any, ...], buffer: memoryview | None = None) -> bool:
-    """Return True if the bytes of a record have its CRC-32.
+    """Return True if the bytes of a record have its CRC-32, or if it has none; its bytes are read in either case.
 
     Args:
         folder: where the file lies.
         name: name of the file.
-        record: ends in (offset, length, CRC-32).
+        record: ends in (offset, length, CRC-32 or None).
         buffer: used for reading, up to its length at a time.
     """
     offset, length, expected = record[-3:]
@@ -123,11 +109,13 @@ def crc_is_right(folder: Folder, name: str, record: tuple[Any, ...], buffer: mem
         folder.read_into(name, offset + done, part)
         crc = isal_zlib.crc32(part, crc)
         done += len(part)
-    return crc == expected
+    return expected is None or crc == expected
 
 
 def read_records(folder: Folder, name: str) -> list[_Record]:
     """Return the records of the zip in the order of the file, its headers checked.
+
+    Of a file that was written without checksums no record has one.
 
     Raises:
         CorruptCheckpointError: missing, empty, truncated, a damaged header.
@@ -155,7 +143,9 @@ def read_records(folder: Folder, name: str) -> list[_Record]:
         before, position = entry, offset + entry.file_size
     if before is not None:
         _check_descriptor(path, before, folder.read(name, position, max(0, end - position)))
-    return records
+    # torch.serialization.set_crc32_options(False) leaves zeros; the CRC-32 of a record without bytes is zero as well
+    has_checksums = any(record.crc for record in records)
+    return records if has_checksums else [record._replace(crc=None) for record in records]
 
 
 def _not_a_zip(folder: Folder, name: str, size: int, error: Exception) -> CheckpointError:
@@ -237,23 +227,35 @@ def _check_descriptor(path: str, entry: zipfile.ZipInfo, raw: bytes) -> None:
         )
 
 
-def _load(folder: Folder, name: str, trust_pickle: bool) -> Any:
-    from ort_zero.compat import torch_load
-
+def _content(
+    folder: Folder, name: str, records: Mapping[str, _Record], trust_pickle: bool
+) -> tuple[Any, frozenset[str]]:
+    """Return what the pickle of a file says, and the names of the classes of which only records are in it."""
     path = folder.path(name)
-    with folder.open(name) as stream:
-        try:
-            return torch_load.load_without_data(stream, CLASSES, trust_pickle)
-        except torch_load.ForeignClassError as error:
-            raise CheckpointError(
-                f"{path} holds {error}, which DeepSpeed does not write and which may run code when it is loaded; "
-                "pass --trust-pickle (trust_pickle=True) only if you trust the file as you trust a program"
-            ) from None
-        except Exception as error:  # a pickle may raise anything, and here the CRC says that it was written so
-            raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}: {error}") from error
+    try:
+        if trust_pickle:
+            from ort_zero.compat import torch_load
+
+            with folder.open(name) as stream:
+                return torch_load.load_trusted(stream, _stored), frozenset()
+        pickled = records[_PICKLE]
+        raw = pickle_machine.interpret(folder.read(name, pickled.offset, pickled.length))
+        places = {key.removeprefix(_DATA): (r.offset, r.length) for key, r in records.items() if key.startswith(_DATA)}
+        return pickle_rebuild.rebuild(raw, places, pickled.length)
+    except pickle_machine.HostilePickleError as error:
+        raise CheckpointError(
+            f"{path} calls {error.name}, which no checkpoint has to and which runs code wherever the file is loaded; "
+            "pass --trust-pickle (trust_pickle=True) only if you trust the file as you trust a program"
+        ) from None
+    except pickle_machine.MalformedPickleError as error:
+        raise CheckpointError(f"{path} cannot be unpickled: {error}") from None
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # a pickle that is trusted may raise anything
+        raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
-def _check_places(path: str, value: Any, lengths: dict[int, int], size: int) -> None:
+def _check_places(path: str, content: Any, lengths: dict[int, int], size: int) -> None:
     """Raise if a tensor does not lie inside the record that its storage says it is in, or is larger than its file.
 
     A tensor may repeat its elements (stride 0), so that a few bytes describe one of any size. What is written of it has
@@ -261,25 +263,46 @@ def _check_places(path: str, value: Any, lengths: dict[int, int], size: int) -> 
 
     Args:
         path: of the file, for messages.
-        value: what the file holds.
+        content: what the file holds.
         lengths: bytes of each record, by its offset.
         size: bytes of the file.
     """
-    from ort_zero.compat.torch_load import StoredTensor
+    waiting, seen = [content], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, (dict, list, tuple, OpaqueObject)):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif isinstance(value, OpaqueObject):
+            waiting += [value.args, value.kwargs, value.state, value.items, value.entries]
+        elif isinstance(value, StoredTensor) and 0 not in value.shape:
+            _check_place(path, value, lengths.get(value.storage_offset, -1), size)
 
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            _check_places(path, item, lengths, size)
-    elif isinstance(value, StoredTensor) and 0 not in value.shape:
-        span = sum((n - 1) * s for n, s in zip(value.shape, value.strides)) + 1
-        end = value.offset - value.storage_offset + span * value.dtype.itemsize
-        if min(value.strides, default=0) < 0 or end > lengths.get(value.storage_offset, -1):
-            raise CorruptCheckpointError(f"{path} is damaged: a tensor of shape {list(value.shape)} has no record")
-        whole = math.prod(value.shape) * value.dtype.itemsize
-        if whole > max(size, _SMALL):
-            raise CorruptCheckpointError(
-                f"{path}: a tensor of shape {list(value.shape)} repeats its elements to {whole} bytes, more than the "
-                f"file has ({size})"
-            )
+
+def _check_place(path: str, value: StoredTensor, length: int, size: int) -> None:
+    span = sum((n - 1) * s for n, s in zip(value.shape, value.strides)) + 1
+    end = value.offset - value.storage_offset + span * value.itemsize
+    if min(value.strides, default=0) < 0 or end > length:
+        raise CorruptCheckpointError(f"{path} is damaged: a tensor of shape {list(value.shape)} has no record")
+    whole = math.prod(value.shape) * value.itemsize
+    if whole > max(size, _SMALL):
+        raise CorruptCheckpointError(
+            f"{path}: a tensor of shape {list(value.shape)} repeats its elements to {whole} bytes, more than the "
+            f"file has ({size})"
+        )
+
+
+def _stored(tensor: torch.Tensor, storage_offset: int) -> StoredTensor:
+    """Return the place of a tensor whose storage begins at `storage_offset` bytes of the file."""
+    return StoredTensor(
+        offset=storage_offset + tensor.storage_offset() * tensor.element_size(),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        strides=tuple(tensor.stride()),
+        storage_offset=storage_offset,
+    )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -52,8 +51,16 @@ def deepspeed_names() -> Iterator[None]:
     for name, cls in _HOMES.items():
         cls.__module__ = name
         setattr(stubs[name], cls.__name__, cls)
-    with mock.patch.dict(sys.modules, stubs):
+    before = {name: sys.modules.get(name) for name in stubs}
+    sys.modules.update(stubs)
+    try:
         yield
+    finally:  # only these: what else was imported meanwhile cannot be imported a second time
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 def values(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import enum
 import json
+import os
 import re
 import shutil
+from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import checkpoint_files
 import deepspeed_states
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -25,6 +32,16 @@ from ort_zero.errors import CheckpointError
 SHARD = "rank_00001_master.safetensors"
 OTHER = "rank_00000_master.safetensors"
 STATES = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODULE = "mp_rank_00_model_states.pt"
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
 
 
 @pytest.fixture
@@ -148,12 +165,49 @@ def test_faults_of_deepspeed_files(tmp_path):
     one_problem(folder, extra, "one too many")
 
 
-def test_a_foreign_class_is_a_problem(tmp_path):
+def test_harmless_and_foreign_objects_are_no_problem(tmp_path):
     deepspeed_states.write(tmp_path / "c", 1, 2)
+    client_state = {
+        "args": argparse.Namespace(lr=0.1, out=Path("x"), dtype=torch.bfloat16, device=torch.device("cpu")),
+        "best": np.float32(0.5),
+        "losses": np.arange(4.0),
+        "seen": defaultdict(int, {"a": 1}),
+        "started": datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+        "point": Point(1, 2),
+        "mode": Mode.FAST,
+    }
     with deepspeed_names():
-        content = torch.load(tmp_path / "c" / STATES, weights_only=False)
-        torch.save({**content, "path": Path("x")}, tmp_path / "c" / STATES)
-    one_problem(tmp_path / "c", STATES, r"pathlib\.PosixPath.*--trust-pickle")
+        content = torch.load(tmp_path / "c" / MODULE, weights_only=False)
+        torch.save({**content, **client_state}, tmp_path / "c" / MODULE)
+    report = check(tmp_path / "c")
+    assert report.ok, report.problems
+    (note,) = [note for note in report.notes if "not known" in note]
+    assert "Point" in note and "Mode" in note and "numpy" not in note and "Namespace" not in note
+
+
+def test_files_without_checksums_are_no_problem_and_are_noted(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        deepspeed_states.write(tmp_path / "c", 1, 2)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    report = check(tmp_path / "c")
+    assert report.ok and report.tensors == 14, report.problems
+    assert any("without checksums" in note and STATES in note for note in report.notes)
+    data = bytearray((tmp_path / "c" / STATES).read_bytes())
+    (tmp_path / "c" / STATES).write_bytes(data[:-30])
+    one_problem(tmp_path / "c", STATES, "truncated")
+
+
+def test_a_call_of_a_function_that_runs_code_is_a_problem(tmp_path):
+    class Bomb:
+        def __reduce__(self) -> tuple:
+            return os.system, (f"touch {tmp_path}/exploded",)
+
+    deepspeed_states.write(tmp_path / "c", 1, 2, change=lambda name, content: content.update(bomb=Bomb()))
+    report = check(tmp_path / "c")
+    assert any(re.search(r"calls posix\.system.*--trust-pickle", text) for text in report.problems), report.problems
+    assert not (tmp_path / "exploded").exists()
 
 
 def test_two_bad_files_of_deepspeed_are_both_named(tmp_path):

@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
+from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import File, Piece, Tensor
-from ort_zero.compat.torch_load import StoredTensor
 
 Flats = Mapping[int, StoredTensor]
 """The flat tensors of one rank by number: of a parameter group, or of a sub-group for ZeRO-3."""
@@ -74,7 +74,7 @@ class _Vector:
             start = self._ends[index - 1] if index else 0
             stop = min(end, self._ends[index], start + part.elements)
             if stop > begin:
-                size = part.stored.dtype.itemsize
+                size = part.stored.itemsize
                 yield Piece(part.file.name, part.stored.offset + (begin - start) * size, (stop - begin) * size, first)
                 first, begin = first + stop - begin, stop
             if stop < min(end, self._ends[index]):

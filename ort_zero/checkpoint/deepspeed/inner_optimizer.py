@@ -9,9 +9,9 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.flat_layout import FlatLayout, Flats, flat_tensors
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
+from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor
 from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right
-from ort_zero.compat.torch_load import StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
@@ -107,7 +107,7 @@ def _number(files: StateFiles, file: TorchFile, stored: StoredTensor, what: str)
     for record in file.file.records:
         if record[0] == stored.storage_offset and not crc_is_right(files.folder, file.file.name, record):
             raise CorruptCheckpointError(f"{files.path(file)} is damaged: the CRC-32 of {what!r} is wrong")
-    raw = files.folder.read(file.file.name, stored.offset, stored.dtype.itemsize)
+    raw = files.folder.read(file.file.name, stored.offset, stored.itemsize)
     if code == "BF16":
         code, raw = "F32", b"\0\0" + raw
     if code not in _NUMBERS:

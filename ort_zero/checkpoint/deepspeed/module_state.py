@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ort_zero.checkpoint.deepspeed import zero3
 from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
+from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import BUFFER, WEIGHT, Piece, Tensor
-from ort_zero.compat.torch_load import StoredTensor
 from ort_zero.errors import CheckpointError
 
 
@@ -63,7 +63,7 @@ class ModuleState:
         """Return a tensor that lies whole in the module's file."""
         file = self._files.modules[0]
         code = self._files.dtype_code(file, stored, name)
-        size, strides = stored.dtype.itemsize, None
+        size, strides = stored.itemsize, None
         span = elements_of(stored.shape)
         if span and not _is_row_major(stored):
             span = sum((n - 1) * s for n, s in zip(stored.shape, stored.strides)) + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,15 @@ from ort_zero.checkpoint.deepspeed.file_names import (
     refuse_unsupported,
     require_all_ranks,
 )
-from ort_zero.checkpoint.records import Tensor, check_cover
+from ort_zero.checkpoint.pickled_values import StoredTensor
+from ort_zero.checkpoint.records import MOST_NAMED, Tensor, check_cover
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
-from ort_zero.compat.torch_load import StoredTensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.text import shortened
+
+_NEVER_READ = ("deepspeed.", "torch.")
+"""Packages of which DeepSpeed's files hold objects that no reader needs, such as loss scalers."""
 
 
 @dataclass
@@ -138,7 +142,22 @@ def open_state_files(folder: Folder, trust_pickle: bool) -> StateFiles:
         world_size=world_size,
     )
     _check_one_save(files)
+    files.notes += _notes(files)
     return files
+
+
+def _notes(files: StateFiles) -> Iterator[str]:
+    """Yield what the user should know of the pickles and checksums of the files."""
+    every = (*files.modules, *files.optimizers)
+    classes = {name for file in every for name in file.opaque if not name.startswith(_NEVER_READ)}
+    if classes:
+        yield (
+            f"objects of {shortened(sorted(classes), MOST_NAMED)} are in the files, whose classes are not known here: "
+            "they are left as they are, and their values not read"
+        )
+    unchecked = [file.file.name for file in every if not file.file.records]
+    if unchecked:
+        yield f"written without checksums, so that nothing can tell damage to the data: {shortened(unchecked, 3)}"
 
 
 def _open(folder: Folder, name: str, trust_pickle: bool) -> TorchFile:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ort_zero.checkpoint.deepspeed.flat_layout import ElementRange, FlatLayout, elements_of
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning, Shapes
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
+from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import WEIGHT, Piece, Tensor
-from ort_zero.compat.torch_load import StoredTensor
 
 
 class Zero3(Partitioning):
@@ -54,7 +54,7 @@ def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
                 raise files.foreign(file, f"it does not hold rank {rank}'s piece of the frozen parameter {name}")
             codes[file] = files.dtype_code(file, stored, name)
             if end > begin:
-                pieces.append(Piece(file.file.name, stored.offset, (end - begin) * stored.dtype.itemsize, begin))
+                pieces.append(Piece(file.file.name, stored.offset, (end - begin) * stored.itemsize, begin))
         files.check_same(f"dtype of {name}", codes)
         code = next(iter(codes.values()))
         tensor = Tensor(name=name, kind=WEIGHT, dtype=code, shape=tuple(shape), pieces=tuple(pieces))
