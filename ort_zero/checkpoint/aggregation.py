@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ort_zero.checkpoint import output_record
+from ort_zero.checkpoint import model_card as model_card_stub
+from ort_zero.checkpoint import output_record, remote_code
 from ort_zero.checkpoint.aggregation_plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.aggregation_stream import Findings, Part, Streamer, check_records
 from ort_zero.checkpoint.allowed_names import is_config_name
@@ -105,6 +106,7 @@ def aggregate(
     overwrite: bool = False,
     strict: bool = False,
     trust_pickle: bool = False,
+    model_card: bool = False,
     ranks: RankGroup | None = None,
     progress: bool = True,
 ) -> AggregateReport:
@@ -130,6 +132,7 @@ def aggregate(
             replaced or removed; other files stay, and one that has the name of a file of this function is refused.
         strict: refuse weights that hold NaN or inf, or that `dtype` has no finite value for; else they are warned of.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
+        model_card: write the stub of a model card as well, ``README.md``.
         ranks: ranks that share the files; all must call.
         progress: show a bar on a terminal.
 
@@ -153,7 +156,7 @@ def aggregate(
                 format=format,
                 exclude_frozen=exclude_frozen,
             )
-            job = _prepare(source, plan, os.fspath(src), target, overwrite)
+            job = _prepare(source, plan, os.fspath(src), target, overwrite, model_card)
             if not dry_run:
                 _make(target)
     job = ranks.broadcast(job)
@@ -180,7 +183,7 @@ def aggregate(
     )
 
 
-def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bool) -> _Job:
+def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bool, with_card: bool) -> _Job:
     """Return the job after the checks of the destination.
 
     Raises:
@@ -205,8 +208,16 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
     copied = {**{name: file.origin for name, file in beside.items()}, **dict.fromkeys(own, source.root)}
     if "config.json" in extras:
         extras["config.json"] = with_dtype(extras["config.json"], plan)
+    if with_card:
+        extras[model_card_stub.NAME] = model_card_stub.model_card(source, plan, extras)
     removable = _removable(target, there, plan, extras)
     warnings = list(source.notes)
+    code = [name for name in remote_code.missing_from(extras) if name not in there]
+    if code:
+        warnings.append(
+            f"the configuration names remote code that is not beside the checkpoint: {', '.join(code)}; put it into "
+            "the destination, from_pretrained needs it"
+        )
     if "config.json" not in extras and "config.json" not in there:
         warnings.append(
             "no config.json beside the checkpoint: put the model's into the destination, from_pretrained needs it"
@@ -311,7 +322,15 @@ def _warnings(ranks: RankGroup, findings: Findings) -> tuple[str, ...]:
 def _is_left_over(name: str) -> bool:
     """Return True for what a run that was killed left: nobody else writes such names."""
     match = _LEFT_OVER.fullmatch(name)
-    return match is not None and (is_config_name(match["name"]) or _OURS.fullmatch(match["name"]) is not None)
+    if match is None:
+        return False
+    name = match["name"]
+    return (
+        is_config_name(name)
+        or name in (output_record.NAME, model_card_stub.NAME)
+        or name.endswith(".py")
+        or bool(_OURS.fullmatch(name))
+    )
 
 
 def _is_within(inner: str, outer: str) -> bool:

@@ -25,27 +25,43 @@ CONFIG_FILES = (
     "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
+    "audio_tokenizer_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tokenizer.model.v3",
+    "tiktoken.model",
     "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "vocab.txt",
+    "vocab-src.json",
+    "vocab-tgt.json",
+    "target_vocab.json",
+    "entity_vocab.json",
+    "word_shape.json",
+    "word_pronunciation.json",
+    "byte_maps.json",
+    "normalizer.json",
+    "emoji.json",
     "bpe.codes",
     "merges.txt",
+    "prophetnet.tokenizer",
     "sentencepiece.bpe.model",
+    "sentencepiece.model",
     "spiece.model",
+    "spm.model",
+    "spm_char.model",
     "chat_template.jinja",
     "chat_template.json",
 )
 """The names of the files that may lie beside the weights, in the order in which reports name them."""
-_VOCABULARIES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.spm")
+_VOCABULARIES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.(spm|tiktoken)")
 
 
 def is_config_name(name: str) -> bool:
-    """Return True if a checkpoint may bring a file of this name: one of :data:`CONFIG_FILES`, or ``*.spm``."""
+    """Return True if a checkpoint may bring a file of this name: :data:`CONFIG_FILES`, ``*.spm``, ``*.tiktoken``."""
     return name in CONFIG_FILES or _VOCABULARIES.fullmatch(name) is not None
 
 

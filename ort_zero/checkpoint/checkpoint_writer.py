@@ -12,6 +12,7 @@ import xxhash
 
 from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.capture import Model, Shard
+from ort_zero.checkpoint.config_files import keep_beside
 from ort_zero.checkpoint.records import WEIGHT, File, Tensor
 from ort_zero.checkpoint.shard_writer import ShardEntry, WrittenPiece, write_shard
 from ort_zero.checkpoint.storage import Folder, open_folder
@@ -170,6 +171,7 @@ def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: in
     if job.durable:
         folder.settle()  # a manifest that outlives a loss of power must find its files
     write_script(job.path, job.save_id, job.durable)
+    keep_beside(open_folder(job.path), folder, model.config, job.save_id)
     folder.write(manifest.NAME, manifest.dump(document), job.save_id, durable=job.durable)
     _remove_left_overs(folder, {file.name for file in files})
     if job.save_latest:

@@ -234,7 +234,8 @@ def _matched(one: _Side, other: _Side) -> tuple[list[tuple[str, Tensor, Tensor]]
             only[1].append(name)
         # else a tied name that the other side does not note: its values are compared under the stored one
     matched = {a for a, _ in pairs}, {b for _, b in pairs}
-    return list(pairs.values()), *([n for n in names if n not in seen] for names, seen in zip(only, matched))
+    only_a, only_b = ([n for n in names if n not in seen] for names, seen in zip(only, matched))
+    return list(pairs.values()), only_a, only_b
 
 
 def _compare(

@@ -190,7 +190,7 @@ def _only_or_newest(folder: Folder) -> Found:
     for candidate in checkpoints_below(folder):
         children.setdefault(candidate.name.partition("/")[0], []).append(candidate)
     if not any(candidate.format for some in children.values() for candidate in some):
-        raise no_checkpoint(folder)
+        raise CheckpointError(f"no checkpoint is there: {no_checkpoint(folder)}")
     if len(children) == 1:
         return find(folder.path(next(iter(children))))
     numbers = {name: match for name in children if (match := _NUMBERED.fullmatch(name))}

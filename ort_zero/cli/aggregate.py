@@ -45,6 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--dry-run", action="store_true", help="say what would be written, write nothing")
     parser.add_argument("--no-verify", action="store_true", help="do not compare what is read with its checksums")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run wrote into DST")
+    parser.add_argument("--model-card", action="store_true", help="write the stub of a model card, README.md")
     parser.add_argument("--strict", action="store_true", help="refuse weights with NaN or inf instead of warning")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
     return parser
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             strict=args.strict,
             trust_pickle=args.trust_pickle,
+            model_card=args.model_card,
             ranks=ranks,
         )
     except Exception as error:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 def text_of(found: Sequence[ListedCheckpoint]) -> str:
     """Return a table with one line per checkpoint."""
-    rows = [("tag", "format", "step", "ZeRO", "ranks", "size", "age", "whole")]
+    rows: list[tuple[str, ...]] = [("tag", "format", "step", "ZeRO", "ranks", "size", "age", "whole")]
     for checkpoint in found:
         whole = {True: "yes", False: "no", None: "unknown"}[checkpoint.whole]
         reason = f": {checkpoint.reason}" if checkpoint.reason else ""

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from trainer_script import Rows
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from ort_zero.checkpoint import aggregate
+from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
+from ort_zero.errors import CheckpointError
 from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
@@ -81,6 +83,8 @@ def accelerate_round_trip(folder: str, stage: int) -> dict[str, Any]:
     other = steps(*second, 1)
     second[0].load_state(f"{folder}/state")
     found = steps(*second, 2)
+    if second[0].is_main_process:
+        tokenizer().save_pretrained(f"{folder}/last")
     second[0].save_state(f"{folder}/last")
     # ... and in the program itself, by a function that was imported before the plugin was there
     from deepspeed.runtime.engine import get_fp32_state_dict_from_zero_checkpoint
@@ -90,16 +94,28 @@ def accelerate_round_trip(folder: str, stage: int) -> dict[str, Any]:
     return {"expected": expected, "found": found, "other": other, "logits": logits}
 
 
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of three words, with a chat template."""
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "hello": 1, "world": 2}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", pad_token="<unk>", chat_template="{{ 1 }}"
+    )
+
+
 def trainer_run(folder: str, stage: int, steps: int, resume: bool) -> list[float]:
     """Run HF Trainer for `steps`, saving every second one; return the losses that it logged."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments, default_data_collator
 
     arguments = TrainingArguments(
         output_dir=f"{folder}/trainer", per_device_train_batch_size=4, max_steps=steps, learning_rate=1e-3,
         use_cpu=True, deepspeed=config(stage), report_to=[], save_steps=2, logging_steps=1, disable_tqdm=True,
         lr_scheduler_type="constant",
     )  # fmt: skip
-    trainer = Trainer(model=small_gpt2(0), args=arguments, train_dataset=Rows())
+    trainer = Trainer(
+        model=small_gpt2(0), args=arguments, train_dataset=Rows(), processing_class=tokenizer(),
+        data_collator=default_data_collator,
+    )  # fmt: skip
     trainer.train(resume_from_checkpoint=resume or None)
     assert resume == (Path(folder) / "trainer" / f"checkpoint-{steps}").is_dir() or not resume
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -124,12 +140,43 @@ def test_accelerate_saves_and_loads_state(tmp_path, stage):
     with torch.no_grad():
         assert torch.allclose(converted(**batch()).logits, first["logits"], atol=1e-4)
 
-    aggregate(str(tmp_path / "last"), str(tmp_path / "model"), tag="pytorch_model", progress=False)
+    report = aggregate(str(tmp_path / "last"), str(tmp_path / "model"), progress=False)
+    assert report.tag == "pytorch_model" and report.copied["tokenizer.json"].endswith("last/pytorch_model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("hello world")["input_ids"] == [1, 2]
+    assert verify(tmp_path / "state", progress=False).ok
+    rows = [(row.tag, row.whole, row.latest, row.zero_stage) for row in list_checkpoints(tmp_path)]
+    assert rows == [(f"{name}/pytorch_model", True, True, stage) for name in ("last", "state")]
+    assert diff(tmp_path / "last", tmp_path / "model", progress=False).same
+    assert not diff(tmp_path / "last", tmp_path / "state", progress=False).same
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     with torch.no_grad():
         logits = model(**batch()).logits
     assert torch.allclose(logits, first["logits"], atol=1e-4)
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_the_checkpoint_is_found_in_the_trainers_folder(tmp_path):
+    run_on_ranks(trainer_run, 2, str(tmp_path), 2, 4, False, timeout=200)
+    output = tmp_path / "trainer"
+    rows = [(row.tag, row.step, row.whole) for row in list_checkpoints(output)]
+    assert rows == [(f"checkpoint-{n}/global_step{n}", n, True) for n in (2, 4)]
+    for source, step in ((output, 4), (output / "checkpoint-2", 2), (output / "checkpoint-4" / "global_step4", 4)):
+        report = aggregate(source, tmp_path / f"model_{source.name}", progress=False)
+        assert report.step == step and not report.warnings
+        model = tmp_path / f"model_{source.name}"
+        assert diff(model, output / f"checkpoint-{step}" / "model.safetensors", progress=False).same
+        assert AutoModelForCausalLM.from_pretrained(model).lm_head.weight.shape == (97, 32)
+        loaded = AutoTokenizer.from_pretrained(model)
+        assert loaded("hello world")["input_ids"] == [1, 2] and loaded.chat_template == "{{ 1 }}"
+    assert verify(output, progress=False).root.endswith("checkpoint-4/global_step4")
+    found = diff(output, output, tag_a="checkpoint-2", progress=False)
+    assert not found.same and found.format_a == found.format_b == "ort_zero"
+    (output / "checkpoint-4" / "global_step4" / "rank_00001_master.safetensors").unlink()
+    report = aggregate(output, tmp_path / "older", progress=False)
+    assert report.step == 2 and "checkpoint-4 was passed over" in report.warnings[0]
+    (output / "checkpoint-2" / "latest").write_text("global_step9")
+    with pytest.raises(CheckpointError, match="names the tag 'global_step9'.*whole checkpoints there: global_step2"):
+        aggregate(output / "checkpoint-2", tmp_path / "none", progress=False)
 
 
 @pytest.mark.slow  # tests/dist/test_trainer_example.py does so with a script

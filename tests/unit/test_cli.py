@@ -147,8 +147,8 @@ def test_options_are_frozen():
     walk(cli.make_parser(), "")
     common = ["--debug", "--help", "--json", "-h"]
     aggregate = [
-        "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--no-verify", "--overwrite",
-        "--strict", "--tag", "--trust-pickle", "--what", "--workers",
+        "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--model-card", "--no-verify",
+        "--overwrite", "--strict", "--tag", "--trust-pickle", "--what", "--workers",
     ]  # fmt: skip
     plan = [
         "--budget", "--config", "--launcher", "--level", "--no-measure", "--out", "--overwrite", "--plot", "--script",

@@ -1,0 +1,83 @@
+"""A checkpoint is found where Lightning has put it, in its own form under DeepSpeed, and resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
+from ort_zero.testing.ranks import run_on_ranks
+
+pytestmark = pytest.mark.clients
+
+
+def lightning_run(folder: str, sharded: bool) -> dict[str, Any]:
+    """Fit under Lightning's DeepSpeedStrategy, fit on from one of its checkpoints; return the last weights."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.strategies import deepspeed as strategies
+
+    strategies.CUDAAccelerator = lightning.pytorch.accelerators.CPUAccelerator  # which it insists on
+
+    class Regression(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.save_hyperparameters({"width": 8})
+            self.model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+
+        def training_step(self, batch, index):
+            loss = self.model(batch[0]).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    config = {
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": 2,
+        "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}},
+    }
+
+    def fit(steps: int, resume: str | None = None) -> Regression:
+        module = Regression()
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=2, max_steps=steps, logger=False, enable_progress_bar=False,
+            enable_model_summary=False, default_root_dir=folder,
+            strategy=strategies.DeepSpeedStrategy(config=config, process_group_backend="gloo"),
+            callbacks=[ModelCheckpoint(f"{folder}/checkpoints", every_n_train_steps=2, save_top_k=-1)],
+        )  # fmt: skip
+        rows = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+        trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2), ckpt_path=resume)
+        assert trainer.global_step == steps
+        return module
+
+    fit(4)
+    resumed = fit(6, f"{folder}/checkpoints/epoch=0-step=4.ckpt")
+    return {name: value.detach().clone() for name, value in resumed.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["ours", "deepspeed"])
+def test_lightning(tmp_path, sharded):
+    from safetensors.torch import load_file
+
+    first, second = run_on_ranks(lightning_run, 2, str(tmp_path), sharded, timeout=240, imports=("lightning",))
+    folder = tmp_path / "checkpoints"
+    rows = [(row.tag, row.whole, row.latest, row.format) for row in list_checkpoints(tmp_path)]
+    wanted = "ort_zero" if sharded else "deepspeed"
+    assert rows == [(f"checkpoints/epoch=0-step={n}.ckpt/checkpoint", True, True, wanted) for n in (2, 4, 6)]
+    for source in (folder, folder / "epoch=0-step=6.ckpt", folder / "epoch=0-step=6.ckpt" / "checkpoint"):
+        report = aggregate(source, tmp_path / f"model_{source.name}", progress=False)
+        assert Path(report.source) == folder / "epoch=0-step=6.ckpt" / "checkpoint"
+        assert verify(source, progress=False).ok
+    weights = load_file(tmp_path / "model_checkpoint" / "model.safetensors")
+    assert first and all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(weights[f"model.{name}"], value) for name, value in first.items())
+    found = diff(folder, folder, tag_a="epoch=0-step=4.ckpt", progress=False)
+    assert len(found.different) == found.compared > 4

@@ -1,0 +1,225 @@
+"""What is aggregated is complete: transformers loads model, tokenizer and processor from the folder, offline."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import checkpoint_files
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Wav2Vec2CTCTokenizer,
+    Wav2Vec2FeatureExtractor,
+    Wav2Vec2Processor,
+)
+
+from ort_zero.checkpoint import aggregate, config_files
+from ort_zero.checkpoint.config_files import keep_beside
+from ort_zero.checkpoint.storage import open_folder
+from ort_zero.cli import main as cli
+from ort_zero.errors import CheckpointError
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for module in ("dynamic_module_utils", "utils.hub", "utils"):
+        found = sys.modules.get(f"transformers.{module}")
+        if hasattr(found, "HF_MODULES_CACHE"):
+            monkeypatch.setattr(found, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: i for i, word in enumerate(("<unk>", "hello", "world", "<pad>"))}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", pad_token="<pad>", chat_template=TEMPLATE
+    )  # fmt: skip
+
+
+def save(folder: Path, model: Any, **changes: Any) -> Path:
+    """Write a checkpoint of `model` as the Trainer lays it out, its config in ``checkpoint-4`` only."""
+    tensors = {("master", name): p.detach().clone() for name, p in model.named_parameters()}
+    tied = {"lm_head.weight": "transformer.wte.weight"} if isinstance(model, GPT2LMHeadModel) else {}
+    fields = {"tag": "global_step4", "step": 4, "aliases": tied, "config": {}, "optimizer": None, **changes}
+    checkpoint_files.write(folder / "checkpoint-4" / "global_step4", tensors, ranks=2, **fields)
+    (folder / "checkpoint-4" / "latest").write_text("global_step4")
+    return folder / "checkpoint-4"
+
+
+def test_model_and_tokenizer_load_with_the_template(tmp_path):
+    model = gpt2()
+    run = save(tmp_path / "run", model)
+    model.config.save_pretrained(run)
+    model.generation_config.save_pretrained(run)
+    tokenizer().save_pretrained(run)
+    assert (run / "chat_template.jinja").exists(), "what this test is about"
+    (run / "credentials.json").write_text('{"token": "hf_secret"}')
+    (run / "train.py").write_text("print('not named by anybody')")
+    report = aggregate(tmp_path / "run", tmp_path / "out", progress=False)
+    assert not report.warnings
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True))
+    text = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert text("hello world")["input_ids"] == [1, 2] and text.chat_template == TEMPLATE
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        ".ort_zero_output.json", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+
+
+def test_a_processor_loads(tmp_path):
+    (tmp_path / "vocab.json").write_text(json.dumps({"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "A": 5}))
+    processor = Wav2Vec2Processor(Wav2Vec2FeatureExtractor(), Wav2Vec2CTCTokenizer(str(tmp_path / "vocab.json")))
+    run = save(tmp_path / "run", gpt2())
+    processor.save_pretrained(run)
+    aggregate(run, tmp_path / "out", progress=False)
+    loaded = AutoProcessor.from_pretrained(tmp_path / "out")
+    assert type(loaded) is Wav2Vec2Processor and loaded.tokenizer.convert_tokens_to_ids(["A", "|"]) == [5, 4]
+    assert loaded.feature_extractor.sampling_rate == 16000
+
+
+@pytest.mark.parametrize("deciding", ["video_preprocessor_config.json", "preprocessor_config.json", "tekken.json"])
+def test_files_of_processors_and_of_other_tokenizers(tmp_path, deciding):
+    run = save(tmp_path / "run", gpt2())
+    names = {"video_preprocessor_config.json", "preprocessor_config.json", "tekken.json", "source.spm", "spm.model",
+             "qwen.tiktoken", "chat_template.jinja", "normalizer.json"}  # fmt: skip
+    for name in names:
+        (run / name).write_text('{"password": "secret"}')
+    assert not aggregate(run, tmp_path / "none", progress=False).copied
+    (run / deciding).write_text(json.dumps({"processor_class": "AProcessor", "vocab": []}))
+    assert set(aggregate(run, tmp_path / "out", progress=False).copied) == names
+
+
+CONFIGURATION = """
+from transformers import PretrainedConfig
+
+class TinyConfig(PretrainedConfig):
+    model_type = "tiny"
+"""
+MODELING = """
+import torch
+from transformers import PreTrainedModel
+from .configuration_tiny import TinyConfig
+from .tiny_parts import size
+
+class TinyModel(PreTrainedModel):
+    config_class = TinyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.inner = torch.nn.Linear(size(), size())
+        self.post_init()
+
+    def forward(self, x):
+        return self.inner(x)
+"""
+
+
+def test_remote_code_that_the_configuration_names_and_no_other(tmp_path, capsys):
+    run = save(tmp_path / "run", torch.nn.ModuleDict({"inner": torch.nn.Linear(3, 3)}))
+    config = {
+        "model_type": "tiny",
+        "architectures": ["TinyModel"],
+        "auto_map": {
+            "AutoConfig": "configuration_tiny.TinyConfig",
+            "AutoModel": "modeling_tiny.TinyModel",
+            "AutoTokenizer": ["owner/other--tokenization.Tokens", None],
+            "AutoProcessor": "../secret.Processor",
+        },
+    }
+    (run / "config.json").write_text(json.dumps(config))
+    (run.parent / "secret.py").write_text("")
+    for name in ("owner/other--tokenization.py", "train.py", "setup.py", "tokenization.py"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("raise SystemExit")
+    (run / "configuration_tiny.py").write_text(CONFIGURATION)
+    (run / "modeling_tiny.py").write_text(MODELING)
+    assert cli.main(["aggregate", str(run), str(tmp_path / "lacking"), "--dry-run"]) == 0
+    (run / "tiny_parts.py").write_text("def size():\n    return 3\n")
+    aggregate(run, tmp_path / "out", progress=False)
+    assert {path.name for path in (tmp_path / "out").glob("*.py")} == {
+        "configuration_tiny.py", "modeling_tiny.py", "tiny_parts.py",
+    }  # fmt: skip
+    model = transformers.AutoModel.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(model).__name__ == "TinyModel" and model.inner.weight.shape == (3, 3)
+    capsys.readouterr()
+    (run / "modeling_tiny.py").unlink()
+    assert cli.main(["aggregate", str(run), str(tmp_path / "other")]) == 0
+    assert "remote code that is not beside the checkpoint: modeling_tiny.py" in capsys.readouterr().out
+
+
+def test_our_format_keeps_what_the_trainer_wrote_beside_it(tmp_path):
+    model = gpt2()
+    run = save(tmp_path / "run", model)
+    tokenizer().save_pretrained(run)
+    model.config.save_pretrained(run)
+    (run / "notes.txt").write_text("private")
+    keep_beside(open_folder(run), open_folder(run / "global_step4"), {"config.json": "{}"}, "t")
+    (run / "global_step4").rename(tmp_path / "alone")
+    assert not (tmp_path / "alone" / "notes.txt").exists() and not (tmp_path / "alone" / "config.json").exists()
+    aggregate(tmp_path / "alone", tmp_path / "out", progress=False)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("world")["input_ids"] == [2]
+
+
+def test_a_strange_file_in_the_runs_folder_stops_no_save(tmp_path, monkeypatch):
+    run = save(tmp_path / "run", gpt2())
+    tokenizer().save_pretrained(run)
+    monkeypatch.setattr(config_files, "MAX_BYTES", 10)
+    keep_beside(open_folder(run), open_folder(run / "global_step4"), {}, "t")
+    assert not (run / "global_step4" / "tokenizer.json").exists()
+
+
+def test_files_between_the_checkpoint_and_what_the_user_named(tmp_path):
+    model = gpt2()
+    run = save(tmp_path / "run", model)
+    (run / "latest").unlink()
+    tokenizer().save_pretrained(tmp_path / "run")
+    tokenizer().save_pretrained(tmp_path)
+    assert "tokenizer.json" not in aggregate(run, tmp_path / "a", progress=False).copied
+    report = aggregate(tmp_path / "run", tmp_path / "b", progress=False)
+    assert report.copied["tokenizer.json"] == str(tmp_path / "run")
+
+
+def test_model_card(tmp_path):
+    model = gpt2()
+    run = save(tmp_path / "run", model)
+    model.config.architectures = ["GPT2LMHeadModel"]
+    model.config.save_pretrained(run)
+    assert cli.main(["aggregate", str(run), str(tmp_path / "out"), "--dtype", "bf16", "--model-card"]) == 0
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: transformers\n---\n\n# GPT2LMHeadModel\n")
+    parameters = sum(p.numel() for p in model.parameters())
+    for fact in (
+        f"{parameters:,}",
+        "BF16",
+        "| training steps | 4 |",
+        "ZeRO-1 on 2 ranks",
+        "global_step4",
+        "## License",
+    ):
+        assert fact in text, fact
+    (tmp_path / "out" / "README.md").write_text("# written by hand\n")
+    with pytest.raises(CheckpointError, match="changed since: README.md"):
+        aggregate(run, tmp_path / "out", overwrite=True, model_card=True, progress=False)
+    aggregate(run, tmp_path / "out", overwrite=True, progress=False)
+    assert (tmp_path / "out" / "README.md").read_text() == "# written by hand\n"
