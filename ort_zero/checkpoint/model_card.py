@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ort_zero import __version__
 from ort_zero.checkpoint import json_text
 from ort_zero.checkpoint.aggregation_plan import Plan
 from ort_zero.checkpoint.records import Source
@@ -36,7 +35,7 @@ def model_card(source: Source, plan: Plan, extras: Mapping[str, bytes]) -> bytes
         "training steps": "" if source.step is None else f"{source.step:,}",
         "trained with": f"DeepSpeed ZeRO-{source.zero_stage} on {source.world_size} ranks",
         "optimizer": _optimizer(source),
-        "checkpoint": f"tag `{source.tag}`, aggregated by ort_zero {__version__}",
+        "checkpoint": f"tag `{source.tag}`, aggregated by ort_zero",
     }
     front = ["---", *([f"library_name: {library}"] if library else []), "---"]
     lines = [*front, "", f"# {architectures[0] if architectures else 'Model'}", "", "| | |", "|---|---|"]

@@ -67,7 +67,9 @@ def lightning_run(folder: str, sharded: bool) -> dict[str, Any]:
 def test_lightning(tmp_path, sharded):
     from safetensors.torch import load_file
 
-    first, second = run_on_ranks(lightning_run, 2, str(tmp_path), sharded, timeout=240, imports=("lightning",))
+    first, second = run_on_ranks(
+        lightning_run, 2, str(tmp_path), sharded, timeout=240, imports=("torchvision_operators", "lightning")
+    )
     folder = tmp_path / "checkpoints"
     rows = [(row.tag, row.whole, row.latest, row.format) for row in list_checkpoints(tmp_path)]
     wanted = "ort_zero" if sharded else "deepspeed"
