@@ -144,7 +144,13 @@ def _extra(state: EngineState, client_state: Mapping[str, Any]) -> dict[str, Any
         "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
         "loss_scaler": scaler and {"class": type(scaler).__name__, "state": _numbers(scaler)},
         "extra_state": {prefix: module.get_extra_state() for prefix, module in state.extra_states()},
+        **{key: part.state_dict() for key, part in _parts_with_state(state).items() if part is not None},
     }
+
+
+def _parts_with_state(state: EngineState) -> dict[str, Any]:
+    """Return the parts of the engine besides the scheduler that keep a state, None for those that it has not."""
+    return {"data_sampler": state.data_sampler(), "random_ltd": state.random_ltd_scheduler()}
 
 
 def _numbers(scaler: Any) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from ort_zero.checkpoint.records import BUFFER, WEIGHT
 from ort_zero.checkpoint.shard_writer import ShardEntry
 
 _ALIGN = 64
+_LARGE = 8 << 20
+"""Number of bytes from which memory is asked for in large pages."""
 
 
 class Staging:
     """Memory for one copy of a shard, kept from save to save: fresh pages cost three times what the copy costs."""
 
     def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
         """The reserved memory, a uint8 tensor [bytes]."""
 
@@ -39,11 +40,8 @@ class Staging:
         """
         needed = max(1, sum(_padded(entry) for entry in (*shard.weights, *shard.moments)))
         if self._bytes.numel() < needed:
-            self._bytes, self._memory = torch.empty(0, dtype=torch.uint8), None  # not beside the new ones
-            self._memory = mmap.mmap(-1, needed, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # not beside the new ones
+            self._bytes = host_memory(needed, torch.uint8)
 
     def begin(self, shard: Shard, may_wait: bool) -> tuple[Shard, Callable[[], None]]:
         """Return `shard` with its tensors in the reserved memory, and what has to be called to bring the rest there.
@@ -74,6 +72,22 @@ class Staging:
                 _copy(*later.pop())
 
         return replace(shard, weights=parts[0], moments=parts[1], extra_tensors=extra), finish
+
+
+def host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a 1-D tensor in CPU memory, its values undefined; large ones in large pages, which are quicker to get.
+
+    Args:
+        elements: number of elements.
+        dtype: their type.
+    """
+    size = elements * dtype.itemsize
+    if size < _LARGE:
+        return torch.empty(elements, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:

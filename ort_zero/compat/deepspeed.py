@@ -119,3 +119,14 @@ def held_part(parameter: Any) -> tuple[Any, int, int, bool]:
     here = max(0, min(int(shard.ds_numel), total - offset))
     held = shard.detach().view(-1)
     return held[: min(here, held.numel())], min(offset, total), total, True
+
+
+def loads_universal_checkpoints(engine: Any) -> bool:
+    """Return True if the engine's config says that what is loaded is universal, which DeepSpeed alone does."""
+    asked = getattr(engine, "load_universal_checkpoint", None)
+    return asked is not None and bool(asked())
+
+
+def world_size_and_stage(engine: Any) -> tuple[int, int]:
+    """Return over how many ranks the engine is data-parallel, and its ZeRO stage."""
+    return int(engine.seq_dp_world_size), int(engine.zero_optimization_stage())

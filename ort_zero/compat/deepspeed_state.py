@@ -114,16 +114,24 @@ class EngineState:
         """Return the live optimizer state of a flat buffer, created if there is none yet."""
         return self.base_optimizer().state[flat.key]
 
+    def known_state_of(self, flat: Flat) -> dict[str, Any]:
+        """Return the live optimizer state of a flat buffer; a dict that belongs to nobody if there is none yet."""
+        return self.base_optimizer().state.get(flat.key, {})
+
     def elementwise(self, flat: Flat) -> dict[str, torch.Tensor]:
         """Return the live optimizer states of a flat buffer that hold one value per element."""
         size = flat.master.numel()
-        items = self.state_of(flat).items()
+        items = self.known_state_of(flat).items()
         return {key: v for key, v in items if torch.is_tensor(v) and v.dim() > 0 and v.numel() == size}
 
     def steps_can_wait(self) -> bool:
         """Return True if masters and moments change in a step of torch's optimizer only, which takes hooks."""
+        return self.stage > 0 and self.states_can_be_replaced()
+
+    def states_can_be_replaced(self) -> bool:
+        """Return True if a state of the optimizer may become another tensor: nobody else remembers the old one."""
         outside = getattr(self.optimizer, "zenflow", False) or "SuperOffload" in type(self.optimizer).__name__
-        return self.stage > 0 and isinstance(self.base_optimizer(), torch.optim.Optimizer) and not outside
+        return isinstance(self.base_optimizer(), torch.optim.Optimizer) and not outside
 
     def before_steps(self, action: Callable[[], Any]) -> Any:
         """Call `action` before every step of the torch optimizer; return the handle that removes it."""
@@ -194,6 +202,15 @@ class EngineState:
     def loss_scaler(self) -> Any:
         """Return the loss scaler, None if there is none."""
         return getattr(self.optimizer, "loss_scaler", None)
+
+    def data_sampler(self) -> Any:
+        """Return the sampler of DeepSpeed's curriculum learning, which has a state; None if there is none."""
+        loader = getattr(self.engine, "training_dataloader", None)
+        return loader.data_sampler if loader is not None and self.engine.curriculum_learning_enabled() else None
+
+    def random_ltd_scheduler(self) -> Any:
+        """Return the scheduler of DeepSpeed's random layerwise token dropping; None if there is none."""
+        return self.engine.random_ltd_scheduler if self.engine.random_ltd_enabled() else None
 
     def counters(self) -> dict[str, int]:
         """Return how many steps, samples, skipped steps and micro-steps the engine has counted, by name."""

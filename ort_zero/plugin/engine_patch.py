@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from ort_zero import config, log
@@ -132,21 +133,58 @@ def _load_checkpoint(original):
             return original(self, *args, **kwargs)
         from ort_zero.checkpoint import loading
 
-        if loading.format_of(arguments["load_dir"], arguments["tag"]) != "ort_zero":
+        def by_deepspeed() -> tuple:
             return original(self, *args, **kwargs)
+
+        if ds_compat.loads_universal_checkpoints(self):
+            return by_deepspeed()
+        written_by = loading.format_of(arguments["load_dir"], arguments["tag"])
+        if written_by is None or (written_by == "deepspeed" and arguments["custom_load_fn"] is not None):
+            return by_deepspeed()
         if arguments["custom_load_fn"] is not None:
             raise CheckpointError("custom_load_fn is not possible with a sharded checkpoint of ort_zero; leave it out")
-        return loading.load(
-            self,
-            arguments["load_dir"],
-            arguments["tag"],
-            strict=arguments["load_module_strict"],
-            load_optimizer_states=arguments["load_optimizer_states"],
-            load_lr_scheduler_states=arguments["load_lr_scheduler_states"],
-            load_module_only=arguments["load_module_only"],
-        )
+        try:
+            return loading.load(
+                self,
+                arguments["load_dir"],
+                arguments["tag"],
+                strict=arguments["load_module_strict"],
+                load_optimizer_states=arguments["load_optimizer_states"],
+                load_lr_scheduler_states=arguments["load_lr_scheduler_states"],
+                load_module_only=arguments["load_module_only"],
+            )
+        except loading.UnreadableCheckpointError as error:
+            if written_by != "deepspeed":
+                raise
+            return _loaded_by_deepspeed(self, error, by_deepspeed)
 
     return load_checkpoint
+
+
+def _loaded_by_deepspeed(engine: Any, reason: Any, by_deepspeed: Callable[[], tuple]) -> tuple:
+    """Return what DeepSpeed's own loader returns for a checkpoint that ours does not take. All ranks must call.
+
+    Args:
+        engine: the engine.
+        reason: error of our loader.
+        by_deepspeed: calls DeepSpeed's loader.
+
+    Raises:
+        CheckpointError: DeepSpeed's cannot take it either: the world size or the ZeRO stage is another one.
+    """
+    source = reason.source
+    if source is not None:
+        ours = ds_compat.world_size_and_stage(engine)
+        if (source.world_size, source.zero_stage) != ours:
+            raise CheckpointError(
+                f"{reason}; and DeepSpeed's own loader needs {source.world_size} ranks and ZeRO-{source.zero_stage}, "
+                f"as when it was saved; here are {ours[0]} and ZeRO-{ours[1]}"
+            ) from reason
+    log.get_logger().info("DeepSpeed's own loader takes the checkpoint, without the checks of ort_zero: %s", reason)
+    found = by_deepspeed()
+    if found[0] is None:
+        raise CheckpointError(f"{reason}; and DeepSpeed's own loader found nothing to load") from reason
+    return found
 
 
 def _destroy(original):

@@ -101,26 +101,35 @@ def save_all(folder: str, plans: list[dict[str, Any]], compare: bool = True) -> 
     for plan in plans:
         engine = engine_of(**{k: v for k, v in plan.items() if k != "name"})
         train(engine, range(4))
-        client = {"epoch": 3, "rng": torch.arange(3), "state": digest(engine)}
+        digests: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(digests, digest(engine))
+        client = {"epoch": 3, "rng": torch.arange(3), "state": digests}
         engine.save_checkpoint(folder, tag=plan["name"], client_state=client)
         if compare and plan["stage"]:
-            type(engine).save_checkpoint.__wrapped__(engine, f"{folder}/deepspeed/{plan['name']}", tag="own")
+            own = type(engine).save_checkpoint.__wrapped__
+            own(engine, f"{folder}/deepspeed/{plan['name']}", tag="own", client_state=client)
         after[plan["name"]] = train(engine, range(4, 7))
         engine.destroy()
     return after
 
 
 def load_all(folder: str, plans: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Load each plan's ``tag`` into a fresh engine with other weights, train 3 steps; return the losses."""
+    """Load each plan's ``tag`` into a fresh engine with other weights, train 3 steps; return the losses.
+
+    A plan may name a ``folder`` inside of `folder` that the tag is in, and a tag ``save_as`` for what was loaded.
+    """
     after = {}
     for plan in plans:
-        engine = engine_of(seed=1, **{k: v for k, v in plan.items() if k not in ("name", "tag", "same")})
-        where, client = engine.load_checkpoint(folder, tag=plan["tag"])
+        options = {k: v for k, v in plan.items() if k not in ("name", "folder", "tag", "same", "save_as")}
+        engine = engine_of(seed=1, **options)
+        where, client = engine.load_checkpoint(f"{folder}/{plan.get('folder', '')}", tag=plan["tag"])
+        if "save_as" in plan:
+            engine.save_checkpoint(f"{folder}/again", tag=plan["save_as"])
         assert where.endswith(plan["tag"]) and client["epoch"] == 3 and client["rng"].tolist() == [0, 1, 2], client
         assert engine.global_steps == 4 and int(engine.module.calls) == 4
         assert engine.lr_scheduler.last_batch_iteration == 3
         if plan.get("same"):
-            assert digest(engine) == client["state"], plan["name"]
+            assert digest(engine) == client["state"][torch.distributed.get_rank()], plan["name"]
         after[plan["name"]] = train(engine, range(4, 7))
         engine.destroy()
     return after

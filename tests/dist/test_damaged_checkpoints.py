@@ -293,7 +293,7 @@ def test_aggregate_refuses(name, damaged, tmp_path):
 def test_verify_finds(name, damaged):
     fault = FAULTS[name]
     if fault.verify is None:
-        with pytest.raises(CheckpointError, match=r"no checkpoint|not there|leads out|give a tag"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint|neither a checkpoint|not there|leads out|give a tag"):
             verify(damaged / name, fault.tag, progress=False)
         return
     report = verify(damaged / name, fault.tag, progress=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from checkpoint_engines import (
     save_all,
     train,
 )
+from deepspeed_checkpoints import read
 
 from ort_zero.checkpoint import aggregate, verify
+from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.testing.ranks import run_on_ranks
 
 WORLDS = (1, 2, 3, 4)
@@ -49,12 +52,17 @@ def cross_precision(folder: str, stage: int) -> dict[str, dict[str, torch.Tensor
         engine = engine_of(stage, precision)
         train(engine, range(4))
         engine.save_checkpoint(folder, tag=f"{precision}_{stage}")
+        type(engine).save_checkpoint.__wrapped__(engine, f"{folder}/deepspeed", tag=f"{precision}_{stage}")
         found[precision] = masters_of(engine)
         engine.destroy()
     for precision, other in (("bf16", "fp32"), ("fp32", "bf16")):
         engine = engine_of(stage, other, seed=1)
+        engine.load_checkpoint(f"{folder}/deepspeed", tag=f"{precision}_{stage}")
+        theirs = masters_of(engine)
+        train(engine, range(4, 5))
         engine.load_checkpoint(folder, tag=f"{precision}_{stage}")
         found[f"{precision} in {other}"] = masters_of(engine)
+        assert all(torch.equal(theirs[name], master) for name, master in masters_of(engine).items())
         weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
         assert all(w.dtype == (torch.float32 if other == "fp32" else torch.bfloat16) for w in weights.values())
         train(engine, range(4, 6))
@@ -98,12 +106,36 @@ def test_training_goes_on_at_any_world_size_and_stage(saved, world):
     tags = [f"w{n}_s{stage}" for n in WORLDS for stage in STAGES]
     pairs = itertools.product(tags, STAGES)
     plans = [{"name": f"{tag} at {stage}", "tag": tag, "stage": stage} for tag, stage in pairs]
-    after = run_on_ranks(load_all, world, str(folder), plans, timeout=280)[0]
-    assert len(after) == len(tags) * len(STAGES)
+    theirs = [
+        {"name": f"w2_s{n} at {stage} from DeepSpeed's", "folder": f"deepspeed/w2_s{n}", "tag": "own", "stage": stage,
+         "save_as": f"w{world}_s{stage} from {n}"}
+        for n, stage in itertools.product((1, 2, 3), STAGES)
+    ]  # fmt: skip
+    after = run_on_ranks(load_all, world, str(folder), plans + theirs, timeout=400)[0]
+    assert len(after) == len(plans) + len(theirs)
     for name, found in after.items():
         expected = losses[name.split(" at ")[0]]
         assert max(abs(a - b) for a, b in zip(found, expected)) <= 1e-5, name
         assert len(found) == 3
+    for plan in theirs:
+        assert_same_state(folder / plan["folder"], "own", folder / "again", plan["save_as"])
+
+
+def assert_same_state(folder: Path, tag: str, other_folder: Path, other_tag: str) -> None:
+    """Compare masters, moments, numbers and hyper-parameters of two checkpoints, bit by bit."""
+    one, other = open_checkpoint(str(folder), tag), open_checkpoint(str(other_folder), other_tag)
+    tensors, others = ({(t.kind, t.name): read(s, t) for t in s.tensors} for s in (one, other))
+    assert {kind for kind, _ in tensors} == {"master", "weight", "buffer", "exp_avg", "exp_avg_sq"}
+    assert tensors.keys() == others.keys()
+    for key, value in tensors.items():
+        assert value.dtype == others[key].dtype and torch.equal(value, others[key]), key
+    assert one.optimizer.scalars == other.optimizer.scalars
+    groups, others = ({frozenset(g.names): g.options for g in s.optimizer.groups} for s in (one, other))
+    assert groups.keys() == others.keys()
+    for names, options in groups.items():
+        assert {key: others[names][key] for key in ("lr", "betas", "eps", "weight_decay")} == {
+            key: options[key] for key in ("lr", "betas", "eps", "weight_decay")
+        }
 
 
 def test_bf16_and_offload_go_on_exactly_as_they_would_have(saved):
@@ -111,12 +143,15 @@ def test_bf16_and_offload_go_on_exactly_as_they_would_have(saved):
     plans = [{"name": f"bf16_s{s}", "tag": f"bf16_s{s}", "stage": s, "precision": "bf16"} for s in (1, 2, 3)]
     plans += [{"name": f"offload_s{s}", "tag": f"offload_s{s}", "stage": s, "offload": True} for s in (1, 2, 3)]
     plans += [{"name": name, "tag": name, **options} for name, options in VARIANTS.items()]
+    plans += [{**p, "name": f"{p['name']} from DeepSpeed's", "folder": f"deepspeed/{p['tag']}", "tag": "own"}
+              for p in plans]  # fmt: skip
     # "same": the worker compares every bit of the state; bf16 losses themselves differ from process to process by one
     # rounding of torch's CPU kernels, with equal weights
     plans = [{**plan, "same": True} for plan in plans]
     after = run_on_ranks(load_all, 2, str(folder), plans, timeout=200)[0]
     for name, found in after.items():
-        assert found == pytest.approx(losses[name], abs=2e-3 if name.startswith("bf16") else 0), name
+        expected = losses[name.removesuffix(" from DeepSpeed's")]
+        assert found == pytest.approx(expected, abs=2e-3 if name.startswith("bf16") else 0), name
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -24,6 +24,7 @@ from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.checkpoint.restored_values import restored
 from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint.verification import verify
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
@@ -190,7 +191,55 @@ def test_module_file_of_another_step(tmp_path):
     write(tmp_path / "other1", 1, 2, step=9)
     write(tmp_path / "c1", 1, 2)
     shutil.copy(tmp_path / "other1" / MODULE, tmp_path / "c1")
-    assert "different saves" in open_checkpoint(str(tmp_path / "c1")).notes[0]
+    refused(tmp_path / "c1", MODULE, "is of another step or run than the masters in zero_pp_rank_0")
+
+    def later(name: str, content: dict[str, Any]) -> None:
+        if name == MODULE:
+            content["global_steps"] = 9
+
+    write(tmp_path / "started_anew", 1, 2, change=later)
+    assert "different saves" in open_checkpoint(str(tmp_path / "started_anew")).notes[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mixed", [MODULE, OPTIMIZER.format(0), OPTIMIZER.format(1)])
+def test_a_file_of_another_run_at_the_same_step_has_other_weights(tmp_path, dtype, mixed):
+    """Counters and hyper-parameters are alike; only the weights tell."""
+
+    def as_cast(shift: float):
+        def change(name: str, content: dict[str, Any]) -> None:
+            if name == MODULE:
+                weights = content["module"]
+                content["module"] = {
+                    n: v if n in ("ice", "count") else (v + shift).to(dtype) for n, v in weights.items()
+                }
+            else:
+                for flat in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
+                    flat += shift
+
+        return change
+
+    write(tmp_path / "c", 2, 2, change=as_cast(0.0))
+    write(tmp_path / "other", 2, 2, change=as_cast(0.25))
+    for name in ("c", "other"):
+        assert not open_checkpoint(str(tmp_path / name)).notes
+    shutil.copy(tmp_path / "other" / mixed, tmp_path / "c")
+    refused(tmp_path / "c", mixed, "is of another step or run than the (masters|weights) in")
+    assert mixed in verify(str(tmp_path / "c"), progress=False).problems[0]
+
+
+def test_nan_in_weights_and_masters_alike_is_no_mixture(tmp_path):
+    def change(name: str, content: dict[str, Any]) -> None:
+        if name == MODULE:
+            for name_of, weight in content["module"].items():
+                if name_of not in ("ice", "count"):
+                    content["module"][name_of] = torch.full_like(weight, torch.nan).bfloat16()
+        else:
+            for flat in content["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
+                flat.fill_(torch.nan)
+
+    write(tmp_path / "c", 2, 2, change=change)
+    assert not open_checkpoint(str(tmp_path / "c")).notes
 
 
 @STAGES

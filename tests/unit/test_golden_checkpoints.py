@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import loading, manifest
+from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.aggregation import aggregate
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT
 from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint.training_state import read_training_state
 from ort_zero.checkpoint.verification import verify
-from ort_zero.distributed.process_group import RankGroup
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 OURS = f"checkpoint_v{manifest.VERSION}"
@@ -51,6 +51,6 @@ def test_what_is_no_tensor_of_the_model_is_read_too():
     assert source.optimizer.class_name == "AdamW" and set(source.optimizer.scalars["step"].values()) == {STEPS}
     assert [group.options["weight_decay"] for group in source.optimizer.groups] == [0.1, 0.0]
     assert source.aliases == {"head.weight": "embed.weight"} and source.frozen == {"frozen.weight", "frozen.bias"}
-    extra = loading._read_extra(folder, source, RankGroup())
-    assert extra["client_state"] == {"epoch": 3, "best": 0.5, "seen": ["a", None]}
-    assert extra["counters"]["global_steps"] == STEPS and extra["lr_scheduler"]["last_batch_iteration"] == 2
+    saved = read_training_state(folder, source, 0)
+    assert saved.client_state == {"epoch": 3, "best": 0.5, "seen": ["a", None]}
+    assert saved.counters["global_steps"] == STEPS and saved.lr_scheduler["last_batch_iteration"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ort_zero.checkpoint.deepspeed.flat_layout import flat_tensors
 from ort_zero.checkpoint.deepspeed.inner_optimizer import read_optimizer
+from ort_zero.checkpoint.deepspeed.mixtures import refuse_other_weights
 from ort_zero.checkpoint.deepspeed.module_state import ModuleState
 from ort_zero.checkpoint.deepspeed.state_files import open_state_files
 from ort_zero.checkpoint.deepspeed.zero3 import Zero3
@@ -34,6 +35,8 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False) -> Source:
         partitioning.check(layout)
         tensors += flat_tensors(files, layout, MASTER, [partitioning.masters(file) for file in files.optimizers])
         optimizer, moments = read_optimizer(files, partitioning, layout)
+        if files.stage < 3:
+            refuse_other_weights(files, tensors)
         tensors += moments
     else:
         module = ModuleState(files, [])

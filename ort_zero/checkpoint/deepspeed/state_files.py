@@ -27,6 +27,13 @@ from ort_zero.utils.text import shortened
 _NEVER_READ = ("deepspeed.", "torch.")
 """Packages of which DeepSpeed's files hold objects that no reader needs, such as loss scalers."""
 
+_SAME_ON_ALL_RANKS = (
+    ("number of samples", "global_samples"),
+    ("number of skipped steps", "skipped_steps"),
+    ("learning rate schedule's state", "lr_scheduler"),
+)
+"""What all files of module states have in common, and its key."""
+
 
 @dataclass
 class StateFiles:
@@ -193,7 +200,8 @@ def _check_one_save(files: StateFiles) -> None:
     files.stage = _stage(files)
     every = (*files.modules, *files.optimizers)
     files.check_same("ds_version", {file: file.content.get("ds_version") for file in every})
-    files.check_same("global step", {file: file.content.get("global_steps") for file in files.modules})
+    for what, key in (("global step", "global_steps"), *_SAME_ON_ALL_RANKS):
+        files.check_same(what, {file: file.content.get(key) for file in files.modules})
 
 
 def _check_own_name(files: StateFiles, file: TorchFile) -> None:

@@ -1,0 +1,132 @@
+"""What DeepSpeed's files hold besides the tensors of the model and its optimizer: counters, scheduler, user's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ort_zero.checkpoint.deepspeed.file_names import MODULE_FILE, OPTIMIZER_FILE, RANK_MODULE_FILE, names_by_rank
+from ort_zero.checkpoint.pickled_values import OpaqueObject, StoredTensor
+from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.restored_values import restored
+from ort_zero.checkpoint.storage import Folder
+from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right, open_torch_file
+from ort_zero.checkpoint.training_state import TrainingState
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+_EXTRA_STATE = "_extra_state"
+_OWN_KEYS = frozenset(
+    "module optimizer buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params "
+    "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size "
+    "ds_config ds_version checkpoint_parallel_dimensions universal_checkpoint_info sparse_tensor_module_names "
+    "csr_tensor_module_names".split()
+)
+"""What DeepSpeed itself writes into a module file; the other keys are the user's."""
+
+
+def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, trust_pickle: bool) -> TrainingState:
+    """Return what `rank` saved beside its tensors; a rank that did not exist then gets rank 0's.
+
+    Args:
+        folder: folder of the checkpoint.
+        source: the same, opened.
+        rank: rank of the run that loads.
+        trust_pickle: unpickle whatever the files hold.
+
+    Raises:
+        CorruptCheckpointError: a tensor of the user's state is damaged.
+        CheckpointError: a value of a class that is not read.
+    """
+    file = _file_of(folder, source, rank, trust_pickle, RANK_MODULE_FILE, MODULE_FILE)
+    assert file is not None, "the source was opened, so there is a module file"
+    read = _Values(folder, file)
+    content = file.content
+    steps = int(content.get("global_steps") or 0)
+    counters = {"global_steps": steps, "skipped_steps": int(content.get("skipped_steps") or 0)}
+    if content.get("global_samples") is not None:
+        counters["global_samples"] = int(content["global_samples"])
+    extra = {
+        name.removesuffix(_EXTRA_STATE).rstrip("."): read(value, name)
+        for name, value in content["module"].items()
+        if is_extra_state(name)
+    }
+    return TrainingState(
+        counters=counters,
+        client_state={key: read(v, f"client_state[{key!r}]") for key, v in content.items() if key not in _OWN_KEYS},
+        lr_scheduler=read(content.get("lr_scheduler"), "lr_scheduler"),
+        loss_scaler=_loss_scaler(_file_of(folder, source, rank, trust_pickle, OPTIMIZER_FILE)),
+        extra_state=extra,
+        data_sampler=read(content.get("data_sampler"), "data_sampler"),
+        random_ltd=read(content.get("random_ltd"), "random_ltd"),
+    )
+
+
+def is_extra_state(name: str) -> bool:
+    """Return True for the name in a state dict of what ``get_extra_state`` of a module returned."""
+    return name.rpartition(".")[2] == _EXTRA_STATE
+
+
+def _file_of(folder: Folder, source: Source, rank: int, trust_pickle: bool, *patterns: Any) -> TorchFile | None:
+    """Return the file of `rank` of the first pattern that any file has, rank 0's if it has none."""
+    for pattern in patterns:
+        by_rank = names_by_rank(folder, source.files, pattern)
+        if by_rank:
+            return open_torch_file(folder, by_rank.get(rank) or by_rank[min(by_rank)], trust_pickle)
+    return None
+
+
+def _loss_scaler(file: TorchFile | None) -> dict[str, Any] | None:
+    """Return class and numbers of the loss scaler, None if there is none."""
+    scaler = file.content["optimizer_state_dict"].get("loss_scaler") if file is not None else None
+    if isinstance(scaler, OpaqueObject):
+        name, attributes = scaler.class_name.rpartition(".")[2], scaler.state
+    else:
+        name, attributes = type(scaler).__name__, getattr(scaler, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return None
+    numbers = {k: v for k, v in attributes.items() if v is None or isinstance(v, (bool, int, float))}
+    return {"class": name, "state": numbers}
+
+
+class _Values:
+    """Returns stored values with their tensors read.
+
+    Args:
+        folder: folder of the checkpoint.
+        file: the file that the values are in.
+    """
+
+    def __init__(self, folder: Folder, file: TorchFile):
+        self._folder = folder
+        self._file = file
+
+    def __call__(self, value: Any, where: str) -> Any:
+        """Return `value`, which messages call `where`.
+
+        Raises:
+            CheckpointError: it holds an object of a class that is not known.
+            CorruptCheckpointError: a tensor in it is damaged.
+        """
+        found, left = restored(value, self._tensor, where)
+        for place, name in left.items():
+            raise CheckpointError(
+                f"{self._folder.path(self._file.file.name)}: {place} is a {name}, which is not imported to read a "
+                "checkpoint; checkpoint.load(..., trust_pickle=True) does so, and runs what the file says"
+            )
+        return found
+
+    def _tensor(self, stored: StoredTensor) -> torch.Tensor:
+        name = self._file.file.name
+        dtype = getattr(torch, stored.dtype)
+        if 0 in stored.shape:
+            return torch.empty(stored.shape, dtype=dtype)
+        for record in self._file.file.records:
+            if record[0] == stored.storage_offset and not crc_is_right(self._folder, name, record):
+                raise CorruptCheckpointError(
+                    f"{self._folder.path(name)} is damaged: the CRC-32 of a tensor of shape {list(stored.shape)} is "
+                    "wrong"
+                )
+        span = sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides)) + 1
+        data = bytearray(self._folder.read(name, stored.offset, span * stored.itemsize))
+        return torch.frombuffer(data, dtype=dtype).as_strided(stored.shape, stored.strides).clone()

@@ -1,0 +1,208 @@
+"""DeepSpeed's own checkpoints in an engine with the section: what is damaged or mixed is refused before it changes."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint_engines import differences, engine_of, outcome, train, values_of
+
+from ort_zero.testing.ranks import run_on_ranks
+
+OPTIMIZER = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+MODULE = "mp_rank_00_model_states.pt"
+
+
+class Unknown:
+    """A class that nobody knows where the checkpoint is read."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unknown)
+
+
+def flip_a_bit(tag: Path) -> None:
+    """Change a byte in the middle of the largest record: the optimizer's."""
+    path = tag / OPTIMIZER.format(1)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+FAULTS = {
+    "flipped": (flip_a_bit, "is damaged"),
+    "missing": (lambda tag: (tag / OPTIMIZER.format(1)).unlink(), "is missing"),
+    "mixed_optimizer": (
+        lambda tag: shutil.copy(tag.parent / "later" / OPTIMIZER.format(1), tag),
+        "of another step",
+    ),
+    "mixed_module": (lambda tag: shutil.copy(tag.parent / "later" / MODULE, tag), "of another step or run"),
+    "mixed_run": (
+        lambda tag: shutil.copy(tag.parent / "other_run" / OPTIMIZER.format(0), tag),
+        "of another step or run than the weights",
+    ),
+}
+
+
+def save_and_damage(engine: Any, folder: Path) -> None:
+    """Write what the faults need, and the faulted copies. All ranks must call."""
+    own = type(engine).save_checkpoint.__wrapped__
+    clients = {"good": {"args": argparse.Namespace(lr=0.5)}, "later": {}, "unknown_class": {"mode": Unknown()}}
+    for tag, client in clients.items():
+        if tag != "unknown_class":
+            train(engine, range(2))
+        own(engine, str(folder), tag=tag, client_state=client)
+    other = engine_of(2, "bf16", seed=3)
+    train(other, range(2))
+    own(other, str(folder), tag="other_run")
+    other.destroy()
+    if dist.get_rank() == 0:
+        for name, (damage, _) in FAULTS.items():
+            shutil.copytree(folder / "good", folder / name)
+            damage(folder / name)
+    dist.barrier()
+
+
+def load_faults(root: str) -> dict[str, dict[str, Any]]:
+    """Load everything into engines of the same kind and of another stage; return what happened, by tag and stage."""
+    folder = Path(root)
+    engine = engine_of(2, "bf16")
+    save_and_damage(engine, folder)
+    engine.destroy()
+    found = {}
+    for stage in (2, 3):
+        engine = engine_of(stage, "bf16", seed=1)
+        train(engine, range(1))
+        for tag in (*FAULTS, "unknown_class", "good"):
+            before = values_of(engine)
+            clients: list[Any] = []
+            report = outcome(lambda tag=tag, clients=clients: clients.append(engine.load_checkpoint(root, tag)[1]))
+            report["changed"] = differences(engine, before)
+            report["steps"] = engine.global_steps
+            report["client"] = {k: v for k, v in (clients or [{}])[0].items() if k in ("args", "mode")}
+            report["losses"] = train(engine, range(1))
+            found[f"{tag} at {stage}"] = report
+        engine.destroy()
+    return found
+
+
+class Sampler:
+    """Stands for the sampler of curriculum learning, which needs an indexed data set: its state has these types."""
+
+    def __init__(self, step: int):
+        self.step, self.batch, self.random = step, [3, step], np.random.RandomState(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "batch": self.batch, "np_rng_state": self.random.get_state(), "paths": ["a"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.batch = state["step"], state["batch"]
+        self.random.set_state(state["np_rng_state"])
+
+
+def with_data_efficiency(engine: Any, step: int) -> Any:
+    """Give an engine the parts of DeepSpeed's data efficiency library that have a state."""
+    from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
+
+    schedule = {"schedule_type": "fixed_linear", "min_value": 1, "max_value": 9, "schedule_config": {
+        "require_steps": 9, "seq_per_step": 1}}  # fmt: skip
+    layers = {"total_layer_num": 2, "random_ltd_layer_num": 1, "global_batch_size": 1, "random_ltd_schedule": schedule,
+              "layer_token_lr_schedule": {"enabled": False}}  # fmt: skip
+    engine.random_ltd_scheduler = RandomLTDScheduler(layers)
+    engine.random_ltd_enabled = lambda: True
+    engine.curriculum_learning_enabled = lambda: True
+    engine.training_dataloader = SimpleNamespace(data_sampler=Sampler(step))
+    for value in range(1, step):
+        engine.random_ltd_scheduler.update_seq(value)
+    return engine
+
+
+def resume_data_efficiency(root: str) -> list[dict[str, Any]]:
+    """Save in both formats, load each; return what sampler and scheduler held at the save and after each load."""
+    engine = with_data_efficiency(engine_of(2), 5)
+    engine.training_dataloader.data_sampler.random.rand(3)
+    engine.save_checkpoint(f"{root}/ours")
+    type(engine).save_checkpoint.__wrapped__(engine, f"{root}/theirs")
+    found = [(engine.random_ltd_scheduler.state_dict(), engine.training_dataloader.data_sampler.random.rand())]
+    del engine.random_ltd_enabled, engine.curriculum_learning_enabled
+    losses = [train(engine, range(3))]
+    engine.destroy()
+    for name in ("ours", "theirs"):
+        engine = with_data_efficiency(engine_of(2 if name == "ours" else 1, seed=1), 2)
+        assert engine.random_ltd_scheduler.state_dict() != found[0][0]
+        train(engine, range(2))
+        engine.load_checkpoint(f"{root}/{name}")  # of step 0: the optimizer begins anew as well
+        sampler = engine.training_dataloader.data_sampler
+        assert (sampler.step, sampler.batch) == (5, [3, 5])
+        found.append((engine.random_ltd_scheduler.state_dict(), sampler.random.rand()))
+        del engine.random_ltd_enabled, engine.curriculum_learning_enabled
+        losses.append(train(engine, range(3)))
+        engine.destroy()
+    assert losses[1:] == [pytest.approx(losses[0], abs=1e-6)] * 2, losses
+    return found
+
+
+def load_edited(root: str) -> list[str]:
+    """Load a checkpoint whose scheduler's state is another class's; return what changed in the engine."""
+    engine = engine_of(2)
+    train(engine, range(2))
+    own = engine.lr_scheduler.state_dict
+    engine.lr_scheduler.state_dict = lambda: {"another": "class"}
+    engine.save_checkpoint(root, tag="edited")
+    engine.lr_scheduler.state_dict = own
+    train(engine, range(2, 3))
+    before, rates = values_of(engine), [group["lr"] for group in engine.optimizer.param_groups]
+    engine.optimizer.param_groups[0]["lr"] = rates[0] = 0.125
+    report = outcome(lambda: engine.load_checkpoint(root, tag="edited"))
+    changed = differences(engine, before)
+    changed += [] if [group["lr"] for group in engine.optimizer.param_groups] == rates else ["lr"]
+    changed += [] if engine.global_steps == 3 and engine.lr_scheduler.last_batch_iteration == 2 else ["counters"]
+    return [str(report["type"]), *changed]
+
+
+def test_states_of_data_efficiency_come_back(tmp_path):
+    for saved, *loaded in run_on_ranks(resume_data_efficiency, 2, str(tmp_path)):
+        assert loaded == [saved, saved]
+
+
+def test_a_scheduler_that_refuses_its_state_leaves_the_engine_as_it_was(tmp_path):
+    assert run_on_ranks(load_edited, 1, str(tmp_path)) == [["KeyError"]]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> list[dict[str, dict[str, Any]]]:
+    return run_on_ranks(load_faults, 2, str(tmp_path_factory.mktemp("resume")), timeout=200)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_or_mixed_checkpoint_changes_nothing(loaded, fault, stage):
+    reports = [rank[f"{fault} at {stage}"] for rank in loaded]
+    assert {report["type"] for report in reports} <= {"CorruptCheckpointError", "RankError"}, reports
+    assert "CorruptCheckpointError" in {report["type"] for report in reports}
+    for report in reports:
+        assert FAULTS[fault][1] in report["text"] and not report["changed"], report
+    assert reports[0]["losses"] == reports[1]["losses"]
+
+
+def test_what_nobody_reads_goes_to_deepspeeds_own_loader_where_nothing_changes(loaded):
+    for rank in loaded:
+        same, other = rank["unknown_class at 2"], rank["unknown_class at 3"]
+        assert same["type"] is None and same["changed"] and same["client"] == {"mode": Unknown()}, same
+        assert other["type"] == "CheckpointError" and not other["changed"], other
+        assert "Unknown" in other["text"] and "needs 2 ranks and ZeRO-2" in other["text"]
+
+
+def test_the_same_files_undamaged_are_loaded(loaded):
+    for rank in loaded:
+        for stage in (2, 3):
+            report = rank[f"good at {stage}"]
+            assert report["type"] is None and report["changed"] and report["steps"] == 2, report
+            assert report["client"] == {"args": argparse.Namespace(lr=0.5)}
+    assert torch.tensor(loaded[0]["good at 2"]["losses"]).isfinite().all()
