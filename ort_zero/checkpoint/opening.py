@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.records import Source
@@ -24,13 +26,17 @@ def no_checkpoint(folder: Folder) -> CheckpointError:
     )
 
 
-def open_checkpoint(path: str, tag: str | None = None, trust_pickle: bool = False) -> Source:
+def open_checkpoint(
+    path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()
+) -> Source:
     """Return the checkpoint at `path`, of our format or DeepSpeed's.
 
     Args:
         path: folder or fsspec URL: of one checkpoint, or of several with a file ``latest``.
         tag: which of several.
         trust_pickle: unpickle whatever DeepSpeed's files hold. Only for files that you trust as you trust a program.
+        tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors, as
+            :func:`~ort_zero.checkpoint.deepspeed.split_rules.parse_rules` reads them.
 
     Raises:
         CheckpointError: nothing there that either reader knows.
@@ -42,6 +48,7 @@ def open_checkpoint(path: str, tag: str | None = None, trust_pickle: bool = Fals
         return ours
     if file_names.recognises(folder):
         from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
+        from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
 
-        return open_deepspeed(folder, trust_pickle=trust_pickle)
+        return open_deepspeed(folder, trust_pickle, parse_rules(tp_split))
     raise no_checkpoint(folder)

@@ -6,6 +6,7 @@ moments through DeepSpeed's own functions, each rank's part of a split parameter
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,15 +29,19 @@ class Variant:
 
     name: str
     train: str
-    """Name of the function that builds and trains: "pipeline", "experts", "autotp" or "megatron"."""
+    """Name of the function that builds and trains: "plain", "pipeline", "experts", "autotp" or "megatron"."""
     stage: int
     dtype: str = "fp32"
     options: tuple[tuple[str, Any], ...] = ()
     """More arguments of the function."""
+    universal: bool = False
+    """Convert it into a universal checkpoint as well, in the folder ``<name>_universal``."""
 
 
 ALL = (
-    Variant("pipeline_1_bf16", "pipeline", 1, "bf16"),
+    Variant("plain_2_bf16", "plain", 2, "bf16", universal=True),
+    Variant("plain_3", "plain", 3, universal=True),
+    Variant("pipeline_1_bf16", "pipeline", 1, "bf16", universal=True),
     Variant("pipeline_0", "pipeline", 0),
     Variant("pipeline_tied", "pipeline", 1, options=(("tied", True),)),
     Variant("pipeline_model", "pipeline", 1, "bf16", options=(("model", 2),)),
@@ -47,7 +52,7 @@ ALL = (
     Variant("megatron_2", "megatron", 2),
     Variant("megatron_3", "megatron", 3),
     Variant("megatron_0", "megatron", 0),
-    Variant("autotp_1_bf16", "autotp", 1, "bf16"),
+    Variant("autotp_1_bf16", "autotp", 1, "bf16", universal=True),
     Variant("autotp_0", "autotp", 0),
 )
 
@@ -84,7 +89,37 @@ def write(root: str, variants: list[Variant]) -> dict[str, Held]:
         torch.manual_seed(11)
         train: Callable[..., Held] = globals()[f"_{variant.train}"]
         held[variant.name] = train(variant, str(Path(root) / variant.name), **dict(variant.options))
+    if torch.distributed.get_rank() == 0:
+        for variant in variants:
+            if variant.universal:
+                _convert(Path(root) / variant.name / "step", Path(root) / f"{variant.name}_universal" / "step")
     return held
+
+
+def _convert(source: Path, destination: Path) -> None:
+    """Make a universal checkpoint with DeepSpeed's own converter."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    if "mp_rank_01" not in "".join(os.listdir(source)) and not list(source.glob("*zero_pp_rank_0_mp_rank_00_model*")):
+        # DeepSpeed notes how tensors are split for AutoTP only, and its converter wants the note of all
+        path = source / "mp_rank_00_model_states.pt"
+        if "universal_checkpoint_info" not in (state := torch.load(path, weights_only=False)):
+            torch.save({**state, "universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}, path)
+    destination.parent.mkdir()
+    main(
+        argparse.Namespace(
+            input_folder=str(source),
+            output_folder=str(destination),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+
+
+# ---- one model on each rank -----------------------------------------------------------------------------------------
 
 
 def _forget_groups() -> None:
@@ -147,10 +182,34 @@ def _gathered_groups(engine: Any) -> Held:
     return held
 
 
+def _steps(engine: Any, seed: int) -> None:
+    """Train on tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(STEPS):
+        engine.backward(engine(torch.randint(0, 8, (2, 3), generator=generator)))
+        engine.step()
+
+
 def _everyone(value: Any) -> list[Any]:
     found: list[Any] = [None] * WORLD
     torch.distributed.all_gather_object(found, value)
     return found
+
+
+def _plain(variant: Variant, folder: str) -> Held:
+    import deepspeed
+
+    net = _Plain()
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        optimizer=torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2),
+        config=_config(variant),
+    )
+    _steps(engine, torch.distributed.get_rank())
+    engine.save_checkpoint(folder, tag="step")
+    held = _local_state(engine, variant.stage)
+    engine.destroy()
+    return held
 
 
 # ---- pipeline -------------------------------------------------------------------------------------------------------
@@ -253,9 +312,7 @@ def _experts(variant: Variant, folder: str) -> Held:
     groups = split_params_into_different_moe_groups_for_optimizer(
         [{"params": [p for p in net.parameters() if p.requires_grad], "name": "all"}]
     )
-    engine, *_ = deepspeed.initialize(
-        model=net, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=_config(variant)
-    )
+    engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=_config(variant))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[variant.dtype]
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
     for _ in range(STEPS):
@@ -422,10 +479,7 @@ def _megatron(variant: Variant, folder: str) -> Held:
         optimizer=torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2),
         config=_config(variant),
     )
-    generator = torch.Generator().manual_seed(mpu.get_data_parallel_rank())
-    for _ in range(STEPS):
-        engine.backward(engine(torch.randint(0, 8, (2, 3), generator=generator)))
-        engine.step()
+    _steps(engine, mpu.get_data_parallel_rank())
     engine.save_checkpoint(folder, tag="step")
     held = _joined(_local_state(engine, variant.stage), variant)
     engine.destroy()
@@ -444,7 +498,7 @@ def _joined(local: Held, variant: Variant) -> Held:
     }
 
 
-class _Auto(_Model):
+class _Plain(_Model):
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(8, WIDTH)
@@ -477,7 +531,7 @@ AUTOTP = {
 def _autotp(variant: Variant, folder: str) -> Held:
     import deepspeed
 
-    net = _Auto()
+    net = _Plain()
     engine, *_ = deepspeed.initialize(
         model=net,
         optimizer=torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2),
@@ -485,10 +539,7 @@ def _autotp(variant: Variant, folder: str) -> Held:
     )
     from deepspeed.utils import groups
 
-    generator = torch.Generator().manual_seed(groups.get_data_parallel_rank())
-    for _ in range(STEPS):
-        engine.backward(engine(torch.randint(0, 8, (2, 3), generator=generator)))
-        engine.step()
+    _steps(engine, groups.get_data_parallel_rank())
     engine.save_checkpoint(folder, tag="step")
     everyone = _everyone(_local_state(engine, variant.stage))[:2]
     held = {

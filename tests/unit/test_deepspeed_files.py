@@ -439,12 +439,8 @@ def test_other_formats_of_files(tmp_path):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mp_rank_01_model_states.pt", "tensor parallelism"),
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
-        ("layer_00-model_00-model_states.pt", "pipeline"),
-        ("layer_0_expert_3_mp_rank_00_model_states.pt", "mixture of experts"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture of experts"),
-        ("zero/a.weight/fp32.pt", "universal"),
+        ("expert_3_mp_rank_00_model_states.pt", "mixture of experts of a DeepSpeed before 0.5"),
+        ("layer_00-slice_01-model_states.pt", "pipeline with axes of its own"),
         ("offloaded_tensors/rank0/x.swp", "NVMe"),
     ],
 )
@@ -454,6 +450,25 @@ def test_what_is_not_supported_says_so(tmp_path, name, reason):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"x")
     refused(tmp_path / "c", str(tmp_path / "c"), reason, CheckpointError)
+
+
+@pytest.mark.parametrize(
+    ("name", "named", "reason"),
+    [
+        ("mp_rank_01_model_states.pt", "mp_rank_01_model_states.pt", "1 model-parallel ranks wrote this"),
+        ("layer_00-model_00-model_states.pt", MODULE, "files of a pipeline .* are of another checkpoint"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "expp_rank_0_mp_rank_00_optim_states.pt", "mixture of experts"),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", "layer_0_expert_0_mp_rank_00_model_states.pt", "is missing"),
+        ("zero/a.weight/fp32.pt", "zero", "universal checkpoint.*mixed"),
+    ],
+)
+def test_files_of_other_kinds_of_parallelism_in_a_plain_checkpoint(tmp_path, name, named, reason):
+    write(tmp_path / "c", 1, 1)
+    path = tmp_path / "c" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = torch.load(tmp_path / "c" / MODULE, weights_only=False) if name.startswith("mp_rank_01") else {}
+    torch.save(content, path)
+    refused(tmp_path / "c", named, reason)
 
 
 def test_experts_of_autoep(tmp_path):

@@ -9,21 +9,29 @@ from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-"""Matches the name of a file with the optimizer states of one rank."""
+"""Matches the name of a file with the optimizer states of one data-parallel rank of one model rank."""
 RANK_MODULE_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
-"""Matches the name of a file with the module states of one rank (ZeRO-3)."""
+"""Matches the name of a file with the module states of one data-parallel rank of one model rank (ZeRO-3)."""
 MODULE_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-"""Matches the name of a file with the module states of all ranks (ZeRO-0 to 2)."""
-_STATE_FILES = (OPTIMIZER_FILE, RANK_MODULE_FILE, MODULE_FILE)
+"""Matches the name of a file with the module states of one model rank (ZeRO-0 to 2)."""
+LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+"""Matches the name of a file with one layer of a pipeline, or one tensor-parallel rank's part of it."""
+EXPERT_FILE = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+"""Matches the name of a file with one expert of one layer of a mixture of experts."""
+EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+"""Matches the name of a file with the optimizer of one expert-parallel rank (without ZeRO)."""
+UNIVERSAL_FOLDER = "zero"
+"""Folder within a universal checkpoint that has a folder of files for each parameter."""
+_RANK_FILES = (OPTIMIZER_FILE, RANK_MODULE_FILE, MODULE_FILE)
+_STATE_FILES = (*_RANK_FILES, LAYER_FILE, EXPERT_FILE, EXPERT_OPTIMIZER_FILE)
 _UNSUPPORTED = (
-    (re.compile(r"(expp_rank_|expert_|layer_.*_expert_).*\.pt"), "belongs to a mixture of experts (MoE)"),
-    (re.compile(r"layer_\d+.*[-_]model_states\.pt"), "belongs to pipeline parallelism"),
+    (re.compile(r"expert_\d+_mp_rank_.*\.pt"), "belongs to a mixture of experts of a DeepSpeed before 0.5"),
+    (re.compile(r"layer_\d+-.*[-_]model_states\.pt"), "belongs to a pipeline with axes of its own"),
     (re.compile(r"offloaded_tensors"), "holds an optimizer that was offloaded to NVMe"),
 )
-_UNIVERSAL_FOLDER = "zero"
 WAY_OUT = (
-    "convert the checkpoint with DeepSpeed's ds_to_universal.py, load that in DeepSpeed and save it as "
-    "plain ZeRO; ort_zero reads ZeRO-0 to 3 over data-parallel ranks"
+    "convert the checkpoint with DeepSpeed's ds_to_universal.py, and give ort_zero the universal checkpoint, or load "
+    "that in DeepSpeed and save it as plain ZeRO"
 )
 """What a user can do about a checkpoint of another kind of parallelism."""
 
@@ -51,19 +59,30 @@ def refuse_unsupported(folder: Folder, names: Sequence[str]) -> None:
     """
     for name in names:
         for pattern, what in _UNSUPPORTED:
-            if pattern.fullmatch(name):
+            if pattern.fullmatch(name) and not LAYER_FILE.fullmatch(name):
                 raise CheckpointError(f"{folder.path(name)} {what}, which ort_zero does not read; {WAY_OUT}")
-        for pattern in _STATE_FILES:
+
+
+def names_by_model_rank(names: Iterable[str]) -> dict[int, list[str]]:
+    """Return the files of module and optimizer states by model rank, the number behind ``mp_rank_``."""
+    found: dict[int, list[str]] = {}
+    for name in names:
+        for pattern in _RANK_FILES:
             match = pattern.fullmatch(name)
-            if match and int(match.groups()[-1]):
-                raise CheckpointError(
-                    f"{folder.path(name)} belongs to tensor parallelism, which ort_zero does not read; {WAY_OUT}"
-                )
-    if _UNIVERSAL_FOLDER in names and folder.child(_UNIVERSAL_FOLDER).names():
-        raise CheckpointError(
-            f"{folder.path()} is a universal checkpoint, which ort_zero does not read; "
-            "use the checkpoint it was converted from"
-        )
+            if match:
+                found.setdefault(int(match.groups()[-1]), []).append(name)
+    return dict(sorted(found.items()))
+
+
+def other_rank(saved_as: str, name: str) -> bool:
+    """Return True if a file says that it was written under the name of another file of states.
+
+    Args:
+        saved_as: name that it was written under, without ``.pt``.
+        name: its name now.
+    """
+    written = f"{saved_as}.pt"
+    return written != name and any(pattern.fullmatch(written) for pattern in _STATE_FILES)
 
 
 def names_by_rank(folder: Folder, names: Iterable[str], pattern: re.Pattern) -> dict[int, str]:

@@ -39,6 +39,14 @@ class FlatLayout:
     """Number of elements of each flat tensor of each vector; for ZeRO-1 and 2 without the padding at the end."""
     parts: list[list[tuple[int, int]]] = field(default_factory=list)
     """(rank, number of the flat tensor) of each part of each vector."""
+    saved_names: dict[str, str] = field(default_factory=dict)
+    """Name of each parameter in the files of the ranks that hold it; an expert's number counts there from the rank's
+    first expert."""
+
+    def add(self, name: str, shape: tuple[int, ...], number: int, ranges: list[ElementRange], saved_as: str) -> None:
+        """Add a parameter that lies in the flat tensors with that number."""
+        self.shapes[name], self.number_of[name] = shape, number
+        self.ranges[name], self.saved_names[name] = ranges, saved_as
 
 
 class _Part(NamedTuple):

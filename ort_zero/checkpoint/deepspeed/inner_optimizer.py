@@ -14,7 +14,7 @@ from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor
 from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
-_NUMBERS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
+_FORMATS = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i", "F16": "<e"}
 """Formats of :mod:`struct` by dtype."""
 State = dict[str, Any]
 """The optimizer's state of one flat tensor, by name: "exp_avg", "step", ..."""
@@ -31,7 +31,7 @@ def read_optimizer(files: StateFiles, partitioning: Partitioning, layout: FlatLa
     scalars = [[_scalars(files, file, state) for state in states] for file, (states, _) in zip(files.optimizers, inner)]
     _check_steps(files, scalars)
     options = {
-        file: [_group_options(files, file, group) for group in groups]
+        file: [group_options(files, file, group) for group in groups]
         for file, (_, groups) in zip(files.optimizers, inner)
     }
     plain = {file: json.dumps([values for values, _ in rows], sort_keys=True) for file, rows in options.items()}
@@ -90,13 +90,13 @@ def _scalars(files: StateFiles, file: TorchFile, state: State) -> dict[str, floa
     values = {}
     for key, value in state.items():
         if isinstance(value, StoredTensor) and not value.shape:
-            value = _number(files, file, value, key)
+            value = number_of(files, file, value, key)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             values[key] = float(value)
     return values
 
 
-def _number(files: StateFiles, file: TorchFile, stored: StoredTensor, what: str) -> float:
+def number_of(files: StateFiles, file: TorchFile, stored: StoredTensor, what: str) -> float:
     """Return the value of a tensor without dimensions.
 
     Raises:
@@ -110,22 +110,22 @@ def _number(files: StateFiles, file: TorchFile, stored: StoredTensor, what: str)
     raw = files.folder.read(file.file.name, stored.offset, stored.itemsize)
     if code == "BF16":
         code, raw = "F32", b"\0\0" + raw
-    if code not in _NUMBERS:
+    if code not in _FORMATS:
         raise CheckpointError(f"{files.path(file)}: {what!r} is a number of type {code}, which is not expected")
-    return struct.unpack(_NUMBERS[code], raw)[0]
+    return struct.unpack(_FORMATS[code], raw)[0]
 
 
 # ---- hyper-parameters -----------------------------------------------------------------------------------------------
 
 
-def _group_options(files: StateFiles, file: TorchFile, group: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+def group_options(files: StateFiles, file: TorchFile, group: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     """Return the hyper-parameters of a group as JSON values, and the numbers of its flat tensors."""
     values = {}
     for key, value in group.items():
         if key in ("params", "step"):
             continue
         if isinstance(value, StoredTensor) and not value.shape:
-            value = _number(files, file, value, key)
+            value = number_of(files, file, value, key)
         try:
             values[key] = json.loads(json.dumps(value))
         except TypeError:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ort_zero.checkpoint.deepspeed import zero3
-from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles
+from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
 from ort_zero.checkpoint.pickled_values import StoredTensor
-from ort_zero.checkpoint.records import BUFFER, WEIGHT, Piece, Tensor
+from ort_zero.checkpoint.records import BUFFER, WEIGHT, Tensor
 from ort_zero.errors import CheckpointError
 
 
@@ -49,7 +49,7 @@ class ModuleState:
         for name, stored in self._values.items():
             if name not in skip:
                 yield self._tensor(name, WEIGHT, stored)
-        if not self._files.optimizers:
+        if not self._files.optimizers and not self._trained:
             self._files.notes.append(
                 "it was saved without optimizer state that can be read: the weights are the module's own"
             )
@@ -60,17 +60,7 @@ class ModuleState:
             yield self._tensor(name, BUFFER, self._values[name])
 
     def _tensor(self, name: str, kind: str, stored: StoredTensor) -> Tensor:
-        """Return a tensor that lies whole in the module's file."""
-        file = self._files.modules[0]
-        code = self._files.dtype_code(file, stored, name)
-        size, strides = stored.itemsize, None
-        span = elements_of(stored.shape)
-        if span and not _is_row_major(stored):
-            span = sum((n - 1) * s for n, s in zip(stored.shape, stored.strides)) + 1
-            strides = stored.strides
-        pieces = (Piece(file.file.name, stored.offset, span * size, 0),) if span else ()
-        tensor = Tensor(name=name, kind=kind, dtype=code, shape=stored.shape, pieces=pieces, strides=strides)
-        return covered(tensor, self._files.path(file))
+        return whole_tensor(self._files, self._files.modules[0], name, kind, stored)
 
     def _frozen_names(self) -> list[str]:
         module = self._files.module
@@ -129,12 +119,3 @@ class ModuleState:
             if target != name:
                 aliases[name] = target
         return aliases
-
-
-def _is_row_major(stored: StoredTensor) -> bool:
-    step = 1
-    for size, stride in zip(reversed(stored.shape), reversed(stored.strides)):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True

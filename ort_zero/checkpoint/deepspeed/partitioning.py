@@ -38,9 +38,6 @@ class Partitioning:
         """
         groups = self._shapes()
         layout = FlatLayout()
-        for number, group in enumerate(groups):
-            layout.shapes.update(group)
-            layout.number_of.update(dict.fromkeys(group, number))
         self._fill(layout, groups)
         return layout
 
@@ -81,6 +78,11 @@ class Partitioning:
         return dict(enumerate(flat))
 
     def _shapes(self) -> Shapes:
+        """Return the shapes that the module file notes.
+
+        Raises:
+            CorruptCheckpointError: it notes none.
+        """
         shapes = self.files.module.get("param_shapes")
         if shapes is None:
             raise CorruptCheckpointError(
@@ -91,7 +93,7 @@ class Partitioning:
         return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
 
     def _fill(self, layout: FlatLayout, groups: Shapes) -> None:
-        """Set the ranges of the parameters, and the parts and lengths of the vectors."""
+        """Add the parameters with their ranges, and the parts and lengths of the vectors."""
         raise NotImplementedError
 
     def _least_lengths(self, layout: FlatLayout, vector: int) -> list[int]:

@@ -2,56 +2,129 @@
 
 from __future__ import annotations
 
-from ort_zero.checkpoint.deepspeed.flat_layout import flat_tensors
-from ort_zero.checkpoint.deepspeed.inner_optimizer import read_optimizer
-from ort_zero.checkpoint.deepspeed.mixtures import refuse_other_weights
-from ort_zero.checkpoint.deepspeed.module_state import ModuleState
-from ort_zero.checkpoint.deepspeed.state_files import open_state_files
-from ort_zero.checkpoint.deepspeed.zero3 import Zero3
-from ort_zero.checkpoint.deepspeed.zero12 import Zero12
-from ort_zero.checkpoint.records import MASTER, Optimizer, Source, Tensor
+import json
+from collections.abc import Sequence
+
+from ort_zero.checkpoint.config_files import config_files_beside
+from ort_zero.checkpoint.deepspeed import universal
+from ort_zero.checkpoint.deepspeed.experts import open_experts
+from ort_zero.checkpoint.deepspeed.file_names import (
+    EXPERT_FILE,
+    EXPERT_OPTIMIZER_FILE,
+    OPTIMIZER_FILE,
+    UNIVERSAL_FOLDER,
+    WAY_OUT,
+    names_by_model_rank,
+    refuse_unsupported,
+)
+from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
+from ort_zero.checkpoint.deepspeed.pipeline import join_stages, layer_files
+from ort_zero.checkpoint.deepspeed.split_rules import Rule
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_state_files
+from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
+from ort_zero.checkpoint.deepspeed.topology import Topology, find_topology
+from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.storage import Folder
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 
-def open_deepspeed(folder: Folder, trust_pickle: bool = False) -> Source:
+def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequence[Rule] = ()) -> Source:
     """Return the checkpoint in `folder`, having checked that its files belong together.
 
     Args:
         folder: the folder of one tag.
         trust_pickle: unpickle whatever the files hold.
+        tp_split: how tensor-parallel ranks share tensors; the first rule that matches a name counts, before anything
+            that the checkpoint says itself.
 
     Raises:
         CorruptCheckpointError: a file is missing, too many, damaged, or of another step, run or world size.
-        CheckpointError: something that cannot be read here: several model-parallel ranks, experts, a universal
-            checkpoint, classes that DeepSpeed does not write, an unknown dtype.
+        CheckpointError: something that cannot be read here: experts spread by AutoEP, an optimizer on NVMe, classes
+            that DeepSpeed does not write, an unknown dtype, a tensor-parallel split that nothing tells.
     """
-    files = open_state_files(folder, trust_pickle)
-    tensors: list[Tensor] = []
-    optimizer: Optimizer | None = None
-    if files.optimizers:
-        partitioning = Zero3(files) if files.stage == 3 else Zero12(files)
-        layout = partitioning.layout()
-        module = ModuleState(files, list(layout.shapes))
-        partitioning.check(layout)
-        tensors += flat_tensors(files, layout, MASTER, [partitioning.masters(file) for file in files.optimizers])
-        optimizer, moments = read_optimizer(files, partitioning, layout)
-        if files.stage < 3:
-            refuse_other_weights(files, tensors)
-        tensors += moments
+    names = folder.names()
+    refuse_unsupported(folder, names)
+    layers = layer_files(names)
+    is_universal = universal.recognises(folder, names)
+    by_rank = names_by_model_rank(names) or {0: []}
+    files = {
+        rank: open_state_files(folder, mine, trust_pickle, model_rank=rank, pipeline=bool(layers) or is_universal)
+        for rank, mine in by_rank.items()
+    }
+    _refuse_mixed_kinds(folder, names, layers, is_universal)
+    topology = find_topology(files, layers if not is_universal else {})
+    if is_universal:
+        rank = universal.read_universal(folder, files, topology, trust_pickle, tp_split, _config(folder))
     else:
-        module = ModuleState(files, [])
-    tensors += [*module.weights(), *module.buffers()]
+        rank = _joined(folder, names, files, layers, topology, trust_pickle, tp_split)
+    notes = list(dict.fromkeys(rank.notes))
     return Source(
         format="deepspeed",
         root=folder.url,
         tag=folder.url.rsplit("/", 1)[-1],
-        step=files.module.get("global_steps"),
-        world_size=files.world_size,
-        zero_stage=files.stage,
-        tensors=tuple(tensors),
-        files={file.file.name: file.file for file in (*files.modules, *files.optimizers)},
-        aliases=module.aliases,
-        frozen=frozenset(module.frozen),
-        optimizer=optimizer,
-        notes=tuple(files.notes),
+        step=rank.module.get("global_steps"),
+        world_size=rank.states.world_size * topology.model_ranks,
+        zero_stage=rank.states.stage,
+        tensors=tuple(rank.tensors),
+        files={file.file.name: file.file for file in rank.files},
+        aliases=rank.aliases,
+        frozen=frozenset(rank.frozen),
+        optimizer=rank.optimizer,
+        notes=tuple(notes),
     )
+
+
+def _refuse_mixed_kinds(folder: Folder, names: Sequence[str], layers: object, is_universal: bool) -> None:
+    """Raise if the files are of kinds that DeepSpeed does not write together.
+
+    Raises:
+        CorruptCheckpointError: they are; names one file.
+    """
+    expert = next((name for name in names if EXPERT_FILE.fullmatch(name)), None)
+    optimizer = next((name for name in names if EXPERT_OPTIMIZER_FILE.fullmatch(name)), None)
+    if optimizer is not None and expert is None:
+        raise CorruptCheckpointError(
+            f"{folder.path(optimizer)} belongs to a mixture of experts, but no file of an expert is there"
+        )
+    ours = next((name for name in names if OPTIMIZER_FILE.fullmatch(name)), None) or expert
+    if is_universal and (ours or layers):
+        raise CorruptCheckpointError(
+            f"{folder.path(UNIVERSAL_FOLDER)} is of a universal checkpoint, {ours or 'layer_*'} beside it is not: "
+            "files of two checkpoints are mixed"
+        )
+
+
+def _joined(
+    folder: Folder,
+    names: Sequence[str],
+    files: dict[int, StateFiles],
+    layers: dict[int, dict[int, str]],
+    topology: Topology,
+    trust_pickle: bool,
+    tp_split: Sequence[Rule],
+) -> ModelRank:
+    """Return the whole model: of one model rank, or of several."""
+    experts = None
+    if any(EXPERT_FILE.fullmatch(name) for name in names):
+        if topology.model_ranks > 1:
+            raise CheckpointError(
+                f"{folder.path()} has experts together with tensor or pipeline parallelism, "
+                f"which ort_zero does not read; {WAY_OUT}"
+            )
+        experts = open_experts(folder, names, files[0], trust_pickle)
+    ranks = [read_model_rank(number, states, experts) for number, states in files.items()]
+    degree = topology.tensor_degree
+    if layers:
+        ranks = [join_stages(ranks[number::degree], layers[number], trust_pickle) for number in range(degree)]
+    elif topology.stages > 1:
+        raise CorruptCheckpointError(f"{folder.path('layer_00-model_states.pt')} is missing: it is a pipeline's")
+    return ranks[0] if degree == 1 else join_tensor_parallel(ranks, tp_split, _config(folder))
+
+
+def _config(folder: Folder) -> object:
+    """Return the model's ``config.json`` from beside the checkpoint, None if there is none that can be read."""
+    found = config_files_beside(folder.url, folder.url).get("config.json")
+    try:
+        return None if found is None else json.loads(found.content)
+    except (ValueError, RecursionError):
+        return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ort_zero.checkpoint import dtypes
@@ -14,7 +15,7 @@ from ort_zero.checkpoint.deepspeed.file_names import (
     RANK_MODULE_FILE,
     WAY_OUT,
     names_by_rank,
-    refuse_unsupported,
+    other_rank,
     require_all_ranks,
 )
 from ort_zero.checkpoint.pickled_values import StoredTensor
@@ -112,19 +113,22 @@ def covered(tensor: Tensor, path: str) -> Tensor:
     return tensor
 
 
-def open_state_files(folder: Folder, trust_pickle: bool) -> StateFiles:
-    """Return the files of one tag, having checked that they belong together.
+def open_state_files(
+    folder: Folder, names: Sequence[str], trust_pickle: bool, *, model_rank: int = 0, pipeline: bool = False
+) -> StateFiles:
+    """Return the files of one model rank of one tag, having checked that they belong together.
 
     Args:
         folder: folder of the tag.
+        names: names of the files of this model rank.
         trust_pickle: unpickle whatever the files hold.
+        model_rank: the number behind ``mp_rank_`` in the names.
+        pipeline: the module is in files of layers, not in the file of module states.
 
     Raises:
         CorruptCheckpointError: a file is missing, too many, damaged, or of another step, run or world size.
         CheckpointError: a kind of parallelism or a class that cannot be read.
     """
-    names = folder.names()
-    refuse_unsupported(folder, names)
     optimizer_names = names_by_rank(folder, names, OPTIMIZER_FILE)
     rank_names = names_by_rank(folder, names, RANK_MODULE_FILE)
     whole = [name for name in names if MODULE_FILE.fullmatch(name)]
@@ -134,9 +138,10 @@ def open_state_files(folder: Folder, trust_pickle: bool) -> StateFiles:
             f"{next(iter(rank_names.values()))} is"
         )
     if not rank_names and not whole:
-        raise CorruptCheckpointError(f"{folder.path('mp_rank_00_model_states.pt')} is missing")
+        raise CorruptCheckpointError(f"{folder.path(f'mp_rank_{model_rank:02d}_model_states.pt')} is missing")
     opened = {
-        name: _open(folder, name, trust_pickle) for name in (*whole, *rank_names.values(), *optimizer_names.values())
+        name: _open(folder, name, trust_pickle, pipeline)
+        for name in (*whole, *rank_names.values(), *optimizer_names.values())
     }
     world_size = _world_size(folder, opened, max(len(optimizer_names), len(rank_names), 1))
     for by_rank in (optimizer_names, rank_names):
@@ -148,39 +153,65 @@ def open_state_files(folder: Folder, trust_pickle: bool) -> StateFiles:
         stage=0,
         world_size=world_size,
     )
-    _check_one_save(files)
-    files.notes += _notes(files)
+    for file in (*files.modules, *files.optimizers):
+        _check_own_name(folder, file)
+    files.stage = _stage(files)
+    check_one_save(files)
+    files.notes += notes_on((*files.modules, *files.optimizers))
     return files
 
 
-def _notes(files: StateFiles) -> Iterator[str]:
-    """Yield what the user should know of the pickles and checksums of the files."""
-    every = (*files.modules, *files.optimizers)
-    classes = {name for file in every for name in file.opaque if not name.startswith(_NEVER_READ)}
+def notes_on(opened: Sequence[TorchFile]) -> Iterator[str]:
+    """Yield what the user should know of the pickles and checksums of some files."""
+    classes = {name for file in opened for name in file.opaque if not name.startswith(_NEVER_READ)}
     if classes:
         yield (
             f"objects of {shortened(sorted(classes), MOST_NAMED)} are in the files, whose classes are not known here: "
             "they are left as they are, and their values not read"
         )
-    unchecked = [file.file.name for file in every if not file.file.records]
+    unchecked = [file.file.name for file in opened if not file.file.records]
     if unchecked:
         yield f"written without checksums, so that nothing can tell damage to the data: {shortened(unchecked, 3)}"
 
 
-def _open(folder: Folder, name: str, trust_pickle: bool) -> TorchFile:
-    """Return one opened file.
+def open_part(folder: Folder, name: str, trust_pickle: bool) -> TorchFile:
+    """Return an opened file of one layer or one expert: a dictionary of tensors by name.
 
     Raises:
-        CorruptCheckpointError: damaged, or not a file of states.
+        CorruptCheckpointError: damaged, not such a file, or written under another name.
+        CheckpointError: with a class that cannot be read.
+    """
+    file = open_torch_file(folder, name, trust_pickle)
+    if not isinstance(file.content, dict):
+        raise CorruptCheckpointError(f"{folder.path(name)} is not a file of DeepSpeed's: it holds no state_dict")
+    _check_own_name(folder, file)
+    return file
+
+
+def _open(folder: Folder, name: str, trust_pickle: bool, pipeline: bool) -> TorchFile:
+    """Return one opened file of module or optimizer states.
+
+    Raises:
+        CorruptCheckpointError: damaged, not a file of states, or written under another name.
         CheckpointError: of a kind of parallelism, or with a class, that cannot be read.
     """
     file = open_torch_file(folder, name, trust_pickle)
     key, kind = ("module", "module") if name.endswith("_model_states.pt") else ("optimizer_state_dict", "optimizer")
+    module = file.content.get(key, 0) if isinstance(file.content, dict) else 0
+    if key == "module" and module is None:
+        if not pipeline:
+            raise CorruptCheckpointError(
+                f"{folder.path(name)} is of a pipeline, but no file of a layer (layer_00-model_states.pt) is there"
+            )
+        file = replace(file, content={**file.content, "module": {}})
     if not isinstance(file.content, dict) or not isinstance(file.content.get(key), dict):
-        if isinstance(file.content, dict) and file.content.get(key, 0) is None:
-            raise CheckpointError(f"{folder.path(name)} has no module: pipeline parallelism; {WAY_OUT}")
         raise CorruptCheckpointError(
             f"{folder.path(name)} is not a file of DeepSpeed's {kind} states: no {key!r} in it"
+        )
+    if pipeline and key == "module" and module is not None:
+        raise CorruptCheckpointError(
+            f"{folder.path(name)} holds a whole module, so the files of a pipeline (layer_*) here are of another "
+            "checkpoint"
         )
     for where in ("ds_autoep_layers", "autoep_layers"):
         if file.content.get(where):
@@ -193,24 +224,21 @@ def _open(folder: Folder, name: str, trust_pickle: bool) -> TorchFile:
 # ---- of one save ----------------------------------------------------------------------------------------------------
 
 
-def _check_one_save(files: StateFiles) -> None:
-    """Raise if a file is of another save, and set the ZeRO stage."""
-    for file in (*files.modules, *files.optimizers):
-        _check_own_name(files, file)
-    files.stage = _stage(files)
+def check_one_save(files: StateFiles) -> None:
+    """Raise CorruptCheckpointError if a file is of another save."""
     every = (*files.modules, *files.optimizers)
     files.check_same("ds_version", {file: file.content.get("ds_version") for file in every})
     for what, key in (("global step", "global_steps"), *_SAME_ON_ALL_RANKS):
         files.check_same(what, {file: file.content.get(key) for file in files.modules})
 
 
-def _check_own_name(files: StateFiles, file: TorchFile) -> None:
+def _check_own_name(folder: Folder, file: TorchFile) -> None:
     """Raise if the file says that it was written under the name of another rank."""
-    mine, written = file.file.name.removesuffix(".pt"), file.saved_as
-    match = OPTIMIZER_FILE.fullmatch(f"{written}.pt") or RANK_MODULE_FILE.fullmatch(f"{written}.pt")
-    if match is not None and mine != written:
+    if other_rank(file.saved_as, file.file.name):
+        match = re.search(r"rank_(\d+)", file.saved_as)
+        whose = f"rank {match.group(1)}'s" if match else "another"
         raise CorruptCheckpointError(
-            f"{files.path(file)} is rank {match.group(1)}'s file: it was written as {written}.pt, "
+            f"{folder.path(file.file.name)} is {whose} file: it was written as {file.saved_as}.pt, "
             "then renamed or swapped with another"
         )
 
@@ -239,14 +267,12 @@ def _world_size(folder: Folder, opened: Mapping[str, TorchFile], otherwise: int)
 
 
 def _partition_count(path: str, file: TorchFile) -> int | None:
-    """Return over how many ranks the parameter groups of a file are cut; None if it does not say."""
+    """Return over how many ranks the parameters of a file are cut; None if it does not say."""
     count = zero_state(file).get("partition_count")
-    if isinstance(count, list):
-        if len(set(count)) > 1:
-            raise CheckpointError(
-                f"{path} has parameter groups over {count} ranks (experts), which ort_zero does not read; {WAY_OUT}"
-            )
-        count = count[0] if count else None
+    if isinstance(count, list):  # one for each parameter group; experts are cut over fewer ranks
+        if not all(isinstance(n, int) for n in count):
+            raise CorruptCheckpointError(f"{path} does not say over how many ranks its parameter groups are cut")
+        count = max(count, default=None)
     return count
 
 

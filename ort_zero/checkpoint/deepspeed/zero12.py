@@ -1,18 +1,32 @@
-"""ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat vector per parameter group, cut into equal parts, one per rank."""
+"""ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat vector per parameter group, cut into equal parts, one per rank.
+
+A group of experts has one vector for each expert-parallel rank, cut over the ranks that hold the same experts.
+"""
 
 from __future__ import annotations
 
+from ort_zero.checkpoint.deepspeed.experts import Experts
+from ort_zero.checkpoint.deepspeed.file_names import WAY_OUT
 from ort_zero.checkpoint.deepspeed.flat_layout import ElementRange, FlatLayout, elements_of
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning, Shapes
-from ort_zero.checkpoint.deepspeed.state_files import zero_state
-from ort_zero.errors import CorruptCheckpointError
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 
 class Zero12(Partitioning):
-    """A vector is a parameter group; its part number r is rank r's."""
+    """A vector is a parameter group (of one expert-parallel rank); its parts are those of the ranks that share it.
+
+    Args:
+        files: the opened files, with optimizer states.
+        experts: how experts are spread over the ranks, None for a model without.
+    """
 
     masters_key = "single_partition_of_fp32_groups"
     inner_optimizer_key = "base_optimizer_state"
+
+    def __init__(self, files: StateFiles, experts: Experts | None = None):
+        super().__init__(files)
+        self._experts = experts
 
     def check(self, layout: FlatLayout) -> None:
         """See :meth:`.partitioning.Partitioning.check`; what the files note of their slices is compared first."""
@@ -20,27 +34,43 @@ class Zero12(Partitioning):
         super().check(layout)
 
     def _fill(self, layout: FlatLayout, groups: Shapes) -> None:
-        world_size, first = self.files.world_size, self.files.optimizers[0]
+        first = self.files.optimizers[0]
         paddings = zero_state(first).get("param_alignment_paddings") or [[0] * len(group) for group in groups]
         if [len(p) for p in paddings] != [len(group) for group in groups]:
             raise self.files.foreign(
                 first, "its parameter groups have other numbers of parameters than the module file's"
             )
         for number, (group, pads) in enumerate(zip(groups, paddings)):
-            position = 0
-            for (name, shape), pad in zip(group.items(), pads):
-                size = elements_of(shape)
-                layout.ranges[name] = [ElementRange(number, position, position + size, 0)]
-                position += size + pad
-            part = -(-position // (2 * world_size)) * 2
-            layout.lengths.append([part] * world_size)
-            layout.parts.append([(rank, number) for rank in range(world_size)])
+            for ranks, names in self._sharers(number, group):
+                vector, position = len(layout.parts), 0
+                for (saved_as, shape), pad in zip(group.items(), pads):
+                    size = elements_of(shape)
+                    ranges = [ElementRange(vector, position, position + size, 0)]
+                    layout.add(names[saved_as], shape, number, ranges, saved_as)
+                    position += size + pad
+                part = -(-position // (2 * len(ranks))) * 2
+                layout.lengths.append([part] * len(ranks))
+                layout.parts.append([(rank, number) for rank in ranks])
+
+    def _sharers(self, number: int, group: dict[str, tuple[int, ...]]) -> list[tuple[list[int], dict[str, str]]]:
+        """Return for each vector of a group the ranks that share it, and the parameters' names by those in the file."""
+        world_size = self.files.world_size
+        counts = zero_state(self.files.optimizers[0]).get("partition_count")
+        count = counts[number] if isinstance(counts, list) and number < len(counts) else world_size
+        if self._experts is not None and self._experts.holds(group):
+            return self._experts.sharers(count, group)
+        if count != world_size:
+            raise CheckpointError(
+                f"{self.files.path(self.files.optimizers[0])} has parameter groups over {counts} ranks, as experts "
+                f"have, but no file of an expert (layer_*_expert_*) is there; {WAY_OUT}"
+            )
+        return [(list(range(world_size)), {name: name for name in group})]
 
     def _least_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
         # what fills the end of a vector may be saved or not
         end = max((r.end for ranges in layout.ranges.values() for r in ranges if r.vector == vector), default=0)
         part = layout.lengths[vector][0]
-        return [min(max(end - rank * part, 0), part) for rank, _ in layout.parts[vector]]
+        return [min(max(end - index * part, 0), part) for index in range(len(layout.parts[vector]))]
 
     def _check_slices(self, layout: FlatLayout) -> None:
         """Raise if a file holds other slices of parameters than its rank must."""
@@ -68,11 +98,16 @@ class Zero12(Partitioning):
 
     def _slices_of(self, layout: FlatLayout, rank: int) -> list[dict[str, tuple[int, int]]]:
         """Return (first element, elements) in a rank's part of each parameter it has a slice of, for each group."""
-        groups: list[dict[str, tuple[int, int]]] = [{} for _ in layout.lengths]
+        count = 1 + max((number for row in layout.parts for _, number in row), default=-1)
+        groups: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
+        index_in = [{holder: index for index, (holder, _) in enumerate(row)} for row in layout.parts]
         for name, ranges in layout.ranges.items():
             for r in ranges:
-                part = layout.lengths[r.vector][rank]
-                begin, end = max(r.begin, rank * part), min(r.end, (rank + 1) * part)
+                index = index_in[r.vector].get(rank)
+                if index is None:
+                    continue
+                part = layout.lengths[r.vector][index]
+                begin, end = max(r.begin, index * part), min(r.end, (index + 1) * part)
                 if begin < end:
-                    groups[r.vector][name] = (begin - rank * part, end - begin)
+                    groups[layout.number_of[name]][layout.saved_names[name]] = (begin - index * part, end - begin)
         return groups

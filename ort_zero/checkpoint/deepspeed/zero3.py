@@ -24,11 +24,12 @@ class Zero3(Partitioning):
             start = position
             for name, shape in group.items():
                 cuts = list(_cuts(elements_of(shape), world_size))
-                layout.ranges[name] = [
+                ranges = [
                     ElementRange(rank, position, position + stop - begin, begin)
                     for rank, (begin, stop) in enumerate(cuts)
                     if stop > begin
                 ]
+                layout.add(name, shape, len(lengths), ranges, name)
                 position += -(-elements_of(shape) // world_size)
             lengths.append(position - start)
         layout.lengths = [lengths] * world_size

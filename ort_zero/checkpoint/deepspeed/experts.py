@@ -1,0 +1,174 @@
+"""Mixtures of experts: which rank holds which expert, and the files with the experts' weights.
+
+Each expert-parallel rank counts its own experts from 0; whole models count through all of them, rank by rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ort_zero.checkpoint.deepspeed.file_names import EXPERT_FILE, EXPERT_OPTIMIZER_FILE, WAY_OUT
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, zero_state
+from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
+from ort_zero.checkpoint.pickled_values import StoredTensor
+from ort_zero.checkpoint.records import WEIGHT, Tensor
+from ort_zero.checkpoint.storage import Folder
+from ort_zero.checkpoint.torch_file import TorchFile
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+_EXPERT = re.compile(r"(?P<layer>(?:.*\.)?deepspeed_experts)\.(?P<number>\d+)\.(?P<rest>.+)")
+
+
+@dataclass
+class Experts:
+    """The experts of a model, with the files of their weights."""
+
+    files: StateFiles
+    weights: list[TorchFile] = field(default_factory=list)
+    """Files of the experts' weights, by layer and expert."""
+    optimizers: list[TorchFile] = field(default_factory=list)
+    """Files of the optimizers of the expert-parallel ranks (without ZeRO)."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Number of experts of each layer, by the name before the expert's number."""
+
+    def holds(self, names: Iterable[str]) -> bool:
+        """Return True if one of the parameters is an expert's."""
+        return any(_EXPERT.fullmatch(name) for name in names)
+
+    def sharers(self, count: int, group: Mapping[str, Any]) -> list[tuple[list[int], dict[str, str]]]:
+        """Return for each expert-parallel rank the ranks that hold its experts, and the whole model's names by theirs.
+
+        Args:
+            count: number of ranks that share each expert.
+            group: names of a parameter group as every rank has them.
+
+        Raises:
+            CorruptCheckpointError: the numbers of ranks and experts do not go together.
+        """
+        world_size, first = self.files.world_size, self.files.optimizers[0]
+        if count < 1 or world_size % count:
+            raise self.files.foreign(first, f"{count} of {world_size} ranks share an expert")
+        expert_ranks = world_size // count
+        config = first.content.get("ds_config")
+        if isinstance(config, dict) and config.get("use_data_before_expert_parallelism"):
+            ranks = [list(range(e * count, (e + 1) * count)) for e in range(expert_ranks)]
+        else:
+            ranks = [list(range(e, world_size, expert_ranks)) for e in range(expert_ranks)]
+        return [
+            (ranks[e], {name: self._whole_name(name, e, expert_ranks) for name in group}) for e in range(len(ranks))
+        ]
+
+    def tensors(self, trained: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
+        """Yield the experts' weights that no optimizer's file holds.
+
+        Args:
+            trained: shapes of the parameters that the optimizer's files hold.
+
+        Raises:
+            CorruptCheckpointError: an expert's file has other parameters or shapes than the optimizer's files.
+        """
+        found: dict[str, str] = {}
+        for file in self.weights:
+            for name, stored in file.content.items():
+                if not isinstance(stored, StoredTensor):
+                    continue
+                found[name] = file.file.name
+                if name not in trained:
+                    yield whole_tensor(self.files, file, name, WEIGHT, stored)
+                elif stored.shape != tuple(trained[name]):
+                    raise self.files.foreign(file, f"{name} has another shape than in the optimizer's files")
+        for name in trained:
+            if _EXPERT.fullmatch(name) and name not in found:
+                raise CorruptCheckpointError(
+                    f"{self.files.folder.path()}: the weights of {name} are in no file of an expert"
+                )
+
+    def _whole_name(self, name: str, expert_rank: int, expert_ranks: int) -> str:
+        """Return the name in the whole model of a parameter of an expert-parallel rank."""
+        match = _EXPERT.fullmatch(name)
+        if match is None:
+            raise CheckpointError(
+                f"{self.files.folder.path()}: {name} is in a parameter group with experts, but is none; {WAY_OUT}"
+            )
+        total = self.counts.get(match["layer"], 0)
+        local = total // expert_ranks
+        number = expert_rank * local + int(match["number"])
+        if not local or total % expert_ranks or int(match["number"]) >= local:
+            raise CorruptCheckpointError(
+                f"{self.files.folder.path()}: {match['layer']} has {total} files of experts, "
+                f"which does not fit {name} on each of {expert_ranks} expert-parallel ranks"
+            )
+        return f"{match['layer']}.{number}.{match['rest']}"
+
+
+def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_pickle: bool) -> Experts:
+    """Return the experts of a checkpoint, having checked that no expert's file is missing.
+
+    Args:
+        folder: folder of the tag.
+        names: names of all files in it.
+        files: the opened files of module and optimizer states.
+        trust_pickle: unpickle whatever the files hold.
+
+    Raises:
+        CorruptCheckpointError: a file is missing, damaged or of another layer.
+        CheckpointError: experts under ZeRO-3.
+    """
+    by_place: dict[tuple[int, int], str] = {}
+    optimizers = []
+    for name in names:
+        match = EXPERT_FILE.fullmatch(name)
+        if match:
+            by_place[int(match[1]), int(match[2])] = name
+        elif EXPERT_OPTIMIZER_FILE.fullmatch(name):
+            optimizers.append(name)
+    if files.stage == 3:
+        raise CheckpointError(
+            f"{folder.path(next(iter(by_place.values())))} is an expert under ZeRO-3, which ort_zero does not read"
+        )
+    _check_complete(folder, by_place, files.module.get("num_experts"))
+    experts = Experts(files)
+    for (layer, _), name in sorted(by_place.items()):
+        file = open_part(folder, name, trust_pickle)
+        experts.weights.append(file)
+        for prefix in {match["layer"] for match in map(_EXPERT.fullmatch, file.content) if match}:
+            experts.counts[prefix] = sum(1 for other, _ in by_place if other == layer)
+    experts.optimizers = [open_part(folder, name, trust_pickle) for name in sorted(optimizers)]
+    files.notes += notes_on([*experts.weights, *experts.optimizers])
+    if experts.optimizers:
+        files.notes.append("the experts' optimizer was saved without ZeRO, and is not read: the weights are")
+    return experts
+
+
+def _check_complete(folder: Folder, by_place: Mapping[tuple[int, int], str], said: Any) -> None:
+    """Raise if an expert's file is missing or one too many."""
+    layers = sorted({layer for layer, _ in by_place})
+    counts = [said] * len(layers) if isinstance(said, int) else said
+    if not isinstance(counts, list) or not all(isinstance(n, int) for n in counts):
+        counts = [1 + max(expert for at, expert in by_place if at == layer) for layer in layers]
+    example = next(iter(by_place.values()))
+    for layer in range(max([len(counts), *(n + 1 for n in layers)])):
+        count = counts[layer] if layer < len(counts) else 0
+        for expert in range(count):
+            if (layer, expert) not in by_place:
+                name = re.sub(r"layer_\d+_expert_\d+", f"layer_{layer}_expert_{expert}", example)
+                raise CorruptCheckpointError(f"{folder.path(name)} is missing: the layer has {count} experts")
+        for at, expert in by_place:
+            if at == layer and expert >= count:
+                raise CorruptCheckpointError(
+                    f"{folder.path(by_place[at, expert])} is one too many: the layer has {count} experts; remove it"
+                )
+
+
+def is_expert(name: str) -> bool:
+    """Return True if a parameter is an expert's."""
+    return _EXPERT.fullmatch(name) is not None
+
+
+def expert_groups(file: TorchFile) -> bool:
+    """Return True if a file of optimizer states has a parameter group of experts."""
+    counts = zero_state(file).get("partition_count")
+    return isinstance(counts, list) and len(set(counts)) > 1

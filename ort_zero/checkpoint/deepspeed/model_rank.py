@@ -1,0 +1,101 @@
+"""What the files of one model rank hold: a whole model, or one pipeline stage or tensor-parallel part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ort_zero.checkpoint.deepspeed.experts import Experts, is_expert
+from ort_zero.checkpoint.deepspeed.flat_layout import flat_tensors
+from ort_zero.checkpoint.deepspeed.inner_optimizer import read_optimizer
+from ort_zero.checkpoint.deepspeed.mixtures import refuse_other_weights
+from ort_zero.checkpoint.deepspeed.module_state import ModuleState
+from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles
+from ort_zero.checkpoint.deepspeed.zero3 import Zero3
+from ort_zero.checkpoint.deepspeed.zero12 import Zero12
+from ort_zero.checkpoint.records import MASTER, WEIGHT, Optimizer, Tensor
+from ort_zero.checkpoint.storage import Folder
+from ort_zero.checkpoint.torch_file import TorchFile
+
+
+@dataclass
+class ModelRank:
+    """The tensors of one model rank; several are merged into one."""
+
+    number: int
+    """The number behind ``mp_rank_`` in the names of its files."""
+    states: StateFiles
+    """Its files of module and optimizer states."""
+    files: list[TorchFile]
+    """All of its files, those of layers and experts included."""
+    tensors: list[Tensor]
+    optimizer: Optimizer | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Tied parameters: the name that is not stored -> the name that is."""
+    frozen: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Folder:
+        """Folder of the checkpoint."""
+        return self.states.folder
+
+    @property
+    def module(self) -> dict[str, Any]:
+        """Content of the file of module states."""
+        return self.states.module
+
+    def names(self, *kinds: str) -> set[str]:
+        """Return the names of the tensors of some kinds."""
+        return {t.name for t in self.tensors if t.kind in kinds}
+
+
+def read_model_rank(
+    number: int, files: StateFiles, experts: Experts | None = None, trained: Mapping[str, tuple[int, ...]] | None = None
+) -> ModelRank:
+    """Return what the files of one model rank hold.
+
+    Args:
+        number: number of the model rank.
+        files: its files of module and optimizer states.
+        experts: the experts of the model, if it has any.
+        trained: shapes of the trained parameters, if their values are elsewhere (in a universal checkpoint).
+
+    Raises:
+        CorruptCheckpointError: the files do not belong together.
+        CheckpointError: something in them that cannot be read.
+    """
+    tensors: list[Tensor] = []
+    optimizer: Optimizer | None = None
+    shapes: dict[str, tuple[int, ...]] = {}
+    if files.optimizers:
+        partitioning: Partitioning = Zero3(files) if files.stage == 3 else Zero12(files, experts)
+        layout = partitioning.layout()
+        shapes = layout.shapes
+        module = ModuleState(files, list(shapes))
+        partitioning.check(layout)
+        tensors += flat_tensors(files, layout, MASTER, [partitioning.masters(file) for file in files.optimizers])
+        optimizer, moments = read_optimizer(files, partitioning, layout)
+        if files.stage < 3:
+            refuse_other_weights(files, tensors)
+        tensors += moments
+    else:
+        module = ModuleState(files, list(trained or ()))
+    tensors += [*module.weights(), *module.buffers()]
+    frozen = [name for name in module.frozen if not is_expert(name)]
+    opened = [*files.modules, *files.optimizers]
+    if experts is not None:
+        weights = list(experts.tensors(shapes))
+        tensors += weights
+        frozen += [tensor.name for tensor in weights if files.optimizers]
+        opened += [*experts.weights, *experts.optimizers]
+    return ModelRank(number, files, opened, tensors, optimizer, module.aliases, frozen, files.notes)
+
+
+def untrained(tensors: Iterable[Tensor]) -> list[str]:
+    """Return the names of the weights that have no masters."""
+    tensors = list(tensors)
+    trained = {t.name for t in tensors if t.kind == MASTER}
+    return [t.name for t in tensors if t.kind == WEIGHT and t.name not in trained] if trained else []

@@ -1,0 +1,147 @@
+"""Pipeline parallelism: the stages of a pipeline, and the files of its layers, become one model.
+
+Layer N of the pipeline is in ``layer_NN-model_states.pt``, its tensors under the names that the layer itself gives
+them. In the whole model, as in ``PipelineModule.state_dict()``, they are named ``N.<name>``; what layers share
+(``TiedLayerSpec``) is named ``tied_modules.<key>.<name>``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ort_zero.checkpoint.deepspeed.compare_values import same_values
+from ort_zero.checkpoint.deepspeed.file_names import LAYER_FILE
+from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, untrained
+from ort_zero.checkpoint.deepspeed.optimizer_groups import joined_optimizers
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part
+from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
+from ort_zero.checkpoint.pickled_values import StoredTensor
+from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Tensor
+from ort_zero.checkpoint.storage import Folder
+from ort_zero.checkpoint.torch_file import TorchFile
+from ort_zero.errors import CorruptCheckpointError
+
+_TIED = "tied_modules."
+
+
+def layer_files(names: Iterable[str]) -> dict[int, dict[int, str]]:
+    """Return the names of the files of layers by tensor-parallel rank and number of the layer."""
+    found: dict[int, dict[int, str]] = {}
+    for name in names:
+        match = LAYER_FILE.fullmatch(name)
+        if match:
+            found.setdefault(int(match[2] or 0), {})[int(match[1])] = name
+    return {rank: dict(sorted(layers.items())) for rank, layers in sorted(found.items())}
+
+
+def join_stages(stages: list[ModelRank], layers: Mapping[int, str], trust_pickle: bool) -> ModelRank:
+    """Return the model that the stages of a pipeline make up.
+
+    Args:
+        stages: the model ranks of the stages, in their order.
+        layers: names of the files of layers by the number of the layer.
+        trust_pickle: unpickle whatever the files hold.
+
+    Raises:
+        CorruptCheckpointError: a layer's file is missing or does not fit the files of the stages.
+        CheckpointError: something in a file that cannot be read.
+    """
+    first = stages[0]
+    opened = {number: open_part(first.folder, name, trust_pickle) for number, name in layers.items()}
+    notes = [note for stage in stages for note in stage.notes]
+    tensors = _trained(stages, notes)
+    _check_layers(first.folder, stages, tensors, opened)
+    tensors += _of_layers(first.states, stages, tensors, opened, notes)
+    gaps = sorted(set(range(max(opened, default=0))) - set(opened))
+    if gaps:
+        notes.append(
+            f"layers {', '.join(map(str, gaps))} of the pipeline have no file: they have no tensors, or share them"
+        )
+    notes += notes_on(list(opened.values()))
+    notes.append(f"it is a pipeline of {len(stages)} stages: the tensors of its layer N are named N.<name>")
+    return ModelRank(
+        number=first.number,
+        states=first.states,
+        files=[*(file for stage in stages for file in stage.files), *opened.values()],
+        tensors=tensors,
+        optimizer=joined_optimizers([stage.optimizer for stage in stages]),
+        aliases={alias: name for stage in stages for alias, name in stage.aliases.items()},
+        frozen=untrained(tensors),
+        notes=notes,
+    )
+
+
+def _trained(stages: list[ModelRank], notes: list[str]) -> list[Tensor]:
+    """Return the tensors of the optimizers' files of all stages, those that stages share once."""
+    found: dict[tuple[str, str], Tensor] = {}
+    for stage in stages:
+        for tensor in stage.tensors:
+            key = (tensor.kind, tensor.name)
+            if key not in found:
+                found[key] = tensor
+                continue
+            if not tensor.name.startswith(_TIED) or tensor.shape != found[key].shape:
+                raise CorruptCheckpointError(
+                    f"{stage.folder.path(stage.files[0].file.name)} belongs to another run: "
+                    f"{tensor.name} is in another stage too"
+                )
+            if tensor.kind == MASTER and not same_values(stage.folder, found[key], tensor):
+                notes.append(
+                    f"the stages hold different values of {tensor.name}, which they share; those of the first are "
+                    "taken, as DeepSpeed does when it loads"
+                )
+    return list(found.values())
+
+
+def _check_layers(
+    folder: Folder, stages: list[ModelRank], trained: list[Tensor], opened: Mapping[int, TorchFile]
+) -> None:
+    """Raise if a layer has no file although it has tensors, or if its file does not hold them."""
+    buffers = [name for stage in stages for name in stage.module.get("buffer_names") or ()]
+    shapes = {t.name: t.shape for t in trained if t.kind == MASTER}
+    for name in (*shapes, *buffers):
+        number, _, own = name.partition(".")
+        if not number.isdigit():
+            continue
+        file = opened.get(int(number))
+        if file is None:
+            example = next(iter(opened.values())).file.name if opened else "layer_00-model_states.pt"
+            missing = f"layer_{int(number):02d}{example[example.index('-') :]}"
+            raise CorruptCheckpointError(f"{folder.path(missing)} is missing: the pipeline has {name}")
+        stored = file.content.get(own)
+        if not isinstance(stored, StoredTensor) or stored.shape != tuple(shapes.get(name, stored.shape)):
+            raise CorruptCheckpointError(
+                f"{folder.path(file.file.name)} belongs to another run: it does not hold {own} as the stages have it"
+            )
+
+
+def _of_layers(
+    states: StateFiles,
+    stages: list[ModelRank],
+    trained: list[Tensor],
+    opened: Mapping[int, TorchFile],
+    notes: list[str],
+) -> list[Tensor]:
+    """Return the tensors of the layers that no optimizer trains."""
+    masters = {t.name: t for t in trained if t.kind == MASTER}
+    buffers = {name for stage in stages for name in stage.module.get("buffer_names") or ()}
+    aliases = {alias for stage in stages for alias in stage.aliases}
+    found, sharing = [], set()
+    for number, file in opened.items():
+        for own, stored in file.content.items():
+            name = f"{number}.{own}"
+            if not isinstance(stored, StoredTensor) or name in masters or name in aliases:
+                continue
+            kind = BUFFER if name in buffers else WEIGHT
+            tensor = whole_tensor(states, file, name, kind, stored)
+            shared = [m for m in masters.values() if m.name.startswith(_TIED) and m.name.endswith(f".{own}")]
+            if any(m.shape == tensor.shape and same_values(states.folder, m, tensor) for m in shared):
+                sharing.add(number)
+            else:
+                found.append(tensor)
+    if sharing:
+        notes.append(
+            f"layers {', '.join(map(str, sorted(sharing)))} of the pipeline share tensors, "
+            f"which are written once, under {_TIED}*"
+        )
+    return found

@@ -1,0 +1,276 @@
+"""Universal checkpoints (``ds_to_universal.py``): a folder of files for each trained parameter, which they hold whole.
+
+``zero/<parameter>/fp32.pt`` holds its master and ``exp_avg.pt``, ... its moments; ``zero/optimizer_state.pt`` the
+hyper-parameters. What is not trained is in the copied files of module states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ort_zero.checkpoint.allowed_names import is_plain_name
+from ort_zero.checkpoint.deepspeed.experts import is_expert
+from ort_zero.checkpoint.deepspeed.file_names import UNIVERSAL_FOLDER
+from ort_zero.checkpoint.deepspeed.inner_optimizer import group_options, number_of
+from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
+from ort_zero.checkpoint.deepspeed.split_rules import Rule
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles
+from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
+from ort_zero.checkpoint.deepspeed.topology import Topology
+from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
+from ort_zero.checkpoint.pickled_values import StoredTensor
+from ort_zero.checkpoint.records import MASTER, MOST_NAMED, Optimizer, ParamGroup, Tensor
+from ort_zero.checkpoint.storage import Folder
+from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.text import shortened
+
+_OPTIMIZER_STATE = "optimizer_state.pt"
+_MASTER = "fp32.pt"
+_STEP = "step.pt"
+
+
+def recognises(folder: Folder, names: Sequence[str]) -> bool:
+    """Return True if a folder of a tag is a universal checkpoint.
+
+    Args:
+        folder: the folder.
+        names: names of the files and folders in it.
+    """
+    return UNIVERSAL_FOLDER in names and bool(folder.child(UNIVERSAL_FOLDER).names())
+
+
+@dataclass
+class _Parameter:
+    """The files of one trained parameter."""
+
+    tensors: list[Tensor]
+    files: list[TorchFile]
+    step: float | None
+
+
+def read_universal(
+    folder: Folder,
+    files: Mapping[int, StateFiles],
+    topology: Topology,
+    trust_pickle: bool,
+    tp_split: Sequence[Rule],
+    config: object,
+) -> ModelRank:
+    """Return what a universal checkpoint holds.
+
+    Args:
+        folder: folder of the tag.
+        files: the copied files of module states of each model rank.
+        topology: the run's stages and tensor-parallel ranks.
+        trust_pickle: unpickle whatever the files hold.
+        tp_split: the user's rules for tensors that are not trained.
+        config: content of the model's ``config.json``, if there is one.
+
+    Raises:
+        CorruptCheckpointError: a parameter's file is missing, damaged or of another shape or step.
+        CheckpointError: something that cannot be read: experts, an unknown dtype.
+    """
+    first = files[0]
+    shapes = _trained_shapes(files.values())
+    experts = [name for name in shapes if is_expert(name)]
+    if experts:
+        raise CheckpointError(
+            f"{folder.path()} is a universal checkpoint of a mixture of experts: DeepSpeed's converter writes the "
+            f"experts of several ranks over each other ({shortened(experts, MOST_NAMED)}); "
+            "use the checkpoint it was made from"
+        )
+    parameters = {
+        name: _read_parameter(first, name, shape if topology.tensor_degree == 1 else None, trust_pickle)
+        for name, shape in shapes.items()
+    }
+    others = _not_trained(files, shapes, topology, tp_split, config)
+    optimizer, optimizer_file = _optimizer(first, files.values(), parameters, trust_pickle)
+    tensors = [tensor for parameter in parameters.values() for tensor in parameter.tensors]
+    kinds = {tensor.kind for tensor in tensors} - {MASTER}
+    for kind in sorted(kinds):
+        without = sorted(shapes.keys() - {t.name for t in tensors if t.kind == kind})
+        if without:
+            others.notes.append(f"it has no {kind} of {shortened(without, MOST_NAMED)}, which had no gradient yet")
+    others.tensors = [*tensors, *others.tensors]
+    others.files += [file for parameter in parameters.values() for file in parameter.files]
+    others.files += [optimizer_file] if optimizer_file is not None else []
+    others.optimizer = optimizer
+    return others
+
+
+def _trained_shapes(files: Iterable[StateFiles]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that the files of module states note, of tensor-parallel ranks those of the first."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for states in files:
+        noted = states.module.get("param_shapes")
+        if noted is None:
+            raise CorruptCheckpointError(
+                f"{states.path(states.modules[0])} has no param_shapes: it is not the module file of a ZeRO checkpoint"
+            )
+        for group in [noted] if isinstance(noted, dict) else noted:
+            for name, shape in group.items():
+                if not is_plain_name(name):
+                    raise CorruptCheckpointError(
+                        f"{states.path(states.modules[0])} holds a parameter named {name!r}, which is no folder's name"
+                    )
+                shapes.setdefault(name, tuple(shape))
+    return shapes
+
+
+def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None, trust_pickle: bool) -> _Parameter:
+    """Return the tensors of one parameter.
+
+    Args:
+        states: files of module states.
+        name: name of the parameter.
+        shape: its shape, None if tensor-parallel ranks had parts of it.
+        trust_pickle: unpickle whatever the files hold.
+
+    Raises:
+        CorruptCheckpointError: its master is missing, or a file is damaged or of another shape.
+    """
+    place = f"{UNIVERSAL_FOLDER}/{name}"
+    there = states.folder.child(place).names()
+    if _MASTER not in there:
+        raise CorruptCheckpointError(f"{states.folder.path(f'{place}/{_MASTER}')} is missing")
+    found = _Parameter([], [], None)
+    for file_name in sorted(there, key=lambda n: (n != _MASTER, n)):
+        if not file_name.endswith(".pt"):
+            continue
+        file = open_torch_file(states.folder, f"{place}/{file_name}", trust_pickle)
+        found.files.append(file)
+        value = file.content
+        if file_name == _STEP:
+            found.step = _as_number(states, file, value)
+            continue
+        stored = value.get("param") if isinstance(value, dict) else value
+        if not isinstance(stored, StoredTensor):
+            raise CorruptCheckpointError(
+                f"{states.path(file)} is not a file of a universal checkpoint: no tensor in it"
+            )
+        kind = MASTER if file_name == _MASTER else file_name.removesuffix(".pt")
+        found.tensors.append(_tensor(states, file, name, kind, stored, shape))
+    master = found.tensors[0].shape
+    for tensor, file in zip(found.tensors, (f for f in found.files if not f.file.name.endswith(f"/{_STEP}"))):
+        if tensor.shape != master:
+            raise CorruptCheckpointError(
+                f"{states.path(file)} is of another checkpoint: it has the shape {list(tensor.shape)}, "
+                f"{_MASTER} has {list(master)}"
+            )
+    return found
+
+
+def _tensor(
+    states: StateFiles, file: TorchFile, name: str, kind: str, stored: StoredTensor, shape: tuple[int, ...] | None
+) -> Tensor:
+    """Return one tensor of a parameter; ZeRO-3's are stored flat, those over a padded vocabulary without padding."""
+    tensor = whole_tensor(states, file, name, kind, stored)
+    if shape is None or tensor.shape == shape:
+        return tensor
+    if tensor.strides is None and len(tensor.shape) == 1 and tensor.elements == math.prod(shape):
+        return replace(tensor, shape=shape)
+    if len(tensor.shape) == len(shape) and tensor.shape[1:] == shape[1:] and tensor.shape[0] < shape[0]:
+        info = states.module.get("universal_checkpoint_info")
+        if isinstance(info, dict) and info.get("original_vocab_size") == tensor.shape[0]:
+            return tensor
+    raise CorruptCheckpointError(
+        f"{states.path(file)} is of another checkpoint: it has the shape {list(tensor.shape)}, "
+        f"{states.modules[0].file.name} says {list(shape)}"
+    )
+
+
+def _not_trained(
+    files: Mapping[int, StateFiles],
+    shapes: Mapping[str, tuple[int, ...]],
+    topology: Topology,
+    tp_split: Sequence[Rule],
+    config: object,
+) -> ModelRank:
+    """Return the parameters and buffers that the copied files of module states hold."""
+    ranks = [read_model_rank(number, states, trained=shapes) for number, states in files.items()]
+    degree = topology.tensor_degree
+    stages = [ranks[at : at + degree] for at in range(0, len(ranks), degree)]
+    joined = [join_tensor_parallel(stage, tp_split, config) if degree > 1 else stage[0] for stage in stages]
+    whole = joined[0]
+    for stage in joined[1:]:
+        whole.tensors += stage.tensors
+        whole.files += stage.files
+        whole.notes += stage.notes
+        whole.aliases |= stage.aliases
+        whole.frozen += stage.frozen
+    if topology.stages > 1:
+        lost = sorted({name for states in files.values() for name in states.module.get("buffer_names") or ()})
+        whole.notes.append(
+            "DeepSpeed's converter leaves the buffers and frozen parameters of a pipeline's layers behind"
+            + (f": {shortened(lost, MOST_NAMED)}" if lost else "")
+        )
+    return whole
+
+
+def _optimizer(
+    first: StateFiles,
+    files: Iterable[StateFiles],
+    parameters: Mapping[str, _Parameter],
+    trust_pickle: bool,
+) -> tuple[Optimizer | None, TorchFile | None]:
+    """Return the hyper-parameters and numbers of the optimizer, and the file that holds them.
+
+    Raises:
+        CorruptCheckpointError: parameters are of different steps.
+    """
+    name = f"{UNIVERSAL_FOLDER}/{_OPTIMIZER_STATE}"
+    if not first.folder.exists(name):
+        first.notes.append(f"{name} is not there: no hyper-parameters of the optimizer are known")
+        return None, None
+    file = open_torch_file(first.folder, name, trust_pickle)
+    content = file.content if isinstance(file.content, dict) else {}
+    rows = [row for row in content.get("param_groups") or () if isinstance(row, dict)]
+    groups, steps = [], {n: p.step for n, p in parameters.items() if p.step is not None}
+    inner = content.get("optimizer_state_dict")  # ZeRO-3: the first rank's whole file
+    states = inner.get("state") if isinstance(inner, dict) else None
+    members = _members(files)
+    for number, row in enumerate(rows):
+        options, flats = group_options(first, file, row)
+        names = tuple(n for flat in flats or [number] for n in members.get(flat, ()))
+        groups.append(ParamGroup(names=names, options=options))
+        step = row.get("step")
+        if step is None and isinstance(states, dict) and flats:
+            step = (states.get(flats[0]) or {}).get("step")
+        if step is not None:
+            steps |= {n: _as_number(first, file, step) for n in names if n not in steps}
+    common = {step for step in steps.values()}
+    if len(common) > 1:
+        counts = Counter(steps.values())
+        rare = min(steps, key=lambda n: (counts[steps[n]], n))
+        raise CorruptCheckpointError(
+            f"{first.folder.path(f'{UNIVERSAL_FOLDER}/{rare}')} is of another step: {steps[rare]:g}, "
+            f"others are of step {max(counts, key=lambda s: counts[s]):g}"
+        )
+    config = first.module.get("ds_config")
+    chosen = config.get("optimizer") if isinstance(config, dict) else None
+    class_name = chosen.get("type") if isinstance(chosen, dict) else None
+    return Optimizer(class_name=class_name, groups=tuple(groups), scalars={"step": steps} if steps else {}), file
+
+
+def _members(files: Iterable[StateFiles]) -> dict[int, list[str]]:
+    """Return the parameters of each flat tensor, over all stages."""
+    members: dict[int, list[str]] = {}
+    for states in files:
+        noted = states.module.get("param_shapes") or ()
+        for number, group in enumerate([noted] if isinstance(noted, dict) else noted):
+            row = members.setdefault(number, [])
+            row.extend(name for name in group if name not in row)
+    return members
+
+
+def _as_number(states: StateFiles, file: TorchFile, value: Any) -> float:
+    if isinstance(value, StoredTensor) and not value.shape:
+        return number_of(states, file, value, "step")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    raise CorruptCheckpointError(f"{states.path(file)} holds no number of steps")
