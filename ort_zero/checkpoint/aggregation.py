@@ -6,7 +6,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,7 @@ def aggregate(
     strict: bool = False,
     trust_pickle: bool = False,
     model_card: bool = False,
+    tp_split: Sequence[str] = (),
     ranks: RankGroup | None = None,
     progress: bool = True,
 ) -> AggregateReport:
@@ -133,6 +134,8 @@ def aggregate(
         strict: refuse weights that hold NaN or inf, or that `dtype` has no finite value for; else they are warned of.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
         model_card: write the stub of a model card as well, ``README.md``.
+        tp_split: how tensor-parallel ranks share tensors, where the checkpoint does not say it itself: rules such as
+            "*.o_proj.weight=1", or names of JSON files of rules.
         ranks: ranks that share the files; all must call.
         progress: show a bar on a terminal.
 
@@ -147,7 +150,7 @@ def aggregate(
     job: Any = None
     with ranks.raise_on_all("preparing the aggregation"):
         if ranks.rank == 0:
-            source = open_found(os.fspath(src), tag, trust_pickle)
+            source = open_found(os.fspath(src), tag, trust_pickle, tp_split)
             plan = make_plan(
                 source,
                 what=what,

@@ -14,7 +14,7 @@ a folder of several with any other names       none: an error names them
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -144,13 +144,14 @@ def find(path: str, tag: str | None = None) -> Found:
     return Found(inner.folder, inner.notes, folder if tag is None else None)
 
 
-def open_found(path: str, tag: str | None = None, trust_pickle: bool = False) -> Source:
+def open_found(path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
     """Return the checkpoint that is meant by `path` and `tag`, opened; its notes say what was passed over.
 
     Args:
         path: folder or fsspec URL.
         tag: name of a folder in it, or a path of several.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors.
 
     Raises:
         CheckpointError: there is none, it is not clear which of several, or it cannot be read.
@@ -158,7 +159,7 @@ def open_found(path: str, tag: str | None = None, trust_pickle: bool = False) ->
     """
     found = find(path, tag)
     try:
-        source = open_checkpoint(found.folder.url, trust_pickle=trust_pickle)
+        source = open_checkpoint(found.folder.url, trust_pickle=trust_pickle, tp_split=tp_split)
         wrong = _wrong_size(source, found.folder) if found.by_latest else None
         if wrong:  # said now, since whoever did not name it may want another one
             raise CorruptCheckpointError(found.folder.path(wrong))

@@ -20,6 +20,8 @@ from ort_zero.utils.atomic_write import partial_name, removed_on_error
 
 CHUNK = 8 << 20
 """Number of bytes that each worker has in flight at a time."""
+_MOST_OPEN = 256
+"""Maximum number of files of a folder that are held open between reads; systems allow a process 1024 or so."""
 _SPECIAL = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -253,8 +255,18 @@ class LocalFolder(Folder):
         return descriptor
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` by ``preadv``, over a descriptor that stays open as long as this object lives."""
-        descriptor = self._descriptor(name)
+        """Fill `buffer` by ``preadv``, over a descriptor that stays open as long as this object lives.
+
+        Of the first :data:`_MOST_OPEN` files, that is: a universal checkpoint has three for each parameter.
+        """
+        descriptor, stays = self._descriptor(name)
+        try:
+            self._read_into(name, descriptor, offset, buffer)
+        finally:
+            if not stays:
+                os.close(descriptor)
+
+    def _read_into(self, name: str, descriptor: int, offset: int, buffer: memoryview) -> None:
         done = 0
         while done < len(buffer):
             try:
@@ -269,11 +281,14 @@ class LocalFolder(Folder):
             done += got
         self._count(done)
 
-    def _descriptor(self, name: str) -> int:
+    def _descriptor(self, name: str) -> tuple[int, bool]:
+        """Return a descriptor of a file, and whether it stays open."""
         with self._lock:
             if name not in self._descriptors:
+                if len(self._descriptors) >= _MOST_OPEN:
+                    return self._open_descriptor(name), False
                 self._descriptors[name] = self._open_descriptor(name)
-            return self._descriptors[name]
+            return self._descriptors[name], True
 
     def _unreadable(self, name: str, error: OSError) -> CheckpointError:
         return CheckpointError(f"cannot read {self.path(name)}: {error.strerror or error}")

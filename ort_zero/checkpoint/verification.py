@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +79,7 @@ def verify(
     *,
     workers: int = 2,
     trust_pickle: bool = False,
+    tp_split: Sequence[str] = (),
     progress: bool = True,
 ) -> VerifyReport:
     """Return what is wrong with the checkpoint at `path`; nothing is written.
@@ -92,6 +93,7 @@ def verify(
         tag: which of several.
         workers: files that are read at a time.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
         progress: show a bar, if stderr is a terminal.
 
     Raises:
@@ -112,7 +114,7 @@ def verify(
     if name == "ort_zero":
         _verify_ours(folder, findings, workers, progress)
     else:
-        _verify_deepspeed(folder, findings, workers, trust_pickle, progress)
+        _verify_deepspeed(folder, findings, workers, trust_pickle, tp_split, progress)
     if findings.problems and meant.by_latest is not None:
         findings.notes.append(f"{manifest.LATEST} names it; {whole_ones_text(meant.by_latest, folder)}")
     return VerifyReport(
@@ -165,11 +167,16 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
 # ---- DeepSpeed's format ---------------------------------------------------------------------------------------------
 
 
-def _verify_deepspeed(folder: Folder, findings: _Findings, workers: int, trust_pickle: bool, progress: bool) -> None:
+def _verify_deepspeed(
+    folder: Folder, findings: _Findings, workers: int, trust_pickle: bool, tp_split: Sequence[str], progress: bool
+) -> None:
     """Check every record of every file of states, and whether the files belong together."""
     from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
+    from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
+    from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
 
-    names = file_names.state_file_names(folder)
+    rules = parse_rules(tp_split)
+    names = [*file_names.state_file_names(folder), *file_names.universal_file_names(folder)]
     files = [File(name=name, size=folder.size(name) or 0) for name in names]
 
     def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
@@ -177,7 +184,10 @@ def _verify_deepspeed(folder: Folder, findings: _Findings, workers: int, trust_p
 
     _check_files(files, check, findings, workers, progress)
     try:
-        source = open_deepspeed(folder, trust_pickle)
+        source = open_deepspeed(folder, trust_pickle, rules)
+    except SplitUnknownError as error:
+        findings.notes.append(f"its tensors cannot be put together yet: {error}")
+        return
     except CheckpointError as error:
         # a damaged file that was named already need not be named again
         if not any(folder.path(name) in str(error) for name in findings.problems):

@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+TP_SPLIT_HELP = (
+    "how tensor-parallel ranks share tensors, where the checkpoint does not say it itself: PATTERN=DIM, PATTERN=DIM/N "
+    "for N fused ones, or PATTERN=replicated, such as '*.o_proj.weight=1'; or a JSON file of such pairs (repeatable)"
+)
+
 
 def print_json(value: dict[str, Any]) -> None:
     """Print `value` as one JSON object on stdout; what JSON has no word for (a path) is written as text."""

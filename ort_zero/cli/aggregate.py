@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.dtypes import CHOICES
-from ort_zero.cli import print_json
+from ort_zero.cli import TP_SPLIT_HELP, print_json
 from ort_zero.distributed import gloo_exit
 from ort_zero.errors import CorruptCheckpointError, RankError
 from ort_zero.utils.sizes import decimal_size, size_in
@@ -48,6 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--model-card", action="store_true", help="write the stub of a model card, README.md")
     parser.add_argument("--strict", action="store_true", help="refuse weights with NaN or inf instead of warning")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
     return parser
 
 
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
             strict=args.strict,
             trust_pickle=args.trust_pickle,
             model_card=args.model_card,
+            tp_split=args.tp_split,
             ranks=ranks,
         )
     except Exception as error:

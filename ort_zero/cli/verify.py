@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import print_json
+from ort_zero.cli import TP_SPLIT_HELP, print_json
 from ort_zero.utils.sizes import size_in
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="files read at a time (default: 2)")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
     return parser
 
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if there is a problem, else 0."""
     from ort_zero.checkpoint.verification import verify
 
-    report = verify(args.src, args.tag, workers=args.workers, trust_pickle=args.trust_pickle)
+    report = verify(args.src, args.tag, workers=args.workers, trust_pickle=args.trust_pickle, tp_split=args.tp_split)
     if args.json:
         print_json({**dataclasses.asdict(report), "ok": report.ok})
     else:

@@ -47,6 +47,21 @@ def state_file_names(folder: Folder) -> list[str]:
     return [n for n in folder.names() if n.endswith(".pt") and any(pattern.fullmatch(n) for pattern in patterns)]
 
 
+def universal_file_names(folder: Folder) -> list[str]:
+    """Return the names of the files of parameters of a universal checkpoint, relative to its folder."""
+    if UNIVERSAL_FOLDER not in folder.names():
+        return []
+    inner = folder.child(UNIVERSAL_FOLDER)
+    found = []
+    for name in inner.names():
+        if name.endswith(".pt"):
+            found.append(f"{UNIVERSAL_FOLDER}/{name}")
+        else:
+            files = inner.child(name).names()
+            found += [f"{UNIVERSAL_FOLDER}/{name}/{file}" for file in files if file.endswith(".pt")]
+    return found
+
+
 def refuse_unsupported(folder: Folder, names: Sequence[str]) -> None:
     """Raise if a file is of a kind of parallelism or of a format that cannot be read.
 

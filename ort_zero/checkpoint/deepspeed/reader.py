@@ -46,12 +46,13 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
     refuse_unsupported(folder, names)
     layers = layer_files(names)
     is_universal = universal.recognises(folder, names)
+    _refuse_mixed_kinds(folder, names, layers, is_universal)
     by_rank = names_by_model_rank(names) or {0: []}
+    pipeline = None if is_universal else bool(layers)
     files = {
-        rank: open_state_files(folder, mine, trust_pickle, model_rank=rank, pipeline=bool(layers) or is_universal)
+        rank: open_state_files(folder, mine, trust_pickle, model_rank=rank, pipeline=pipeline)
         for rank, mine in by_rank.items()
     }
-    _refuse_mixed_kinds(folder, names, layers, is_universal)
     topology = find_topology(files, layers if not is_universal else {})
     if is_universal:
         rank = universal.read_universal(folder, files, topology, trust_pickle, tp_split, _config(folder))

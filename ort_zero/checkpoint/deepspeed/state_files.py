@@ -114,7 +114,7 @@ def covered(tensor: Tensor, path: str) -> Tensor:
 
 
 def open_state_files(
-    folder: Folder, names: Sequence[str], trust_pickle: bool, *, model_rank: int = 0, pipeline: bool = False
+    folder: Folder, names: Sequence[str], trust_pickle: bool, *, model_rank: int = 0, pipeline: bool | None = False
 ) -> StateFiles:
     """Return the files of one model rank of one tag, having checked that they belong together.
 
@@ -123,7 +123,7 @@ def open_state_files(
         names: names of the files of this model rank.
         trust_pickle: unpickle whatever the files hold.
         model_rank: the number behind ``mp_rank_`` in the names.
-        pipeline: the module is in files of layers, not in the file of module states.
+        pipeline: the module is in files of layers, not in the file of module states; None for either.
 
     Raises:
         CorruptCheckpointError: a file is missing, too many, damaged, or of another step, run or world size.
@@ -188,7 +188,7 @@ def open_part(folder: Folder, name: str, trust_pickle: bool) -> TorchFile:
     return file
 
 
-def _open(folder: Folder, name: str, trust_pickle: bool, pipeline: bool) -> TorchFile:
+def _open(folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None) -> TorchFile:
     """Return one opened file of module or optimizer states.
 
     Raises:
@@ -199,7 +199,7 @@ def _open(folder: Folder, name: str, trust_pickle: bool, pipeline: bool) -> Torc
     key, kind = ("module", "module") if name.endswith("_model_states.pt") else ("optimizer_state_dict", "optimizer")
     module = file.content.get(key, 0) if isinstance(file.content, dict) else 0
     if key == "module" and module is None:
-        if not pipeline:
+        if pipeline is False:
             raise CorruptCheckpointError(
                 f"{folder.path(name)} is of a pipeline, but no file of a layer (layer_00-model_states.pt) is there"
             )

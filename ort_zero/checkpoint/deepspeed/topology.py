@@ -41,32 +41,38 @@ def find_topology(files: Mapping[int, StateFiles], layers: Mapping[int, Any]) ->
         stage=0,
         world_size=0,
     )
-    check_one_save(every)
     firsts = {states.modules[0]: states for states in files.values()}
+    every.check_same("number of model ranks", {file: file.content.get("mp_world_size") for file in firsts})
+    tensor_degree, count = _degrees(files, layers)
+    _check_all_there(every.folder, files, count)
+    check_one_save(every)
     every.check_same("ZeRO stage", {file: states.stage for file, states in firsts.items()})
     every.check_same("data-parallel world size", {file: states.world_size for file, states in firsts.items()})
     every.check_same(
         "kind (with or without optimizer states)", {file: bool(states.optimizers) for file, states in firsts.items()}
     )
-    every.check_same("number of model ranks", {file: file.content.get("mp_world_size") for file in firsts})
-    said = every.modules[0].content.get("checkpoint_parallel_dimensions")
-    tensor_degree = said.get("tp_degree") if isinstance(said, dict) else None
-    count = every.modules[0].content.get("mp_world_size")
-    if not isinstance(count, int) or count < 1 or (not layers and len(files) == 1):
-        count = len(files)  # one rank may have said another number: sequence parallelism counts as such in some
-    if layers:
-        tensor_degree = len(layers)
-    elif not isinstance(tensor_degree, int) or tensor_degree < 1:  # DeepSpeed did not always note it
-        trained = [_trained_names(states) for states in files.values()]
-        tensor_degree = trained.count(trained[0]) if any(trained) else count
-    count = max(count, tensor_degree)
-    _check_all_there(every.folder, files, count)
     if count % tensor_degree:
         raise CorruptCheckpointError(
             f"{every.folder.path()}: {count} model ranks cannot be stages of {tensor_degree} tensor-parallel ranks each"
         )
     _check_layer_ranks(every.folder, layers)
     return Topology(count // tensor_degree, tensor_degree)
+
+
+def _degrees(files: Mapping[int, StateFiles], layers: Mapping[int, Any]) -> tuple[int, int]:
+    """Return the number of tensor-parallel ranks and of model ranks, as far as the files tell."""
+    first = next(iter(files.values())).module
+    said = first.get("checkpoint_parallel_dimensions")
+    tensor_degree = said.get("tp_degree") if isinstance(said, dict) else None
+    count = first.get("mp_world_size")
+    if not isinstance(count, int) or count < 1:
+        count = len(files)
+    if layers:
+        tensor_degree = len(layers)
+    elif not isinstance(tensor_degree, int) or tensor_degree < 1:  # DeepSpeed did not always note it
+        trained = [_trained_names(states) for states in files.values()]
+        tensor_degree = min(trained.count(trained[0]), count) if any(trained) else count
+    return tensor_degree, max(count, tensor_degree)
 
 
 def _trained_names(states: StateFiles) -> tuple[str, ...]:
