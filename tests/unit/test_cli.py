@@ -148,7 +148,7 @@ def test_options_are_frozen():
     common = ["--debug", "--help", "--json", "-h"]
     aggregate = [
         "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--model-card", "--no-verify",
-        "--overwrite", "--strict", "--tag", "--trust-pickle", "--what", "--workers",
+        "--overwrite", "--strict", "--tag", "--tp-split", "--trust-pickle", "--what", "--workers",
     ]  # fmt: skip
     plan = [
         "--budget", "--config", "--launcher", "--level", "--no-measure", "--out", "--overwrite", "--plot", "--script",
@@ -158,7 +158,7 @@ def test_options_are_frozen():
         "doctor": common,
         "build": sorted([*common, "--force"]),
         "aggregate": sorted([*common, *aggregate]),
-        "verify": sorted([*common, "--tag", "--trust-pickle", "--workers"]),
+        "verify": sorted([*common, "--tag", "--tp-split", "--trust-pickle", "--workers"]),
         "ls": sorted([*common, "--trust-pickle"]),
         "diff": sorted([*common, "--atol", "--rtol", "--tag-a", "--tag-b", "--trust-pickle", "--what"]),
         "stats": ["--help", "-h"],
