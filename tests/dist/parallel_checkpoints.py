@@ -43,17 +43,20 @@ ALL = (
     Variant("plain_3", "plain", 3, universal=True),
     Variant("pipeline_1_bf16", "pipeline", 1, "bf16", universal=True),
     Variant("pipeline_0", "pipeline", 0),
+    Variant("pipeline_0_bf16", "pipeline", 0, "bf16", options=(("tied", True),)),
     Variant("pipeline_tied", "pipeline", 1, options=(("tied", True),)),
     Variant("pipeline_model", "pipeline", 1, "bf16", options=(("model", 2),)),
     Variant("experts_1", "experts", 1),
     Variant("experts_2_bf16", "experts", 2, "bf16"),
     Variant("experts_0", "experts", 0),
+    Variant("experts_groups", "experts", 1, options=(("second", 4),)),
     Variant("megatron_1_bf16", "megatron", 1, "bf16"),
     Variant("megatron_2", "megatron", 2),
     Variant("megatron_3", "megatron", 3),
     Variant("megatron_0", "megatron", 0),
     Variant("autotp_1_bf16", "autotp", 1, "bf16", universal=True),
     Variant("autotp_0", "autotp", 0),
+    Variant("autotp_tied", "autotp", 1, options=(("tied", True),)),
 )
 
 Held = dict[str, dict[str, torch.Tensor]]
@@ -151,7 +154,7 @@ def _config(variant: Variant, **more: Any) -> dict[str, Any]:
 def _local_state(engine: Any, stage: int) -> Held:
     """Return whole masters, moments and weights of this rank's model, by name. All ranks must call."""
     held: Held = {"module": {n: v.detach().clone() for n, v in engine.module.state_dict().items()}}
-    if stage in (1, 2):
+    if stage in (1, 2) or hasattr(engine.optimizer, "bf16_groups"):
         held |= _gathered_groups(engine)
     elif stage == 3:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -170,10 +173,11 @@ def _gathered_groups(engine: Any) -> Held:
     optimizer = engine.optimizer
     held: Held = {"master": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for kind, values in held.items():
-        flat = optimizer.single_partition_of_fp32_groups
+        bf16 = hasattr(optimizer, "bf16_groups")  # BF16_Optimizer, which a pipeline without ZeRO has
+        flat = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
         mine = [(f if kind == "master" else optimizer.optimizer.state[f][kind]).detach().clone() for f in flat]
         everyone = _everyone(mine)
-        for group, members in enumerate(optimizer.round_robin_bit16_groups):
+        for group, members in enumerate(optimizer.bf16_groups if bf16 else optimizer.round_robin_bit16_groups):
             sharing = torch.distributed.get_process_group_ranks(optimizer.real_dp_process_group[group])
             whole, position = torch.cat([everyone[rank][group] for rank in sharing]), 0
             for param in members:
@@ -287,7 +291,7 @@ def _pipeline(variant: Variant, folder: str, tied: bool = False, model: int = 1)
 
 
 class _Experts(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, second: int) -> None:
         super().__init__()
         from deepspeed.moe.layer import MoE
 
@@ -296,7 +300,7 @@ class _Experts(torch.nn.Module):
         self.moe = MoE(WIDTH, expert, num_experts=4, ep_size=2, k=1, min_capacity=8)
         self.dense = torch.nn.Linear(WIDTH, WIDTH, bias=False)
         self.dense.requires_grad_(False)
-        self.more = MoE(WIDTH, expert, num_experts=2, ep_size=2, k=1, min_capacity=8)
+        self.more = MoE(WIDTH, expert, num_experts=second, ep_size=second, k=1, min_capacity=8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden, loss, _ = self.moe(self.first(x))
@@ -304,14 +308,16 @@ class _Experts(torch.nn.Module):
         return (hidden.float() ** 2).mean() + 0.01 * (loss + more).float()
 
 
-def _experts(variant: Variant, folder: str) -> Held:
+def _experts(variant: Variant, folder: str, second: int = 2) -> Held:
     import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-    net = _Experts()
+    net = _Experts(second)
     groups = split_params_into_different_moe_groups_for_optimizer(
         [{"params": [p for p in net.parameters() if p.requires_grad], "name": "all"}]
     )
+    # DeepSpeed takes the names of expert groups out of a set: their order differs from process to process
+    groups = [groups[0], *sorted(groups[1:], key=lambda g: g["name"], reverse=torch.distributed.get_rank() % 2 == 1)]
     engine, *_ = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=_config(variant))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[variant.dtype]
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
@@ -322,19 +328,19 @@ def _experts(variant: Variant, folder: str) -> Held:
     held: Held = {}
     for rank, one in enumerate(_everyone(_local_state(engine, variant.stage))):
         for kind, values in one.items():
-            held.setdefault(kind, {}).update({_global_expert(n, rank % 2): v for n, v in values.items()})
+            held.setdefault(kind, {}).update({_global_expert(n, rank, second): v for n, v in values.items()})
     engine.destroy()
     return held
 
 
-def _global_expert(name: str, expert_rank: int) -> str:
+def _global_expert(name: str, rank: int, second: int) -> str:
     """Return the name that an expert's parameter has in a model that is not spread over ranks."""
     before, found, after = name.partition("deepspeed_experts.")
     if not found:
         return name
     number, rest = after.split(".", 1)
-    count = 2 if before.startswith("moe.") else 1
-    return f"{before}{found}{expert_rank * count + int(number)}.{rest}"
+    first = rank % 2 * 2 if before.startswith("moe.") else rank % second
+    return f"{before}{found}{first + int(number)}.{rest}"
 
 
 # ---- tensor parallelism ---------------------------------------------------------------------------------------------
@@ -499,9 +505,12 @@ def _joined(local: Held, variant: Variant) -> Held:
 
 
 class _Plain(_Model):
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = False) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(8, WIDTH)
+        if tied:
+            self.head = torch.nn.Linear(WIDTH, 8, bias=False)
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.embed(tokens))
@@ -528,10 +537,10 @@ AUTOTP = {
 }
 
 
-def _autotp(variant: Variant, folder: str) -> Held:
+def _autotp(variant: Variant, folder: str, tied: bool = False) -> Held:
     import deepspeed
 
-    net = _Plain()
+    net = _Plain(tied)
     engine, *_ = deepspeed.initialize(
         model=net,
         optimizer=torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2),
@@ -544,7 +553,9 @@ def _autotp(variant: Variant, folder: str) -> Held:
     everyone = _everyone(_local_state(engine, variant.stage))[:2]
     held = {
         kind: {
-            name: values[name] if name == "embed.weight" else _join(name, [one[kind][name] for one in everyone])
+            name: values[name]
+            if name in ("embed.weight", "head.weight")
+            else _join(name, [one[kind][name] for one in everyone])
             for name in values
         }
         for kind, values in everyone[0].items()

@@ -18,6 +18,6 @@ How model ranks, and files of other kinds, make up a model:
   :mod:`.split_rules` says how the ranks share a tensor, :mod:`.split_geometry` which bytes follow from that.
 * A universal checkpoint, :mod:`.universal`: files for each parameter.
 
-:func:`.reader.open_deepspeed` puts this together; :mod:`.topology` says which model ranks there must be; :mod:`.file_names` and :mod:`.state_files` find and open the files,
-and refuse what does not belong together.
+:func:`.reader.open_deepspeed` puts this together; :mod:`.topology` says which model ranks there must be;
+:mod:`.file_names` and :mod:`.state_files` find and open the files, and refuse what does not belong together.
 """

@@ -34,7 +34,9 @@ def read_optimizer(files: StateFiles, partitioning: Partitioning, layout: FlatLa
         file: [group_options(files, file, group) for group in groups]
         for file, (_, groups) in zip(files.optimizers, inner)
     }
-    plain = {file: json.dumps([values for values, _ in rows], sort_keys=True) for file, rows in options.items()}
+    plain = {file: [json.dumps(values, sort_keys=True) for values, _ in rows] for file, rows in options.items()}
+    if not partitioning.orders_groups:
+        plain = {file: sorted(rows) for file, rows in plain.items()}
     files.check_same("run (hyper-parameters)", plain)
     moments = _moments(files, partitioning, layout, [states for states, _ in inner])
     named: dict[str, dict[str, float]] = {}

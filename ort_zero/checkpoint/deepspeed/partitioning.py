@@ -24,6 +24,8 @@ class Partitioning:
 
     masters_key: str
     """Key under which the optimizer's file holds the flat masters."""
+    orders_groups = True
+    """False if ranks may have the same parameter groups in another order."""
     inner_optimizer_key: str
     """Key under which the optimizer's file holds the state of the optimizer that ZeRO wraps."""
 
@@ -83,7 +85,7 @@ class Partitioning:
         Raises:
             CorruptCheckpointError: it notes none.
         """
-        shapes = self.files.module.get("param_shapes")
+        shapes = self.files.module.get("param_shapes") or self._shapes_by_slices()
         if shapes is None:
             raise CorruptCheckpointError(
                 f"{self.files.path(self.files.modules[0])} has no param_shapes: "
@@ -91,6 +93,25 @@ class Partitioning:
             )
         shapes = [shapes] if isinstance(shapes, dict) else shapes
         return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
+
+    def _shapes_by_slices(self) -> Shapes | None:
+        """Return the shapes of what the ranks note that they hold; None if one is not known.
+
+        DeepSpeed's BF16_Optimizer without ZeRO, as pipelines have it, has them in no file of module states.
+        """
+        known = {n: v.shape for n, v in self.files.module["module"].items() if isinstance(v, StoredTensor)}
+        known |= self.files.shapes
+        groups: Shapes = []
+        for file in self.files.optimizers:
+            held = zero_state(file).get("param_slice_mappings")
+            for number, group in enumerate(held if isinstance(held, list) else ()):
+                if number == len(groups):
+                    groups.append({})
+                for name in group:
+                    if name not in known:
+                        return None
+                    groups[number].setdefault(name, known[name])
+        return groups or None
 
     def _fill(self, layout: FlatLayout, groups: Shapes) -> None:
         """Add the parameters with their ranges, and the parts and lengths of the vectors."""

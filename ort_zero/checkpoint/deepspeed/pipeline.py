@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
 from ort_zero.checkpoint.deepspeed.file_names import LAYER_FILE
+from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, untrained
 from ort_zero.checkpoint.deepspeed.optimizer_groups import joined_optimizers
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, zero_state
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
 from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Tensor
@@ -34,20 +35,51 @@ def layer_files(names: Iterable[str]) -> dict[int, dict[int, str]]:
     return {rank: dict(sorted(layers.items())) for rank, layers in sorted(found.items())}
 
 
-def join_stages(stages: list[ModelRank], layers: Mapping[int, str], trust_pickle: bool) -> ModelRank:
+def open_layers(folder: Folder, layers: Mapping[int, str], trust_pickle: bool) -> dict[int, TorchFile]:
+    """Return the opened files of layers by the number of the layer.
+
+    Raises:
+        CorruptCheckpointError: one is damaged, or not such a file.
+        CheckpointError: one that cannot be read.
+    """
+    return {number: open_part(folder, name, trust_pickle) for number, name in layers.items()}
+
+
+def add_shapes(states: StateFiles, layers: Mapping[int, TorchFile]) -> None:
+    """Add the shapes of the layers' parameters to the files of a stage that does not note them itself."""
+    if states.module.get("param_shapes") or not states.optimizers:
+        return
+    for number, file in layers.items():
+        for own, stored in file.content.items():
+            if isinstance(stored, StoredTensor):
+                states.shapes[f"{number}.{own}"] = stored.shape
+    elements: dict[str, int] = {}
+    for file in states.optimizers:
+        held = zero_state(file).get("param_slice_mappings")
+        for group in held if isinstance(held, list) else ():
+            for name, address in group.items():
+                elements[name] = elements.get(name, 0) + address.numel
+    for name in elements:
+        if name.startswith(_TIED) and name.count(".") >= 2:
+            own = name.split(".", 2)[2]
+            shapes = {shape for other, shape in states.shapes.items() if other.partition(".")[2] == own}
+            fitting = [shape for shape in shapes if elements_of(shape) == elements[name]]
+            if len(fitting) == 1:
+                states.shapes[name] = fitting[0]
+
+
+def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> ModelRank:
     """Return the model that the stages of a pipeline make up.
 
     Args:
         stages: the model ranks of the stages, in their order.
-        layers: names of the files of layers by the number of the layer.
-        trust_pickle: unpickle whatever the files hold.
+        opened: the files of layers by the number of the layer.
 
     Raises:
         CorruptCheckpointError: a layer's file is missing or does not fit the files of the stages.
         CheckpointError: something in a file that cannot be read.
     """
     first = stages[0]
-    opened = {number: open_part(first.folder, name, trust_pickle) for number, name in layers.items()}
     notes = [note for stage in stages for note in stage.notes]
     tensors = _trained(stages, notes)
     _check_layers(first.folder, stages, tensors, opened)

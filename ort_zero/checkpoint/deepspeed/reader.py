@@ -18,7 +18,7 @@ from ort_zero.checkpoint.deepspeed.file_names import (
     refuse_unsupported,
 )
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
-from ort_zero.checkpoint.deepspeed.pipeline import join_stages, layer_files
+from ort_zero.checkpoint.deepspeed.pipeline import add_shapes, join_stages, layer_files, open_layers
 from ort_zero.checkpoint.deepspeed.split_rules import Rule
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_state_files
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
@@ -113,10 +113,14 @@ def _joined(
                 f"which ort_zero does not read; {WAY_OUT}"
             )
         experts = open_experts(folder, names, files[0], trust_pickle)
-    ranks = [read_model_rank(number, states, experts) for number, states in files.items()]
     degree = topology.tensor_degree
+    opened = {rank: open_layers(folder, mine, trust_pickle) for rank, mine in layers.items()}
+    for number, states in files.items():
+        if opened:
+            add_shapes(states, opened[number % degree])
+    ranks = [read_model_rank(number, states, experts) for number, states in files.items()]
     if layers:
-        ranks = [join_stages(ranks[number::degree], layers[number], trust_pickle) for number in range(degree)]
+        ranks = [join_stages(ranks[number::degree], opened[number]) for number in range(degree)]
     elif topology.stages > 1:
         raise CorruptCheckpointError(f"{folder.path('layer_00-model_states.pt')} is missing: it is a pipeline's")
     return ranks[0] if degree == 1 else join_tensor_parallel(ranks, tp_split, _config(folder))

@@ -48,6 +48,8 @@ class StateFiles:
     stage: int
     """ZeRO stage of the run that wrote them, 0 to 3."""
     world_size: int
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of parameters that are known from elsewhere: from the files of a pipeline's layers."""
     notes: list[str] = field(default_factory=list)
     """Remarks on the checkpoint for the user, one sentence each."""
 

@@ -45,7 +45,8 @@ def join_tensor_parallel(ranks: Sequence[ModelRank], rules: Sequence[Rule] = (),
         CheckpointError: a rule that does not fit.
     """
     first = ranks[0]
-    by_key = [{(t.kind, t.name): t for t in rank.tensors} for rank in ranks]
+    # DeepSpeed notes what is tied in the files of the very first rank only
+    by_key = [{(t.kind, t.name): t for t in rank.tensors if t.name not in first.aliases} for rank in ranks]
     for rank, mine in zip(ranks, by_key):
         _check_same_tensors(first, rank, by_key[0], mine)
     splits = _Splits(ranks, rules, known_sizes(config))

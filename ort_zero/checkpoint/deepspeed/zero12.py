@@ -10,6 +10,7 @@ from ort_zero.checkpoint.deepspeed.file_names import WAY_OUT
 from ort_zero.checkpoint.deepspeed.flat_layout import ElementRange, FlatLayout, elements_of
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning, Shapes
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
+from ort_zero.checkpoint.torch_file import TorchFile
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -27,6 +28,8 @@ class Zero12(Partitioning):
     def __init__(self, files: StateFiles, experts: Experts | None = None):
         super().__init__(files)
         self._experts = experts
+        self.orders_groups = experts is None
+        self._group_names = [self._names_of_groups(file) for file in files.optimizers] if experts else []
 
     def check(self, layout: FlatLayout) -> None:
         """See :meth:`.partitioning.Partitioning.check`; what the files note of their slices is compared first."""
@@ -42,6 +45,7 @@ class Zero12(Partitioning):
             )
         for number, (group, pads) in enumerate(zip(groups, paddings)):
             for ranks, names in self._sharers(number, group):
+                numbers = [self._number_on(rank, number) for rank in ranks]
                 vector, position = len(layout.parts), 0
                 for (saved_as, shape), pad in zip(group.items(), pads):
                     size = elements_of(shape)
@@ -50,7 +54,29 @@ class Zero12(Partitioning):
                     position += size + pad
                 part = -(-position // (2 * len(ranks))) * 2
                 layout.lengths.append([part] * len(ranks))
-                layout.parts.append([(rank, number) for rank in ranks])
+                layout.parts.append(list(zip(ranks, numbers)))
+
+    def _names_of_groups(self, file: TorchFile) -> list[tuple[str, int]]:
+        """Return for each parameter group of a rank its name, and how many of that name are before it."""
+        inner = zero_state(file).get(self.inner_optimizer_key)
+        rows = inner.get("param_groups") if isinstance(inner, dict) else None
+        names = [str(row.get("name")) for row in rows or () if isinstance(row, dict)]
+        return [(name, names[:number].count(name)) for number, name in enumerate(names)]
+
+    def _number_on(self, rank: int, number: int) -> int:
+        """Return the number that a rank gives to the first rank's group `number`.
+
+        DeepSpeed sorts groups of experts out by a set of their names, whose order differs from process to process.
+
+        Raises:
+            CorruptCheckpointError: the rank has no such group.
+        """
+        if not self._group_names or number >= len(self._group_names[0]):
+            return number
+        wanted = self._group_names[0][number]
+        if wanted not in self._group_names[rank]:
+            raise self.files.foreign(self.files.optimizers[rank], f"it has no parameter group {wanted[0]!r}")
+        return self._group_names[rank].index(wanted)
 
     def _sharers(self, number: int, group: dict[str, tuple[int, ...]]) -> list[tuple[list[int], dict[str, str]]]:
         """Return for each vector of a group the ranks that share it, and the parameters' names by those in the file."""
@@ -100,14 +126,14 @@ class Zero12(Partitioning):
         """Return (first element, elements) in a rank's part of each parameter it has a slice of, for each group."""
         count = 1 + max((number for row in layout.parts for _, number in row), default=-1)
         groups: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
-        index_in = [{holder: index for index, (holder, _) in enumerate(row)} for row in layout.parts]
+        places = [{holder: (index, n) for index, (holder, n) in enumerate(row)} for row in layout.parts]
         for name, ranges in layout.ranges.items():
             for r in ranges:
-                index = index_in[r.vector].get(rank)
-                if index is None:
+                if rank not in places[r.vector]:
                     continue
+                index, number = places[r.vector][rank]
                 part = layout.lengths[r.vector][index]
                 begin, end = max(r.begin, index * part), min(r.end, (index + 1) * part)
                 if begin < end:
-                    groups[layout.number_of[name]][layout.saved_names[name]] = (begin - index * part, end - begin)
+                    groups[number][layout.saved_names[name]] = (begin - index * part, end - begin)
         return groups
