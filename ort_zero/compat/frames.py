@@ -108,6 +108,67 @@ def is_augmented_read(frame: FrameType) -> bool:
     return ops[place] == _DUPLICATE and (_DUPLICATE == dis.opmap.get("DUP_TOP") or ops[place + 1] == 1)
 
 
+READ, FILLED, ADDED_TO = "read", "filled", "added to"
+_FILLING = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "update", "clear"})
+_PUSHING = frozenset({"LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLOSURE"})
+_JOINING = frozenset({"BUILD_STRING", "BUILD_TUPLE"})
+_LOADING_METHOD = frozenset({"LOAD_METHOD", "LOAD_ATTR"})
+_IN_PLACE = frozenset({"INPLACE_ADD", "INPLACE_SUBTRACT"})
+_CALLS = {"CALL": 1, "CALL_METHOD": 1, "CALL_FUNCTION": 0}
+"""Values that a call takes off the stack besides its arguments, less the one that it puts there."""
+_NOTHING = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "PRECALL"})
+
+
+def use_of_read(frame: FrameType) -> str:
+    """Return what `frame` does with the attribute that it reads at the moment.
+
+    Returns:
+        :data:`FILLED` where a container is given more or other items, and nothing else (``self.losses.append(x)``,
+        ``self.seen["x"] = x``); :data:`ADDED_TO` for ``self.calls += 1``; :data:`READ` for all else.
+    """
+    return _use_after(frame.f_code, frame.f_lasti)
+
+
+def is_only_filled(code: CodeType, name: str) -> bool:
+    """Return whether all that `code` does with the global `name` is to give the container more or other items."""
+    loads = [i.offset for i in _instructions(code) if i.opname == "LOAD_GLOBAL" and i.argval == name]
+    return bool(loads) and all(_use_after(code, offset) == FILLED for offset in loads)
+
+
+@functools.lru_cache(maxsize=1024)
+def _instructions(code: CodeType) -> tuple[dis.Instruction, ...]:
+    return tuple(instruction for instruction in dis.get_instructions(code) if instruction.opname not in _NOTHING)
+
+
+@functools.lru_cache(maxsize=4096)
+def _use_after(code: CodeType, offset: int) -> str:
+    """Return what is done with the value that the instruction at `offset` loads; :data:`READ` if that is not clear."""
+    above = 0  # values on the stack above it
+    for instruction in _instructions(code):
+        name = instruction.opname
+        if instruction.offset <= offset:
+            continue
+        if above == 0 and name in _LOADING_METHOD:
+            return FILLED if instruction.argval in _FILLING else READ
+        if above == 1 and name == "STORE_SUBSCR":
+            return FILLED
+        if above == 1 and (name in _IN_PLACE or (name == "BINARY_OP" and instruction.argrepr in ("+=", "-="))):
+            return ADDED_TO
+        if name in _PUSHING or (name == "LOAD_GLOBAL" and not (instruction.arg or 0) & _CALL_BIT):
+            above += 1
+        elif name in _JOINING and above >= (instruction.arg or 0) > 0:
+            above -= (instruction.arg or 0) - 1
+        elif above >= 2 and (name == "BINARY_SUBSCR" or name == "BINARY_OP" and not instruction.argrepr.endswith("=")):
+            above -= 1
+        elif name in ("LOAD_METHOD", "LOAD_GLOBAL"):
+            above += 1 if name == "LOAD_METHOD" else 2
+        elif name in _CALLS and above > (instruction.arg or 0) + _CALLS[name]:
+            above -= (instruction.arg or 0) + _CALLS[name]
+        elif not (name == "LOAD_ATTR" or (name == "FORMAT_VALUE" and not (instruction.arg or 0) & 4)):
+            return READ
+    return READ
+
+
 def user_line() -> str:
     """Return ``FILE:LINE in FUNCTION`` of the model's code that runs."""
     frame: FrameType | None = sys._getframe(1)

@@ -50,6 +50,8 @@ _EQUALITIES: dict[Any, Any] = {
 """Functions that compare tensors for Python, to those that do so for each element."""
 _CHECKING = frozenset(function for name, function in vars(torch.nn.functional).items() if "dropout" in name)
 """Functions that compare their numbers with limits before they take them for Python numbers."""
+_BOOKKEEPING = frozenset({"_version", "requires_grad", "grad_fn", "is_leaf", "layout"})
+"""Properties of a tensor that say nothing about its values."""
 _COUNTS: dict[Any, str] = {
     torch.Tensor.__iter__: "loops over a tensor",
     torch.Tensor.__len__: "takes the length of a tensor",
@@ -146,6 +148,8 @@ class Seen(Protocol):
     """The values that Python code took from tensors."""
     normalised: list[torch.nn.Module]
     """Normalisation modules that count their batches, listed once for each call."""
+    used: set[int]
+    """``id()`` of the tensors that functions of torch were given."""
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a result that depends on the arguments."""
@@ -167,6 +171,7 @@ class _Observer(TorchFunctionMode):
         self.modules: list[torch.nn.Module] = []
         self.guards: list[Guard] = []
         self.normalised: list[torch.nn.Module] = []
+        self.used: set[int] = set()
         self.origins = Origins()
         self._draws = draws
         self._numbers = TracedNumbers(list(numbers))
@@ -190,6 +195,8 @@ class _Observer(TorchFunctionMode):
         if not torch.jit.is_tracing():
             return func(*args, **kwargs)
         given = (*args, *kwargs.values())
+        if getattr(getattr(func, "__self__", None), "__name__", "") not in _BOOKKEEPING:
+            self._note_used(given)
         self._refuse_arguments(given)
         self._refuse_untraceable(func, args, kwargs)
         if func in _EQUALITIES and args[0].shape == given[1].shape:
@@ -275,6 +282,13 @@ class _Observer(TorchFunctionMode):
                 self.refuse("draws random numbers from a torch.Generator")
             elif is_time(argument) or (isinstance(argument, (list, tuple)) and any(map(is_time, argument))):
                 notice_time()
+
+    def _note_used(self, given: Sequence[Any]) -> None:
+        for argument in given:
+            if isinstance(argument, torch.Tensor):
+                self.used.add(id(argument))
+            elif isinstance(argument, (list, tuple)):
+                self.used.update(id(item) for item in argument if isinstance(item, torch.Tensor))
 
     def _may_become_number(self, argument: Any) -> bool:
         """Return True for a tensor that a function of PyTorch may take for a Python float."""

@@ -22,11 +22,12 @@ from ort_zero.errors import ExportError, RankError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.error_messages import cause_of, explain
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import left_behind, pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, can_be_input
 from ort_zero.runtime.export.attribute_paths import Place, PlaceFinder, is_number
-from ort_zero.runtime.export.attribute_reads import AttributeChangedError
+from ort_zero.runtime.export.attribute_reads import AttributeChangedError, StartValuesError
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
+from ort_zero.runtime.export.pytorch_calls import CALLS
 from ort_zero.runtime.export.random_states import GlobalStates, preserved
 from ort_zero.runtime.export.tracer import ArgumentInputError
 from ort_zero.runtime.guards import value_guards
@@ -221,6 +222,12 @@ class ForwardCall:
         """
         if isinstance(error, AttributeInputError):
             return self._no_input(error.places, str(error))
+        if isinstance(error, StartValuesError):
+            known = self._transitions.builder.start_values
+            if error.places <= known:
+                raise RuntimeError(f"{error}, and its values cannot be put back") from error
+            known |= error.places
+            return str(error)
         if isinstance(error, AttributeChangedError):
             return self._carry_over(error)
         if isinstance(error, ArgumentInputError):
@@ -343,6 +350,8 @@ class ForwardCall:
         self._random_states = GlobalStates() if may_draw else None
         try:
             inputs = graph.info.construct_inputs(dict(zip(arguments.names, arguments.tensors, strict=True)))
+            for call, _ in graph.effects.left:
+                CALLS.numbered(call).take_left()  # of an export, or of a run that has failed
             tensors = self._manager.run(graph.session, inputs)
             torch_fallback.keep_saved_with(tensors)
             first_guard = graph.effects.first_guard
@@ -388,16 +397,20 @@ class ForwardCall:
     def _restore(self, graph: BuiltGraph, tensors: Sequence[torch.Tensor]) -> Any:
         """Do what the module does besides returning a result, and return that."""
         effects, arguments = graph.effects, self._arguments
+        first = effects.results + effects.written
         with torch.no_grad():
-            for i, value in zip(effects.changed, tensors[effects.results :], strict=False):
+            for i, value in zip(effects.changed, tensors[first:], strict=False):
                 arguments.tensors[i].copy_(value)
             for module in effects.counting:
                 tracked = module.num_batches_tracked
                 assert isinstance(tracked, torch.Tensor)
                 tracked.add_(1)  # an update in place that the exporter leaves out
-            first = effects.results + len(effects.changed)
+            first += len(effects.changed)
             for (place, in_place), value in zip(effects.attributes, tensors[first:], strict=False):
                 self._transitions.attribute_guard.assign(place, value, in_place)
             for change, value in zip(effects.buffers, tensors[first + len(effects.attributes) :], strict=False):
                 change.carry_out(value)
+        self._transitions.attribute_guard.write(effects.writes, tensors, arguments.tensors)
+        behind = effects.results + effects.written - sum(count for _, count in effects.left)
+        left_behind.fill(effects.left, tensors[behind:], lambda call: CALLS.numbered(call).take_left())
         return graph.info.restore_outputs(tensors, arguments.objects)

@@ -33,13 +33,17 @@ from ort_zero.runtime.built_graph import BuiltGraph, BuiltModel, ExportedModule
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputs, as_tensor, float_dtype
 from ort_zero.runtime.export.attribute_paths import Place
-from ort_zero.runtime.export.attribute_reads import unchanged_attributes
+from ort_zero.runtime.export.attribute_state import AttributeState, unchanged_attributes
 from ort_zero.runtime.export.autograd_functions import AutogradFunctions
 from ort_zero.runtime.export.captured_output import CapturedOutput
 from ort_zero.runtime.export.checkpoint_marks import CheckpointedCalls
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.fake_weights import fake_weights, unchanged_buffers
-from ort_zero.runtime.export.post_export_passes import complete_dropout, seed_dropout
+from ort_zero.runtime.export.post_export_passes import (
+    complete_dropout,
+    remove_casts_to_the_same_type,
+    seed_dropout,
+)
 from ort_zero.runtime.export.post_optimize_passes import unfuse_for_cpu
 from ort_zero.runtime.export.tracer import Tracer
 from ort_zero.runtime.export_cache.lookup import Lookup, session_of
@@ -117,8 +121,12 @@ class GraphBuilder:
         """Looks up the graph that is being built, or the last one, in the export cache; None without one."""
         self.attribute_inputs: Mapping[Place, str] = {}
         """Name of the graph input of each attribute that new graphs take as an input."""
-        self.written: list[str] = []
-        """Names of the attributes that the forward writes and the graph does not."""
+        self.not_written: list[str] = []
+        """Names of the attributes that the forward writes and the graph cannot."""
+        self.start_values: set[Place] = set()
+        """Attributes and containers that the forward reads and writes: a trace begins with their values of the call."""
+        self._state: AttributeState | None = None
+        """Attributes as they were before the export that runs."""
         self.settled_attributes: set[Place] = set()
         """Attributes whose changes by the forward itself do not count."""
 
@@ -187,6 +195,7 @@ class GraphBuilder:
         only_read = frozenset(graph_readers.inputs_for_marks_alone(model) if tracer.readers else ())
         with self._timed("shapes"):
             model = self.manager.process(model, infer_python_op)
+        remove_casts_to_the_same_type(model)
         names = tuple(given.name for given in model.graph.input)
         info = ExportedModelInfo(
             module_forward_output_schema=schema,
@@ -215,17 +224,19 @@ class GraphBuilder:
         if reads is None:
             return NOTHING_READ
         model = type(self.module).__name__
-        written = [name for name in (place.named(model) for place in reads.written) if name not in self.written]
-        self.written += written
-        if written:
+        names = [place.named(model) for place in tracer.not_written]
+        new = [name for name in names if name not in self.not_written]
+        self.not_written += new
+        if new:
             get_logger().info(
-                "%s: the forward writes what no run of the graph will (%s keep the values of the export); return it",
-                model, shortened(written),
+                "%s: the forward writes what no run of the graph will (%s keep the values of before); return it",
+                model, shortened(new),
             )  # fmt: skip
         paths = {id(module): path for path, module in self.module.named_modules()}
         # a module outside of the tree cannot stay in PyTorch by itself
         readers = {place: [paths.get(id(m), "") for m in read.readers] for place, read in reads.reads.items()}
-        return self.attribute_guard.watch(readers, tracer.inputs.names if tracer.inputs else {}, reads.whole)
+        inputs = tracer.inputs.names if tracer.inputs else {}
+        return self.attribute_guard.watch(readers, inputs, reads.whole, reads.kinds)
 
     def _tracer(self, call: pytree.Call, subscribers: Sequence[SubscribedModel], *, all_inputs: bool) -> Tracer:
         """Return what follows the export of a call.
@@ -251,6 +262,8 @@ class GraphBuilder:
             pytorch_context=context,
             inputs=inputs if inputs.names else None,
             settled=self.settled_attributes,
+            state=lambda: self._state,
+            put_back=self.start_values,
         )
 
     def _traced(self, tracer: Tracer) -> tuple:
@@ -266,12 +279,20 @@ class GraphBuilder:
             self.functions.as_operators(),
             torch_onnx.routing(self.fallback_policy),
             unchanged_buffers(flattened),
-            unchanged_attributes(self.module, tracer.inputs.names if tracer.inputs else ()),
+            unchanged_attributes(
+                self.module,
+                tracer.inputs.names if tracer.inputs else (),
+                lambda: tracer.attributes,
+                list(self.excluded.reasons),
+            ) as self._state,
             fake_weights(flattened),
             reader_marks.marking(tracer.readers),
             tracer.everything_trainable(flattened),
         ):
-            return self.manager.export(tracer.graph_inputs)
+            try:
+                return self.manager.export(tracer.graph_inputs)
+            finally:
+                self._state = None  # it holds what the attributes were
 
     def _checkpointed_calls(self, tracer: Tracer) -> CheckpointedCalls:
         def same(tensor: torch.Tensor, marked: torch.Tensor) -> None:

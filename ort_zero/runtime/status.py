@@ -87,14 +87,15 @@ def _graphs_of(
     counts = Counter(mode.retired)
     for graph in mode.graphs:
         counts.update(counted(graph))
-    current = mode.current
+    current, name = mode.current, type(mode.builder.module).__name__
     built = [done for done in transitions if done.mode == mode.mode and done.transition.action.builds]
     return {
         "exports": mode.exports,
         "kept": len(mode.graphs),
         "nodes": current.nodes if current else 0,
         "python_ops": current.python_ops if current else 0,
-        "attributes_not_written": list(mode.builder.written),
+        "attributes_written": sorted({write.place.named(name) for write in current.effects.writes}) if current else [],
+        "attributes_not_written": list(mode.builder.not_written),
         "attribute_inputs": sorted(
             place.named(current.known.export.read.model) for place in current.known.export.read.inputs
         )

@@ -610,32 +610,6 @@ def test_a_part_that_stays_in_pytorch_for_another_reason_does_not_stop_what_is_c
     assert pair.runtime.status()["graphs"]["training"]["attribute_inputs"] == ["Unsupported.step"]
 
 
-class Leaving(nn.Module):
-    """Leaves a tensor of its forward in an attribute."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.penalty = nn.Linear(4, 4), None
-
-    def forward(self, x):
-        y = self.layer(x)
-        self.penalty = y.abs().mean()
-        return y.pow(2).mean()
-
-
-def test_what_only_the_forward_writes_is_named_and_no_loss_can_use_it(caplog):
-    caplog.set_level("INFO", "ort_zero")
-    pair = Pair(Leaving())
-    loss = pair.wrapped(X)
-    with pytest.raises(RuntimeError, match="return it from forward instead"):
-        (loss + pair.module.penalty).backward()
-    pair.step()
-    assert pair.runtime.status()["graphs"]["training"]["attributes_not_written"] == ["Leaving.penalty"]
-    lines = [r.getMessage() for r in caplog.records if "the forward writes" in r.getMessage()]
-    assert len(lines) == 1 and "Leaving.penalty" in lines[0]
-
-
 class Sized(nn.Module):
     """Asks for the size of what a submodule returns that is to stay in PyTorch."""
 

@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from ort_zero.runtime.export.post_export_passes import complete_dropout
+from ort_zero.runtime.export.post_export_passes import complete_dropout, remove_casts_to_the_same_type
 
 FLAG = "ort_zero_dropout_on"
 
@@ -92,3 +92,25 @@ def test_nodes_of_other_domains_and_operators_are_left_alone():
     before = model.SerializeToString(deterministic=True)
     assert complete_dropout(model) == 0
     assert model.SerializeToString(deterministic=True) == before
+
+
+def test_casts_to_the_type_that_a_value_has_are_taken_out():
+    def cast(given: str, result: str, to: int) -> onnx.NodeProto:
+        return helper.make_node("Cast", [given], [result], to=to)
+
+    model = model_of(
+        cast("x", "same", TensorProto.FLOAT),
+        helper.make_node("Mul", ["same", "same"], ["square"]),
+        cast("square", "unknown", TensorProto.FLOAT),
+        cast("unknown", "wide", TensorProto.DOUBLE),
+        cast("wide", "out", TensorProto.FLOAT),
+    )
+    model.graph.value_info.append(helper.make_tensor_value_info("wide", TensorProto.DOUBLE, [64]))
+    assert remove_casts_to_the_same_type(model) == 1
+    assert [(n.op_type, list(n.input)) for n in model.graph.node] == [
+        ("Mul", ["x", "x"]), ("Cast", ["square"]), ("Cast", ["unknown"]), ("Cast", ["wide"])
+    ]  # fmt: skip
+    onnx.checker.check_model(model)
+    assert remove_casts_to_the_same_type(model) == 0
+    last = model_of(cast("x", "out", TensorProto.FLOAT))
+    assert remove_casts_to_the_same_type(last) == 0  # a result keeps its name

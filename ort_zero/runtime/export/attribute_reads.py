@@ -11,17 +11,38 @@ import collections
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, Protocol
 
 import torch
 
-from ort_zero.compat.frames import global_names, is_augmented_read, is_foreign, is_installed, user_line
+from ort_zero.compat.frames import (
+    ADDED_TO,
+    FILLED,
+    global_names,
+    is_augmented_read,
+    is_foreign,
+    is_installed,
+    is_only_filled,
+    use_of_read,
+    user_line,
+)
+from ort_zero.compat.impure_calls import is_time
 from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table, version_of
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.log import get_logger
+from ort_zero.runtime.export import attribute_writes
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
     CELL,
@@ -41,6 +62,7 @@ MOST_ITEMS = 64
 """Maximum number of items of a container that are compared one by one; a larger one is compared as a whole."""
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 _CODE = (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType, property, classmethod, staticmethod)
+_CONTAINERS = (list, dict, collections.deque)
 
 
 @dataclass(slots=True)
@@ -70,6 +92,30 @@ class AttributeChangedError(BaseException):
         self.reads = dict(reads)
 
 
+class StartValuesError(BaseException):
+    """The forward decides by what it has left behind, and its first run in an export has changed that already.
+
+    Not an Exception: no ``except`` of a model may take it for one of its own.
+
+    Args:
+        places: attributes and containers that must have their values of the call when the forward is traced.
+    """
+
+    def __init__(self, places: Collection[Place]):
+        super().__init__("the forward decides by what it has left behind")
+        self.places = frozenset(places)
+
+
+class ValuesBefore(Protocol):
+    """The attributes at the time of the call for which a module is traced."""
+
+    def value_at(self, place: Place) -> Any:
+        """Return the value of an attribute, or the copy of what a container held; MISSING if there was none."""
+
+    def number_type(self, place: Place) -> type | None:
+        """Return the type of an attribute that is a number when PyTorch runs the module, None for all else."""
+
+
 class AttributeReads:
     """Records the reads of one trace.
 
@@ -92,10 +138,17 @@ class AttributeReads:
         self._functions = dict(_functions_of(model))
         self._copies: list[tuple[Place, Any, Any]] = []
         """Place, container and a copy of what it held when it was read."""
-        self._updated: dict[tuple[int, str], Read] = {}
-        """Numbers that an augmented assignment has taken, by the object's ``id()`` and the name."""
-        self.written: dict[Place, None] = {}
-        """Attributes of modules that the forward gives tensors or numbers, and that no run of the graph will write."""
+        self._updated: dict[tuple[int, str], tuple[Any, bool]] = {}
+        """Numbers that an augmented assignment takes, and whether it adds, by the object's ``id()`` and the name."""
+        self._looked_into: set[int] = set()
+        """``id()`` of the containers of which the code does more than to fill them."""
+        self._written: dict[Place, tuple[Any, torch.nn.Module | None]] = {}
+        """Attributes that the forward writes: the value before, and the innermost module that ran."""
+        self.changes: list[attribute_writes.Change] = []
+        """The changes that the forward makes; those that are inputs of the graph are left out."""
+        self._before: ValuesBefore | None = None
+        self.kinds: set[Place] = set()
+        """Places of tensors of which only the kind counts: the trace has no use for their values."""
         self.whole: set[Place] = set()
         """Places of objects that were read at several places."""
 
@@ -165,9 +218,11 @@ class AttributeReads:
 
     def _note_write(self, obj: Any, name: str, value: Any) -> None:
         origin = self._origins.get(id(obj))
-        if origin is not None and isinstance(obj, torch.nn.Module) and not BOOKKEEPING.match(name):
-            if is_number(value) or isinstance(value, torch.Tensor):
-                self.written[origin.then(ATTRIBUTE, name)] = None
+        if origin is None or name in _INTERNAL or BOOKKEEPING.match(name):
+            return
+        place = origin.then(ATTRIBUTE, name)
+        if place not in self._written:
+            self._written[place] = (attributes_of(obj) or {}).get(name, MISSING), self._running()
 
     def _note_missing(self, obj: Any, name: str) -> None:
         origin = self._origins.get(id(obj))
@@ -184,12 +239,14 @@ class AttributeReads:
 
     def _note(self, obj: Any, name: str, value: Any) -> None:
         key = (id(obj), name)
+        if isinstance(value, _CONTAINERS) and use_of_read(sys._getframe(2)) != FILLED:
+            self._looked_into.add(id(value))
         if key in self._known:
             place = self._known[key]
             if place is not None:
                 self._read_again(place)
             elif key in self._updated and not is_augmented_read(sys._getframe(2)):
-                self._add(self._origins[id(obj)].then(ATTRIBUTE, name), self._updated[key].value)
+                self._add(self._origins[id(obj)].then(ATTRIBUTE, name), self._updated[key][0])
             return
         origin = self._origins.get(id(obj))
         if origin is None:
@@ -198,7 +255,8 @@ class AttributeReads:
         if BOOKKEEPING.match(name) or not _is_stored(obj, name):
             place = None
         elif is_number(value) and is_augmented_read(sys._getframe(2)):
-            self._updated[key] = Read(value)  # the value goes into the next one, and perhaps nowhere else
+            # the value goes into the next one, and perhaps nowhere else
+            self._updated[key] = value, use_of_read(sys._getframe(2)) == ADDED_TO
             return
         self._known[key] = place
         if place is not None:
@@ -274,6 +332,8 @@ class AttributeReads:
         root = Place((GLOBAL, module.__name__))
         for name in sorted(found & vars(module).keys()):
             value = vars(module)[name]
+            if isinstance(value, _CONTAINERS) and not is_only_filled(code, name):
+                self._looked_into.add(id(value))
             if isinstance(value, ModuleType):
                 if users and _is_users(value):
                     for other in sorted(attributes & vars(value).keys()):
@@ -302,41 +362,140 @@ class AttributeReads:
 
     # -- afterwards ------------------------------------------------------------------------------------------------
 
-    def finish(self, known: Collection[Place] = ()) -> None:
-        """Leave out what the forward itself has changed in place.
+    def finish(
+        self,
+        known: Collection[Place] = (),
+        used: Collection[int] = (),
+        before: ValuesBefore | None = None,
+    ) -> None:
+        """Note what the forward has changed, and leave out of the reads what it has only filled.
 
         Args:
             known: attributes whose changes are known: they are inputs of the graph, or do not count.
+            used: ``id()`` of the tensors that the trace has a use for.
+            before: knows the attributes at the time of the call; None if the forward did not run in between.
 
         Raises:
+            StartValuesError: what the forward reads and writes was something else at the time of the call.
             AttributeChangedError: the forward reads numbers or tensors, and changes them for the next call.
         """
-        changed: dict[Place, ValueReadError] = {}
-        written = [place for place in self.written if place not in known]
-        # without those of buffers and parameters
-        found = [(place, value) for place, value, *_ in PlaceFinder(self._model).find(written)]
-        self.written = {place: None for place, v in found if is_number(v) or isinstance(v, torch.Tensor)}
-        for place, container, copy in self._copies:
-            now = list(container) if type(container) is collections.deque else container
-            if not _same_items(now, copy):
+        finder = PlaceFinder(self._model)
+        written = [
+            (place, value)
+            for place, value, container, _ in finder.find(list(self._written))
+            if place not in known and not isinstance(container, MappingProxyType)  # what a property computes
+        ]
+        self._before = before
+        for place, value in written:
+            if is_time(value):  # a measured time is nobody's to compute with, and no run takes as long
                 self._leave_out(place)
-        places = {place: read for place, read in self.reads.items()}
-        for place, value, _, _ in PlaceFinder(self._model).find(places):
-            read = places[place]
-            if place not in self.reads or place in known:
-                continue
+        written = [(place, value) for place, value in written if not is_time(value)]
+        self._note_updates(dict(written))
+        if before is not None:
+            self._compare_start(dict(written), before.value_at)
+        self._note_filled()
+        changed: dict[Place, ValueReadError] = {}
+        reads = dict(self.reads)
+        for place, value, _, _ in finder.find(reads):
+            read = reads[place]
             tensors = isinstance(value, torch.Tensor) and isinstance(read.value, torch.Tensor)
-            if value is read.value and not (tensors and version_of(value) != read.version):
+            if place in known or value is read.value and not (tensors and version_of(value) != read.version):
                 continue
-            numbers = is_number(read.value) and is_number(value)
-            if place.root[0] == MODULE and (numbers and value != read.value or tensors):
+            if tensors and value is not read.value and id(read.value) not in used:
+                self.kinds.add(place)  # such as "is not None"
+            elif place.root[0] in (MODULE, GLOBAL) and (tensors or self._is_other_number(place, read.value, value)):
                 module = read.readers[0] if read.readers else None
                 name = place.named(type(self._model).__name__)
                 changed[place] = ValueReadError(module, f"reads {name}, and changes it for the next call", read.line)
-            elif not (is_plain(value) and is_plain(read.value)):
+            elif not (place in self._written or is_plain(value) and is_plain(read.value)):
                 self._leave_out(place)
         if changed:
             raise AttributeChangedError(changed)
+        self._note_assigned(written)
+
+    def _compare_start(self, written: Mapping[Place, Any], at_start: Callable[[Place], Any]) -> None:
+        """Raise if the trace has started from other values than the call."""
+        others = []
+        for place in written:
+            if place in self.reads:
+                now, then = self.reads[place].value, at_start(place)
+                alike = any(is_kind(now) and is_kind(then) for is_kind in (is_number, _is_tensor, _is_container))
+                if not (now is then or alike or is_plain(now) and is_plain(then) and now == then):
+                    others.append(place)
+        for place, container, copy in self._copies:
+            if id(container) in self._looked_into and id(container) in self.changed_containers():
+                then = at_start(place)
+                if _is_container(then) and not _same_items(copy, then):
+                    others.append(place)
+        if others:
+            raise StartValuesError(others)
+
+    def _note_updates(self, written: Mapping[Place, Any]) -> None:
+        """Count as reads of numbers those assignments that do more than to add a number to them."""
+        for (owner, name), (before, adds) in self._updated.items():
+            place = self._origins[owner].then(ATTRIBUTE, name)
+            if place in written and not (adds and self._is_number(place, written[place])):
+                self._add(place, before)
+
+    def _note_filled(self) -> None:
+        for place, container, copy in self._copies:
+            now = list(container) if type(container) is collections.deque else container
+            if _same_items(now, copy):
+                continue
+            how, value = attribute_writes.container_change(place, container, copy)
+            self.changes.append(attribute_writes.Change(place, how, value))
+            if id(container) not in self._looked_into:
+                self._leave_out(place)
+
+    def _note_assigned(self, written: Sequence[tuple[Place, Any]]) -> None:
+        for place, value in written:
+            before, module = self._written[place]
+            if value is MISSING or isinstance(value, (*_CODE, torch.nn.Module)):
+                continue
+            adds = self._is_added_to(place) and self._is_number(place, value) and place not in self.reads
+            how, value = (attribute_writes.ADD, value - before) if adds else (attribute_writes.SET, value)
+            self.changes.append(attribute_writes.Change(place, how, value, module))
+
+    def _is_other_number(self, place: Place, before: Any, now: Any) -> bool:
+        if not is_number(before) or not self._is_number(place, now):
+            return False
+        return isinstance(now, torch.Tensor) or now != before
+
+    def _is_number(self, place: Place, value: Any) -> bool:
+        """Return whether PyTorch gives an attribute a number; one that is computed from sizes is a tensor here."""
+        if isinstance(value, torch.Tensor):
+            return self._before is not None and self._before.number_type(place) is not None
+        return is_number(value)
+
+    def _is_added_to(self, place: Place) -> bool:
+        return any(
+            adds and self._origins[owner].then(ATTRIBUTE, name) == place
+            for (owner, name), (_, adds) in self._updated.items()
+        )
+
+    def written_names(self) -> set[tuple[int, str]]:
+        """Return what the forward has written: ``id()`` of the dict of an object's attributes, and the name."""
+        finder, found = PlaceFinder(self._model), set()
+        for place in self._written:
+            own = attributes_of(finder.value_at(place.holder))
+            if own is not None:
+                found.add((id(own), place.steps[-1][1]))
+        return found
+
+    def changed_containers(self) -> dict[int, tuple[Any, Any]]:
+        """Return the containers that the forward has changed, with what they held when it first saw them."""
+        return {
+            id(container): (container, copy)
+            for _, container, copy in self._copies
+            if not _same_items(list(container) if type(container) is collections.deque else container, copy)
+        }
+
+    @property
+    def held_before(self) -> set[int]:
+        """``id()`` of the tensors that changed containers held before."""
+        copies = [copy for _, copy in self.changed_containers().values()]
+        items = [item for copy in copies for item in (copy.values() if isinstance(copy, dict) else copy)]
+        return {id(item) for item in items if isinstance(item, torch.Tensor)}
 
     def _leave_out(self, place: Place) -> None:
         depth = len(place.steps)
@@ -359,38 +518,12 @@ def unrecorded() -> Iterator[None]:
         _Active.reads = before
 
 
-@contextlib.contextmanager
-def unchanged_attributes(module: torch.nn.Module, inputs: Collection[Place] = ()) -> Iterator[None]:
-    """Put the plain attributes of all modules back to their values at the start: an export runs the forward twice.
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
-    Tensors are put back where they are inputs of the graph, or are about to become inputs.
 
-    Args:
-        module: the user's module.
-        inputs: attributes that are inputs of the graph.
-    """
-    tables = [(path, vars(child)) for path, child in module.named_modules()]
-    saved = [(own, {n: v for n, v in own.items() if is_plain(v) and n not in _INTERNAL}) for _, own in tables]
-    tensors = [
-        (own, name, value, value.detach().clone(), Place((MODULE, path)).then(ATTRIBUTE, name))
-        for path, own in tables for name, value in own.items() if isinstance(value, torch.Tensor)
-    ]  # fmt: skip
-    places = set(inputs)
-    try:
-        yield
-    except AttributeChangedError as error:
-        places.update(error.reads)
-        raise
-    finally:
-        for own, values in saved:
-            for name, value in values.items():
-                if name in own and own[name] is not value and is_plain(own[name]):
-                    own[name] = value
-        for own, name, tensor, copy, place in tensors:
-            if place in places:
-                own[name] = tensor
-                with torch.no_grad():
-                    tensor.copy_(copy)
+def _is_container(value: Any) -> bool:
+    return isinstance(value, _CONTAINERS)
 
 
 def has_readable_attributes(value: Any) -> bool:

@@ -28,7 +28,7 @@ from ort_zero.compat.torch_modules import (
 from ort_zero.compat.tracing import ValueReadError
 from ort_zero.errors import ConfigError, ExportError
 from ort_zero.log import get_logger
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import left_behind, pytree
 from ort_zero.runtime.export.pytorch_calls import MISSING, FunctionCall, ModuleCall, attribute_of
 
 
@@ -169,6 +169,7 @@ class ExcludedModules:
             call.own_forward = own_forward
             tensors = [*given.tensors, *weights.values()] or [torch.zeros(())]  # a node without inputs is no node
             found = torch.ops.ort_zero.submodule(tensors, call.number)
+            left_behind.collect(call.number, list(found[call.count :]))
             return pytree.unflatten(found, call.results, given.objects)
 
         return forward

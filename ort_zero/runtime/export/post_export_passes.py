@@ -46,6 +46,38 @@ def complete_dropout(model: onnx.ModelProto) -> int:
     return repaired
 
 
+def remove_casts_to_the_same_type(model: onnx.ModelProto) -> int:
+    """Take out the casts to the type that a value has already, in place; return how many there were.
+
+    ``y.float()`` of what is float32 is one. ORT's own pass that takes them out fails where one node reads the result
+    twice ("Argument mismatch when removing edge").
+
+    Args:
+        model: with the types of its values inferred.
+    """
+    graph = model.graph
+    types = {t.name: t.data_type for t in graph.initializer}
+    for value in (*graph.input, *graph.value_info):
+        types[value.name] = value.type.tensor_type.elem_type
+    results = {value.name for value in graph.output}
+    sources: dict[str, str] = {}
+    kept = []
+    for node in graph.node:
+        for i, name in enumerate(node.input):
+            if name in sources:
+                node.input[i] = sources[name]
+        if node.op_type == "Cast" and not node.domain and node.output[0] not in results:
+            to = next(a.i for a in node.attribute if a.name == "to")
+            if types.get(node.input[0]) == to:
+                sources[node.output[0]] = node.input[0]
+                continue
+        kept.append(node)
+    if sources:
+        del graph.node[:]
+        graph.node.extend(kept)
+    return len(sources)
+
+
 _SEEDS = 1 << 31
 
 

@@ -23,6 +23,7 @@ from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_reads import unrecorded
 from ort_zero.runtime.export.checkpoint_marks import plain_calls
 from ort_zero.runtime.export.fake_weights import plain_access
+from ort_zero.runtime.export.left_behind import LeftBehind, Slot
 from ort_zero.runtime.export.numbered_calls import NumberedCalls
 from ort_zero.zero3_hooks.hook_manager import paused
 
@@ -55,6 +56,10 @@ class PyTorchCall:
         self.arguments = arguments
         self.results: Any = None
         """Structure of what it returns, as of the last run; None before the first."""
+        self.places: Any = None
+        """Structure of what it leaves behind besides, as of the last run; None before the first."""
+        self.count = 0
+        """Number of tensors of what it returns; those of what it leaves behind come after."""
         self.owner: torch.nn.Module | None = None
         """The module that holds the code; None for the model itself."""
         self.drop_caches = False
@@ -78,10 +83,23 @@ class PyTorchCall:
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         found, results = pytree.flatten(self._value(tensors), drop_caches=self.drop_caches)
-        if self.results is not None and results != self.results:
+        left, places = pytree.flatten(self._left(), drop_caches=self.drop_caches)
+        if self.results is not None and (results != self.results or places != self.places):
             raise self._other_results(results)
-        self.results = results
-        return found
+        self.results, self.places, self.count = results, places, len(found)
+        self._note_left(places)
+        return found + left
+
+    def _left(self) -> list[Any]:
+        """Return what the last run has left behind besides its result, and has a gradient."""
+        return []
+
+    def _note_left(self, structure: Any) -> None:
+        """Remember where that is."""
+
+    def take_left(self) -> list[tuple[list[Slot], Any]]:
+        """Return where the runs since the last call have left something behind, and the structure of that."""
+        return []
 
     def _value(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return what the code returns for these tensors."""
@@ -134,6 +152,8 @@ class ModuleCall(PyTorchCall):
         self.names = names
         self.own_forward: Any = MISSING
         """The module's attribute ``forward``, if it has one besides that of its class."""
+        self._slots: list[Slot] = []
+        self._runs: list[tuple[list[Slot], Any]] = []
 
     def _value(self, tensors: Sequence[torch.Tensor]) -> Any:
         count = len(tensors) - len(self.names)
@@ -146,7 +166,23 @@ class ModuleCall(PyTorchCall):
             if is_scripted(module):
                 with scripted_weights(module, weights):
                     return module(*args, **kwargs)
-            return functional_call(module, weights, args, kwargs)
+            left = LeftBehind(module)
+            result = functional_call(module, weights, args, kwargs)
+            self._slots = left.slots()
+        return result
+
+    def _left(self) -> list[Any]:
+        return [slot.value for slot in self._slots]
+
+    def _note_left(self, structure: Any) -> None:
+        if self._slots:
+            self._runs.append((self._slots, structure))
+            self._slots = []
+
+    def take_left(self) -> list[tuple[list[Slot], Any]]:
+        """Return where the runs since the last call have left tensors with a gradient, and the values' structure."""
+        runs, self._runs = self._runs, []
+        return runs
 
     def _as_itself(self, module: torch.nn.Module) -> AbstractContextManager:
         """Let `module`, which is the module or its copy, call its own forward."""

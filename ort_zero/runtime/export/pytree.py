@@ -107,7 +107,7 @@ Structure = _TensorLeaf | _Constant | _Number | _Size | _Sequence | _Mapping | _
 
 
 def flatten(
-    value: Any, *, drop_caches: bool, known: Mapping[int, int] | None = None
+    value: Any, *, drop_caches: bool, known: Mapping[int, int] | None = None, constants: Collection[int] = ()
 ) -> tuple[list[torch.Tensor], Structure]:
     """Return the tensors in a module's result and the structure to put it together again.
 
@@ -116,11 +116,12 @@ def flatten(
         drop_caches: leave caches of keys and values out (they come back as None). Training ignores them, and as graph
             outputs they would keep every layer's keys and values alive.
         known: number by ``id()`` of the objects among the module's arguments.
+        constants: ``id()`` of the tensors that are returned as the very objects they are.
 
     Raises:
         TypeError: a tensor hides in an object that cannot be taken apart.
     """
-    flattener = _Flattener(drop_caches=drop_caches, known=known or {})
+    flattener = _Flattener(drop_caches=drop_caches, known=known or {}, constants=constants)
     return flattener.tensors, flattener(value, "")
 
 
@@ -132,7 +133,34 @@ def unflatten(tensors: Sequence[Any], structure: Structure, originals: Sequence[
         structure: from :func:`flatten`.
         originals: the caller's objects by number; a result that is one of them is that object, with new attributes.
     """
-    return _Unflattener(tensors, originals)(structure)
+    return _Unflattener(tensors, originals, numbers=True)(structure)
+
+
+def with_numbers(structure: Structure, like: Structure) -> Structure:
+    """Return the structure of a traced result, in which Python numbers are numbers.
+
+    Args:
+        structure: numbers that were computed from sizes are tensors in it.
+        like: the structure of the same result when the module runs untraced.
+    """
+    if isinstance(structure, _TensorLeaf) and isinstance(like, _Constant) and is_number(like.value):
+        return _Number(structure.index, type(like.value))
+    if isinstance(structure, _NESTED) and isinstance(like, _NESTED) and _same_kind(structure, like):
+        if len(structure.items) == len(like.items):
+            pairs = zip(structure.items, like.items, strict=True)
+            if isinstance(structure, _Sequence):
+                items = tuple(with_numbers(item, other) for item, other in pairs)
+            else:
+                items = tuple(
+                    (key, with_numbers(item, other[1]) if key == other[0] else item) for (key, item), other in pairs
+                )
+            return dataclasses.replace(structure, items=items)
+    return structure
+
+
+def number_of(kind: type) -> Structure:
+    """Return the structure of a value that is one Python number."""
+    return _Number(0, kind)
 
 
 @dataclasses.dataclass(slots=True)
@@ -306,7 +334,15 @@ def described(item: Structure | None) -> str:
 class _Flattener:
     """Flattens one value; calling it returns the structure, and collects the tensors."""
 
-    def __init__(self, *, inputs: bool = False, drop_caches: bool = False, known: Mapping[int, int] | None = None):
+    def __init__(
+        self,
+        *,
+        inputs: bool = False,
+        drop_caches: bool = False,
+        known: Mapping[int, int] | None = None,
+        constants: Collection[int] = (),
+    ):
+        self._constants = constants
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         self.objects: list[Any] = []
@@ -318,7 +354,7 @@ class _Flattener:
 
     def __call__(self, item: Any, name: str, depth: int = 0) -> Structure:
         if isinstance(item, torch.Tensor):
-            return self._tensor(item, name)
+            return _Constant(item) if id(item) in self._constants else self._tensor(item, name)
         if isinstance(item, _PLAIN):
             return _Constant(item)
         if isinstance(item, torch.Size):
@@ -383,14 +419,17 @@ class _Flattener:
 class _Unflattener:
     """Builds one value from tensors and a structure."""
 
-    def __init__(self, tensors: Sequence[Any], originals: Sequence[Any]):
+    def __init__(self, tensors: Sequence[Any], originals: Sequence[Any], *, numbers: bool = False):
         self._tensors = tensors
         self._originals = originals
+        self._numbers = numbers
         self.built: dict[int, Any] = {}
 
     def __call__(self, item: Structure) -> Any:
-        if isinstance(item, (_TensorLeaf, _Number)):
+        if isinstance(item, _TensorLeaf):
             return self._tensors[item.index]
+        if isinstance(item, _Number):
+            return item.kind(self._tensors[item.index].item()) if self._numbers else self._tensors[item.index]
         if isinstance(item, _Constant):
             return item.value
         if isinstance(item, _Size):

@@ -21,10 +21,12 @@ from ort_zero.compat.torch_autograd import leaves_behind
 from ort_zero.compat.torch_modules import version_of
 from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.tracing import ValueReadError
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import left_behind, pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
 from ort_zero.runtime.export.attribute_paths import Place
 from ort_zero.runtime.export.attribute_reads import AttributeReads
+from ort_zero.runtime.export.attribute_state import AttributeState
+from ort_zero.runtime.export.attribute_writes import AttributeWrite, NotWritable, Outputs
 from ort_zero.runtime.export.buffer_changes import BufferChange, BufferChanges
 from ort_zero.runtime.export.random_draws import RandomDraws
 from ort_zero.statistics.collect import reader_marks
@@ -37,11 +39,19 @@ class Effects:
     results: int = 0
     """Number of tensors of the result; those of the effects are further outputs of the graph, behind them."""
     changed: list[int] = field(default_factory=list)
-    """Indices of the tensor arguments that the module changes in place; their new values come first."""
+    """Indices of the tensor arguments that the module changes in place; their new values come after those of
+    :attr:`writes`."""
     attributes: list[tuple[Place, bool]] = field(default_factory=list)
     """Attributes that the module changes for the next call, and whether in place; their new values come after."""
     buffers: list[BufferChange] = field(default_factory=list)
     """Buffers that the module changes; their new values come after."""
+    writes: list[AttributeWrite] = field(default_factory=list)
+    """Attributes and containers that the module writes."""
+    written: int = 0
+    """Number of tensors that they need besides the results; these come first."""
+    left: list[tuple[int, int]] = field(default_factory=list)
+    """Number of the call of each node in PyTorch that leaves tensors with a gradient in its attributes, and the number
+    of these; they come behind those of :attr:`writes`, and count as :attr:`written`."""
     guards: list[tuple[list, ValueReadError]] = field(default_factory=list)
     """Values that Python code took from tensors, and where; the values in a call come last."""
     counting: list[torch.nn.Module] = field(default_factory=list)
@@ -50,7 +60,7 @@ class Effects:
     @property
     def first_guard(self) -> int:
         """Number of the graph's outputs before the values of the guards."""
-        return self.results + len(self.changed) + len(self.attributes) + len(self.buffers)
+        return self.results + self.written + len(self.changed) + len(self.attributes) + len(self.buffers)
 
 
 class ArgumentInputError(BaseException):
@@ -80,6 +90,8 @@ class Tracer:
         pytorch_context: makes a context in which the module runs as PyTorch would run it.
         inputs: attributes that the graph takes as inputs; None for none.
         settled: attributes whose changes by the forward itself do not count.
+        state: returns the attributes as they were before the export.
+        put_back: attributes and containers that have their values of before the export when the module is traced.
     """
 
     def __init__(
@@ -94,7 +106,11 @@ class Tracer:
         pytorch_context: Callable[[], AbstractContextManager] = contextlib.nullcontext,
         inputs: AttributeInputs | None = None,
         settled: Collection[Place] = (),
+        state: Callable[[], AttributeState | None] = lambda: None,
+        put_back: Collection[Place] = (),
     ):
+        self._state = state
+        self._put_back = put_back
         self.inputs = inputs
         self.settled = settled
         self._pytorch_context = pytorch_context
@@ -109,6 +125,10 @@ class Tracer:
         """What the module raised while it was traced; None if nothing."""
         self.attributes: AttributeReads | None = None
         """What Python code has read besides the arguments; None before the trace."""
+        self.not_written: list[Place] = []
+        """Attributes whose values cannot be outputs of the graph."""
+        self._structure: Any = None
+        """Structure of the result when the module ran as PyTorch would run it."""
         self.effects = Effects()
         self.arguments_reached: frozenset[str] = frozenset()
         """Names of the arguments that a backward through the results leads to."""
@@ -186,7 +206,11 @@ class Tracer:
                     argument.requires_grad_()
             for i in self.numbers.values():
                 self.arguments[i].requires_grad_(False)
-        return pytree.flatten(value, drop_caches=self.drop_caches, known=known)
+        state = self._state()
+        if state is not None:
+            state.note_numbers()
+        tensors, self._structure = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
+        return tensors, self._structure
 
     def _run_traced(
         self, module: torch.nn.Module, given: tuple, inputs: tuple, args: tuple, kwargs: dict, known: dict
@@ -198,9 +222,12 @@ class Tracer:
         numbers += [inputs[i] for i in self.inputs.numbers] if self.inputs else []
         placed = self.inputs.placed(inputs) if self.inputs else contextlib.nullcontext()
         buffers = BufferChanges(module)
+        state = self._state()
+        if state is not None:
+            state.put_back(self._put_back)
         draws = RandomDraws(module)  # the first run may have made generators
         lines = draws.lines_followed() if self._has_drawn else contextlib.nullcontext()
-        with placed, tracing.watched(numbers, draws) as seen, lines:
+        with placed, tracing.watched(numbers, draws) as seen, lines, left_behind.collected() as left:
             attributes = self.attributes = AttributeReads(module, seen.running)
             try:
                 with attributes.recording():
@@ -210,15 +237,25 @@ class Tracer:
                 raise
             except NumberReadError as error:
                 raise self._no_inputs(error) from None
-            attributes.finish({*self.settled, *(self.inputs.names if self.inputs else ())})
+            known = {*self.settled, *(self.inputs.names if self.inputs else ())}
+            attributes.finish(known, seen.used, state)
             states = self.inputs.changed(inputs, input_versions) if self.inputs else []
             changed_buffers = buffers.found()
         tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
+        if self._structure is not None:
+            schema = pytree.with_numbers(schema, self._structure)
+        results = len(tensors)
+        writes, written = self._writes(module, tensors, given, attributes)
+        written += [tensor for _, found in left for tensor in found]
+        tensors = tensors + written
         self._note_leaves(tensors, given)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
         changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]
         self.effects = Effects(
-            results=len(tensors),
+            results=results,
+            writes=writes,
+            written=len(written),
+            left=[(call, len(found)) for call, found in left],
             changed=changed,
             attributes=[(place, in_place) for place, in_place, _ in states],
             buffers=[change for change, _ in changed_buffers],
@@ -230,6 +267,20 @@ class Tracer:
         more += [guard.tensor.detach().flatten() for guard in seen.guards]
         more += reader_marks.joined_tokens(self.readers)
         return tensors + more, schema
+
+    def _writes(
+        self, module: torch.nn.Module, results: list[torch.Tensor], given: tuple, attributes: AttributeReads
+    ) -> tuple[list[AttributeWrite], list[torch.Tensor]]:
+        """Return what the module has written into attributes, and the tensors of that which are no results."""
+        constants = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} | attributes.held_before
+        outputs = Outputs(results, given, constants, self._state())
+        writes = []
+        for change in attributes.changes:
+            try:
+                writes.append(outputs.write(change, drop_caches=self.drop_caches))
+            except NotWritable:
+                self.not_written.append(change.place)
+        return writes, outputs.tensors
 
     def _note_leaves(self, results: list[torch.Tensor], given: tuple) -> None:
         """Note where a backward through the results would lead."""

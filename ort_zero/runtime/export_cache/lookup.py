@@ -21,6 +21,7 @@ from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltModel, ExportedModule
 from ort_zero.runtime.export import autograd_functions, pytorch_calls
 from ort_zero.runtime.export.attribute_paths import CELL, GLOBAL, Place, is_plain
+from ort_zero.runtime.export.attribute_writes import AttributeWrite
 from ort_zero.runtime.export.buffer_changes import BufferChange
 from ort_zero.runtime.export.checkpoint_marks import MARK, BlockMark
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
@@ -169,6 +170,8 @@ class Lookup:
             "changed": effects.changed,
             "carried over": [(_written(place), in_place) for place, in_place in effects.attributes],
             "buffers": [(paths[id(change.owner)], change.name) for change in effects.buffers],
+            "written": effects.written,
+            "writes": [_write(write) for write in effects.writes],
             "guards": [(value, paths.get(id(read.module)), str(read), read.random) for value, read in effects.guards],
             "counting": [paths[id(child)] for child in effects.counting],
             "attributes": _attributes(exported.key.read),
@@ -192,6 +195,8 @@ class Lookup:
             changed=[int(i) for i in meta["changed"]],
             attributes=[(_place(*written), in_place) for written, in_place in meta["carried over"]],
             buffers=[BufferChange(modules[path], name) for path, name in meta["buffers"]],
+            writes=[_read_write(written) for written in meta.get("writes", ())],
+            written=int(meta.get("written", 0)),
             guards=[
                 (value, ValueReadError.again(modules.get(path), words, random=any(random)))
                 for value, path, words, *random in meta["guards"]
@@ -224,7 +229,8 @@ class Lookup:
         places = [_place(root, steps) for root, steps, *_ in written["places"]]
         inputs = {places[i]: name for i, name in written["inputs"]}
         readers = {place: paths for place, (_, _, paths, _) in zip(places, written["places"], strict=True)}
-        read = self._attribute_guard.watch(readers, inputs, [places[i] for i in written["whole"]])
+        kinds = [places[i] for i in written.get("kinds", ())]
+        read = self._attribute_guard.watch(readers, inputs, [places[i] for i in written["whole"]], kinds)
         for place, (*_, then) in zip(places, written["places"], strict=True):
             now = _text_of(place, read)
             if now != then:
@@ -244,12 +250,25 @@ def _attributes(read: ReadValues) -> dict[str, Any]:
         "places": [(*_written(place), list(read.readers[place]), _text_of(place, read)) for place in places],
         "inputs": [(index[place], name) for place, name in read.inputs.items()],
         "whole": sorted(index[place] for place in read.whole if place in index),
+        "kinds": sorted(index[place] for place in read.kinds if place in index),
     }
 
 
 def _written(place: Place) -> tuple:
     """Return a place as plain values."""
     return place.root, [(kind, serialization.encode(key, "key")) for kind, key in place.steps]
+
+
+def _write(write: AttributeWrite) -> list[Any]:
+    """Return what a forward writes as plain values."""
+    return [_written(write.place), write.how, serialization.encode(write.structure, "attribute"), list(write.tensors)]
+
+
+def _read_write(written: list[Any]) -> AttributeWrite:
+    """Return what :func:`_write` wrote."""
+    place, how, structure, tensors = written
+    sources = tuple((str(source), int(index), bool(gradient)) for source, index, gradient in tensors)
+    return AttributeWrite(_place(*place), str(how), serialization.decode(structure), sources)
 
 
 def _place(root: list, steps: list) -> Place:

@@ -33,6 +33,7 @@ from ort_zero.runtime.export.attribute_paths import (
     shown,
 )
 from ort_zero.runtime.export.attribute_reads import MOST_ITEMS, has_readable_attributes
+from ort_zero.runtime.export.attribute_writes import AttributeWrite
 
 HOOKS, METHODS = Place(("hooks", "")), Place(("methods", ""))
 """Stand for the hooks of all modules of the tree, and for the methods that are replaced on their instances."""
@@ -95,9 +96,10 @@ class ReadValues:
         readers: paths of the modules that read an attribute; "" stands for the model itself.
         whole: places of objects that were read at several places: another object counts as a change.
         model: name of the model's class, for messages.
+        kinds: places of tensors of which only the kind counts.
     """
 
-    __slots__ = ("_held", "_token", "inputs", "model", "readers", "values", "whole")
+    __slots__ = ("_held", "_token", "inputs", "kinds", "model", "readers", "values", "whole")
 
     def __init__(
         self,
@@ -106,12 +108,14 @@ class ReadValues:
         readers: Mapping[Place, Sequence[str]] | None = None,
         whole: Iterable[Place] = (),
         model: str = "",
+        kinds: Iterable[Place] = (),
     ):
+        self.kinds = frozenset(place for place in kinds if place in values)
         self.inputs = {place: name for place, name in (inputs or {}).items() if place in values}
         self.readers = dict(readers or {})
         self.whole = frozenset(whole)
         self.model = model
-        self.values = {**values, **{place: InputKind(values[place]) for place in self.inputs}}
+        self.values = {**values, **{place: InputKind(values[place]) for place in (*self.inputs, *self.kinds)}}
         self._token: object | None = None
         """Stands for the values that :meth:`hold` has looked at last."""
         self._held = False
@@ -182,7 +186,11 @@ class AttributeGuard:
         self._values: list[Any] = []
 
     def watch(
-        self, readers: Mapping[Place, Sequence[str]], inputs: Mapping[Place, str], whole: Iterable[Place]
+        self,
+        readers: Mapping[Place, Sequence[str]],
+        inputs: Mapping[Place, str],
+        whole: Iterable[Place],
+        kinds: Iterable[Place] = (),
     ) -> ReadValues:
         """Look from now on at what a graph was traced with; return the values.
 
@@ -190,18 +198,32 @@ class AttributeGuard:
             readers: paths of the modules that read an attribute. A place comes after that of the object that holds it.
             inputs: see :class:`ReadValues`.
             whole: see :class:`ReadValues`.
+            kinds: see :class:`ReadValues`.
         """
         self._places.update(dict.fromkeys(readers))
         self._whole.update(whole)
         self._stale = True
         now = self.check().values
         values = {place: now[place] for place in (*readers, HOOKS, METHODS)}
-        return ReadValues(values, inputs, readers, whole, type(self._module).__name__)
+        return ReadValues(values, inputs, readers, whole, type(self._module).__name__, kinds)
 
     def value(self, place: Place) -> Any:
         """Return the number or tensor at a place, as of the last check."""
         value = self._current.values[place]
         return value.tensor if isinstance(value, TensorState) else value
+
+    def write(
+        self, writes: Sequence[AttributeWrite], outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> None:
+        """Write what a run of the graph has computed for attributes and containers.
+
+        Args:
+            writes: in the order of the forward.
+            outputs: outputs of the graph.
+            given: tensors of the call's arguments.
+        """
+        for write in writes:
+            write.carry_out(self._finder, outputs, given)
 
     def assign(self, place: Place, value: torch.Tensor, in_place: bool) -> None:
         """Give an attribute the value that a run of the graph has computed for it.
@@ -215,7 +237,7 @@ class AttributeGuard:
         if in_place:
             before.copy_(value)
         else:
-            put(self._finder, place, value.detach() if isinstance(before, torch.Tensor) else value.item())
+            put(self._finder, place, value if isinstance(before, torch.Tensor) else value.item())
 
     def check(self, tree: int | None = None) -> AttributeValues:
         """Return the values now: the same object as before if none has changed.

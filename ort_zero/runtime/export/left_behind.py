@@ -1,0 +1,144 @@
+"""Finds the tensors with a gradient that a submodule in PyTorch leaves behind in its attributes.
+
+Such a submodule is one node of the graph, and autograd knows the tensors that it computes inside of the node only. They
+become further results of the node, and of the graph; after each run the graph's own tensors take their place.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export.attribute_paths import attributes_of
+from ort_zero.runtime.export.attribute_reads import MOST_ITEMS, has_readable_attributes
+
+_INTERNAL = frozenset(vars(torch.nn.Module()))
+_DEPTH = 4
+"""Number of containers and objects through which tensors are looked for, from an attribute of a module on."""
+
+
+class Slot:
+    """A place in a container, or an attribute, that holds tensors with a gradient.
+
+    Args:
+        container: a dict or list.
+        key: into the container.
+        value: what is there: a tensor, or a tuple that holds some.
+    """
+
+    def __init__(self, container: Any, key: Any, value: Any):
+        self._container, self._key = container, key
+        self.value = value
+
+    def fill(self, value: Any) -> None:
+        """Put another value in the place of this one, if this one is still there."""
+        with contextlib.suppress(LookupError):
+            if self._container[self._key] is self.value:
+                self._container[self._key] = value
+
+
+def slots_of(module: torch.nn.Module) -> list[Slot]:
+    """Return the places below `module` that hold tensors with a gradient; parameters do not count."""
+    slots: list[Slot] = []
+    seen: set[int] = set()
+    for child in module.modules():
+        own = vars(child)
+        for name in own.keys() - _INTERNAL:
+            _look(own, name, own[name], 0, seen, slots)
+    return slots
+
+
+def _look(container: Any, key: Any, value: Any, depth: int, seen: set[int], slots: list[Slot]) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.grad_fn is not None:
+            slots.append(Slot(container, key, value))
+        return
+    if isinstance(value, (str, int, float, torch.nn.Module)) or value is None or depth > _DEPTH or id(value) in seen:
+        return
+    if isinstance(value, tuple):
+        if any(tensor.grad_fn is not None for tensor in _tensors_in(value)):
+            slots.append(Slot(container, key, value))
+        return
+    seen.add(id(value))
+    if isinstance(value, (list, dict, collections.deque)):
+        if len(value) <= MOST_ITEMS:
+            for inner in list(value) if isinstance(value, dict) else range(len(value)):
+                _look(value, inner, value[inner], depth + 1, seen, slots)
+    elif isinstance(value, SimpleNamespace) or (not isinstance(value, type) and has_readable_attributes(value)):
+        own = attributes_of(value)
+        for name in list(own or ()):
+            assert own is not None
+            _look(own, name, own[name], depth + 1, seen, slots)
+
+
+def _tensors_in(value: tuple) -> Sequence[torch.Tensor]:
+    try:
+        return pytree.flatten(value, drop_caches=True)[0]
+    except TypeError:
+        return []
+
+
+class LeftBehind:
+    """What one run of a submodule has left behind.
+
+    Args:
+        module: the submodule, before it runs.
+    """
+
+    def __init__(self, module: torch.nn.Module):
+        self._module = module
+        self._before = slots_of(module)  # holds the tensors, so that no other one has the id() of one of them
+
+    def slots(self) -> list[Slot]:
+        """Return the places that hold other tensors with a gradient now."""
+        known = {id(slot.value) for slot in self._before}
+        return [slot for slot in slots_of(self._module) if id(slot.value) not in known]
+
+
+_collected: list[list[tuple[int, list[torch.Tensor]]]] = []
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[tuple[int, list[torch.Tensor]]]]:
+    """Collect what nodes leave behind in the trace that is made in the block: number of the call, and tensors."""
+    found: list[tuple[int, list[torch.Tensor]]] = []
+    _collected.append(found)
+    try:
+        yield found
+    finally:
+        _collected.pop()
+
+
+def collect(call: int, tensors: list[torch.Tensor]) -> None:
+    """Note what the node of a call leaves behind in the trace that is being made."""
+    if _collected and tensors:
+        _collected[-1].append((call, tensors))
+
+
+def fill(
+    left: Sequence[tuple[int, int]],
+    outputs: Sequence[torch.Tensor],
+    take: Callable[[int], list[tuple[list[Slot], Any]]],
+) -> None:
+    """Put the graph's own tensors in the place of those that nodes have left behind.
+
+    Args:
+        left: number of the call of each node, and number of its tensors.
+        outputs: the tensors, node by node.
+        take: returns the places that the runs of a call have filled, and the structure of their values.
+    """
+    runs: dict[int, Iterator[tuple[list[Slot], Any]]] = {}
+    first = 0
+    for call, count in left:
+        tensors = outputs[first : first + count]
+        first += count
+        slots, structure = next(runs.setdefault(call, iter(take(call))), ((), None))
+        if slots:
+            for slot, value in zip(slots, pytree.unflatten(tensors, structure), strict=True):
+                slot.fill(value)
