@@ -195,7 +195,7 @@ def _steps(engine: Any, seed: int) -> None:
 
 
 def _everyone(value: Any) -> list[Any]:
-    found: list[Any] = [None] * WORLD
+    found: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(found, value)
     return found
 
@@ -214,6 +214,30 @@ def _plain(variant: Variant, folder: str) -> Held:
     held = _local_state(engine, variant.stage)
     engine.destroy()
     return held
+
+
+def resume(root: str, names: list[str]) -> dict[str, Held]:
+    """Load each checkpoint into an engine with the whole model on each rank; return what that holds then, by name.
+
+    All ranks must call.
+    """
+    os.environ["ORT_ZERO_DISABLE"] = "1"
+    import deepspeed
+
+    from ort_zero import checkpoint
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    found = {}
+    for name in names:
+        net = _Plain(tied="tied" in name)
+        trained = [p for p in net.parameters() if p.requires_grad]
+        engine, *_ = deepspeed.initialize(
+            model=net, optimizer=torch.optim.AdamW(trained, lr=1e-2), config=_config(Variant(name, "plain", 2))
+        )
+        checkpoint.load(engine, str(Path(root) / name / "step"))
+        found[name] = _local_state(engine, 2) | {"steps": {"global": torch.tensor(engine.global_steps)}}
+        engine.destroy()
+    return found
 
 
 # ---- pipeline -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_checkpoints import read
-from parallel_checkpoints import ALL, SPLITS, STEPS, WORLD, Variant, written
+from parallel_checkpoints import ALL, SPLITS, STEPS, WORLD, Variant, resume, written
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint.aggregation import aggregate
@@ -21,6 +21,7 @@ from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import MASTER, Source
 from ort_zero.checkpoint.verification import verify
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.testing.ranks import run_on_ranks
 
 RULES = [f"{name}={dim}/{fused}" if fused > 1 else f"{name}={dim}" for name, (dim, fused) in SPLITS.items()]
 UNIVERSAL = [variant for variant in ALL if variant.universal]
@@ -110,6 +111,20 @@ def test_universal(variant: Variant, tmp_path_factory, tmp_path):
     aggregate(folder, tmp_path / "out", what="weights+optimizer", progress=False)
     made = load_file(tmp_path / "out" / "model.safetensors")
     assert_same({name: made[name] for name in held[MASTER]}, held[MASTER])
+
+
+def test_resumed_on_other_ranks_with_the_whole_model_on_each(tmp_path_factory):
+    root, held = written(tmp_path_factory)
+    names = ["autotp_1_bf16", "autotp_tied", "plain_2_bf16_universal", "plain_3_universal"]
+    resumed = run_on_ranks(resume, 2, str(root), names, timeout=200)[0]
+    for name in names:
+        expected = held[name.removesuffix("_universal")]
+        for kind in (MASTER, "exp_avg", "exp_avg_sq"):
+            assert_same(resumed[name][kind], expected[kind])
+        plain = open_checkpoint(str(root / name.removesuffix("_universal") / "step"))
+        frozen = read(plain, plain.weights()["frozen.weight"])
+        assert bits(resumed[name]["module"]["frozen.weight"]) == bits(frozen.float())
+        assert resumed[name]["module"]["table"].equal(torch.arange(5.0)) and resumed[name]["steps"]["global"] == STEPS
 
 
 # ---- what is wrong --------------------------------------------------------------------------------------------------

@@ -22,6 +22,8 @@ EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\
 """Matches the name of a file with the optimizer of one expert-parallel rank (without ZeRO)."""
 UNIVERSAL_FOLDER = "zero"
 """Folder within a universal checkpoint that has a folder of files for each parameter."""
+UNIVERSAL_OPTIMIZER_FILE = f"{UNIVERSAL_FOLDER}/optimizer_state.pt"
+"""File of a universal checkpoint with the hyper-parameters and the loss scaler."""
 _RANK_FILES = (OPTIMIZER_FILE, RANK_MODULE_FILE, MODULE_FILE)
 _STATE_FILES = (*_RANK_FILES, LAYER_FILE, EXPERT_FILE, EXPERT_OPTIMIZER_FILE)
 _UNSUPPORTED = (

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from ort_zero.checkpoint.deepspeed.file_names import MODULE_FILE, OPTIMIZER_FILE, RANK_MODULE_FILE, names_by_rank
+from ort_zero.checkpoint.deepspeed.file_names import (
+    MODULE_FILE,
+    OPTIMIZER_FILE,
+    RANK_MODULE_FILE,
+    UNIVERSAL_OPTIMIZER_FILE,
+    names_by_model_rank,
+    names_by_rank,
+)
 from ort_zero.checkpoint.pickled_values import OpaqueObject, StoredTensor
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.restored_values import restored
@@ -20,7 +27,7 @@ _OWN_KEYS = frozenset(
     "module optimizer buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params "
     "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size "
     "ds_config ds_version checkpoint_parallel_dimensions universal_checkpoint_info sparse_tensor_module_names "
-    "csr_tensor_module_names".split()
+    "csr_tensor_module_names num_experts ds_autoep_layers autoep_layers folding".split()
 )
 """What DeepSpeed itself writes into a module file; the other keys are the user's."""
 
@@ -48,14 +55,14 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, tru
         counters["global_samples"] = int(content["global_samples"])
     extra = {
         name.removesuffix(_EXTRA_STATE).rstrip("."): read(value, name)
-        for name, value in content["module"].items()
+        for name, value in (content["module"] or {}).items()
         if is_extra_state(name)
     }
     return TrainingState(
         counters=counters,
         client_state={key: read(v, f"client_state[{key!r}]") for key, v in content.items() if key not in _OWN_KEYS},
         lr_scheduler=read(content.get("lr_scheduler"), "lr_scheduler"),
-        loss_scaler=_loss_scaler(_file_of(folder, source, rank, trust_pickle, OPTIMIZER_FILE)),
+        loss_scaler=_loss_scaler(_optimizer_content(folder, source, rank, trust_pickle)),
         extra_state=extra,
         data_sampler=read(content.get("data_sampler"), "data_sampler"),
         random_ltd=read(content.get("random_ltd"), "random_ltd"),
@@ -69,16 +76,28 @@ def is_extra_state(name: str) -> bool:
 
 def _file_of(folder: Folder, source: Source, rank: int, trust_pickle: bool, *patterns: Any) -> TorchFile | None:
     """Return the file of `rank` of the first pattern that any file has, rank 0's if it has none."""
+    names = next(iter(names_by_model_rank(source.files).values()))
     for pattern in patterns:
-        by_rank = names_by_rank(folder, source.files, pattern)
+        by_rank = names_by_rank(folder, names, pattern)
         if by_rank:
             return open_torch_file(folder, by_rank.get(rank) or by_rank[min(by_rank)], trust_pickle)
     return None
 
 
-def _loss_scaler(file: TorchFile | None) -> dict[str, Any] | None:
+def _optimizer_content(folder: Folder, source: Source, rank: int, trust_pickle: bool) -> dict[str, Any]:
+    """Return what ZeRO's optimizer saved besides its tensors; empty if there is nothing."""
+    file = _file_of(folder, source, rank, trust_pickle, OPTIMIZER_FILE)
+    if file is not None:
+        return file.content["optimizer_state_dict"]
+    if UNIVERSAL_OPTIMIZER_FILE not in source.files:
+        return {}
+    content = open_torch_file(folder, UNIVERSAL_OPTIMIZER_FILE, trust_pickle).content
+    return content if isinstance(content, dict) else {}
+
+
+def _loss_scaler(content: dict[str, Any]) -> dict[str, Any] | None:
     """Return class and numbers of the loss scaler, None if there is none."""
-    scaler = file.content["optimizer_state_dict"].get("loss_scaler") if file is not None else None
+    scaler = content.get("loss_scaler")
     if isinstance(scaler, OpaqueObject):
         name, attributes = scaler.class_name.rpartition(".")[2], scaler.state
     else:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ort_zero.checkpoint.allowed_names import is_plain_name
 from ort_zero.checkpoint.deepspeed.experts import is_expert
-from ort_zero.checkpoint.deepspeed.file_names import UNIVERSAL_FOLDER
+from ort_zero.checkpoint.deepspeed.file_names import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER_FILE
 from ort_zero.checkpoint.deepspeed.inner_optimizer import group_options, number_of
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
 from ort_zero.checkpoint.deepspeed.split_rules import Rule
@@ -29,7 +29,6 @@ from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
-_OPTIMIZER_STATE = "optimizer_state.pt"
 _MASTER = "fp32.pt"
 _STEP = "step.pt"
 
@@ -223,7 +222,7 @@ def _optimizer(
     Raises:
         CorruptCheckpointError: parameters are of different steps.
     """
-    name = f"{UNIVERSAL_FOLDER}/{_OPTIMIZER_STATE}"
+    name = UNIVERSAL_OPTIMIZER_FILE
     if not first.folder.exists(name):
         first.notes.append(f"{name} is not there: no hyper-parameters of the optimizer are known")
         return None, None
