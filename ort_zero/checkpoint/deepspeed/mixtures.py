@@ -5,7 +5,8 @@ DeepSpeed casts the masters to the weights after every step, so each weight is i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -22,60 +23,78 @@ _ELEMENTS = 4096
 """Maximum number of neighbouring elements that are compared in one place."""
 
 
-def refuse_other_weights(files: StateFiles, masters: Iterable[Tensor]) -> None:
-    """Raise if the weights in the module's file are not those of the optimizer's files.
+Weights = Mapping[str, tuple[TorchFile, StoredTensor]]
+"""Weights by name, each with the file that holds it."""
 
-    A sample of each rank's masters is compared, bit by bit; NaN is equal to NaN.
+
+def weights_of_module(files: StateFiles) -> dict[str, tuple[TorchFile, StoredTensor]]:
+    """Return the weights in the module's file."""
+    module = files.modules[0]
+    return {n: (module, v) for n, v in files.module["module"].items() if isinstance(v, StoredTensor)}
+
+
+def refuse_other_weights(files: StateFiles, masters: Iterable[Tensor], weights: Weights) -> None:
+    """Raise if the weights are not those of the optimizer's files.
+
+    A sample of the masters that each pair of an optimizer's file and a file of weights have in common is compared, bit
+    by bit; NaN is equal to NaN.
 
     Args:
         files: files of ZeRO-1 or 2.
         masters: the tensors of masters.
+        weights: the weights that follow from them.
 
     Raises:
         CorruptCheckpointError: they differ, or one of them is damaged; names the files.
     """
-    by_file: dict[str, list[tuple[Tensor, Piece]]] = {}
+    optimizers = {file.file.name: file for file in files.optimizers}
+    pairs: dict[tuple[TorchFile, TorchFile], list[tuple[Tensor, Piece]]] = {}
     for tensor in masters:
-        for piece in tensor.pieces:
-            if piece.length and _comparable(files, tensor):
-                by_file.setdefault(piece.file, []).append((tensor, piece))
-    differing: dict[TorchFile, str] = {}
-    for file in files.optimizers:
-        for tensor, piece in _spread(by_file.get(file.file.name, [])):
-            if not _is_same(files, tensor, piece):
-                _refuse_damage(files, file, tensor, piece)
-                differing[file] = tensor.name
+        if tensor.name not in weights:
+            continue
+        owner, stored = weights[tensor.name]
+        if _comparable(files, tensor, owner, stored):
+            for piece in tensor.pieces:
+                if piece.length and piece.file in optimizers:
+                    pairs.setdefault((optimizers[piece.file], owner), []).append((tensor, piece))
+    differing: dict[tuple[TorchFile, TorchFile], str] = {}
+    for pair, pieces in pairs.items():
+        for tensor, piece in _spread(pieces):
+            stored = weights[tensor.name][1]
+            if not _is_same(files, tensor, piece, pair[1], stored):
+                _refuse_damage(files, pair, tensor, piece, stored)
+                differing[pair] = tensor.name
                 break
-    if not differing:
-        return
-    module = files.modules[0]
-    (file, name), *_ = differing.items()
-    if len(differing) == len(by_file):  # with all of them
-        guilty, other = files.path(module), f"the masters in {file.file.name}"
-    else:
-        guilty, other = files.path(file), f"the weights in {module.file.name}"
-    raise CorruptCheckpointError(
-        f"{guilty} is of another step or run than {other}: the weights of {name} are not its masters, cast; files of "
-        "two checkpoints are mixed, or the weights were changed after the last step without the optimizer"
+    if differing:
+        raise _mixed(files, list(pairs), differing)
+
+
+def _mixed(
+    files: StateFiles, pairs: list[tuple[TorchFile, TorchFile]], differing: Mapping[tuple[TorchFile, TorchFile], str]
+) -> CorruptCheckpointError:
+    """Return the error that names the file that agrees with no other and differs from most."""
+    agreeing = {file for pair in pairs if pair not in differing for file in pair}
+    counts = Counter(file for optimizer, owner in differing for file in (owner, optimizer))
+    guilty = max(counts, key=lambda file: (file not in agreeing, counts[file]))  # the first of equals holds weights
+    (optimizer, owner), name = next((pair, name) for pair, name in differing.items() if guilty in pair)
+    other = f"the masters in {optimizer.file.name}" if guilty is owner else f"the weights in {owner.file.name}"
+    return CorruptCheckpointError(
+        f"{files.path(guilty)} is of another step or run than {other}: the weights of {name} are not its masters, "
+        "cast; files of two checkpoints are mixed, or the weights were changed after the last step without the "
+        "optimizer"
     )
 
 
-def _stored(files: StateFiles, tensor: Tensor) -> StoredTensor | None:
-    found = files.module["module"].get(tensor.name)
-    return found if isinstance(found, StoredTensor) else None
-
-
-def _comparable(files: StateFiles, tensor: Tensor) -> bool:
-    """Return True if the module's file has the weight, row by row, in a dtype to which masters are cast."""
-    stored = _stored(files, tensor)
-    if stored is None or tuple(stored.shape) != tensor.shape:
+def _comparable(files: StateFiles, tensor: Tensor, owner: TorchFile, stored: StoredTensor) -> bool:
+    """Return True if the weight is stored row by row, in a dtype to which masters are cast."""
+    if tuple(stored.shape) != tensor.shape:
         return False
     step = 1
     for size, stride in zip(reversed(stored.shape), reversed(stored.strides)):
         if size != 1 and stride != step:
             return False
         step *= size
-    code = files.dtype_code(files.modules[0], stored, tensor.name)
+    code = files.dtype_code(owner, stored, tensor.name)
     return code == tensor.dtype or (tensor.dtype == "F32" and code in ("BF16", "F16"))
 
 
@@ -93,16 +112,13 @@ def _spread(pieces: list[tuple[Tensor, Piece]]) -> Iterator[tuple[Tensor, Piece]
             yield tensor, Piece(piece.file, piece.offset + first * size, block * size, piece.start + first)
 
 
-def _is_same(files: StateFiles, tensor: Tensor, piece: Piece) -> bool:
+def _is_same(files: StateFiles, tensor: Tensor, piece: Piece, owner: TorchFile, stored: StoredTensor) -> bool:
     """Return True if the weights are the masters of the piece, cast."""
-    stored = _stored(files, tensor)
-    assert stored is not None
-    module = files.modules[0]
-    code = files.dtype_code(module, stored, tensor.name)
+    code = files.dtype_code(owner, stored, tensor.name)
     size = dtypes.itemsize(code)
     count = piece.length // dtypes.itemsize(tensor.dtype)
     masters = files.folder.read(piece.file, piece.offset, piece.length)
-    weights = files.folder.read(module.file.name, stored.offset + piece.start * size, count * size)
+    weights = files.folder.read(owner.file.name, stored.offset + piece.start * size, count * size)
     if code == tensor.dtype:
         return masters == weights
     values = np.frombuffer(masters, np.float32)
@@ -115,11 +131,11 @@ def _is_same(files: StateFiles, tensor: Tensor, piece: Piece) -> bool:
     return bool(np.all((expected == np.frombuffer(weights, np.uint16)) | np.isnan(values)))
 
 
-def _refuse_damage(files: StateFiles, file: TorchFile, tensor: Tensor, piece: Piece) -> None:
+def _refuse_damage(
+    files: StateFiles, pair: tuple[TorchFile, TorchFile], tensor: Tensor, piece: Piece, stored: StoredTensor
+) -> None:
     """Raise if one of two differing places has a wrong CRC-32: it is damaged then, not mixed."""
-    stored = _stored(files, tensor)
-    assert stored is not None
-    for owner, offset in ((file, piece.offset), (files.modules[0], stored.offset)):
+    for owner, offset in zip(pair, (piece.offset, stored.offset)):
         for record in owner.file.records:
             inside = record[0] <= offset < record[0] + record[1]
             if inside and not crc_is_right(files.folder, owner.file.name, record):

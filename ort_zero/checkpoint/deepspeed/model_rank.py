@@ -9,7 +9,7 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.experts import Experts, is_expert
 from ort_zero.checkpoint.deepspeed.flat_layout import flat_tensors
 from ort_zero.checkpoint.deepspeed.inner_optimizer import read_optimizer
-from ort_zero.checkpoint.deepspeed.mixtures import refuse_other_weights
+from ort_zero.checkpoint.deepspeed.mixtures import refuse_other_weights, weights_of_module
 from ort_zero.checkpoint.deepspeed.module_state import ModuleState
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
@@ -79,7 +79,8 @@ def read_model_rank(
         tensors += flat_tensors(files, layout, MASTER, [partitioning.masters(file) for file in files.optimizers])
         optimizer, moments = read_optimizer(files, partitioning, layout)
         if files.stage < 3:
-            refuse_other_weights(files, tensors)
+            known = weights_of_module(files) | (experts.stored_weights() if experts is not None else {})
+            refuse_other_weights(files, tensors, known)
         tensors += moments
     else:
         module = ModuleState(files, list(trained or ()))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
 from ort_zero.checkpoint.deepspeed.file_names import LAYER_FILE
 from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
+from ort_zero.checkpoint.deepspeed.mixtures import refuse_other_weights
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, untrained
 from ort_zero.checkpoint.deepspeed.optimizer_groups import joined_optimizers
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, zero_state
@@ -83,6 +84,14 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
     notes = [note for stage in stages for note in stage.notes]
     tensors = _trained(stages, notes)
     _check_layers(first.folder, stages, tensors, opened)
+    weights = {
+        f"{number}.{own}": (file, stored)
+        for number, file in opened.items()
+        for own, stored in file.content.items()
+        if isinstance(stored, StoredTensor)
+    }
+    for stage in stages:
+        refuse_other_weights(stage.states, [t for t in stage.tensors if t.kind == MASTER], weights)
     tensors += _of_layers(first.states, stages, tensors, opened, notes)
     gaps = sorted(set(range(max(opened, default=0))) - set(opened))
     if gaps:
