@@ -10,22 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ort_zero import env
 from ort_zero.checkpoint import model_card as model_card_stub
 from ort_zero.checkpoint import output_record, remote_code
 from ort_zero.checkpoint.aggregation_plan import OutputFile, Plan, make_plan, split
-from ort_zero.checkpoint.aggregation_stream import Findings, Part, Streamer, check_records
+from ort_zero.checkpoint.aggregation_ranges import shares
+from ort_zero.checkpoint.aggregation_stream import Findings, Streamer
 from ort_zero.checkpoint.allowed_names import is_config_name
 from ort_zero.checkpoint.config_files import config_files_beside, with_dtype
 from ort_zero.checkpoint.finding import open_found
 from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.output_files import OutputFiles
 from ort_zero.checkpoint.publishing import Publication, publish
+from ort_zero.checkpoint.record_checks import Part, check_record
 from ort_zero.checkpoint.records import MOST_NAMED, File, Source
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.distributed.process_group import RENDEZVOUS, RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
-from ort_zero.utils.cpu_count import usable_cores
 from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
@@ -33,6 +35,8 @@ _OURS = re.compile(
     r"(model|optimizer)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.safetensors|(model|optimizer)\.safetensors\.index\.json|optimizer\.json"
     r"|pytorch_model(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.bin|pytorch_model\.bin\.index\.json"
 )
+_LEAST_OF_A_THREAD = 16 << 20
+"""Bytes below which another thread does not pay."""
 _LEFT_OVER = re.compile(rf"\.(?P<name>.+?)(\.data)?\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 
 
@@ -125,7 +129,7 @@ def aggregate(
             Optimizer state keeps its own.
         max_shard_size: bytes of tensors per file, as a number or "5GB", "2GiB".
         format: "safetensors", or "torch" for ``pytorch_model.bin``; optimizer state is safetensors in either case.
-        workers: files written at a time by one rank; by default what the cores allow.
+        workers: threads of one rank; by default ``OMP_NUM_THREADS``, else its share of the cores.
         exclude_frozen: leave out what the optimizer does not train.
         dry_run: only say what would be written.
         verify: compare what is read with the checksums of the format.
@@ -279,14 +283,19 @@ def _write(
 ) -> tuple[tuple[str, ...], dict[str, int]]:
     """Write and publish everything; return the warnings and the bytes of each file of the plan."""
     mine = split(job.plan, ranks.rank, ranks.size)
+    cut = [file for file in job.plan.files if target.takes_ranges and file.format == "safetensors"]
+    whole = [file for file in mine if file not in cut]
+    threads = _workers(workers, sum(file.size for file in job.plan.files), ranks.size)
+    ranges = shares(cut, threads * ranks.size)[threads * ranks.rank :][:threads]
+    total = _source_bytes(job.plan.files) // ranks.size
     outputs = OutputFiles(target, job.token)
     try:
         with (
             ranks.raise_on_all("writing"),
-            bar(_source_bytes(mine), "aggregate", shown=shown and not ranks.rank) as progress,
+            bar(total, "aggregate", shown=shown and not ranks.rank) as progress,
         ):
             streamer = Streamer(folder, job.files, outputs.place_of, job.token, verify=verify, advance=progress.update)
-            streamer.write(mine, _workers(workers, len(mine), ranks.size), outputs.finish)
+            streamer.write(ranges, whole, threads, outputs.finish)
         findings = streamer.findings
         if verify:
             _check_records(job, folder, ranks, findings.parts)
@@ -295,7 +304,7 @@ def _write(
             raise CheckpointError(f"{job.root}: {'; '.join(warnings)}; refused by --strict")
         return warnings, publish(job.publication, mine, target, ranks)
     except BaseException:
-        for file in mine:
+        for file in job.plan.files:
             target.discard(file.name, job.token)
         raise
     finally:
@@ -311,7 +320,7 @@ def _check_records(job: _Job, folder: Folder, ranks: RankGroup, parts: list[Part
         for number, (name, start) in enumerate(sorted(read)):
             if number % ranks.size == ranks.rank:
                 record = next(r for r in job.files[name].records if r[0] == start)
-                check_records(folder, job.files[name], record, read[name, start])
+                check_record(folder, job.files[name], record, read[name, start])
 
 
 def _warnings(ranks: RankGroup, findings: Findings) -> tuple[str, ...]:
@@ -360,12 +369,12 @@ def _source_bytes(files: tuple[OutputFile, ...]) -> int:
     return sum(piece.length for file in files for entry in file.entries for piece in entry.tensor.pieces)
 
 
-def _workers(wanted: int | None, files: int, ranks: int) -> int:
-    """Return how many files one rank writes at a time.
+def _workers(wanted: int | None, size: int, ranks: int) -> int:
+    """Return how many threads of one rank write `size` bytes, of which all ranks write their share.
 
     Raises:
         CheckpointError: `wanted` is not above zero.
     """
     if wanted is not None and wanted < 1:
         raise CheckpointError(f"workers is {wanted}, must be at least 1")
-    return max(1, min(files, wanted or usable_cores() // ranks))
+    return wanted or max(1, min(env.threads_per_rank(), size // (ranks * _LEAST_OF_A_THREAD)))

@@ -1,70 +1,50 @@
-"""Writes the files of a plan: reads slices by offset, checks, casts, writes in sequence; holds a few chunks at a time.
+"""Writes ranges of output files: reads windows of the source, checks, casts, writes; holds a window per thread.
 
-Per file two threads work: one reads the next block and computes its checksum while the other casts and writes the one
-before. Every byte is read once: pieces with a hash of their own are checked as they pass; where a format checks whole
-records (the zip of ``torch.save``) the CRC of each part is kept, and :func:`check_records` combines them at the end.
+Every byte is read once, in few large reads that scatter a source file's bytes to their places in the window. Pieces
+with a hash of their own are checked as they pass; where a format checks whole records (the zip of ``torch.save``) the
+CRC of what was read is kept, and :func:`~ort_zero.checkpoint.record_checks.check_record` combines it at the end.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import closing
 from dataclasses import dataclass, field
-from typing import IO, NamedTuple
+from itertools import groupby
+from typing import IO, Any
 
-import torch
 import xxhash
-from isal import isal_zlib
 
 from ort_zero.checkpoint.aggregation_plan import OutputEntry, OutputFile
-from ort_zero.checkpoint.dtypes import itemsize, torch_dtype
-from ort_zero.checkpoint.records import BUFFER, File, Piece
-from ort_zero.checkpoint.storage import CHUNK, Folder
+from ort_zero.checkpoint.aggregation_ranges import FileRange
+from ort_zero.checkpoint.aggregation_windows import PieceRead, Stretch, Window, windows
+from ort_zero.checkpoint.casting import all_finite, as_integers, cast, rows_of
+from ort_zero.checkpoint.dtypes import itemsize
+from ort_zero.checkpoint.record_checks import Part, RecordChecks
+from ort_zero.checkpoint.records import File, Piece
+from ort_zero.checkpoint.storage import CHUNK, Folder, LocalFolder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
-_ALIGNMENT = 8
-"""Alignment in bytes of slices in the buffer: the widest element type needs multiples of it."""
-
-
-class Part(NamedTuple):
-    """Bytes of a record that were read, with their CRC-32."""
-
-    file: str
-    record: int
-    """Offset of the record in the file."""
-    offset: int
-    """Bytes from the start of the file."""
-    length: int
-    """Number of bytes that were read."""
-    crc: int
+_SMALLEST_WINDOW = 1 << 20
+_BYTES_PER_FILE = 128 << 10
+"""Bytes of a window for each source file: a window of ZeRO-3 has a part of each, and a read has a price of its own."""
+_LARGEST_GAP = 4096
+"""Bytes between two pieces of a record that are rather read than left out: the record's CRC needs them."""
+_MOST_BUFFERS = 1000
+"""Buffers of one read; the kernel takes 1024."""
+_SCRATCH = 256 << 10
 
 
 @dataclass
 class Findings:
-    """The findings of the stream. Thread-safe as far as it is used: ``list.append``, ``set.add``."""
+    """The findings of the stream. Thread-safe as far as it is used: ``list.extend``, ``set.add``."""
 
     parts: list[Part] = field(default_factory=list)
     not_finite: set[str] = field(default_factory=set)
     """Names of parameters whose stored values hold NaN or inf."""
     overflown: set[str] = field(default_factory=set)
     """Names of parameters whose finite values became inf by the cast."""
-
-
-class _Slice(NamedTuple):
-    """A range of bytes of one piece, at most a chunk long unless the tensor is strided."""
-
-    entry: OutputEntry
-    piece: Piece
-    offset: int
-    """Bytes from the start of the source file."""
-    length: int
-    """Length of the range in bytes."""
-    buffer_offset: int
-    """Bytes from the start of the buffer of its batch."""
 
 
 class _Stopped(Exception):
@@ -80,7 +60,7 @@ class Streamer:
         place_of: returns folder and name to write an output file to.
         token: names this run's partial files.
         verify: compare what is read with the checksums of the format.
-        advance: called with the bytes of each block that was written.
+        advance: called with the bytes of each window that was written.
     """
 
     def __init__(
@@ -97,13 +77,28 @@ class Streamer:
         self._source = source
         self._place_of = place_of
         self._token = token
+        self._files = list(files.values()) if verify else []
         self._verify = verify
         self._advance = advance
         self._stop = threading.Event()
-        self._records = {f.name: sorted(f.records) for f in files.values() if f.records}
+        self._window = CHUNK
+        if isinstance(source, LocalFolder):
+            self._window = min(CHUNK, max(_SMALLEST_WINDOW, _BYTES_PER_FILE * len(files)))
 
-    def write(self, files: Iterable[OutputFile], workers: int, then: Callable[[OutputFile], None]) -> None:
-        """Write the data of `files` under partial names, `workers` at a time, and call `then` for each that is there.
+    def write(
+        self,
+        ranges: Sequence[Sequence[FileRange]],
+        files: Iterable[OutputFile],
+        workers: int,
+        then: Callable[[OutputFile], None],
+    ) -> None:
+        """Write `ranges` and whole `files` under partial names, `workers` of them at a time.
+
+        Args:
+            ranges: lists of ranges, each for one thread, of files in folders where several may write into one.
+            files: files that one thread writes from begin to end.
+            workers: threads.
+            then: called for each of `files` that is there.
 
         Raises:
             CorruptCheckpointError: bytes are missing or do not match their checksum.
@@ -111,7 +106,8 @@ class Streamer:
         """
         with ThreadPoolExecutor(workers, thread_name_prefix="aggregate") as pool:
             try:
-                jobs = [pool.submit(self._one, file, then) for file in files]
+                jobs = [pool.submit(self._ranges, some) for some in ranges if some]
+                jobs += [pool.submit(self._whole, file, then) for file in files]
                 done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
                 failed = [error for job in done if (error := job.exception()) is not None]
                 if failed:
@@ -121,98 +117,173 @@ class Streamer:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _one(self, file: OutputFile, then: Callable[[OutputFile], None]) -> None:
+    def _ranges(self, ranges: Sequence[FileRange]) -> None:
+        reader = _Reader(self._source, self._files, self._verify, self._window)
+        for part in ranges:
+            sink, name = self._place_of(part.file)
+            with sink.writing_from(name, self._token, part.begin) as out:
+                self._copy(part, reader, out)
+        self.findings.parts.extend(reader.parts())
+
+    def _whole(self, file: OutputFile, then: Callable[[OutputFile], None]) -> None:
+        reader = _Reader(self._source, self._files, self._verify, self._window)
         sink, name = self._place_of(file)
         with sink.writing(name, self._token) as out:
-            out.write(file.header)
-            writer = _Writer(out, self.findings)
-            with closing(self._blocks(file)) as blocks:
-                for batch, buffer in blocks:
-                    for item in batch:
-                        writer.put(item, buffer[item.buffer_offset : item.buffer_offset + item.length])
-                    self._advance(sum(item.length for item in batch))
+            self._copy(FileRange(file, 0, file.size), reader, out)
+        self.findings.parts.extend(reader.parts())
         then(file)
 
-    def _blocks(self, file: OutputFile) -> Generator[tuple[list[_Slice], memoryview], None, None]:
-        """Yield batches with their bytes; while one is used the next is read."""
-        ring = [memoryview(bytearray(CHUNK)) for _ in range(2)]
-        checks = _PieceChecks(self._source)
-        with ThreadPoolExecutor(1, thread_name_prefix="read") as reader:
-            pending = None
-            for number, batch in enumerate(batches(file.entries)):
-                size = batch[-1].buffer_offset + batch[-1].length
-                if size > CHUNK and pending:
-                    # a strided tensor is read whole; not beside another one
-                    yield pending[0], pending[1].result()
-                    pending = None
-                buffer = ring[number % 2] if size <= CHUNK else memoryview(bytearray(size))
-                job = reader.submit(self._fill, batch, buffer, checks)
-                if pending:
-                    yield pending[0], pending[1].result()
-                pending = (batch, job)
-                if size > CHUNK:
-                    yield batch, job.result()
-                    pending = None
-                del job, buffer
-            if pending:
-                yield pending[0], pending[1].result()
+    def _copy(self, part: FileRange, reader: _Reader, out: IO[bytes]) -> None:
+        """Write one range into a stream that begins where the range does."""
+        if part.begin == 0:
+            out.write(part.file.header)
+        writer = _Writer(out, self.findings)
+        for window in windows(part, self._window):
+            if self._stop.is_set():
+                raise _Stopped
+            buffer = reader.read(window)
+            for stretch in window.stretches:
+                writer.put(stretch, buffer)
+            self._advance(sum(read.length for read in window.reads))
+        reader.finish_piece()
 
-    def _fill(self, batch: list[_Slice], buffer: memoryview, checks: _PieceChecks) -> memoryview:
-        if self._stop.is_set():
-            raise _Stopped
-        for run in _adjacent(batch):
-            first, last = run[0], run[-1]
-            view = buffer[first.buffer_offset : last.buffer_offset + last.length]
-            name = first.piece.file
-            try:
-                self._source.read_into(name, first.offset, view)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {self._source.path(name)}: {error.strerror or error}") from error
-            if self._verify:
-                for item in run:
-                    checks.add(item, buffer[item.buffer_offset : item.buffer_offset + item.length])
-                if name in self._records:
-                    self._note(name, first.offset, view)
+
+class _Reader:
+    """Reads windows and checks what is read. One for each thread.
+
+    Args:
+        source: folder with the shards.
+        files: its files, as far as they are checked by record.
+        verify: compare pieces with their hash.
+        size: bytes of most windows.
+    """
+
+    def __init__(self, source: Folder, files: Iterable[File], verify: bool, size: int):
+        self._source = source
+        self._records = RecordChecks(files)
+        self._pieces = _PieceChecks(source) if verify else None
+        self._buffer = memoryview(bytearray(size))
+        self._scratch = memoryview(bytearray(_SCRATCH))
+
+    def read(self, window: Window) -> memoryview:
+        """Return the bytes of a window, in a buffer that the next call uses again.
+
+        Raises:
+            CorruptCheckpointError: a file ends early, or a piece is not what was saved.
+            CheckpointError: a file cannot be read.
+        """
+        buffer = self._buffer
+        if window.filled > len(buffer):
+            buffer = memoryview(bytearray(window.filled))
+        for name, reads in groupby(sorted(window.reads, key=_place), key=lambda read: read.piece.file):
+            self._read_file(name, reads, buffer)
+        if self._pieces is not None:
+            for read in window.reads:
+                if read.piece.check is not None:
+                    self._pieces.add(read, buffer[read.at : read.at + read.length])
         return buffer
 
-    def _note(self, name: str, offset: int, view: memoryview) -> None:
-        """Keep the CRC of a range that was read, cut at the borders of records."""
-        records = self._records[name]
-        end = offset + len(view)
-        index = max(0, bisect.bisect_right(records, (offset, math.inf)) - 1)
-        for start, length, _ in records[index:]:
-            low, high = max(offset, start), min(end, start + length)
-            if start >= end:
-                break
-            if low < high:
-                crc = isal_zlib.crc32(view[low - offset : high - offset])
-                self.findings.parts.append(Part(name, start, low, high - low, crc))
+    def finish_piece(self) -> None:
+        """Check the piece at the end of a range, of which another thread writes the rest."""
+        if self._pieces is not None:
+            self._pieces.finish(self._buffer)
+
+    def parts(self) -> list[Part]:
+        """Return what was read of records."""
+        return self._records.parts()
+
+    def _read_file(self, name: str, reads: Iterable[PieceRead], buffer: memoryview) -> None:
+        """Read what a window has of one file, in the order of the file: one call for neighbours."""
+        views: list[memoryview] = []
+        start = end = used = 0
+        begin_at = end_at = 0  # what is beside each other in the buffer too, and not in `views` yet
+        border: int | None = None
+        for read in reads:
+            gap = read.offset - end
+            fits = border is None or read.offset < border
+            if views or end_at > begin_at:
+                if gap == 0 and fits and read.at == end_at:
+                    end += read.length
+                    end_at += read.length
+                    continue
+                views.append(buffer[begin_at:end_at])
+                most = 0 if border is None else min(_LARGEST_GAP, _SCRATCH - used)
+                if fits and 0 <= gap <= most and len(views) < _MOST_BUFFERS - 2:
+                    if gap:
+                        views.append(self._scratch[used : used + gap])
+                        used += gap
+                    begin_at, end_at, end = read.at, read.at + read.length, read.offset + read.length
+                    continue
+                self._read_views(name, start, views)
+            border = self._records.end_of_record(name, read.offset)
+            views, used, start = [], 0, read.offset
+            before = self._records.end_before(name, read.offset)
+            if before is not None and 0 < read.offset - before <= _LARGEST_GAP:
+                used, start = read.offset - before, before
+                views.append(self._scratch[:used])
+            begin_at, end_at, end = read.at, read.at + read.length, read.offset + read.length
+        views.append(buffer[begin_at:end_at])
+        self._read_views(name, start, views)
+
+    def _read_views(self, name: str, offset: int, views: list[memoryview]) -> None:
+        try:
+            self._source.read_scattered(name, offset, views)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self._source.path(name)}: {error.strerror or error}") from error
+        self._records.add(name, offset, views)
+
+
+def _place(read: PieceRead) -> tuple[str, int]:
+    return read.piece.file, read.offset
 
 
 class _PieceChecks:
-    """Compares pieces with their hash while their slices pass in order."""
+    """Compares pieces with their hash while their bytes pass in the order of the output."""
 
     def __init__(self, source: Folder):
         self._source = source
         self._hash = xxhash.xxh3_64()
+        self._open: PieceRead | None = None
+        """The read before, if its piece is not complete yet and was read from its begin."""
 
-    def add(self, item: _Slice, view: memoryview) -> None:
-        """Take the next slice; at the end of its piece compare.
+    def add(self, read: PieceRead, view: memoryview) -> None:
+        """Take the next bytes; at the end of a piece compare.
 
         Raises:
             CorruptCheckpointError: the piece is not what was saved.
         """
-        piece = item.piece
-        if piece.check is None:
-            return
-        if item.offset == piece.offset:
+        piece, end = read.piece, read.offset + read.length
+        if read.offset == piece.offset:
+            if read.length == piece.length:
+                self._compare(read.entry, piece, xxhash.xxh3_64_hexdigest(view))
+                return
             self._hash.reset()
+        elif self._open is None:
+            return  # its begin is in another range, whose thread checks all of it
         self._hash.update(view)
-        if item.offset + item.length == piece.offset + piece.length and self._hash.hexdigest() != piece.check:
-            tensor = item.entry.tensor
+        self._open = read
+        if end == piece.offset + piece.length:
+            self._open = None
+            self._compare(read.entry, piece, self._hash.hexdigest())
+
+    def finish(self, buffer: memoryview) -> None:
+        """Read the rest of the piece that the range cut, only to check it."""
+        read = self._open
+        if read is None:
+            return
+        end = read.piece.offset + read.piece.length
+        for position in range(read.offset + read.length, end, len(buffer)):
+            view = buffer[: min(len(buffer), end - position)]
+            self._source.read_into(read.piece.file, position, view)
+            self._hash.update(view)
+        self._open = None
+        self._compare(read.entry, read.piece, self._hash.hexdigest())
+
+    def _compare(self, entry: OutputEntry, piece: Piece, found: str) -> None:
+        if found != piece.check:
             raise CorruptCheckpointError(
-                f"{self._source.path(piece.file)} is damaged: {tensor.kind} of {tensor.name}, bytes {piece.offset} to "
-                f"{piece.offset + piece.length}: their xxh3-64 is {self._hash.hexdigest()}, not {piece.check}"
+                f"{self._source.path(piece.file)} is damaged: {entry.tensor.kind} of {entry.tensor.name}, bytes "
+                f"{piece.offset} to {piece.offset + piece.length}: their xxh3-64 is {found}, not {piece.check}"
             )
 
 
@@ -224,113 +295,44 @@ class _Writer:
         self._findings = findings
         self._buffer = bytearray()
 
-    def put(self, item: _Slice, view: memoryview) -> None:
-        """Write one slice, cast if the output has another dtype; note values that are not finite."""
-        entry = item.entry
-        tensor = entry.tensor
-        scan = entry.tensor.kind != BUFFER and not tensor.is_optimizer_state
-        plain = entry.dtype == tensor.dtype and tensor.strides is None
-        if plain and not scan:
-            self._out.write(view)
-            return
-        values = torch.frombuffer(view, dtype=torch_dtype(tensor.dtype))
+    def put(self, stretch: Stretch, buffer: memoryview) -> None:
+        """Write one stretch, cast if the output has another dtype; note values that are not finite."""
+        tensor = stretch.parts[0][0].tensor
         if tensor.strides is None:
-            self._put(entry, values, view if plain else None, scan)
+            self._put(stretch, buffer[stretch.begin : stretch.end])
             return
-        values = values.as_strided(tensor.shape, tensor.strides)
-        row_bytes = max(1, tensor.nbytes // max(1, tensor.shape[0]))
-        for rows in values.split(max(1, CHUNK // row_bytes)):
-            self._put(entry, rows, None, scan)
+        width = itemsize(tensor.dtype)
+        values = rows_of(buffer, width, tensor.shape, tensor.strides)
+        step = max(1, CHUNK // max(1, tensor.nbytes // max(1, tensor.shape[0])))
+        for first in range(0, tensor.shape[0], step):
+            rows = values[first : first + step].copy().reshape(-1)
+            self._put(stretch._replace(parts=[(stretch.parts[0][0], 0, rows.nbytes)]), rows)
 
-    def _put(self, entry: OutputEntry, values: torch.Tensor, ready: memoryview | None, scan: bool) -> None:
-        finite = not scan or not values.is_floating_point() or all_finite(values)
+    def _put(self, stretch: Stretch, data: Any) -> None:
+        finite = not stretch.scan or all_finite(data, stretch.source)
         if not finite:
-            self._findings.not_finite.add(entry.tensor.name)
-        if ready is not None:
-            self._out.write(ready)
+            self._findings.not_finite.update(_not_finite(stretch, data, stretch.source, 1, 1))
+        if stretch.dtype == stretch.source:
+            self._out.write(memoryview(data).cast("B"))
             return
-        count = values.numel()
-        size = count * itemsize(entry.dtype)
+        width, out_width = itemsize(stretch.source), itemsize(stretch.dtype)
+        size = (stretch.end - stretch.begin) // width * out_width
         if len(self._buffer) < size:
             self._buffer = bytearray(size)
-        view = memoryview(self._buffer)[:size]
-        result = torch.frombuffer(view, dtype=torch_dtype(entry.dtype))
-        result.view(values.shape).copy_(values)
-        if scan and finite and result.is_floating_point() and not all_finite(result):
-            self._findings.overflown.add(entry.tensor.name)
-        self._out.write(view)
+        result = memoryview(self._buffer)[:size]
+        cast(data, stretch.source, stretch.dtype, result)
+        if stretch.scan and not all_finite(result, stretch.dtype):
+            names = set(_not_finite(stretch, result, stretch.dtype, width, out_width))
+            self._findings.overflown.update(names - self._findings.not_finite)
+        self._out.write(result)
 
 
-def all_finite(values: torch.Tensor) -> bool:
-    """Return True if `values` holds neither NaN nor inf; a sum tells, unless it overflows itself."""
-    if values.element_size() == 1:  # torch cannot add up eight-bit floats
-        values = values.float()
-    return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
-
-
-def batches(entries: Iterable[OutputEntry]) -> Iterator[list[_Slice]]:
-    """Yield the slices of all entries in order, a chunk or less at a time, each with its offset in the buffer."""
-    batch: list[_Slice] = []
-    filled = 0
-    for entry, piece, offset, length in _slices(entries):
-        start = -(-filled // _ALIGNMENT) * _ALIGNMENT if filled % itemsize(entry.tensor.dtype) else filled
-        if batch and start + length > CHUNK:
-            yield batch
-            batch, start = [], 0
-        batch.append(_Slice(entry, piece, offset, length, start))
-        filled = start + length
-    if batch:
-        yield batch
-
-
-def _slices(entries: Iterable[OutputEntry]) -> Iterator[tuple[OutputEntry, Piece, int, int]]:
-    for entry in entries:
-        for piece in entry.tensor.pieces:
-            step = CHUNK if entry.tensor.strides is None else max(1, piece.length)
-            for start in range(0, piece.length, step):
-                yield entry, piece, piece.offset + start, min(step, piece.length - start)
-
-
-def _adjacent(batch: list[_Slice]) -> Iterator[list[_Slice]]:
-    """Yield runs of slices that lie side by side in one file and in the buffer: one read each."""
-    run: list[_Slice] = []
-    for item in batch:
-        if run:
-            last = run[-1]
-            beside = item.offset == last.offset + last.length and item.buffer_offset == last.buffer_offset + last.length
-            if not beside or item.piece.file != last.piece.file:
-                yield run
-                run = []
-        run.append(item)
-    if run:
-        yield run
-
-
-def check_records(source: Folder, file: File, record: tuple[int, int, int], parts: Iterable[Part]) -> None:
-    """Compare one record with its CRC-32, reading only the bytes that no part covers.
-
-    Raises:
-        CorruptCheckpointError: the record is not what was saved.
-    """
-    start, length, wanted = record
-    position, crc = start, 0
-    for part in sorted(set(parts), key=lambda p: (p.offset, -p.length)):
-        if part.offset < position:
-            continue  # an overlap; what it holds beyond the last part is read as a gap
-        crc = _crc_of_gap(source, file.name, position, part.offset, crc)
-        crc = isal_zlib.crc32_combine(crc, part.crc, part.length)
-        position = part.offset + part.length
-    crc = _crc_of_gap(source, file.name, position, start + length, crc)
-    if crc != wanted:
-        raise CorruptCheckpointError(
-            f"{source.path(file.name)} is damaged: bytes {start} to {start + length}: their CRC-32 is {crc:08x}, "
-            f"not {wanted:08x}"
-        )
-
-
-def _crc_of_gap(source: Folder, name: str, start: int, end: int, crc: int) -> int:
-    while start < end:
-        block = source.read(name, start, min(CHUNK, end - start))
-        crc = isal_zlib.crc32(block, crc)
-        start += len(block)
-    return crc
+def _not_finite(stretch: Stretch, data: Any, code: str, width: int, out_width: int) -> Iterator[str]:
+    """Yield the names of the tensors of a stretch that hold NaN or inf in `data`, which has `out_width` for `width`."""
+    values = as_integers(data, itemsize(code))
+    size = itemsize(code)
+    for entry, at, length in stretch.parts:
+        begin = (at - stretch.begin) // width * out_width // size
+        count = length // width * out_width // size
+        if not all_finite(values[begin : begin + count], code):
+            yield entry.tensor.name

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ort_zero.checkpoint import json_text, remote_code
 from ort_zero.checkpoint.aggregation_plan import Plan
 from ort_zero.checkpoint.allowed_names import is_config_name
-from ort_zero.checkpoint.dtypes import is_floating, torch_dtype
+from ort_zero.checkpoint.dtypes import is_floating, name_of
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.errors import CheckpointError
 
@@ -139,6 +139,6 @@ def with_dtype(config: bytes, plan: Plan) -> bytes:
         return config  # not ours to judge
     if not bytes_of or not isinstance(table, dict):
         return config
-    name = str(torch_dtype(max(bytes_of, key=bytes_of.__getitem__))).removeprefix("torch.")
+    name = name_of(max(bytes_of, key=bytes_of.__getitem__))
     table.pop("torch_dtype", None)
     return (json.dumps({**table, "dtype": name}, indent=2) + "\n").encode()

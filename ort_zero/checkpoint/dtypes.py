@@ -91,12 +91,17 @@ def code_of(dtype: torch.dtype | str) -> str:
     return _CODES[name]
 
 
+def name_of(code: str) -> str:
+    """Return the name that torch has for the dtype of a code: "float32"."""
+    itemsize(code)
+    return _TABLE[code][1]
+
+
 def torch_dtype(code: str) -> torch.dtype:
     """Return the torch dtype of a code."""
     import torch
 
-    itemsize(code)
-    return getattr(torch, _TABLE[code][1])
+    return getattr(torch, name_of(code))
 
 
 def wanted(choice: str, code: str) -> str:

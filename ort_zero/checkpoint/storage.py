@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -90,6 +90,18 @@ class Folder:
         """
         raise NotImplementedError
 
+    def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, one after the other, with the bytes from `offset` on: one request.
+
+        Raises:
+            CorruptCheckpointError: the file is missing or ends before.
+        """
+        content = memoryview(bytearray(sum(map(len, buffers))))
+        self.read_into(name, offset, content)
+        for buffer in buffers:
+            buffer[:] = content[: len(buffer)]
+            content = content[len(buffer) :]
+
     def read(self, name: str, offset: int = 0, length: int | None = None, *, limit: int | None = None) -> bytes:
         """Return `length` bytes from `offset` on, by default all to the end.
 
@@ -134,6 +146,17 @@ class Folder:
             name: final name.
             token: tells this writer from others who may write the same name.
             durable: have the bytes on the disk itself at the end; object stores always do.
+        """
+        raise NotImplementedError
+
+    takes_ranges = False
+    """True if several may write one file at the same time, see :meth:`writing_from`."""
+
+    @contextmanager
+    def writing_from(self, name: str, token: str, offset: int) -> Iterator[IO[bytes]]:
+        """Give a stream into the file that :meth:`writing` would write, from `offset` bytes on; the rest stays.
+
+        Several threads and ranks may do so at a time. The file stays after an exception: who began it discards it.
         """
         raise NotImplementedError
 
@@ -281,8 +304,29 @@ class LocalFolder(Folder):
             done += got
         self._count(done)
 
+    def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers by one ``preadv``."""
+        total = sum(map(len, buffers))
+        descriptor, stays = self._descriptor(name)
+        try:
+            got = os.preadv(descriptor, buffers, offset)
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+        finally:
+            if not stays:
+                os.close(descriptor)
+        if got == total:
+            self._count(got)
+            return
+        for buffer in buffers:  # the kernel may bring less at a time, and says at which byte a file ends
+            self.read_into(name, offset, buffer)
+            offset += len(buffer)
+
     def _descriptor(self, name: str) -> tuple[int, bool]:
         """Return a descriptor of a file, and whether it stays open."""
+        found = self._descriptors.get(name)
+        if found is not None:
+            return found, True
         with self._lock:
             if name not in self._descriptors:
                 if len(self._descriptors) >= _MOST_OPEN:
@@ -307,6 +351,19 @@ class LocalFolder(Folder):
         path = self._root / partial_name(name, token)
         try:
             with removed_on_error(path, durable=durable, buffering=0) as raw:
+                yield cast(IO[bytes], _WholeWrites(raw))
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
+
+    takes_ranges = True
+
+    @contextmanager
+    def writing_from(self, name: str, token: str, offset: int) -> Iterator[IO[bytes]]:
+        """Give an unbuffered stream into the hidden file, which is made if nobody has yet."""
+        try:
+            descriptor = os.open(self._root / partial_name(name, token), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with os.fdopen(descriptor, "wb", buffering=0) as raw:
+                raw.seek(offset)
                 yield cast(IO[bytes], _WholeWrites(raw))
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error

@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="per file: 5GB, 500MB, 2GiB, or bytes")
     parser.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="of the weights")
-    parser.add_argument("--workers", type=int, metavar="N", help="files written at a time (default: by cores)")
+    parser.add_argument("--workers", type=int, metavar="N", help="threads of a rank (default: by cores)")
     parser.add_argument("--exclude-frozen", action="store_true", help="leave out what the optimizer does not train")
     parser.add_argument("--dry-run", action="store_true", help="say what would be written, write nothing")
     parser.add_argument("--no-verify", action="store_true", help="do not compare what is read with its checksums")

@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
                            "utils", "zero3_hooks"},
     "statistics.compare": {"errors", "statistics", "utils"},
     "recompute": {"compat", "config", "env", "errors", "log", "onnx_edit", "utils"},
-    "checkpoint": {"compat", "distributed", "errors", "log", "utils"},
+    "checkpoint": {"compat", "distributed", "env", "errors", "log", "utils"},
     # a model in ONNX Runtime: each package is a stage, the modules of `runtime` itself put them together
     "runtime.export": {"compat", "env", "errors", "log", "statistics.collect", "utils", "zero3_hooks"},
     "runtime.operators": {"compat", "runtime.export"},

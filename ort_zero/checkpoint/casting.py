@@ -1,0 +1,116 @@
+"""Casts between floating-point dtypes and looks for NaN and inf in raw bytes, with numpy: bit for bit as torch does.
+
+numpy has no bfloat16; there it is the upper half of a float32, and rounding to the nearest even value is an addition of
+integers. (ml_dtypes has the type too, but its cast takes longer than that addition.)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_NATIVE = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+_BLOCK = 1 << 16
+"""Number of elements that are cast at a time: the steps in between stay in the processor's cache."""
+
+
+class _Infinity(NamedTuple):
+    """From which bits on a value without its sign is NaN or inf."""
+
+    signed: np.dtype
+    unsigned: np.dtype
+    bits: int
+    sign: int
+
+
+def _infinity(size: int, bits: int) -> _Infinity:
+    return _Infinity(np.dtype(f"<i{size}"), _UNSIGNED[size], bits, 1 << (8 * size - 1))
+
+
+_INFINITIES = {
+    "F64": _infinity(8, 0x7FF0 << 48),
+    "F32": _infinity(4, 0x7F80 << 16),
+    "F16": _infinity(2, 0x7C00),
+    "BF16": _infinity(2, 0x7F80),
+    "F8_E5M2": _infinity(1, 0x7C),
+    "F8_E4M3": _infinity(1, 0x7F),  # it has a NaN and no inf
+}
+
+
+def all_finite(data: Any, code: str) -> bool:
+    """Return True if no element is NaN or inf; True for dtypes that have neither.
+
+    Args:
+        data: the elements' bytes: a buffer, or an array of unsigned integers of their size.
+        code: their dtype as safetensors names it.
+    """
+    limit = _INFINITIES.get(code)
+    values = as_integers(data, limit.unsigned.itemsize) if limit is not None else None
+    if limit is None or values is None or not values.size:
+        return True
+    # as integers, the largest positive and the negative of the largest magnitude tell
+    return bool(values.view(limit.signed).max() < limit.bits and values.max() < limit.bits | limit.sign)
+
+
+def as_integers(data: Any, size: int) -> np.ndarray:
+    """Return bytes as a 1-D array of unsigned integers of `size` bytes, without a copy."""
+    return data if isinstance(data, np.ndarray) else np.frombuffer(data, _UNSIGNED[size])
+
+
+def cast(data: Any, source: str, code: str, out: Any) -> None:
+    """Cast the elements in `data` into `out`; values without a finite counterpart become inf, NaN stays NaN.
+
+    Args:
+        data: a buffer with the elements, or a 1-D array of unsigned integers of their size.
+        source: their dtype: F16, BF16, F32 or F64.
+        code: another of these.
+        out: a writable buffer for as many elements of `code`.
+    """
+    size = 2 if source == "BF16" else _NATIVE[source].itemsize
+    values = as_integers(data, size)
+    result = np.frombuffer(out, _UNSIGNED[2] if code == "BF16" else _NATIVE[code])
+    with np.errstate(over="ignore", invalid="ignore"):
+        for begin in range(0, values.size, _BLOCK):
+            _cast_block(values[begin : begin + _BLOCK], source, code, result[begin : begin + _BLOCK])
+
+
+def _cast_block(values: np.ndarray, source: str, code: str, out: np.ndarray) -> None:
+    if source == "BF16":
+        wide = values.astype("<u4")
+        np.left_shift(wide, 16, out=wide)
+        floats = wide.view("<f4")
+    else:
+        floats = values.view(_NATIVE[source])
+    if source == "F64" and code in ("F16", "BF16"):
+        floats = floats.astype("<f4")  # torch rounds twice too
+    if code == "BF16":
+        _round_to_bf16(floats.astype("<f4", copy=False), out)
+    else:
+        out[:] = floats
+
+
+def _round_to_bf16(floats: np.ndarray, out: np.ndarray) -> None:
+    bits = floats.view("<u4")
+    rounded = np.right_shift(bits, 16)
+    np.bitwise_and(rounded, 1, out=rounded)
+    np.add(rounded, 0x7FFF, out=rounded)
+    np.add(rounded, bits, out=rounded)
+    np.right_shift(rounded, 16, out=rounded)
+    out[:] = rounded
+    if not all_finite(bits, "F32"):
+        nan = np.isnan(floats)  # the addition may have made inf or zero of it
+        out[nan] = np.right_shift(bits[nan], 16) | 0x40
+
+
+def rows_of(data: Any, size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """Return a view of bytes as an array of unsigned integers with any strides.
+
+    Args:
+        data: a buffer with all elements.
+        size: bytes of an element.
+        shape: lengths of the axes.
+        strides: distance between neighbours along each axis, in elements.
+    """
+    return np.ndarray(shape, _UNSIGNED[size], data, 0, tuple(size * stride for stride in strides))
