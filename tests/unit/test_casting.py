@@ -18,7 +18,7 @@ def raw(values: torch.Tensor) -> bytearray:
 
 
 def samples(code: str) -> torch.Tensor:
-    """Return every bit pattern of a 16-bit dtype; of a wider one those near the roundings to 16 bits, and many others."""
+    """Return every bit pattern of a 16-bit dtype; of a wider one those near roundings to 16 bits, and many others."""
     if code in ("F16", "BF16"):
         return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(NAMES[code])
     generator = np.random.default_rng(0)
@@ -54,12 +54,9 @@ def test_a_cast_has_the_bits_of_torch(source, target):
 def test_nan_and_inf_are_found_wherever_they_are(code):
     dtype = NAMES[code]
     biggest = torch.finfo(dtype)
-    fine = torch.tensor([0.0, -0.0, biggest.max, biggest.min, biggest.tiny, -1.0]).to(dtype)
+    fine = torch.tensor([0.0, -0.0, biggest.max, biggest.min, biggest.tiny, -1.0], dtype=torch.float64).to(dtype)
     assert casting.all_finite(raw(fine), code) and casting.all_finite(bytearray(), code)
-    bad = [torch.tensor(float("nan"))] + (
-        [] if code == "F8_E4M3" else [torch.tensor(x) for x in (torch.inf, -torch.inf)]
-    )
-    for value in bad:
+    for value in map(torch.tensor, (torch.nan, torch.inf, -torch.inf)[: 1 if code == "F8_E4M3" else 3]):
         for at in range(len(fine)):
             values = fine.clone()
             values[at] = value.to(dtype)
