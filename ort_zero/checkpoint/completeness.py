@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from ort_zero.checkpoint.manifest import Manifest
 from ort_zero.checkpoint.records import MASTER, MOST_NAMED, Optimizer, Source
 from ort_zero.utils.text import shortened
+
+if TYPE_CHECKING:
+    from ort_zero.checkpoint.manifest_schema import Manifest
 
 
 def incomplete(manifest: Manifest, source: Source) -> Iterator[str]:

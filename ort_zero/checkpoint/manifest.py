@@ -9,99 +9,26 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Any
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from ort_zero.checkpoint import dtypes, json_text
-from ort_zero.checkpoint.allowed_names import is_config_name, is_plain_name
+from ort_zero.checkpoint import json_text
 from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Source, Tensor, check_cover
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
+if TYPE_CHECKING:
+    from ort_zero.checkpoint.manifest_schema import Manifest
+
 NAME = "manifest.json"
 LATEST = "latest"
-FORMAT: Final = "ort_zero.checkpoint"
+FORMAT = "ort_zero.checkpoint"
 VERSION = 1
 MAX_BYTES = 4 << 30
 """Maximum size in bytes of a manifest that is read: more than 400 billion parameters on 512 ranks need."""
 _MAX_LATEST_BYTES = 4096
 _CHECK = re.compile("[0-9a-f]{16}")
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-def _safe_name(name: str) -> str:
-    if not is_plain_name(name):
-        raise ValueError("must be the name of a file in the checkpoint's own folder")
-    return name
-
-
-def _config_name(name: str) -> str:
-    if not is_config_name(name):
-        raise ValueError("is not the name of a configuration file that a checkpoint may bring")
-    return name
-
-
-def _known_dtype(code: str) -> str:
-    if not dtypes.is_known(code):
-        raise ValueError("unknown dtype")
-    return code
-
-
-_Size = Annotated[int, Field(ge=0, lt=1 << 63)]
-
-
-class _File(_Strict):
-    name: Annotated[str, AfterValidator(_safe_name)]
-    size: _Size
-    xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-
-
-class _Tensor(_Strict):
-    name: str
-    kind: str
-    dtype: Annotated[str, AfterValidator(_known_dtype)]
-    shape: Annotated[list[_Size], Field(max_length=64)]
-    pieces: list[Annotated[list[Any], Field(min_length=5, max_length=5)]]
-    """[index in `files`, offset in bytes, length in bytes, first element, xxh3-64]; lists, for there are many.
-    :func:`source_of` checks their types."""
-
-
-class _Group(_Strict):
-    names: list[str]
-    options: dict[str, Any]
-
-
-class _Optimizer(_Strict):
-    class_name: str | None
-    groups: list[_Group]
-    scalars: dict[str, dict[str, float]]
-
-
-class Manifest(_Strict):
-    """The manifest as it is written, but for its digest."""
-
-    format: Literal["ort_zero.checkpoint"] = FORMAT
-    version: int = VERSION
-    tag: str
-    step: _Size
-    world_size: Annotated[int, Field(ge=1)]
-    zero_stage: Annotated[int, Field(ge=0, le=3)]
-    dtype: Annotated[str, AfterValidator(_known_dtype)]
-    """Dtype of the module's floating-point weights; they follow from the masters by a cast to it."""
-    run_id: str
-    save_id: str
-    versions: dict[str, str]
-    aliases: dict[str, str]
-    frozen: list[str]
-    optimizer: _Optimizer | None
-    config: dict[Annotated[str, AfterValidator(_config_name)], str]
-    files: list[_File]
-    tensors: list[_Tensor]
 
 
 def build(
@@ -112,11 +39,19 @@ def build(
     **fields: Any,
 ) -> Manifest:
     """Return the manifest of these records; `fields` are the other fields of :class:`Manifest`."""
+    from ort_zero.checkpoint.manifest_schema import (
+        Manifest,
+        ManifestFile,
+        ManifestGroup,
+        ManifestOptimizer,
+        ManifestTensor,
+    )
+
     index = {file.name: i for i, file in enumerate(files)}
     return Manifest(
-        files=[_File(name=f.name, size=f.size, xxh3_128=f.xxh3_128 or "") for f in files],
+        files=[ManifestFile(name=f.name, size=f.size, xxh3_128=f.xxh3_128 or "") for f in files],
         tensors=[
-            _Tensor(
+            ManifestTensor(
                 name=t.name,
                 kind=t.kind,
                 dtype=t.dtype,
@@ -127,9 +62,9 @@ def build(
         ],
         optimizer=None
         if optimizer is None
-        else _Optimizer(
+        else ManifestOptimizer(
             class_name=optimizer.class_name,
-            groups=[_Group(names=list(g.names), options=dict(g.options)) for g in optimizer.groups],
+            groups=[ManifestGroup(names=list(g.names), options=dict(g.options)) for g in optimizer.groups],
             scalars={key: dict(values) for key, values in optimizer.scalars.items()},
         ),
         **fields,
@@ -173,6 +108,10 @@ def parse(data: bytes, path: str) -> Manifest:
     text, found, _ = data.rpartition(b',\n"xxh3_128"')
     if not found or xxhash.xxh3_128(text).hexdigest() != digest:
         raise CorruptCheckpointError(f"{path} is damaged: its content does not match its own digest")
+    from pydantic import ValidationError
+
+    from ort_zero.checkpoint.manifest_schema import Manifest
+
     try:
         return Manifest.model_validate(value)
     except ValidationError as error:

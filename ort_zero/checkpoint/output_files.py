@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-
-import torch
+from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.aggregation_plan import OutputFile
 from ort_zero.checkpoint.dtypes import torch_dtype
 from ort_zero.checkpoint.storage import Folder, LocalFolder
 from ort_zero.utils.atomic_write import partial_name
+
+if TYPE_CHECKING:
+    import torch
 
 
 class OutputFiles:
@@ -38,6 +40,8 @@ class OutputFiles:
         """Make torch's file of the data, through a map of the data's file, so that no tensor is copied to memory."""
         if file.format == "safetensors":
             return
+        import torch  # only for torch's own format
+
         folder, name = self.place_of(file)
         try:
             with open(folder.path(partial_name(name, self._token)), "rb") as data:
@@ -55,6 +59,8 @@ class OutputFiles:
 
 def _mapped(file: OutputFile, descriptor: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a file of safetensors data by name, tied ones included, as views of the mapped file."""
+    import torch
+
     # copy-on-write, for torch warns of memory that is read-only; nothing is written, so nothing is copied
     content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     state = {}

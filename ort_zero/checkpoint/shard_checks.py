@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from ort_zero.checkpoint import json_text, safetensors_header
-from ort_zero.checkpoint.manifest import Manifest
 from ort_zero.checkpoint.records import File, Piece, Source, Tensor
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CorruptCheckpointError
 from ort_zero.utils.text import shortened
+
+if TYPE_CHECKING:
+    from ort_zero.checkpoint.manifest_schema import Manifest
 
 _RANK = re.compile(r"rank_(\d+)_")
 _EXTRA = re.compile(r"_extra(\.[0-9a-f]{8})?\.safetensors$")

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 
 from ort_zero.cli import print_json
-from ort_zero.compat import extensions
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -19,6 +18,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Build what is missing, say where it is, and return 0; progress goes to stderr."""
+    from ort_zero.compat import extensions
+
     report = extensions.build(force=args.force)
     if args.json:
         print_json(dataclasses.asdict(report))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import TYPE_CHECKING
 
-from ort_zero import doctor
 from ort_zero.cli import print_json
 from ort_zero.utils.tables import aligned
+
+if TYPE_CHECKING:
+    from ort_zero import doctor
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -18,6 +21,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if something must be fixed before ONNX Runtime can train, else 0."""
+    from ort_zero import doctor
+
     report = doctor.examine()
     if args.json:
         print_json({**dataclasses.asdict(report), "ok": report.ok})

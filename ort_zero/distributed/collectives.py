@@ -1,12 +1,13 @@
-"""Ranks tell each other what they are about to do, so that a failure of one is raised on all and nobody hangs."""
+"""Ranks tell each other what they are about to do, so that a failure of one is raised on all and nobody hangs.
+
+Importing this module imports no torch: a command that runs as one process needs none.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from ort_zero import env
 from ort_zero.errors import RankError
@@ -14,7 +15,8 @@ from ort_zero.errors import RankError
 
 def world_size(group: Any = None) -> int:
     """Return the number of ranks of `group`; 1 without torch.distributed."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    dist = sys.modules.get("torch.distributed")  # whoever has started a process group has imported it
+    return dist.get_world_size(group) if dist is not None and dist.is_available() and dist.is_initialized() else 1
 
 
 def exchange_integers(values: Sequence[int], group: Any = None) -> list[list[int]]:
@@ -26,6 +28,9 @@ def exchange_integers(values: Sequence[int], group: Any = None) -> list[list[int
         values: values of this rank, each within 64 bits.
         group: process group; None for the default one.
     """
+    import torch
+    import torch.distributed as dist
+
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(world_size(group))]
@@ -35,6 +40,8 @@ def exchange_integers(values: Sequence[int], group: Any = None) -> list[list[int
 
 def exchange(value: Any, group: Any = None) -> list[Any]:
     """Return the value of every rank. All ranks of `group` must call."""
+    import torch.distributed as dist
+
     everyone: list[Any] = [None] * world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone

@@ -9,6 +9,7 @@ import pytest
 import xxhash
 
 from ort_zero.checkpoint import manifest
+from ort_zero.checkpoint.manifest_schema import Manifest
 from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Tensor, check_cover
 from ort_zero.checkpoint.storage import open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -29,7 +30,7 @@ OPTIMIZER = Optimizer(
 )
 
 
-def document(**changes) -> manifest.Manifest:
+def document(**changes) -> Manifest:
     fields = dict(
         tensors=TENSORS, files=FILES, optimizer=OPTIMIZER, tag="t", step=3, world_size=2, zero_stage=2, dtype="BF16",
         run_id="r", save_id="s", versions={"torch": "2"}, aliases={"v": "w"}, frozen=[], config={"config.json": "{}"},

@@ -1,0 +1,62 @@
+"""The commands that read and write checkpoints start without torch and other packages that take long to import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoint_files
+import deepspeed_states
+import pytest
+import torch
+from safetensors.torch import load_file
+
+HEAVY = ("torch", "deepspeed", "transformers", "onnx", "onnxruntime", "fsspec", "rich", "tqdm", "packaging")
+_CODE = """
+import sys
+from ort_zero.cli.main import main
+code = main(sys.argv[2:])
+heavy = [name for name in sys.argv[1].split(",") if name in sys.modules]
+sys.exit(f"imported: {heavy}" if heavy else code)
+"""
+
+
+def run(*args: object, heavy: tuple[str, ...] = HEAVY, timeout: float = 120) -> str:
+    """Run a command of ``ort-zero`` and return what it prints; fails if it imported one of the packages `heavy`."""
+    command = [sys.executable, "-c", _CODE, ",".join(heavy), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("kind", ["ours", "zero1", "zero3"])
+def test_aggregate_verify_and_ls_import_no_torch(tmp_path, kind):
+    source, out = tmp_path / "run" / "global_step7", tmp_path / "out"
+    if kind == "ours":
+        checkpoint_files.write(source)
+    else:
+        deepspeed_states.write(source, int(kind[-1]), 2)
+    (tmp_path / "run" / "latest").write_text("global_step7")
+    heavy = HEAVY if kind == "ours" else (*HEAVY, "pydantic")
+    assert json.loads(run("verify", source, "--json", heavy=heavy))["ok"]
+    assert "global_step7" in run("ls", tmp_path / "run", heavy=heavy)
+    report = json.loads(run("aggregate", source, out, "--dtype", "bf16", "--json", heavy=heavy))
+    found = load_file(out / "model.safetensors")
+    assert len(found) == report["tensors"] and torch.bfloat16 in {value.dtype for value in found.values()}
+
+
+def test_torchs_own_format_imports_torch_only_then(tmp_path):
+    deepspeed_states.write(tmp_path / "c", 1, 2)
+    run("aggregate", tmp_path / "c", tmp_path / "out", "--format", "torch", heavy=("deepspeed", "transformers"))
+    assert torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)["a.bias"].shape == (3,)
+
+
+def test_the_script_of_the_package_starts_without_them_too():
+    script = Path(sys.executable).with_name("ort-zero")
+    text = f"import sys; sys.argv = [{str(script)!r}, '--version']; import runpy\n"
+    text += f"try:\n    runpy.run_path({str(script)!r}, run_name='__main__')\nexcept SystemExit as end:\n    pass\n"
+    text += f"print([name for name in {(*HEAVY, 'numpy', 'pydantic')!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert done.stdout.strip().endswith("[]"), done.stdout + done.stderr
