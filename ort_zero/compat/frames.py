@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dis
 import functools
+import linecache
 import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\](?P<name>\w+)")
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -20,6 +22,10 @@ _ENTRIES = ("_run_traced", "_run_in_pytorch")
 """Functions of the tracer that call the user's module."""
 _WRAPPERS = frozenset({"wrapper", "wrapped", "inner", "wrapped_forward", "new_forward"})
 """Names of the functions that decorators put around a method."""
+_MESSAGES = frozenset(
+    "print debug info warning warn error critical exception log warning_once info_once warn_once".split()
+)
+"""Names of functions that only tell people something."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 
 
@@ -28,6 +34,7 @@ _CALL_BIT = int(sys.version_info >= (3, 11))
 """The lowest bit of LOAD_GLOBAL's argument tells since Python 3.11 whether a call follows."""
 _DUPLICATE = dis.opmap["COPY"] if "COPY" in dis.opmap else dis.opmap["DUP_TOP"]
 _LOAD_ATTR = dis.opmap["LOAD_ATTR"]
+_CONTAINS = dis.opmap["CONTAINS_OP"]
 
 
 @functools.lru_cache(maxsize=16384)
@@ -74,6 +81,69 @@ def is_ours(file: str) -> bool:
     """Return True for a file of ort_zero or DeepSpeed."""
     package = _PACKAGES.search(file)
     return package["name"] in ("deepspeed", "ort_zero") if package is not None else file.startswith(_OURS)
+
+
+@functools.lru_cache(maxsize=16384)
+def is_runtime(file: str) -> bool:
+    """Return True for a file of ort_zero or onnxruntime."""
+    package = _PACKAGES.search(file)
+    return package["name"] in ("onnxruntime", "ort_zero") if package is not None else file.startswith(_OURS)
+
+
+def is_only_message(frame: FrameType, *, text: bool) -> bool:
+    """Return whether the innermost code of the user's in `frame` and around it runs a line that only tells something.
+
+    Such lines print, log or raise. For a text, also all calls whose result is not used, such as
+    ``check(condition, f"{n} tokens")``.
+
+    Args:
+        frame: a frame of the stack that runs.
+        text: whether a text is made.
+    """
+    found: FrameType | None = frame
+    while found is not None and is_foreign(found.f_code.co_filename):
+        found = found.f_back
+    return found is not None and found.f_lineno in _message_lines(found.f_code.co_filename)[text]
+
+
+@functools.lru_cache(maxsize=256)
+def _message_lines(file: str) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the lines of a source file that print, log or raise, and these with all calls whose result is not used."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return frozenset(), frozenset()
+    told: set[int] = set()
+    called: set[int] = set()
+    for node in ast.walk(tree):
+        call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
+        if call is None and not isinstance(node, ast.Raise):
+            continue
+        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        name = getattr(call.func, "attr", getattr(call.func, "id", "")) if call is not None else ""
+        (told if call is None or name in _MESSAGES else called).update(lines)
+    return frozenset(told), frozenset(told | called)
+
+
+def looks_in_set(frame: FrameType) -> bool:
+    """Return whether `frame` runs ``value in container``, and the container is a set, or something else but no dict."""
+    code, place = frame.f_code, frame.f_lasti
+    if code.co_code[place] != _CONTAINS:
+        return False
+    before = [instruction for instruction in dis.get_instructions(code) if instruction.offset < place]
+    return not isinstance(_loaded(frame, [i for i in before if i.opname not in ("CACHE", "EXTENDED_ARG")]), Mapping)
+
+
+def _loaded(frame: FrameType, before: list[dis.Instruction]) -> Any:
+    """Return the value that the last of some instructions has loaded; None for what is not a name or an attribute."""
+    last = before[-1]
+    if last.opname == "LOAD_ATTR":
+        return getattr(_loaded(frame, before[:-1]), last.argval, None)
+    if last.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return frame.f_globals.get(last.argval)
+    if last.opname in ("LOAD_FAST", "LOAD_DEREF"):
+        return frame.f_locals.get(last.argval)
+    return last.argval if last.opname == "LOAD_CONST" else None
 
 
 def is_installed(file: str) -> bool:

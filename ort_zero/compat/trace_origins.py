@@ -120,19 +120,38 @@ def _is_single(value: Any) -> bool:
 def _operands(node: Any, mode: str) -> Iterator[tuple[Any, str]]:
     """Yield what the values (or the shapes) of a node's results are computed from, with the mode of each operand."""
     kind, inputs = node.kind(), list(node.inputs())
-    if mode == "shape" and kind in _DATA_SHAPED:
+    if mode == "shape" and is_data_shaped(kind):
         mode = "value"
-    elif mode == "shape" and (mask := _bool_index(node)) is not None:
+    elif mode == "shape" and (mask := bool_index(node)) is not None:
         yield mask, "value"
-    elif mode == "value" and _VALUES_UNREAD.search(kind) and not _is_seeded(kind):
+    elif mode == "value" and leaves_values_unread(kind):
         return
-    elif _SHAPE_OF.search(kind):
+    elif reads_shape(kind):
         mode = "shape"
     overwritten = inputs[0] if _overwrites(kind) else None
     for given in inputs:
         # a Function with several results gives a tuple, which is taken apart by a node of its own
-        is_tensor = given.type().kind() in _HOLD_TENSORS and not _is_numbers(given)
-        yield given, "shape" if given is overwritten else mode if is_tensor else "value"
+        yield given, "shape" if given is overwritten else mode if holds_tensors(given) else "value"
+
+
+def reads_shape(kind: str) -> bool:
+    """Return whether an operator `kind` looks at shapes and types only."""
+    return _SHAPE_OF.search(kind) is not None
+
+
+def is_data_shaped(kind: str) -> bool:
+    """Return whether the size of an operator's result depends on the values of its argument."""
+    return kind in _DATA_SHAPED
+
+
+def leaves_values_unread(kind: str) -> bool:
+    """Return whether an operator takes nothing but shape and type from its first argument, as ``zeros_like``."""
+    return _VALUES_UNREAD.search(kind) is not None and not _is_seeded(kind)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Return whether a traced value is a tensor, or may hold tensors."""
+    return value.type().kind() in _HOLD_TENSORS and not _is_numbers(value)
 
 
 def _overwrites(kind: str) -> bool:
@@ -147,7 +166,7 @@ def _is_numbers(value: Any) -> bool:
     return kind.kind() == "ListType" and kind.getElementType().kind() not in ("TensorType", "OptionalType")
 
 
-def _bool_index(node: Any) -> Any | None:
+def bool_index(node: Any) -> Any | None:
     """Return the mask or masks by which a node picks elements, so that their number depends on values; else None."""
     inputs = list(node.inputs())
     if node.kind() == "aten::where":

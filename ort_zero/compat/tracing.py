@@ -15,11 +15,16 @@ from torch.overrides import TorchFunctionMode
 
 from ort_zero.compat.frames import Frame, is_ours, users_line
 from ort_zero.compat.impure_calls import is_time, notice_time, noticed
+from ort_zero.compat.size_calls import counted_axis, have_one_shape, note_call, numbers_among, uses_of
+from ort_zero.compat.size_lists import with_open_lists
 from ort_zero.compat.torch_modules import has_backward_hooks
 from ort_zero.compat.trace_operators import assign, complex_number
 from ort_zero.compat.trace_origins import Origin, Origins
+from ort_zero.compat.trace_sizes import TRUTH, SizeReads
+from ort_zero.compat.trace_state import trace_goes_on
 from ort_zero.compat.trace_views import Views, changed_by
 from ort_zero.compat.traced_numbers import TracedNumbers
+from ort_zero.compat.value_reads import Guard, ValueReadError
 
 _C: Any = torch._C
 _TAKE_NO_BOOLS = frozenset(
@@ -61,86 +66,6 @@ _COUNTS: dict[Any, str] = {
 """Functions whose number of results depends on the shape of their argument."""
 
 
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
-    """Hide the tracer from what happens in the block: sizes are plain numbers there, and nothing is recorded."""
-    state = _C._get_tracing_state()
-    _C._set_tracing_state(None)
-    try:
-        yield
-    finally:
-        _C._set_tracing_state(state)
-
-
-def is_computed(tensor: torch.Tensor) -> bool:
-    """Return whether the traced graph computes `tensor`, of more than one element: it is no input, weight, buffer or
-    constant."""
-    with untraced():
-        if tensor.numel() <= 1:
-            return False
-    return is_in_graph(tensor)
-
-
-def is_in_graph(tensor: torch.Tensor) -> bool:
-    """Return whether an operator of the traced graph computes `tensor`."""
-    return _C._get_value_trace(tensor).node().kind() not in ("prim::Param", "prim::Constant")
-
-
-@contextlib.contextmanager
-def plain_autograd() -> Iterator[bool]:
-    """Take away the saved-tensor hooks of a trace in the block, in which code may compute gradients.
-
-    Yields:
-        Whether a trace is being made; otherwise nothing is changed.
-    """
-    # inside of an operator that is traced the state is hidden, and the hooks are there
-    hooks = _C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or getattr(hooks[0], "__name__", "") != KEEPS_NOTHING:
-        yield False
-        return
-    _C._autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield True
-    finally:
-        _C._autograd._push_saved_tensors_default_hooks(*hooks)
-
-
-KEEPS_NOTHING = "keeps_nothing"
-"""Name of the hook that drops what autograd saves during a trace."""
-
-
-class ValueReadError(BaseException):
-    """Python code of a module depends on the values of a tensor, which a trace cannot record.
-
-    Not an Exception: no ``except`` of a model may take it for one of its own.
-    """
-
-    def __init__(self, module: torch.nn.Module | None, what: str, where: str, *, random: bool = False):
-        super().__init__(f"{what} ({where})")
-        self.module = module
-        """The innermost module that ran when the value was read."""
-        self.random = random
-        """Whether random numbers decide about the value, so that it will change sooner or later."""
-        self.of_attribute = False
-        """Whether the value depends on nothing but attributes that are inputs of the graph."""
-
-    @classmethod
-    def again(cls, module: torch.nn.Module | None, message: str, *, random: bool) -> ValueReadError:
-        """Return the error whose message is `message`."""
-        what, _, where = message.rpartition(" (")
-        return cls(module, what, where.removesuffix(")"), random=random)
-
-
-@dataclass(slots=True)
-class Guard:
-    """A value that Python code took from a tensor while it was traced: the trace holds for this value only."""
-
-    tensor: torch.Tensor
-    value: list
-    """The elements of `tensor`."""
-    read: ValueReadError
-
-
 class Seen(Protocol):
     """Facts about a module that its trace does not hold."""
 
@@ -150,6 +75,8 @@ class Seen(Protocol):
     """Normalisation modules that count their batches, listed once for each call."""
     used: set[int]
     """``id()`` of the tensors that functions of torch were given."""
+    sizes: SizeReads
+    """What Python code took from sizes."""
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a result that depends on the arguments."""
@@ -165,8 +92,25 @@ class Draws(Protocol):
         """Return what was drawn since the last call, and where ("" if unknown); None for nothing."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedInputs:
+    """The inputs of a graph as the tracer hands them to the module."""
+
+    arguments: Sequence[torch.Tensor] = ()
+    """Tensors among the arguments of the call."""
+    names: Sequence[str] = ()
+    """Their names."""
+    attributes: Sequence[torch.Tensor] = ()
+    """Attributes that are inputs of the graph."""
+    numbers: Sequence[torch.Tensor] = ()
+    """Those of both kinds that stand for numbers of Python: tensors without axes."""
+
+
+NO_INPUTS = TracedInputs()
+
+
 class _Observer(TorchFunctionMode):
-    def __init__(self, numbers: Sequence[torch.Tensor], draws: Draws | None) -> None:
+    def __init__(self, inputs: TracedInputs, draws: Draws | None) -> None:
         super().__init__()
         self.modules: list[torch.nn.Module] = []
         self.guards: list[Guard] = []
@@ -174,11 +118,15 @@ class _Observer(TorchFunctionMode):
         self.used: set[int] = set()
         self.origins = Origins()
         self._draws = draws
-        self._numbers = TracedNumbers(list(numbers))
+        self._numbers = TracedNumbers(list(inputs.numbers))
         self._views = Views()
+        self.sizes = SizeReads(
+            inputs.arguments, inputs.names, inputs.attributes, self.origins, self.running, self._guard_sizes
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        func = getattr(func, "unobserved", func)
         if func in _TAKE_NO_BOOLS:
             # the exporter's passes know no such operator with a Python bool
             args = tuple(int(a) if isinstance(a, bool) else a for a in args)
@@ -194,26 +142,38 @@ class _Observer(TorchFunctionMode):
             self._guard(func, args[0], read)
         if not torch.jit.is_tracing():
             return func(*args, **kwargs)
+        func, args, kwargs = with_open_lists(func, args, kwargs)
         given = (*args, *kwargs.values())
         if getattr(getattr(func, "__self__", None), "__name__", "") not in _BOOKKEEPING:
             self._note_used(given)
         self._refuse_arguments(given)
         self._refuse_untraceable(func, args, kwargs)
-        if func in _EQUALITIES and args[0].shape == given[1].shape:
+        if func in _EQUALITIES and have_one_shape(self.sizes, args[0], given[1]):
             same = _EQUALITIES[func](*args, **kwargs).all()
             self._guard_if_data(torch.Tensor.__bool__, same, "compares tensors for Python")
-        uses = [(t, _uses(t)) for t in given[1:] if self._may_become_number(t)]
-        with _trace_goes_on():
+            self.sizes.note(same, TRUTH)
+        uses = [(t, uses_of(t)) for t in given[1:] if self._may_become_number(t)]
+        sizes = [(t, uses_of(t)) for t in numbers_among((args, kwargs))]
+        with trace_goes_on():
             result = self._called(func, args, kwargs)
         self._views.note(func, args, kwargs, result)
+        note_call(self.sizes, func, args, kwargs, result, sizes)
         for number, before in uses:
             # the trace has no use of a tensor that was taken for a Python number
-            if isinstance(result, torch.Tensor) and (_uses(number) == before or func in _CHECKING):
+            if isinstance(result, torch.Tensor) and (uses_of(number) == before or func in _CHECKING):
                 self._guard_if_data(torch.Tensor.__float__, number, "takes a tensor for a Python float")
         _correct(result)
         if origins:
             self._numbers.follow(func, args, kwargs, result, origins)
         return result
+
+    def _guard_sizes(self, tensors: list[torch.Tensor], what: str) -> None:
+        """Guard as values what depends on sizes that only a run of the graph can tell."""
+        read = ValueReadError(self.running(), what, user_line())
+        for tensor in tensors:
+            if tensor.numel() > MOST_VALUES:
+                raise read
+            self.guards.append(Guard(tensor, tensor.detach().flatten().tolist(), read))
 
     def _called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Call a function in the form that the exporter gets right."""
@@ -340,7 +300,7 @@ class _Observer(TorchFunctionMode):
         if what is None or not isinstance(args[0], torch.Tensor) or not torch.jit.is_tracing():
             return None
         # what data decides the size of, nonzero() and the like, is the first axis
-        if mode == "shape" and _counted_axis(func, args, kwargs) % max(1, args[0].dim()) != 0:
+        if mode == "shape" and counted_axis(func, args, kwargs) % max(1, args[0].dim()) != 0:
             return None
         return self._dependence(args[0], mode, what)
 
@@ -360,28 +320,6 @@ class _Observer(TorchFunctionMode):
             self._guard(func, tensor, read)
 
 
-def _counted_axis(func: Any, args: tuple, kwargs: dict) -> int:
-    if "dim" in kwargs:
-        return kwargs["dim"]
-    position = 1 if func in (torch.Tensor.unbind, torch.unbind) else 2
-    return args[position] if len(args) > position else 0
-
-
-@contextlib.contextmanager
-def _trace_goes_on() -> Iterator[None]:
-    """Keep the trace when an operator in the block raises an error, which the model may catch: torch ends it."""
-    state = _C._get_tracing_state()
-    try:
-        yield
-    except Exception:
-        _C._set_tracing_state(state)
-        if state is not None:
-            *_, last = state.graph().nodes()
-            if last.outputsSize() == 0 and last.kind().startswith("aten::"):
-                last.destroy()  # the operator, which has no result
-        raise
-
-
 def _is_called_by_us() -> bool:
     """Return True if code of ort_zero or DeepSpeed calls the function that the mode sees."""
     frames = (frame.filename for frame in reversed(traceback.extract_stack()))
@@ -394,11 +332,6 @@ def _is_read_by_ort() -> bool:
     frames = (frame.filename for frame in reversed(traceback.extract_stack()))
     caller = next(name for name in frames if name != __file__ and not name.endswith("overrides.py"))
     return "onnxruntime" in caller
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    """Return how often the trace reads a tensor so far."""
-    return len(_C._get_value_trace(tensor).uses())
 
 
 def _forward_line(module: torch.nn.Module | None) -> str:
@@ -457,33 +390,19 @@ def read_here(what: str) -> ValueReadError:
     return ValueReadError(innermost_module(), what, user_line())
 
 
-class _DenseOperands(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if "grouped_mm" in getattr(func, "__name__", ""):
-            args = tuple(a.contiguous() if isinstance(a, torch.Tensor) and 0 in a.stride() else a for a in args)
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
-def dense_operands() -> Iterator[None]:
-    """Let operators that check strides accept fake weights, one element expanded to the shape of a weight."""
-    with _DenseOperands():
-        yield
-
-
-@contextlib.contextmanager
-def watched(numbers: Sequence[torch.Tensor] = (), draws: Draws | None = None) -> Iterator[Seen]:
+def watched(inputs: TracedInputs = NO_INPUTS, draws: Draws | None = None) -> Iterator[Seen]:
     """Observe the module that is traced in the block; yield what the trace does not hold.
 
     Args:
-        numbers: tensors without axes that stand for numbers of Python.
+        inputs: what the module is given, and numbers among it.
         draws: tells what is drawn from generators of random numbers that the tracer does not know.
 
     Raises:
         ValueReadError: Python code inside depends on more than single values of tensors, or on random numbers.
-        NumberReadError: code inside takes one of `numbers` for a Python value.
+        NumberReadError: code inside takes a number among the inputs for a Python value.
     """
-    observer = _Observer(numbers, draws)
+    observer = _Observer(inputs, draws)
 
     def begin(module: torch.nn.Module, args: tuple) -> None:
         if torch.jit.is_tracing() and has_backward_hooks(module):
@@ -499,7 +418,7 @@ def watched(numbers: Sequence[torch.Tensor] = (), draws: Draws | None = None) ->
     ]
     _observers.append(observer)
     try:
-        with observer, noticed(observer.refuse):
+        with observer, observer.sizes.recording(), noticed(observer.refuse):
             yield observer
     finally:
         _observers.remove(observer)

@@ -16,7 +16,7 @@ import torch
 
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.torch_onnx import Unexportable
-from ort_zero.compat.tracing import ValueReadError
+from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
 from ort_zero.log import get_logger
@@ -50,6 +50,7 @@ class ModuleRuntime(Protocol):
     guard_failures: value_guards.GuardFailures
     slow_attributes: set[str]
     graph_subscribers: list[SubscribedModel]
+    modes: dict[bool, GraphTransitionManager]
 
     @property
     def trainable(self) -> bytes:
@@ -91,6 +92,9 @@ class ForwardCall:
         self._given: tuple[tuple, dict] = (), {}
         self._new: BuiltGraph | None = None
         """The graph that this call has built."""
+        self._excludes = 0
+        """Number of the submodule that this rank wants to stay in PyTorch; 0 for none."""
+        self._why_excluded = ""
         self._random_states: GlobalStates | None = None
         """States before the run of a graph that may not hold; None where nothing in PyTorch draws from them."""
 
@@ -104,12 +108,16 @@ class ForwardCall:
         self._transition = transitions.check(observed)
         if self._transition.action is Action.EXPORT:
             self._exclude_readers(transitions.note_changes(observed))
+            self._note_sizes(observed)
             if transitions.note_numbers(observed):
                 self._take_apart()
                 observed = self._observe()
         action = self._ranks.advance(self._decided())
         while not isinstance(action, Return):
             if isinstance(action, Enter):
+                if action.excludes:
+                    self._exclude_together(action.excludes)
+                    observed = self._observe()
                 graph = self._enter(observed)
                 action = self._ranks.advance(Entered(graph.digest))
             elif isinstance(action, BuildAgain):
@@ -169,6 +177,36 @@ class ForwardCall:
             if not self._runtime.excluded.add_alone(path, reason) and path == "":
                 self._slow(f"the forward of {type(self._runtime.module).__name__} {reason}")
 
+    def _note_sizes(self, observed: Observed) -> None:
+        """Count what makes this call export for its sizes; a submodule that does so too often is to stay in PyTorch."""
+        read = self._transitions.note_sizes(observed)
+        if read is None:
+            return
+        if read.path and read.path not in self._runtime.excluded.reasons:
+            # other ranks may have other sizes, so that they learn of it with the vote
+            self._excludes = [path for path, _ in self._runtime.module.named_modules()].index(read.path)
+            self._why_excluded = f"{read.what()}, which changes often"
+        else:
+            self._slow(f"the forward of {type(self._runtime.module).__name__} {read.what()}")
+
+    def _exclude_together(self, numbers: Sequence[int]) -> None:
+        """Let submodules stay in PyTorch, on all ranks that agree on this call, and have a graph built without them.
+
+        Args:
+            numbers: of the submodules, in the order of the model's ``modules()``.
+        """
+        modules = list(self._runtime.module.modules())
+        for number in numbers:
+            module = modules[number]
+            why = self._why_excluded if number == self._excludes else "takes sizes for Python values on another rank"
+            if self._runtime.excluded.add(module, why):
+                get_logger().info("%s stays in PyTorch: it %s", self._runtime.excluded.path_of(module), why)
+        if self._ranks.state.scope is not Scope.ALONE:
+            for mode in self._runtime.modes.values():
+                mode.forget_all()
+        if self._transition.action is not Action.EXPORT:
+            self._force("a submodule stays in PyTorch for another rank's sizes")
+
     def _slow(self, why: str) -> None:
         """Warn once that each new value is exported."""
         if why not in self._runtime.slow_attributes:
@@ -186,6 +224,7 @@ class ForwardCall:
             builds=transition.action.builds,
             trainable=zlib.crc32(self._runtime.trainable),
             graph=zlib.crc32(ready.digest.encode()) if ready is not None else 0,
+            excludes=self._excludes,
         )
 
     def _force(self, reason: str) -> None:

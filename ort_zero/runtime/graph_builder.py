@@ -56,6 +56,7 @@ from ort_zero.runtime.guards.keys import (
     PostExportProcessedModelInfo,
     ProcessKey,
 )
+from ort_zero.runtime.guards.size_guard import NO_SIZES_READ, GuardedRead, SizeGuard
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy, infer_python_op
 from ort_zero.runtime.smaller_parts import SmallerParts
 from ort_zero.runtime.zero3 import gather_reduce
@@ -204,7 +205,7 @@ class GraphBuilder:
             dynamic_axes_map=axes,
             exported_model=model.SerializeToString(),
         )
-        key = dataclasses.replace(observed.export, attributes=self._read_values(tracer))
+        key = dataclasses.replace(observed.export, attributes=self._read_values(tracer), sizes=self._size_guard(tracer))
         differentiable = tracer.differentiable.union(observed.process.inputs)  # buffers among them
         unreached = self._unreached(tracer)
         return ExportedModule(key, info, tracer.effects, differentiable, tracer.readers, only_read, unreached)
@@ -237,6 +238,18 @@ class GraphBuilder:
         readers = {place: [paths.get(id(m), "") for m in read.readers] for place, read in reads.reads.items()}
         inputs = tracer.inputs.names if tracer.inputs else {}
         return self.attribute_guard.watch(readers, inputs, reads.whole, reads.kinds)
+
+    def _size_guard(self, tracer: Tracer) -> SizeGuard:
+        """Return the guard on what Python code has taken from sizes in a trace."""
+        sizes = tracer.sizes
+        if sizes is None:
+            return NO_SIZES_READ
+        paths = {id(module): path for path, module in self.module.named_modules()}
+        reads = [
+            GuardedRead(read.step, read.kind, read.seen, read.expression, read.line, paths.get(id(read.module), ""))
+            for read in sizes.reads
+        ]
+        return SizeGuard(sizes.shapes, sizes.program, reads)
 
     def _tracer(self, call: pytree.Call, subscribers: Sequence[SubscribedModel], *, all_inputs: bool) -> Tracer:
         """Return what follows the export of a call.

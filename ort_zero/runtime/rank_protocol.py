@@ -157,7 +157,8 @@ class Vote:
     """REUSE, BUILD: checksum of the ``requires_grad`` of all parameters. GUARDS: index of the guard that failed, -1 for
     none. BACKWARD: checksum of the gradients."""
     graph: int = 0
-    """REUSE: checksum of the collectives in the graph."""
+    """REUSE: checksum of the collectives in the graph. BUILD: number of the submodule that is to stay in PyTorch on all
+    ranks from now on, 0 for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,9 @@ class Decided:
     """Checksum of the ``requires_grad`` of all parameters."""
     graph: int = 0
     """Checksum of the collectives in the graph that is there; 0 for a rank that builds."""
+    excludes: int = 0
+    """Number of the submodule that is to stay in PyTorch from now on, among those of the model; 0 for none. Only for a
+    rank that builds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +300,9 @@ class Exchange:
 class Enter:
     """Carry out what the guards have decided. Ends with :class:`Entered` or :class:`Failed`."""
 
+    excludes: tuple[int, ...] = ()
+    """Numbers of the submodules that stay in PyTorch from now on: the rank builds a graph without them."""
+
 
 @dataclass(frozen=True, slots=True)
 class UsePlan:
@@ -386,9 +393,10 @@ def step(state: State, event: Event) -> tuple[State, Action]:
 
 def _decided(state: State, event: Decided) -> tuple[State, Action]:
     if state.scope is Scope.ALONE:
-        return replace(state, phase=Phase.BUILDING_ALONE, builds=event.builds), Enter()
+        excludes = (event.excludes,) if event.excludes else ()
+        return replace(state, phase=Phase.BUILDING_ALONE, builds=event.builds), Enter(excludes)
     ballot = Ballot.BUILD if event.builds else Ballot.REUSE
-    vote = Vote(ballot, event.trainable, 0 if event.builds else event.graph)
+    vote = Vote(ballot, event.trainable, event.excludes if event.builds else event.graph)
     return replace(state, phase=Phase.VOTING, builds=event.builds), CastVote(vote)
 
 
@@ -411,7 +419,10 @@ def _voted(state: State, event: Votes) -> tuple[State, Action]:
         stop = Stop(Problem.FROZEN_DIFFER, odd, fall_back=state.fallback)
         return _stop(replace(state, builds=False), stop)
     if any(vote.ballot is Ballot.BUILD for vote in votes):
-        return replace(state, phase=Phase.BUILDING_TOGETHER), Enter()
+        excludes = tuple(sorted({vote.graph for vote in votes if vote.ballot is Ballot.BUILD} - {0}))
+        # all ranks build then: the collectives of the graphs that they have would not match
+        builds = state.builds or bool(excludes)
+        return replace(state, phase=Phase.BUILDING_TOGETHER, builds=builds), Enter(excludes)
     if state.scope is not Scope.EVERY_CALL:
         return replace(state, phase=Phase.BUILDING_ALONE, scope=Scope.ALONE, agreed=True), Enter()
     odd = _ranks_where(votes, lambda vote: vote.graph != votes[0].graph)

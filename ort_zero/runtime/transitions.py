@@ -31,6 +31,7 @@ from ort_zero.runtime.guards.attribute_guard import AttributeGuard, AttributeVal
 from ort_zero.runtime.guards.decide import decide
 from ort_zero.runtime.guards.keys import Action, ExportKey, Graphs, Observed, ProcessKey, TensorInput, Transition
 from ort_zero.runtime.guards.module_guard import ModuleGuard
+from ort_zero.runtime.guards.size_guard import GuardedRead, SizeChanges
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 
 MOST_TRANSITIONS = 1000
@@ -100,6 +101,7 @@ class GraphTransitionManager:
         self.attribute_guard = attribute_guard
         self.changes = AttributeChanges(type(builder.module).__name__)
         self.numbers = ArgumentNumbers(pytree.parameters_of(builder.module.forward))
+        self.sizes = SizeChanges(capacity)
         self.history = history
         self.capacity = capacity
         self.graphs: list[BuiltGraph] = []
@@ -140,6 +142,7 @@ class GraphTransitionManager:
                 tuple(subscribers),
                 self.attribute_guard.check(version.number),
                 torch_state(device.type),
+                tuple([t.shape for t in call.tensors]),
             ),
             ProcessKey(
                 frozen=self.module_guard.frozen if training else (),
@@ -179,6 +182,21 @@ class GraphTransitionManager:
                 ", ".join(added), type(self.builder.module).__name__,
             )  # fmt: skip
         return bool(added)
+
+    def note_sizes(self, observed: Observed) -> GuardedRead | None:
+        """Count what Python code takes from sizes where that makes an export necessary.
+
+        Returns:
+            What has done so too often; None if nothing has.
+        """
+        keys = [graph.known.export for graph in self.graphs]
+        alike = [key for key in keys if key.matches_but_for_sizes(observed.export)]
+        return self.sizes.note([key.size_guard for key in alike], observed.export.shapes)
+
+    def forget_all(self) -> None:
+        """Drop all graphs: those that wait for their backward stay until then."""
+        for graph in list(self.graphs):
+            self.forget(graph)
 
     # -- carry out -------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,18 @@ class Branching(nn.Module):
         return self.inner(self.linear(x))
 
 
+class Sized(nn.Module):
+    """Branches on a size of what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.sum() if y.flatten(0, 1).shape[0] // 2 > 8 else y.mean()
+
+
 class Rows(nn.Module):
     def __init__(self):
         super().__init__()
@@ -122,6 +134,17 @@ def test_a_second_run_loads_the_graph_and_computes_the_very_same(tmp_path, make,
     assert "export" in first["transitions"][0]["steps"] and "export" not in second["transitions"][0]["steps"]
     assert first["in_torch"] == second["in_torch"]
     assert first["graphs"]["training"]["nodes"] == second["graphs"]["training"]["nodes"]
+
+
+def test_a_graph_is_loaded_for_sizes_that_it_serves_only(tmp_path):
+    torch.manual_seed(0)
+    module, found = Sized(), []
+    for rows in (2, 8, 3, 9):
+        x = torch.randn(rows, 4, 6)
+        (got, *_), status = run(module, tmp_path, x, steps=1)
+        torch.testing.assert_close(got[0], module(x).detach())
+        found.append((said(status).split(":")[0], status["graphs"]["training"]["exports"]))
+    assert found == [("miss", 1), ("miss", 1), ("hit", 0), ("hit", 0)]
 
 
 def test_a_guard_of_a_loaded_graph_still_guards(tmp_path):

@@ -211,6 +211,67 @@ def scheduled(stage: int) -> dict[str, Any]:
     return report
 
 
+class Decay(torch.nn.Module):
+    """Loops over an axis."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((6,), 0.5))
+
+    def forward(self, x):
+        state = x[:, 0]
+        for i in range(1, x.shape[1]):
+            state = state * self.weight + x[:, i]
+        return state
+
+
+class Sized(torch.nn.Module):
+    """Branches on a size, and loops over it in a submodule."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.decay, self.b = torch.nn.Linear(6, 6), Decay(), torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.a(x)
+        if x.shape[1] > 4:
+            y = y.tanh()
+        return self.b(self.decay(y)).pow(2).mean()
+
+
+def sized(stage: int) -> dict[str, Any]:
+    """Train on sequences of another length on each rank and at each step; return losses of both backends."""
+    import deepspeed
+
+    rank = start()
+    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    report: dict[str, Any] = {}
+    for ort in (None, True):
+        model = Sized()
+        config = ds_config(stage, ort=ort, **zero)
+        if ort:
+            config["ort_zero"]["ortmodule"]["graph_cache_size"] = 2
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        losses = []
+        for step in range(8):
+            length = 3 + step if rank == 0 else 6 - step % 3
+            loss = engine(torch.randn(4, length, 6, generator=torch.Generator().manual_seed(10 * step + rank)))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        report["ort" if ort else "torch"] = losses
+        if ort:
+            report["status"] = ort_zero.status()["models"][-1]
+        engine.destroy()
+    return report
+
+
+def scheduled_and_sized(stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the reports of both in one launch."""
+    return scheduled(stage), sized(stage)
+
+
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
@@ -246,8 +307,8 @@ def test_ranks_whose_calls_differ_are_told_and_go_on(stage):
     assert isinstance(zero[-1], float) and isinstance(one[-1], float), (zero, one)
 
 
-def test_attributes_that_change_at_every_step_or_on_one_rank_have_pytorchs_effect():
-    for rank, report in enumerate(run_on_ranks(scheduled, 2, 3)):
+def test_attributes_and_sizes_that_change_at_every_step_or_on_one_rank_have_pytorchs_effect():
+    for rank, (report, sizes) in enumerate(run_on_ranks(scheduled_and_sized, 2, 3)):
         assert report["ort"] == pytest.approx(report["torch"], rel=2e-4)
         status = report["status"]
         exports = [t for t in status["transitions"] if t["transition"] == "export"]
@@ -255,6 +316,14 @@ def test_attributes_that_change_at_every_step_or_on_one_rank_have_pytorchs_effec
         assert exports[1]["reasons"] == ["Weighted.beta changed from 0.0 to 0.1"]
         assert status["graphs"]["training"]["attribute_inputs"][0] == "Weighted.beta"
         assert status["graphs"]["training"]["runs"]["backward"] == 10
+        # the ranks meet on two sides of a branch, and rank 1 follows when rank 0 has had too many lengths
+        assert sizes["ort"] == pytest.approx(sizes["torch"], rel=2e-4)
+        status = sizes["status"]
+        reasons = [reason for done in status["transitions"] for reason in done["reasons"]]
+        assert any("branches on x.shape[1] > 4 (" in reason for reason in reasons), reasons
+        assert list(status["in_torch"]) == ["decay"] and status["fallbacks"] == 0
+        assert status["graphs"]["training"]["runs"]["backward"] == 8
+        assert status["graphs"]["training"]["exports"] <= 7
 
 
 @pytest.mark.parametrize("stage", [2, 3])

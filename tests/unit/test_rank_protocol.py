@@ -117,6 +117,13 @@ ROWS = [
         Enter(),
     ),
     (
+        "VOTING Votes: a rank builds",
+        state(Phase.VOTING),
+        Votes([REUSE, replace(BUILD, graph=3), replace(BUILD, graph=3), replace(BUILD, graph=2), BUILD]),
+        state(Phase.BUILDING_TOGETHER, builds=True),
+        Enter((2, 3)),
+    ),
+    (
         "VOTING Votes: nobody builds, graphs differ, EVERY_CALL",
         state(Phase.VOTING),
         Votes([REUSE, REUSE, replace(REUSE, graph=6)]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ort_zero.compat.tracing import ValueReadError
+from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.runtime.guards.value_guards import MOST_FAILURES, GuardFailures, first_failed
 
 

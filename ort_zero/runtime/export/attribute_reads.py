@@ -40,7 +40,7 @@ from ort_zero.compat.frames import (
 )
 from ort_zero.compat.impure_calls import is_time
 from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table, version_of
-from ort_zero.compat.tracing import ValueReadError
+from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export import attribute_writes
 from ort_zero.runtime.export.attribute_paths import (

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from ort_zero.compat.torch_modules import buffer_table, is_batch_norm, is_scripted, parameter_table, version_of
-from ort_zero.compat.tracing import ValueReadError, is_in_graph, user_line
+from ort_zero.compat.trace_state import is_in_graph
+from ort_zero.compat.tracing import user_line
+from ort_zero.compat.value_reads import ValueReadError
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ort_zero.compat import torch_checkpoint, tracing
+from ort_zero.compat import torch_checkpoint, trace_state
 from ort_zero.compat.torch_modules import version_of
 from ort_zero.utils.tree_map import map_arguments, map_slots
 
@@ -177,7 +177,7 @@ class _Marks(TorchFunctionMode):
 
     def _read_by_function(self, slot: str, tensor: torch.Tensor) -> torch.Tensor | None:
         # single numbers and what is there all the time are not worth a mark, and buffers may be changed in place
-        if not tracing.is_computed(tensor):
+        if not trace_state.is_computed(tensor):
             return None
         return self.read(slot, tensor)
 

@@ -25,7 +25,7 @@ from ort_zero.compat.torch_modules import (
     is_scripted,
     on_scripted_functions,
 )
-from ort_zero.compat.tracing import ValueReadError
+from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.errors import ConfigError, ExportError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export import left_behind, pytree

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from ort_zero.compat import deepspeed as ds_compat
-from ort_zero.compat import deepspeed_gathering, tracing
+from ort_zero.compat import deepspeed_gathering, trace_state
 from ort_zero.compat.deepspeed_parameters import full_shape, is_partitioned
 from ort_zero.compat.torch_modules import buffer_table, version_of
 
@@ -53,7 +53,7 @@ def fake_weights(module: torch.nn.Module) -> Iterator[None]:
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(plain_access(module))
             if saved:
-                contexts.enter_context(tracing.dense_operands())
+                contexts.enter_context(trace_state.dense_operands())
             managed = [p for p in module.parameters() if is_partitioned(p)]
             if managed:
                 contexts.enter_context(deepspeed_gathering.nothing_to_gather(managed))

@@ -15,9 +15,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
-from ort_zero.compat import tracing
+from ort_zero.compat import trace_state
 from ort_zero.compat.torch_modules import CALL, is_scripted, scripted_weights
-from ort_zero.compat.tracing import ValueReadError
+from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.errors import ExportError
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_reads import unrecorded
@@ -69,7 +69,7 @@ class PyTorchCall:
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the code; return the tensors of its result."""
-        with tracing.plain_autograd() as in_trace:
+        with trace_state.plain_autograd() as in_trace:
             if not in_trace or self.without_hooks:
                 return self._run(tensors)
             try:

@@ -19,8 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from ort_zero.compat import tracing
 from ort_zero.compat.torch_autograd import leaves_behind
 from ort_zero.compat.torch_modules import version_of
+from ort_zero.compat.trace_sizes import SizeReads
 from ort_zero.compat.traced_numbers import NumberReadError
-from ort_zero.compat.tracing import ValueReadError
+from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.runtime.export import left_behind, pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
 from ort_zero.runtime.export.attribute_paths import Place
@@ -129,6 +130,8 @@ class Tracer:
         """Attributes whose values cannot be outputs of the graph."""
         self._structure: Any = None
         """Structure of the result when the module ran as PyTorch would run it."""
+        self.sizes: SizeReads | None = None
+        """What it has taken from sizes; None before the trace."""
         self.effects = Effects()
         self.arguments_reached: frozenset[str] = frozenset()
         """Names of the arguments that a backward through the results leads to."""
@@ -220,6 +223,7 @@ class Tracer:
         input_versions = [version_of(tensor) for tensor in inputs]
         numbers = [given[i] for i in self.numbers.values()]
         numbers += [inputs[i] for i in self.inputs.numbers] if self.inputs else []
+        traced = tracing.TracedInputs(arguments=given, names=self.call.names, attributes=inputs, numbers=numbers)
         placed = self.inputs.placed(inputs) if self.inputs else contextlib.nullcontext()
         buffers = BufferChanges(module)
         state = self._state()
@@ -227,7 +231,7 @@ class Tracer:
             state.put_back(self._put_back)
         draws = RandomDraws(module)  # the first run may have made generators
         lines = draws.lines_followed() if self._has_drawn else contextlib.nullcontext()
-        with placed, tracing.watched(numbers, draws) as seen, lines, left_behind.collected() as left:
+        with placed, tracing.watched(traced, draws) as seen, lines, left_behind.collected() as left:
             attributes = self.attributes = AttributeReads(module, seen.running)
             try:
                 with attributes.recording():
@@ -237,10 +241,11 @@ class Tracer:
                 raise
             except NumberReadError as error:
                 raise self._no_inputs(error) from None
-            known = {*self.settled, *(self.inputs.names if self.inputs else ())}
-            attributes.finish(known, seen.used, state)
+            settled = {*self.settled, *(self.inputs.names if self.inputs else ())}
+            attributes.finish(settled, seen.used, state)
             states = self.inputs.changed(inputs, input_versions) if self.inputs else []
             changed_buffers = buffers.found()
+        self.sizes = seen.sizes
         tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
         if self._structure is not None:
             schema = pytree.with_numbers(schema, self._structure)
@@ -303,7 +308,7 @@ class Tracer:
 
 
 def keeps_nothing(tensor: torch.Tensor) -> None:
-    """Save nothing for a backward; known to :func:`ort_zero.compat.tracing.plain_autograd` by its name."""
+    """Save nothing for a backward; known to :func:`ort_zero.compat.trace_state.plain_autograd` by its name."""
 
 
 def _never_unpacked(nothing: None) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from ort_zero import env
 from ort_zero.compat import ortmodule as ort_compat
-from ort_zero.compat.tracing import ValueReadError
+from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltModel, ExportedModule
 from ort_zero.runtime.export import autograd_functions, pytorch_calls
@@ -28,16 +28,19 @@ from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.post_export_passes import with_run_seed
 from ort_zero.runtime.export.pytree import Call
 from ort_zero.runtime.export.tracer import Effects
-from ort_zero.runtime.export_cache import fingerprint, serialization
+from ort_zero.runtime.export_cache import fingerprint, serialization, size_guards
 from ort_zero.runtime.export_cache.criteria import Criterion, criterion, digest_of
 from ort_zero.runtime.export_cache.described import Describer
 from ort_zero.runtime.export_cache.serialization import NotStorable
 from ort_zero.runtime.export_cache.source_code import SourceCode, is_users
-from ort_zero.runtime.export_cache.store import ExportCache, Found
+from ort_zero.runtime.export_cache.store import ExportCache, Found, Missed
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard, ReadValues
 from ort_zero.runtime.guards.keys import ExportedModelInfo, Observed
 from ort_zero.runtime.operators import aten_op
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy
+
+MOST_VARIANTS = 8
+"""Maximum number of graphs of one model that are kept for different sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,7 @@ class Lookup:
         self.outcome = ""
         self._loaded = set(sys.modules)
         self._criteria: dict[str, Criterion] | None = None
+        self._variant = 0
         try:
             if excluded.reasons:
                 raise NotStorable(f"{next(iter(excluded.reasons))} stays in PyTorch")
@@ -122,9 +126,14 @@ class Lookup:
         """Return the exported module and its gradient graph, as another process stored them; None for a miss."""
         if self._criteria is None:
             return None
-        found = self.cache.find(self._criteria, self.manager.mode)
+        found: Found | Missed = Missed("")
+        for variant in range(MOST_VARIANTS):
+            self._variant = variant
+            found = self.cache.find(self._varied(), self.manager.mode)
+            if not isinstance(found, Found) or self._fits(found):
+                break
         if not isinstance(found, Found):
-            self.outcome = f"miss: {found.why}"
+            self.outcome = f"miss: {found.why}" if not self._variant else "miss: the entries are for other sizes"
             return None
         try:
             result = self._restored(found, routes)
@@ -134,6 +143,20 @@ class Lookup:
             return None
         self.outcome = f"hit: {found.compared}"
         return result
+
+    def _varied(self) -> dict[str, Criterion]:
+        """Return the criteria of the entry that is looked at: one graph may have several, for different sizes."""
+        assert self._criteria is not None
+        if not self._variant:
+            return self._criteria
+        return {**self._criteria, "sizes": criterion({"variant": str(self._variant)})}
+
+    def _fits(self, found: Found) -> bool:
+        """Return whether the sizes of the call lead Python code where those of an entry's trace did."""
+        try:
+            return size_guards.read(found.meta["sizes"]).holds(self.observed.export.shapes)
+        except Exception:
+            return True  # damaged: an error says so when the whole is read
 
     def storable(self, exported: ExportedModule, built: BuiltModel, routes: FallbackPolicy) -> StorableGraph | None:
         """Return what there is to store, before the graph is edited; None if it would mean nothing to another run."""
@@ -152,7 +175,7 @@ class Lookup:
     def store(self, graph: StorableGraph | None) -> None:
         """Store what had to be exported, for later runs."""
         if graph is not None and self._criteria is not None:
-            self.cache.store(self._criteria, self.manager.mode, graph.meta, graph.blobs)
+            self.cache.store(self._varied(), self.manager.mode, graph.meta, graph.blobs)
 
     # -- to and from plain values ----------------------------------------------------------------------------------
 
@@ -175,6 +198,7 @@ class Lookup:
             "guards": [(value, paths.get(id(read.module)), str(read), read.random) for value, read in effects.guards],
             "counting": [paths[id(child)] for child in effects.counting],
             "attributes": _attributes(exported.key.read),
+            "sizes": size_guards.written(exported.key.size_guard),
             "operators": _operators(built.model),
             "taken": routes.reasons,
             "info": asdict(built.info),
@@ -215,7 +239,10 @@ class Lookup:
         missing = _functions(built.model) - set(meta["operators"]) - {MARK}
         if missing:
             raise ValueError(f"{sorted(missing)[0]} is not described")
-        key = dataclasses.replace(self.observed.export, attributes=self._read_values(meta["attributes"]))
+        sizes = size_guards.read(meta["sizes"])
+        if not sizes.holds(self.observed.export.shapes):
+            raise ValueError("it is for other sizes")
+        key = dataclasses.replace(self.observed.export, attributes=self._read_values(meta["attributes"]), sizes=sizes)
         routes.reasons.update(meta["taken"])
         unreached = frozenset(meta.get("unreached", ()))
         return ExportedModule(key, info, effects, frozenset(meta["differentiable"]), unreached=unreached), built

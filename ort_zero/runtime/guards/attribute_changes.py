@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ort_zero.compat.tracing import ValueReadError
+from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export.attribute_inputs import can_be_input
 from ort_zero.runtime.export.attribute_paths import Place, TensorState, is_number

@@ -3,11 +3,12 @@
 ==================================================================  ============================
 what changed                                                        action
 ==================================================================  ============================
-nothing; a size on a dynamic axis; the batch size; the step         reuse
+nothing; a size that Python code does not depend on; the step       reuse
 structure, dtype or rank of an argument; a constant (None, bool,    export, or switch to the
 int, float, str); the module tree or the mode of a submodule;       graph of an earlier call
 subscribers that read values; an attribute or global that Python
-code read during the trace; torch's default dtype and autocast
+code read during the trace; torch's default dtype and autocast; a
+size, if Python code decides something else by it
 ``requires_grad`` of a parameter or argument; the memory plan;      re-process, or switch to the
 determinism; the device                                             graph of an earlier call
 ==================================================================  ============================
@@ -68,6 +69,7 @@ def export_reasons(old: ExportKey, new: ExportKey) -> tuple[str, ...]:
     found += pytree.differences(old.structure, new.structure)
     found += _tensor_reasons(old.tensors, new.tensors)
     found += old.read.reasons(new.attributes)
+    found += old.size_guard.reasons(new.shapes)
     now = dict(new.torch_state)
     found += [f"{name}: {was} -> {now.get(name)}" for name, was in old.torch_state if now.get(name) != was]
     if new.readers != old.readers:

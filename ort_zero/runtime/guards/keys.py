@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ort_zero.runtime.guards.attribute_guard import NOTHING_READ, AttributeValues, ReadValues
+from ort_zero.runtime.guards.size_guard import NO_SIZES_READ, Shapes, SizeGuard
 
 
 class Action(str, enum.Enum):
@@ -73,9 +74,15 @@ class ExportKey:
     """Of a graph: what Python code read while it was traced; of a call: all values that are looked at."""
     torch_state: tuple[tuple[str, str], ...] = ()
     """Names and values of torch's global settings that a trace depends on."""
+    sizes: SizeGuard | Shapes = NO_SIZES_READ
+    """Of a graph: what Python code took from sizes while it was traced; of a call: the shape of each tensor."""
 
     def matches(self, other: ExportKey) -> bool:
         """Return whether a model that was exported for this key serves a call, or has the key of another graph."""
+        return self.matches_but_for_sizes(other) and self.size_guard.holds(other.shapes)
+
+    def matches_but_for_sizes(self, other: ExportKey) -> bool:
+        """Return whether at most sizes keep a model that was exported for this key from serving a call."""
         return (
             self.tensors == other.tensors
             and self.model.same_code(other.model)
@@ -89,6 +96,16 @@ class ExportKey:
     def read(self) -> ReadValues:
         """What was read during the trace of a graph."""
         return self.attributes if isinstance(self.attributes, ReadValues) else NOTHING_READ
+
+    @property
+    def size_guard(self) -> SizeGuard:
+        """What was taken from sizes during the trace of a graph."""
+        return self.sizes if isinstance(self.sizes, SizeGuard) else NO_SIZES_READ
+
+    @property
+    def shapes(self) -> Shapes:
+        """Shape of each tensor in the call, or in that of the trace."""
+        return self.sizes.shapes if isinstance(self.sizes, SizeGuard) else self.sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ort_zero.compat.tracing import ValueReadError
+from ort_zero.compat.value_reads import ValueReadError
 
 MOST_FAILURES = 3
 """Number of times that a graph is exported again because one value changed, before its module runs in PyTorch

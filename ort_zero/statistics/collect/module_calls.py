@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
 from ort_zero.compat.torch_modules import WRAPPER_ATTRIBUTES, version_of
-from ort_zero.compat.tracing import untraced
+from ort_zero.compat.trace_state import untraced
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,39 @@
+"""What Python code of a module takes from the values of tensors, which a trace cannot record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+class ValueReadError(BaseException):
+    """Python code of a module depends on the values of a tensor, which a trace cannot record.
+
+    Not an Exception: no ``except`` of a model may take it for one of its own.
+    """
+
+    def __init__(self, module: torch.nn.Module | None, what: str, where: str, *, random: bool = False):
+        super().__init__(f"{what} ({where})")
+        self.module = module
+        """The innermost module that ran when the value was read."""
+        self.random = random
+        """Whether random numbers decide about the value, so that it will change sooner or later."""
+        self.of_attribute = False
+        """Whether the value depends on nothing but attributes that are inputs of the graph."""
+
+    @classmethod
+    def again(cls, module: torch.nn.Module | None, message: str, *, random: bool) -> ValueReadError:
+        """Return the error whose message is `message`."""
+        what, _, where = message.rpartition(" (")
+        return cls(module, what, where.removesuffix(")"), random=random)
+
+
+@dataclass(slots=True)
+class Guard:
+    """A value that Python code took from a tensor while it was traced: the trace holds for this value only."""
+
+    tensor: torch.Tensor
+    value: list
+    """The elements of `tensor`."""
+    read: ValueReadError
