@@ -12,13 +12,14 @@ import xxhash
 from ort_zero.checkpoint import json_text, safetensors_header
 from ort_zero.checkpoint.records import File, Piece, Source, Tensor
 from ort_zero.checkpoint.storage import CHUNK, Folder
-from ort_zero.errors import CorruptCheckpointError
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.manifest_schema import Manifest
 
 _RANK = re.compile(r"rank_(\d+)_")
+_OF_A_SAVE = re.compile(r"rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(safetensors|json)")
 _EXTRA = re.compile(r"_extra(\.[0-9a-f]{8})?\.safetensors$")
 EXTRA_KEYS = ("tensor_shapes", "counters", "client_state", "lr_scheduler", "loss_scaler", "extra_state")
 """Keys of a rank's JSON file that loading needs."""
@@ -95,6 +96,25 @@ def problems_of_shard(
     else:
         where = f", in {shortened(damaged, _MOST_NAMED)}" if damaged else ", outside of its tensors"
         yield f"{path} is damaged: its content does not match its xxh3-128{where}"
+
+
+def is_of_another_save(folder: Folder, name: str, manifest: Manifest) -> bool:
+    """Return True for a rank's file that a save of the same tag wrote whose manifest is not there.
+
+    A tag that is saved anew has both saves' files for a while: the new ones before its manifest, the old ones after it.
+
+    Args:
+        folder: folder of the checkpoint.
+        name: a file that the manifest does not list.
+        manifest: manifest of the checkpoint.
+    """
+    if not _OF_A_SAVE.fullmatch(name):
+        return False
+    try:
+        save = _metadata(folder, name, folder.size(name) or 0).get("save_id")
+    except CheckpointError:
+        return False
+    return save is not None and save != manifest.save_id
 
 
 def thread_buffer() -> memoryview:

@@ -15,7 +15,7 @@ from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.finding import find, whole_ones_text
 from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.records import File
-from ort_zero.checkpoint.shard_checks import pieces_by_file, problems_of_shard, thread_buffer
+from ort_zero.checkpoint.shard_checks import is_of_another_save, pieces_by_file, problems_of_shard, thread_buffer
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
@@ -152,6 +152,10 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
             continue
         if name.endswith(PARTIAL):
             findings.notes.append(f"{folder.path(name)} is left over from an interrupted save and may be removed")
+        elif is_of_another_save(folder, name, found):
+            findings.notes.append(
+                f"{folder.path(name)} is left over from a save of this tag that was interrupted and may be removed"
+            )
         elif _OURS.fullmatch(name):
             findings.add(name, f"{folder.path(name)} is one too many: the manifest does not list it; remove it")
 

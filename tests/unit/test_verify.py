@@ -97,6 +97,18 @@ def test_a_flipped_bit_in_the_manifest(ours, at):
     one_problem(ours, manifest.NAME, "damaged|not a manifest|wrong at")
 
 
+def test_files_of_an_interrupted_save_of_the_same_tag_are_notes(ours):
+    """Before the new manifest the new files lie beside the old ones, and after it the old ones beside the new."""
+    for name in ("rank_00000_master.0123abcd.safetensors", "rank_00007_optimizer.safetensors"):
+        save_file({"w": torch.zeros(2)}, ours / name, metadata={"save_id": "other", "run_id": "run"})
+    (ours / "rank_00000_extra.0123abcd.json").write_text('{"save_id": "other"}')
+    report = check(ours)
+    assert report.ok and len(report.notes) == 3
+    assert all("left over from a save of this tag that was interrupted" in note for note in report.notes)
+    (ours / "rank_00000_extra.0123abcd.json").write_text('{"save_id": "save"}')
+    one_problem(ours, "rank_00000_extra.0123abcd.json", "one too many")
+
+
 def test_extra_shards_are_problems_and_left_overs_are_notes(ours):
     shutil.copy(ours / SHARD, ours / "rank_00003_master.safetensors")
     (ours / f".{SHARD}.1234.partial").write_bytes(b"x")
