@@ -13,18 +13,20 @@ from typing import Any
 from ort_zero import env
 from ort_zero.checkpoint import model_card as model_card_stub
 from ort_zero.checkpoint import output_record, remote_code
+from ort_zero.checkpoint.adapters import Merge
 from ort_zero.checkpoint.aggregation_plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.aggregation_ranges import shares
 from ort_zero.checkpoint.aggregation_stream import Findings, Streamer
 from ort_zero.checkpoint.allowed_names import is_config_name
-from ort_zero.checkpoint.config_files import config_files_beside, with_dtype
+from ort_zero.checkpoint.config_files import ConfigFile, config_files_beside, with_dtype
 from ort_zero.checkpoint.finding import open_found
 from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.output_files import OutputFiles
 from ort_zero.checkpoint.publishing import Publication, publish
 from ort_zero.checkpoint.record_checks import Part, check_record
 from ort_zero.checkpoint.records import MOST_NAMED, File, Source
-from ort_zero.checkpoint.storage import Folder, open_folder
+from ort_zero.checkpoint.selection import ADAPTER, Choices, Selected, select
+from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder
 from ort_zero.distributed.process_group import RENDEZVOUS, RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
@@ -32,11 +34,13 @@ from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
 _OURS = re.compile(
-    r"(model|optimizer)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.safetensors|(model|optimizer)\.safetensors\.index\.json|optimizer\.json"
-    r"|pytorch_model(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.bin|pytorch_model\.bin\.index\.json"
+    r"(model|optimizer|adapter_model)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.safetensors|(model|optimizer)\.safetensors\.index\.json|optimizer\.json"
+    r"|(pytorch_model|adapter_model)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.bin|pytorch_model\.bin\.index\.json"
 )
 _LEAST_OF_A_THREAD = 16 << 20
 """Bytes below which another thread does not pay."""
+_UNCUT = 1 << 62
+"""Number of bytes per file that no adapter reaches: PEFT reads a single file."""
 _LEFT_OVER = re.compile(rf"\.(?P<name>.+?)(\.data)?\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 
 
@@ -79,6 +83,8 @@ class _Job:
     publication: Publication
     root: str
     files: Mapping[str, File]
+    merges: Mapping[str, Merge]
+    """What is added to weights, by name."""
     about: Mapping[str, Any]
     """The fields of the report that come from the source."""
     warnings: tuple[str, ...]
@@ -112,6 +118,10 @@ def aggregate(
     trust_pickle: bool = False,
     model_card: bool = False,
     tp_split: Sequence[str] = (),
+    strip_prefix: Sequence[str] = (),
+    rename: Sequence[str] = (),
+    merge_lora: bool = False,
+    adapter: str | None = None,
     ranks: RankGroup | None = None,
     progress: bool = True,
 ) -> AggregateReport:
@@ -124,7 +134,8 @@ def aggregate(
         src: folder or fsspec URL of a checkpoint of ours or DeepSpeed's, or of several with a file ``latest``.
         dst: folder or fsspec URL to write into.
         tag: which checkpoint of several.
-        what: "weights", or "weights+optimizer" for :func:`~ort_zero.checkpoint.load_optimizer_state` as well.
+        what: "weights", "weights+optimizer" for :func:`~ort_zero.checkpoint.load_optimizer_state` as well, or "adapter"
+            for PEFT's files alone.
         dtype: dtype of floating-point weights: "keep" (as stored, masters before weights), "fp32", "fp16" or "bf16".
             Optimizer state keeps its own.
         max_shard_size: bytes of tensors per file, as a number or "5GB", "2GiB".
@@ -140,6 +151,10 @@ def aggregate(
         model_card: write the stub of a model card as well, ``README.md``.
         tp_split: how tensor-parallel ranks share tensors, where the checkpoint does not say it itself: rules such as
             "*.o_proj.weight=1", or names of JSON files of rules.
+        strip_prefix: beginnings that are taken off the names of tensors, one after the other.
+        rename: ``FROM=TO`` of a regular expression and its replacement, applied to all names after that.
+        merge_lora: add LoRA to the base weights, in float32, and write the base model.
+        adapter: which adapter of PEFT, of several.
         ranks: ranks that share the files; all must call.
         progress: show a bar on a terminal.
 
@@ -155,15 +170,22 @@ def aggregate(
     with ranks.raise_on_all("preparing the aggregation"):
         if ranks.rank == 0:
             source = open_found(os.fspath(src), tag, trust_pickle, tp_split)
+            beside = config_files_beside(source.root, os.fspath(src))
+            choices = Choices(
+                what=what, strip_prefix=strip_prefix, rename=rename, merge_lora=merge_lora, adapter=adapter
+            )
+            selected = _select(source, choices, beside, target)
+            is_adapter = what == ADAPTER
             plan = make_plan(
-                source,
-                what=what,
+                selected.source,
+                what="weights" if is_adapter else what,
                 dtype=dtype,
-                max_shard_size=max_shard_size,
+                max_shard_size=_UNCUT if is_adapter else max_shard_size,
                 format=format,
                 exclude_frozen=exclude_frozen,
+                stem=selected.stem,
             )
-            job = _prepare(source, plan, os.fspath(src), target, overwrite, model_card)
+            job = _prepare(selected, plan, beside, target, overwrite, model_card)
             if not dry_run:
                 _make(target)
     job = ranks.broadcast(job)
@@ -190,12 +212,35 @@ def aggregate(
     )
 
 
-def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bool, with_card: bool) -> _Job:
+def _select(source: Source, choices: Choices, beside: Mapping[str, ConfigFile], target: Folder) -> Selected:
+    """Return what is written of the checkpoint.
+
+    Raises:
+        CheckpointError: see :func:`select`, or LoRA is to be merged into a remote file, which cannot be changed.
+    """
+    texts = {name: text.encode() for name, text in source.config.items()}
+    selected = select(source, choices, {**{name: file.content for name, file in beside.items()}, **texts})
+    if selected.merges and not isinstance(target, LocalFolder):
+        raise CheckpointError(
+            f"LoRA is merged in local files only: write to a local folder, then copy to {target.path()}"
+        )
+    return selected
+
+
+def _prepare(
+    selected: Selected,
+    plan: Plan,
+    beside: Mapping[str, ConfigFile],
+    target: Folder,
+    overwrite: bool,
+    with_card: bool,
+) -> _Job:
     """Return the job after the checks of the destination.
 
     Raises:
         CheckpointError: it lies in the checkpoint, or is not empty.
     """
+    source = selected.source
     if _is_within(target.url, source.root):
         raise CheckpointError(f"the destination {target.path()} lies in the checkpoint {source.root}; choose another")
     there = _names(target)
@@ -206,13 +251,15 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
         )
     if format_in(target) is not None:  # another file in it would damage it
         raise CheckpointError(f"the destination {target.path()} is itself a checkpoint; choose another")
-    beside = config_files_beside(source.root, src)
     odd = [name for name in source.config if not is_config_name(name)]
     if odd:  # the manifest's reader refuses it as well; here a name becomes a path
         raise CheckpointError(f"{source.root} brings a file named {odd[0]!r}, which is no configuration file")
     own = {name: text.encode() for name, text in source.config.items()}
     extras = {**{name: file.content for name, file in beside.items()}, **own}
     copied = {**{name: file.origin for name, file in beside.items()}, **dict.fromkeys(own, source.root)}
+    for name in selected.left_out:
+        extras.pop(name, None)
+        copied.pop(name, None)
     if "config.json" in extras:
         extras["config.json"] = with_dtype(extras["config.json"], plan)
     if with_card:
@@ -225,7 +272,7 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
             f"the configuration names remote code that is not beside the checkpoint: {', '.join(code)}; put it into "
             "the destination, from_pretrained needs it"
         )
-    if "config.json" not in extras and "config.json" not in there:
+    if "config.json" not in extras and "config.json" not in there and "config.json" not in selected.left_out:
         warnings.append(
             "no config.json beside the checkpoint: put the model's into the destination, from_pretrained needs it"
         )
@@ -235,6 +282,7 @@ def _prepare(source: Source, plan: Plan, src: str, target: Folder, overwrite: bo
         ),
         root=source.root,
         files=source.files,
+        merges=selected.merges,
         about={
             "source": source.root,
             "source_format": source.format,
@@ -295,8 +343,18 @@ def _write(
             bar(total, "aggregate", shown=shown and not ranks.rank) as progress,
         ):
             streamer = Streamer(folder, job.files, outputs.place_of, job.token, verify=verify, advance=progress.update)
-            streamer.write(ranges, whole, threads, outputs.finish)
-        findings = streamer.findings
+            findings = streamer.findings
+
+            def finish(file: OutputFile) -> None:
+                _merge_lora(job, folder, file, outputs, findings, verify)
+                outputs.finish(file)
+
+            streamer.write(ranges, whole, threads, finish)
+        if job.merges:
+            with ranks.raise_on_all("merging LoRA"):
+                for file in mine:
+                    if file in cut:
+                        _merge_lora(job, folder, file, outputs, findings, verify)
         if verify:
             _check_records(job, folder, ranks, findings.parts)
         warnings = _warnings(ranks, findings)
@@ -309,6 +367,17 @@ def _write(
         raise
     finally:
         outputs.close()
+
+
+def _merge_lora(
+    job: _Job, folder: Folder, file: OutputFile, outputs: OutputFiles, findings: Findings, verify: bool
+) -> None:
+    """Add LoRA to the base weights in a file whose data is there, if that is asked for."""
+    if job.merges:
+        from ort_zero.checkpoint.lora_merge import merge_into
+
+        place = outputs.place_of(file)
+        findings.not_finite.update(merge_into(file, job.merges, folder, job.files, place, job.token, verify))
 
 
 def _check_records(job: _Job, folder: Folder, ranks: RankGroup, parts: list[Part]) -> None:

@@ -101,6 +101,7 @@ def make_plan(
     max_shard_size: int | str = "5GB",
     format: str = "safetensors",
     exclude_frozen: bool = False,
+    stem: str | None = None,
 ) -> Plan:
     """Return what to write for `source`.
 
@@ -111,6 +112,7 @@ def make_plan(
         max_shard_size: bytes of tensors per file; a tensor that is larger gets a file of its own.
         format: format of the weights, one of :data:`FORMATS`; optimizer state is always safetensors.
         exclude_frozen: leave out the parameters that the optimizer does not train.
+        stem: beginning of the names of the files with weights; None for "model" or "pytorch_model".
 
     Raises:
         CheckpointError: an unknown choice, names that clash, no optimizer state although it is wanted.
@@ -127,7 +129,7 @@ def make_plan(
     weights = [t for t in source.weights().values() if t.name not in left_out]
     if not weights:
         raise CheckpointError(f"{source.root} holds no weights to write")
-    stem = {"safetensors": "model", "torch": "pytorch_model"}[format]
+    stem = stem or {"safetensors": "model", "torch": "pytorch_model"}[format]
     typed = [(t.name, t, wanted(dtype, t.dtype)) for t in weights]
     files, texts = _files(stem, format, typed, limit, _aliases(source, weights))
     if what == "weights+optimizer":

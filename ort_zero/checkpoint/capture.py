@@ -177,4 +177,21 @@ def _model_config(module: torch.nn.Module) -> dict[str, str]:
                 table.setdefault("architectures", None)
                 table["architectures"] = table["architectures"] or [type(module).__name__]
             found[name] = json.dumps(table, indent=2) + "\n"
-    return found
+    return found | _adapter_config(module)
+
+
+def _adapter_config(module: torch.nn.Module) -> dict[str, str]:
+    """Return PEFT's configuration of the adapter that is trained, if the model has any and JSON has words for it."""
+    configs = getattr(module, "peft_config", None)
+    if not isinstance(configs, Mapping) or not configs:
+        return {}
+    active = getattr(module, "active_adapter", None)
+    chosen = configs.get(active) if isinstance(active, str) else None
+    to_dict = getattr(chosen or next(iter(configs.values())), "to_dict", None)
+    if to_dict is None:
+        return {}
+    table = {key: sorted(value) if isinstance(value, set) else value for key, value in to_dict().items()}
+    try:
+        return {"adapter_config.json": json.dumps({**table, "inference_mode": True}, indent=2, sort_keys=True) + "\n"}
+    except TypeError:  # it is then needed beside the checkpoint
+        return {}

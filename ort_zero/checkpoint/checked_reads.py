@@ -17,8 +17,8 @@ import xxhash
 from isal import isal_zlib
 
 from ort_zero.checkpoint import dtypes
-from ort_zero.checkpoint.aggregation_stream import Part, check_records
 from ort_zero.checkpoint.reading import ReadRequest, overlaps
+from ort_zero.checkpoint.record_checks import Part, check_record
 from ort_zero.checkpoint.records import File, Piece, Tensor
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.distributed.process_group import RankGroup
@@ -230,4 +230,4 @@ def check_records_of(folder: Folder, files: Mapping[str, File], parts: list[Part
         for number, (name, start) in enumerate(sorted(read)):
             if number % ranks.size == ranks.rank:
                 record: Any = next(r for r in files[name].records if r[0] == start)
-                check_records(folder, files[name], record, read[name, start])
+                check_record(folder, files[name], record, read[name, start])

@@ -31,7 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
     parser.add_argument("dst", metavar="DST", help="folder or URL to write into")
     parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
-    parser.add_argument("--what", choices=("weights", "weights+optimizer"), default="weights")
+    parser.add_argument(
+        "--what",
+        choices=("weights", "weights+optimizer", "adapter"),
+        default="weights",
+        help="adapter: PEFT's files alone (default: weights)",
+    )
     parser.add_argument(
         "--dtype",
         choices=CHOICES,
@@ -46,6 +51,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--no-verify", action="store_true", help="do not compare what is read with its checksums")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run wrote into DST")
     parser.add_argument("--model-card", action="store_true", help="write the stub of a model card, README.md")
+    names = parser.add_argument_group("names and adapters")
+    names.add_argument("--strip-prefix", metavar="P", action="append", default=[], help="take P off names; repeatable")
+    names.add_argument(
+        "--rename",
+        metavar="FROM=TO",
+        action="append",
+        default=[],
+        help="regular expression and replacement; repeatable",
+    )
+    names.add_argument("--merge-lora", action="store_true", help="add LoRA to the base weights, write the base model")
+    names.add_argument("--adapter", metavar="NAME", help="which adapter of several")
     parser.add_argument("--strict", action="store_true", help="refuse weights with NaN or inf instead of warning")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
     parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
@@ -77,6 +93,10 @@ def run(args: argparse.Namespace) -> int:
             trust_pickle=args.trust_pickle,
             model_card=args.model_card,
             tp_split=args.tp_split,
+            strip_prefix=args.strip_prefix,
+            rename=args.rename,
+            merge_lora=args.merge_lora,
+            adapter=args.adapter,
             ranks=ranks,
         )
     except Exception as error:

@@ -1,7 +1,8 @@
-"""A checkpoint is found where Lightning has put it, in its own form under DeepSpeed, and resumes."""
+"""A checkpoint is found where Lightning has put it, and resumes there; PEFT loads what is taken out of one."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ def lightning_run(folder: str, sharded: bool) -> dict[str, Any]:
     # it insists on GPUs
     strategies.CUDAAccelerator = lightning.pytorch.accelerators.CPUAccelerator
     strategies._validate_device_index_selection = lambda devices: None
+
+    class OnCpu(strategies.DeepSpeedStrategy):
+        root_device = torch.device("cpu", 0)
 
     class Regression(lightning.LightningModule):
         def __init__(self):
@@ -52,7 +56,7 @@ def lightning_run(folder: str, sharded: bool) -> dict[str, Any]:
         trainer = lightning.Trainer(
             accelerator="cpu", devices=2, max_steps=steps, logger=False, enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=folder,
-            strategy=strategies.DeepSpeedStrategy(config=config, process_group_backend="gloo"),
+            strategy=OnCpu(config=copy.deepcopy(config), process_group_backend="gloo"),
             callbacks=[ModelCheckpoint(f"{folder}/checkpoints", every_n_train_steps=2, save_top_k=-1)],
         )  # fmt: skip
         rows = torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
@@ -85,3 +89,61 @@ def test_lightning(tmp_path, sharded):
     assert all(torch.equal(weights[f"model.{name}"], value) for name, value in first.items())
     found = diff(folder, folder, tag_a="epoch=0-step=4.ckpt", progress=False)
     assert len(found.different) == found.compared > 4
+
+
+def peft_run(folder: str) -> dict[str, torch.Tensor]:
+    """Train LoRA on a GPT-2 and a head that is trained whole, save; return the logits."""
+    import deepspeed
+    from peft import LoraConfig, get_peft_model
+
+    model = small_gpt2()
+    model.save_pretrained(f"{folder}/base")
+    settings = LoraConfig(
+        r=4, lora_alpha=12, use_rslora=True, target_modules=["c_attn", "wte"], modules_to_save=["ln_f"],
+        rank_pattern={"h.1.attn.c_attn": 2}, init_lora_weights=False, task_type="CAUSAL_LM", fan_in_fan_out=True,
+    )  # fmt: skip
+    model = get_peft_model(model, settings)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": 2},
+        "ort_zero": {"ortmodule": {"enabled": False}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    ids = torch.arange(16).view(2, 8)
+    for _ in range(3):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(folder, tag="tuned")
+    with torch.no_grad():
+        return engine.module.eval()(input_ids=ids).logits
+
+
+def small_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=31, n_embd=16, n_layer=2, n_head=2, n_positions=8, tie_word_embeddings=False)
+    )
+
+
+def test_peft(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    logits, _ = run_on_ranks(peft_run, 2, str(tmp_path), timeout=240, imports=("torchvision_operators", "peft"))
+    ids = torch.arange(16).view(2, 8)
+    report = aggregate(tmp_path, tmp_path / "adapter", what="adapter", tag="tuned", progress=False)
+    assert not report.warnings
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        assert not torch.allclose(base.eval()(ids).logits, logits, atol=1e-2), "training changed nothing"
+        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        assert torch.allclose(adapted(input_ids=ids).logits, logits, atol=1e-5)
+        aggregate(tmp_path, tmp_path / "merged", merge_lora=True, tag="tuned", progress=False)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        assert torch.allclose(merged(ids).logits, logits, atol=1e-4)
+        ours, theirs = merged.state_dict(), adapted.merge_and_unload().state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)

@@ -1,0 +1,115 @@
+"""Gives the tensors of a checkpoint other names: without a wrapper's prefix, or as the user's patterns say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from ort_zero.checkpoint.records import Optimizer, Source
+from ort_zero.errors import CheckpointError
+from ort_zero.utils.text import shortened
+
+_WRAPPERS = (
+    ("_forward_module.", "Lightning's strategy", r"--strip-prefix _forward_module."),
+    ("_orig_mod.", "torch.compile", r"--rename '_orig_mod\.='"),
+    ("_checkpoint_wrapped_module.", "activation checkpointing", r"--rename '_checkpoint_wrapped_module\.='"),
+    ("_fsdp_wrapped_module.", "FSDP", r"--rename '_fsdp_wrapped_module\.='"),
+)
+"""What wrappers put into the names of parameters, who does, and what takes it out."""
+_MOST_NAMED = 3
+"""Maximum number of names that a message shows."""
+_PREFIXES = ("module.", "model.", "network.", "net.")
+"""Attributes that hold the whole model in other people's classes; their names are everybody's."""
+
+
+def renamed(source: Source, prefixes: Sequence[str] = (), patterns: Sequence[str] = ()) -> Source:
+    """Return the checkpoint with other names of its tensors, those in its optimizer included.
+
+    Args:
+        source: the checkpoint.
+        prefixes: taken from the beginning of each name that has it, one after the other.
+        patterns: ``FROM=TO``, applied after that and in order: each match of the regular expression FROM (everything
+            up to the first ``=``) is replaced by TO, in which ``\\1`` is FROM's first group.
+
+    Raises:
+        CheckpointError: a prefix or pattern that no name has, that is malformed, or that gives two tensors one name.
+    """
+    changes = [_without_prefix(prefix) for prefix in prefixes] + [_replacement(pattern) for pattern in patterns]
+    for text, change in zip((*prefixes, *patterns), changes):
+        source = _with_names(source, change, text)
+    return source
+
+
+def hints(source: Source, has_config: bool) -> list[str]:
+    """Return advice for names that a wrapper has changed, one sentence for each.
+
+    Args:
+        source: the checkpoint.
+        has_config: the model's configuration is known, so that a common prefix is the model's own.
+    """
+    names = [*source.weights(), *source.aliases]
+    found = []
+    for part, who, cure in _WRAPPERS:
+        if any(part in name for name in names):
+            found.append(f"names hold {part!r} of {who}; {cure} takes it out")
+    for prefix in () if has_config or found else _PREFIXES:
+        if names and all(name.startswith(prefix) for name in names):
+            found.append(f"all names begin with {prefix!r}; --strip-prefix {prefix} takes it off")
+    return found
+
+
+def _without_prefix(prefix: str) -> Callable[[str], str]:
+    return lambda name: name.removeprefix(prefix)
+
+
+def _replacement(pattern: str) -> Callable[[str], str]:
+    wanted, separator, to = pattern.partition("=")
+    if not separator or not wanted:
+        raise CheckpointError(f"--rename {pattern!r} is not FROM=TO")
+    try:
+        compiled = re.compile(wanted)
+        compiled.sub(to, "")
+        re.compile(f"{wanted}|").sub(to, "")  # a TO with a group that FROM has not is found without a match too
+    except (re.error, IndexError) as error:
+        raise CheckpointError(f"--rename {pattern!r} is no regular expression with its replacement: {error}") from None
+    return lambda name: compiled.sub(to, name)
+
+
+def _with_names(source: Source, change: Callable[[str], str], text: str) -> Source:
+    """Return the checkpoint with each name changed by one function.
+
+    Raises:
+        CheckpointError: it changes none, leaves one empty, or makes two the same.
+    """
+    names = list(dict.fromkeys((*(tensor.name for tensor in source.tensors), *source.aliases)))
+    table = {name: change(name) for name in names}
+    if all(name == other for name, other in table.items()):
+        raise CheckpointError(f"no name of a tensor in {source.root} has {text!r}; names there: {_some(names)}")
+    by_new: dict[str, str] = {}
+    for name, new in table.items():
+        if not new:
+            raise CheckpointError(f"{text!r} leaves nothing of the name {name!r}")
+        other = by_new.setdefault(new, name)
+        if other != name:
+            raise CheckpointError(f"{text!r} gives {other!r} and {name!r} the same name {new!r}")
+    optimizer = source.optimizer
+    return replace(
+        source,
+        tensors=tuple(replace(tensor, name=table[tensor.name]) for tensor in source.tensors),
+        aliases={table[alias]: table.get(name, name) for alias, name in source.aliases.items()},
+        frozen=frozenset(table.get(name, change(name)) for name in source.frozen),
+        optimizer=None if optimizer is None else _renamed_optimizer(optimizer, change),
+    )
+
+
+def _renamed_optimizer(optimizer: Optimizer, change: Callable[[str], str]) -> Optimizer:
+    return replace(
+        optimizer,
+        groups=tuple(replace(group, names=tuple(map(change, group.names))) for group in optimizer.groups),
+        scalars={key: {change(n): v for n, v in values.items()} for key, values in optimizer.scalars.items()},
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    return shortened(sorted(names), _MOST_NAMED)
