@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, cast, overload
 
 from ort_zero.checkpoint.dtypes import itemsize
 from ort_zero.checkpoint.records import Piece, Tensor
 from ort_zero.errors import CheckpointError
+
+_MOST_KEPT = 10_000
+"""Maximum number of pieces that a tensor keeps by itself."""
+_TENSORS_KEPT = 32
+"""Number of tensors of which the pieces are kept once they were used; more than threads work at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +139,24 @@ def joined(parts: Sequence[Tensor], split: Split) -> Tensor:
                 f"{part.pieces[0].file}: a part of {part.name} is stored with the strides {list(part.strides)}, which "
                 "ort_zero does not put together"
             )
-    size = itemsize(parts[0].dtype)
     if sum(block.elements for block in split.blocks) != math.prod(split.shape):
         raise ValueError(f"the parts have not as many elements as the shape {list(split.shape)}")
     for rank, part in enumerate(parts):  # a block may repeat elements, and so be larger than all files
         if sum(block.elements for block in split.blocks if block.rank == rank) > part.elements:
             raise ValueError(f"rank {rank}'s part of the shape {list(part.shape)} is too small")
+    pieces: Sequence[Piece] = _pieces(parts, split)
+    if len(pieces) > _MOST_KEPT:
+        pieces = PiecesOnDemand(tuple(parts), split)
+    return replace(parts[0], shape=split.shape, pieces=cast("tuple[Piece, ...]", pieces))
+
+
+def _pieces(parts: Sequence[Tensor], split: Split) -> tuple[Piece, ...]:
+    """Return the pieces of the whole tensor in their order.
+
+    Raises:
+        ValueError: a block lies outside its part.
+    """
+    size = itemsize(parts[0].dtype)
     starts = [[piece.start for piece in part.pieces] for part in parts]
     pieces: list[Piece] = []
     for block in split.blocks:
@@ -144,7 +164,59 @@ def joined(parts: Sequence[Tensor], split: Split) -> Tensor:
         for whole, local, length in block.runs():
             pieces.extend(_cut(part, starts[block.rank], size, local, length, whole))
     pieces.sort(key=lambda piece: piece.start)
-    return replace(parts[0], shape=split.shape, pieces=tuple(pieces))
+    return tuple(pieces)
+
+
+class PiecesOnDemand(Sequence[Piece]):
+    """The pieces of a tensor that is split along its rows, which are many: found again when they are used.
+
+    A matrix with 8192 rows on 8 ranks has 65536 pieces, a large model hundreds of such matrices. Only those of the
+    tensors that were used last are kept. Thread-safe.
+
+    Args:
+        parts: the ranks' parts.
+        split: how they share the tensor.
+    """
+
+    _used_last: ClassVar[OrderedDict[int, PiecesOnDemand]] = OrderedDict()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, parts: tuple[Tensor, ...], split: Split):
+        self._parts = parts
+        self._split = split
+        self._found: tuple[Piece, ...] | None = None
+
+    def __iter__(self) -> Iterator[Piece]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
+    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
+        return self._all()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Sequence) and tuple(self) == tuple(other))
+
+    def __hash__(self) -> int:
+        return hash(self._split)
+
+    def __reduce__(self) -> tuple[type, tuple[tuple[Tensor, ...], Split]]:
+        return PiecesOnDemand, (self._parts, self._split)
+
+    def _all(self) -> tuple[Piece, ...]:
+        found = self._found
+        if found is None:
+            self._found = found = _pieces(self._parts, self._split)
+            with self._lock:
+                self._used_last[id(self)] = self
+                while len(self._used_last) > _TENSORS_KEPT:
+                    self._used_last.popitem(last=False)[1]._found = None
+        return found
 
 
 def block_of(part: Tensor, block: Block) -> Tensor:

@@ -202,15 +202,15 @@ def _affine(entry: Any, shapes: Shapes) -> Split:
     """
     try:
         whole = tuple(_number(n) for n in entry["logical_shape"])
-        by_rank = {int(rank): value for rank, value in entry["ranks"].items()}
-        if set(by_rank) != set(range(len(shapes))):
+        by_rank = {str(rank): value for rank, value in entry["ranks"].items()}
+        if set(by_rank) != {str(rank) for rank in range(len(shapes))}:
             raise ValueError(f"its map is of the ranks {sorted(by_rank)}, the files are of {len(shapes)}")
         first: dict[tuple, Block] = {}
         blocks, same = [], []
         for rank in range(len(shapes)):
-            if tuple(by_rank[rank]["shard_shape"]) != tuple(shapes[rank]):
-                raise ValueError(f"its map gives rank {rank} the shape {list(by_rank[rank]['shard_shape'])}")
-            for piece in by_rank[rank]["pieces"]:
+            if tuple(by_rank[str(rank)]["shard_shape"]) != tuple(shapes[rank]):
+                raise ValueError(f"its map gives rank {rank} the shape {list(by_rank[str(rank)]['shard_shape'])}")
+            for piece in by_rank[str(rank)]["pieces"]:
                 if piece.get("scale", 1.0) != 1.0:
                     raise ValueError("its parts are scaled")
                 block = _block(rank, piece)
