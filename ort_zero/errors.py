@@ -31,6 +31,10 @@ class DeviceError(ExportError):
     """An argument is on another device than the module."""
 
 
+class UnsupportedTypeError(ExportError):
+    """An argument or a result has a type that the fallback policy of an ORTModule's user does not let pass."""
+
+
 class BridgeError(OrtZeroError):
     """ONNX Runtime's gradient graph could not be rewritten, or its collectives broke a rule."""
 

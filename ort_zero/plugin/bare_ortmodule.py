@@ -9,6 +9,7 @@ from typing import Any
 from ort_zero import config, log
 from ort_zero.compat import torch_ddp, versions
 from ort_zero.compat.ortmodule import bare
+from ort_zero.compat.ortmodule.fallback import Fallback
 from ort_zero.errors import ExportError
 from ort_zero.plugin import registry
 from ort_zero.utils.patching import PatchSet
@@ -68,19 +69,21 @@ def attach_to(wrapper: Any, module: Any, section: config.Config) -> Any:
         module: the user's.
         section: how it runs.
     """
-    from ort_zero.compat import ortmodule as ort_compat
     from ort_zero.plugin import summary
-    from ort_zero.plugin.wrap import memory_request
+    from ort_zero.plugin.wrap import attach_runtime, memory_request
     from ort_zero.recompute import trial
-    from ort_zero.runtime.runtime import Runtime
 
     memory, part, more = trial.override_section(section.memory, section.ortmodule)
-    request = memory_request(memory or config.MemoryConfig())
-    runtime = Runtime(module, part, 0, section.memory_efficient_gradients, request, **more)
-    runtime.in_step = False
-    again = functools.partial(_wrap_again, debug_options=bare.debug_options_of(wrapper))
-    ort_compat.attach(wrapper, _PolicyRunner(wrapper, runtime), again, pickles_itself=True)
-    registry.register(runtime)
+    runtime = attach_runtime(
+        wrapper,
+        part,
+        memory_request(memory or config.MemoryConfig()),
+        functools.partial(_wrap_again, debug_options=bare.debug_options_of(wrapper)),
+        pickles_itself=True,
+        runner_of=functools.partial(_PolicyRunner, Fallback(wrapper, module.forward)),
+        memory_efficient_gradients=section.memory_efficient_gradients,
+        **more,
+    )
     runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
     return runtime
 
@@ -95,13 +98,15 @@ class _PolicyRunner:
     """Runs the calls of an ORTModule by the fallback policy that its user chose.
 
     Args:
-        wrapper: the ORTModule.
-        runtime: runs its module.
+        fallback: the policy.
+        runtime: runs the module.
     """
 
-    def __init__(self, wrapper: Any, runtime: Any):
-        self._fallback = bare.Fallback(wrapper)
+    def __init__(self, fallback: Fallback, runtime: Any):
+        self._fallback = fallback
         self.runtime = runtime
+        if fallback.is_users:
+            runtime.check_graph = functools.partial(_check, fallback)
 
     def call(self, managers: Any, args: tuple, kwargs: dict, run_in_torch: Callable[[], Any]) -> Any:
         """Run a call in ONNX Runtime, or in PyTorch where an error and the policy say so."""
@@ -109,6 +114,7 @@ class _PolicyRunner:
 
         if not self._fallback.pending:
             try:
+                self._fallback.check_arguments(args, kwargs)
                 with ort_compat.running(self.runtime):
                     return self.runtime.call(managers, args, kwargs, run_in_torch)
             except ExportError as error:
@@ -126,3 +132,13 @@ class _PolicyRunner:
     def current(self, training: bool) -> Any:
         """Return the graph of the last call in a mode."""
         return self.runtime.current(training)
+
+
+def _check(fallback: Fallback, runtime: Any, graph: Any) -> None:
+    """Raise for a graph of a module that upstream would not run, if the policy does not let it pass.
+
+    Raises:
+        ExportError: the result has another type than upstream takes, or an operator runs in PyTorch.
+    """
+    fallback.check_results(graph.result_types())
+    fallback.check_operators(runtime.operators_without_symbolic())

@@ -82,7 +82,6 @@ def wrap_model(
     from ort_zero.compat import ortmodule as ort_compat
     from ort_zero.plugin import registry
     from ort_zero.recompute import trial
-    from ort_zero.runtime.runtime import Runtime
 
     memory, section, more = trial.override_section(memory, section)
     request = memory_request(memory) if memory is not None else None
@@ -90,10 +89,56 @@ def wrap_model(
     level = log.chosen(section.log_level)
 
     wrapped = ort_compat.make_ortmodule(model, save_onnx=section.save_onnx, level=level)
-    runtime = Runtime(model, section, stage, memory_efficient_gradients, request, **more)
-    ort_compat.attach(wrapped, runtime, functools.partial(_wrap_copy, section=section, request=request))
-    registry.register(runtime)
+    wrap_copy = functools.partial(_wrap_copy, section=section, request=request)
+    runtime = attach_runtime(
+        wrapped,
+        section,
+        request,
+        wrap_copy,
+        stage=stage,
+        memory_efficient_gradients=memory_efficient_gradients,
+        **more,
+    )
+    runtime.in_step = True
     return runtime, wrapped
+
+
+def attach_runtime(
+    wrapped: Any,
+    section: config.OrtModuleConfig,
+    request: Any,
+    wrap_copy: Callable[[Any], Any],
+    *,
+    pickles_itself: bool = False,
+    runner_of: Callable[[Any], Any] | None = None,
+    **more: Any,
+) -> Any:
+    """Give an ORTModule the runtime that does its calls, and return the runtime; ``ort_zero.status()`` shows it.
+
+    No other rank is taken to call the model at the same time.
+
+    Args:
+        wrapped: the ORTModule.
+        section: how it runs.
+        request: what of its activations is computed again; None for nothing.
+        wrap_copy: wraps a copy of the user's module.
+        pickles_itself: a pickle of the ORTModule brings an ORTModule back, not the user's module.
+        runner_of: returns what does the calls with the runtime; None for the runtime itself.
+        more: further arguments of the runtime.
+
+    Raises:
+        ConfigError: a pattern of ``exclude`` matches nothing, or ``cache_dir`` cannot be written to.
+    """
+    from ort_zero.compat import ortmodule as ort_compat
+    from ort_zero.plugin import registry
+    from ort_zero.runtime.runtime import Runtime
+
+    runtime = Runtime(wrapped.module, section, memory=request, **{"stage": 0, **more})
+    runtime.in_step = False
+    runner = runner_of(runtime) if runner_of is not None else runtime
+    ort_compat.attach(wrapped, runner, wrap_copy, pickles_itself=pickles_itself)
+    registry.register(runtime)
+    return runtime
 
 
 def _wrap_copy(model: Any, section: config.OrtModuleConfig, request: Any) -> Any:
@@ -127,14 +172,8 @@ class _FromFirstCall:
     def call(self, *call: Any) -> Any:
         """Give the call, and all later ones, to a new runtime."""
         from ort_zero.compat import ortmodule as ort_compat
-        from ort_zero.plugin import registry
-        from ort_zero.runtime.runtime import Runtime
 
-        wrapped: Any = self._wrapped()
-        runtime = Runtime(wrapped.module, self._section, 0, False, self._request)
-        runtime.in_step = False
-        ort_compat.attach(wrapped, runtime, self._wrap_copy)
-        registry.register(runtime)
+        runtime = attach_runtime(self._wrapped(), self._section, self._request, self._wrap_copy)
         with ort_compat.running(runtime):
             return runtime.call(*call)
 

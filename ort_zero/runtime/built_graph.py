@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import onnx
 
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.recompute.decision import Decision
+from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.tracer import Effects
 from ort_zero.runtime.guards.keys import ExportedModelInfo, ExportKey, KnownGraph, PostExportProcessedModelInfo
 from ort_zero.runtime.zero3 import gather_reduce
@@ -66,3 +68,7 @@ class BuiltGraph:
     def effects(self) -> Effects:
         """The effects of the module besides the result that it returns."""
         return self.exported.effects
+
+    def result_types(self) -> Iterator[type]:
+        """Yield the type of each container, object and constant in the result of the module."""
+        yield from pytree.types_in(self.info.module_forward_output_schema)

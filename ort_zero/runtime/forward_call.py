@@ -154,7 +154,7 @@ class ForwardCall:
             clear = explain(error, self._runtime.module, builder.fallback_policy.failed_place)
         if state.builds and isinstance(clear, ExportError) and transitions.graphs:
             reasons = "; ".join(self._transition.reasons)
-            clear = ExportError(f"{clear} [a new graph was needed: {reasons}; earlier ones are kept]")
+            clear = type(clear)(f"{clear} [a new graph was needed: {reasons}; earlier ones are kept]")
         falls_back = self._runtime.config.fallback == "warn" and isinstance(clear, (ExportError, RankError))
         return clear, self._ranks.fail(str(clear), falls_back).fall_back
 

@@ -117,6 +117,8 @@ class Runtime:
         self._parameters = pytree.parameters_of(module.forward)
         self._training = True
         """Whether the call that runs wants gradients; the module's own mode is another matter."""
+        self.check_graph: Callable[[Runtime, BuiltGraph], None] | None = None
+        """Called with this runtime and each graph that is about to run; may raise ExportError, so that it does not."""
         self.announce: Callable[[Runtime], None] | None = None
         """Called once with this runtime, when the first training graph has run or PyTorch takes over."""
 
@@ -238,6 +240,11 @@ class Runtime:
         for mode in self.modes.values():
             yield from mode.graphs
 
+    def operators_without_symbolic(self) -> dict[str, str]:
+        """Return why an operator that has no working symbolic runs in PyTorch, by its name."""
+        policies = (mode.builder.fallback_policy for mode in self.modes.values())
+        return {name: why for policy in policies for name, why in policy.without_symbolic.items()}
+
     def observe_runs(self, graph: BuiltGraph) -> None:
         """Count the runs of a new graph, check their memory, and let them raise what a node raised."""
         self.calls_in_torch.follow()  # modules may have come
@@ -256,7 +263,10 @@ class Runtime:
 
         Raises:
             TrialEndedError: ``ort-zero memory plan`` wants to know nothing more.
+            ExportError: :attr:`check_graph` does not let it run.
         """
+        if self.check_graph is not None:
+            self.check_graph(self, graph)
         if self._trial_monitor is not None:
             self._trial_monitor.built(self._training, graph.memory)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -179,6 +180,70 @@ def test_users_read_what_runs_through_upstreams_names(ortmodule):
     assert transitions._original_model_has_changed is False
 
 
+def test_each_graph_has_a_builder_to_read_of_its_own(ortmodule):
+    wrapped = ortmodule.ORTModule(Net())
+    manager = wrapped._torch_module._execution_manager(True)
+    wrapped(torch.ones(2, 4)).sum().backward()
+    first = manager._graph_builder
+    assert len(first.get_graph_info().user_output_names) == 1
+    assert first.get_gradient_model() == manager._onnx_models.optimized_model.SerializeToString()
+    wrapped(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    second = manager._graph_builder
+    assert second != first
+    wrapped(torch.ones(2, 4)).sum().backward()
+    assert manager._graph_builder is first
+
+
+def test_the_name_of_a_device_needs_no_cuda(ortmodule):
+    from onnxruntime.training.ortmodule import _utils
+
+    wrapped = ortmodule.ORTModule(Net())
+    device = wrapped._torch_module._execution_manager(True)._device
+    assert _utils.get_device_str(device) == _utils.get_device_str("cpu") == "cpu:0"
+    assert _utils.get_device_str("cuda:1") == "cuda:1" and _utils.get_device_str(1) == "cuda:1"
+
+
+def test_a_function_with_an_export_of_its_own_may_take_plain_arguments(ortmodule):
+    seen = []
+
+    class Noting(torch.autograd.Function):
+        """Passes a tensor on, and notes its name."""
+
+        @staticmethod
+        def forward(ctx: Any, name: str, x: torch.Tensor, factor: float, note: Any) -> torch.Tensor:
+            """Return a copy."""
+            note((name, factor))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+            """Pass the gradient on."""
+            return None, gradient, None, None
+
+        @staticmethod
+        def infer_shape(node: Any, shapes: list, types: list) -> tuple[list, list]:
+            """Return the shape and type of the tensor that is passed on."""
+            return shapes, types
+
+    class Noted(nn.Linear):
+        """Notes its result."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Return two features."""
+            return Noting.apply("features", super().forward(x), 2.0, seen.append)
+
+    wrapped = ortmodule.ORTModule(Noted(4, 2))
+    x = torch.ones(2, 4)
+    wrapped(x)
+    exported = len(seen)
+    y = wrapped(x)
+    y.sum().backward()
+    assert seen[exported:] == [("features", 2.0)] and report()["backend"] == "onnxruntime"
+    assert not report()["fallbacks"] and report()["graphs"]["training"]["python_ops"] == 1
+    assert torch.equal(wrapped.bias.grad, torch.full((2,), 2.0))
+    assert torch.allclose(y, nn.functional.linear(x, wrapped.weight, wrapped.bias))
+
+
 def test_arguments_of_the_exporter_and_the_opset_are_the_users(ortmodule, monkeypatch):
     monkeypatch.setenv("ORTMODULE_ONNX_OPSET_VERSION", "15")
     wrapped = ortmodule.ORTModule(Net())
@@ -210,6 +275,26 @@ def test_the_fallback_policy_is_the_users(ortmodule, monkeypatch, retry):
         (result,) = wrapped(x)
         assert torch.equal(result, wrapped.layer(x))
         assert report()["fallbacks"] == int(not retry)
+
+
+def test_labels_with_padding_print_nothing(ortmodule, capsys):
+    class Classifier(nn.Linear):
+        """Has its loss as a submodule."""
+
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.loss = nn.CrossEntropyLoss()
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            """Return the loss."""
+            return self.loss(super().forward(x), labels)
+
+    wrapped = ortmodule.ORTModule(Classifier())
+    x, labels = torch.randn(5, 4), torch.tensor([-100, 1, -100, -100, 2])
+    for _ in range(2):
+        assert torch.allclose(wrapped(x, labels), wrapped.module(x, labels), atol=1e-6)
+    assert "density" not in capsys.readouterr().out
+    assert report()["graphs"]["training"]["python_ops"] == 0
 
 
 def test_whoever_asks_for_the_extensions_finds_them(ortmodule):

@@ -1,4 +1,4 @@
-"""ORTModule as its own users write it, without DeepSpeed: its constructor, the switches that they set, its errors."""
+"""ORTModule as its own users write it, without DeepSpeed: its constructor, the switches that they set."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ort_zero import log
 from ort_zero.compat import extensions, third_party
 from ort_zero.compat.ortmodule.loading import PACKAGE, import_ortmodule
 from ort_zero.compat.ortmodule.wrapper_class import wrapper_class
-from ort_zero.compat.ortmodule.wrapping import is_making, making, managers_of
-from ort_zero.errors import DeviceError
+from ort_zero.compat.ortmodule.wrapping import is_making, leave_out, making, managers_of
 from ort_zero.utils.patching import Patch, defined_in
 
 _LEVELS = {"VERBOSE": "DEBUG", "FATAL": "ERROR"}
@@ -92,9 +91,7 @@ def construct(wrapper: Any, module: Any, debug_options: Any) -> UserOptions | No
     level = log.chosen(_LEVELS.get(name, name))
     for manager in managers_of(wrapper):
         manager._ort_zero_level = level
-        # it moves a Slice over nodes that lack the axis
-        manager._runtime_options.enable_compute_optimizer = False
-        manager._runtime_options.enable_zero_stage3_support = False
+        leave_out(manager._runtime_options)
     return UserOptions(
         level=level.name,
         cache_dir=options.ortmodule_cache_dir or None,
@@ -106,45 +103,6 @@ def construct(wrapper: Any, module: Any, debug_options: Any) -> UserOptions | No
 def debug_options_of(wrapper: Any) -> Any:
     """Return the DebugOptions of an ORTModule."""
     return managers_of(wrapper)[0]._debug_options
-
-
-class Fallback:
-    """The fallback policy of an ORTModule, as its user has set it.
-
-    Args:
-        wrapper: the ORTModule.
-    """
-
-    def __init__(self, wrapper: Any):
-        manager = managers_of(wrapper)[0]
-        self._manager = manager._fallback_manager
-        self._level = manager._debug_options.logging.log_level
-
-    @property
-    def pending(self) -> bool:
-        """True if an error lets PyTorch run the module from now on."""
-        return self._manager.is_pending()
-
-    def handle(self, error: Exception) -> None:
-        """Note that PyTorch takes over after an error, or raise it, by the policy.
-
-        Raises:
-            ORTModuleFallbackException: the error in upstream's terms.
-        """
-        from onnxruntime.training.ortmodule import _fallback
-
-        if isinstance(error, DeviceError):
-            kind = _fallback.ORTModuleDeviceException
-        elif isinstance(error.__cause__, TypeError):
-            kind = _fallback.ORTModuleIOError
-        else:
-            kind = _fallback.ORTModuleONNXModelException
-            error = RuntimeError(f"There was an error while exporting the PyTorch model to ONNX: {error}")
-        self._manager.handle_exception(_fallback.wrap_exception(kind, error), self._level)
-
-    def run(self, args: tuple, kwargs: dict) -> Any:
-        """Run the module in PyTorch; upstream warns of it, once or with each retry."""
-        return self._manager.fallback(self._level, *args, **kwargs)
 
 
 def run_in_torch_from_now_on(wrapper: Any, module: Any) -> None:

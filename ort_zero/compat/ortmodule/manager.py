@@ -231,7 +231,7 @@ class Manager:
         m = self.manager
         m._onnx_models.optimized_model = session.model
         m._execution_agent, m._graph_info = session.agent, session.info
-        m._gradient_map = session.gradient_map
+        m._gradient_map, m._graph_builder = session.gradient_map, session.builder
         if session.gradients:
             return m._forward_class.apply(AllInputs(inputs), *(inputs[i] for i in session.differentiable))
         outputs, _ = InferenceManager.execution_session_run_forward(session.agent, session.model, self.device, *inputs)

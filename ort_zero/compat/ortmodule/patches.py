@@ -58,7 +58,7 @@ def patches() -> tuple[Patch, ...]:
             why="no descriptor is ever redirected",
         ),
     ]
-    return (*table, *_nvtx_patches())
+    return (*table, *_patches_without_cuda())
 
 
 def symbolic_patches(symbolics: Mapping[str, Callable]) -> tuple[Patch, ...]:
@@ -75,15 +75,16 @@ def _patch(target: str, build: Callable, why: str) -> Patch:
     return Patch(target=target, build=build, why=why, guard=defined_in(target.partition(":")[0]))
 
 
-def _nvtx_patches() -> tuple[Patch, ...]:
-    """Return the patches of ORT's profiling ranges where torch has no NVTX, whose stub of them raises."""
+def _patches_without_cuda() -> tuple[Patch, ...]:
+    """Return the patches of what asks torch for CUDA: ORT's profiling ranges, and the name of a device."""
     import torch
 
     if torch.cuda.is_available():
         return ()
     why = "profiling ranges on a torch without NVTX"
-    return tuple(
-        _patch(f"{_NVTX}:{name}", _patch_nvtx_range, why) for name in ("torch_nvtx_range_push", "torch_nvtx_range_pop")
+    return (
+        *(_patch(f"{_NVTX}:torch_nvtx_range_{way}", _patch_nvtx_range, why) for way in ("push", "pop")),
+        _patch(f"{PACKAGE}._utils:get_device_str", _patch_get_device_str, "names of devices on a torch without CUDA"),
     )
 
 
@@ -93,6 +94,20 @@ def _patch_nvtx_range(original: Callable) -> Callable:
         return None
 
     return nothing
+
+
+def _patch_get_device_str(original: Callable) -> Callable:
+    import torch
+
+    @functools.wraps(original)
+    def get_device_str(device):
+        if isinstance(device, str):
+            device = torch.device(device)
+        if isinstance(device, torch.device) and device.index is None:
+            return f"{device.type}:0"  # upstream asks CUDA for the current one, whatever the type
+        return original(device)
+
+    return get_device_str
 
 
 def _patch_forward(original: Callable) -> Callable:

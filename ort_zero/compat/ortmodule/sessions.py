@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ort_zero import env
+from ort_zero.compat.ortmodule.views import GraphBuilderView
 
 _LAID_OUT = frozenset({"Conv", "FusedConv", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"})
 """Operators whose tensors ORT may lay out in blocks for the processor at hand."""
@@ -27,7 +28,7 @@ class GraphInfo:
     @classmethod
     def of(cls, info: Any) -> GraphInfo:
         """Return a plain copy of ORT's own."""
-        kinds: dict[str, Any] = {field.name: dict if field.name.endswith("_map") else list for field in fields(cls)}
+        kinds: dict[str, Any] = {one.name: dict if one.name.endswith("_map") else list for one in fields(cls)}
         copies: dict[str, Any] = {name: kind(getattr(info, name)) for name, kind in kinds.items()}
         return cls(**copies)
 
@@ -46,6 +47,11 @@ class Session:
     """Index of the backward's output for each differentiable input, -1 for none."""
     gradients: bool
     """Whether the graph has a backward."""
+    builder: GraphBuilderView = field(init=False)
+    """What users read of the graph as of ORT's graph builder."""
+
+    def __post_init__(self) -> None:
+        self.builder = GraphBuilderView(self.model, self.info)
 
 
 def has_gradients(model: Any) -> bool:

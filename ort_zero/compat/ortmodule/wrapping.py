@@ -118,9 +118,17 @@ def _set_runtime_options(options: Any) -> None:
     from onnxruntime.training.ortmodule.options import _SkipCheck
 
     options.skip_check = functools.reduce(operator.or_, (getattr(_SkipCheck, name) for name in _SKIP_CHECKS))
+    leave_out(options)
+
+
+def leave_out(options: Any) -> None:
+    """Switch off in the runtime options of a manager what is not taken over from upstream."""
     options.enable_zero_stage3_support = False
     # it moves a Slice over nodes that lack the axis
     options.enable_compute_optimizer = False
+    # without that one, these put nodes into the graph that print the share of padding at each step
+    options.enable_embedding_sparse_optimizer = False
+    options.enable_label_sparse_optimizer = False
 
 
 def managers_of(ortmodule: Any) -> tuple[Any, Any]:

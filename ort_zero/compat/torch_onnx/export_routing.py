@@ -22,8 +22,13 @@ class Router(Protocol):
     def after(self, node: TracedNode, operators: list[str]) -> str | None:
         """Return why the ONNX operators `operators` will not do for `node`, or None to keep them."""
 
-    def run_in_torch(self, node: TracedNode, why: str) -> tuple[list[TracedValue], dict]:
+    def run_in_torch(self, node: TracedNode, why: str, without_symbolic: bool) -> tuple[list[TracedValue], dict]:
         """Return inputs and attributes of the node that runs `node` in PyTorch.
+
+        Args:
+            node: the operator.
+            why: why it runs there.
+            without_symbolic: the reason is that it has no symbolic, or one that fails.
 
         Raises:
             TypeError: it cannot.
@@ -71,7 +76,8 @@ def _routed(original: Callable, router: Router, utils: Any) -> Callable:
             return result
         if node.kind() == "prim::ConstantChunk":
             return _chunks(node, inputs, context) or export()
-        traced = TracedNode(node, inputs)
+        # an autograd Function's arguments that are no tensors are given too, which no input of the node stands for
+        traced = TracedNode(node, inputs if node.kind() != "prim::PythonOp" else None)
         try:
             if traced.is_control_flow:
                 raise Unexportable("is TorchScript code with a branch or a loop, of which ONNX Runtime has no gradient")
@@ -116,7 +122,7 @@ def _run_in_torch(router: Router, node: TracedNode, why: str, failed: Exception 
         TypeError: it cannot run there; `failed` instead, if there is one.
     """
     try:
-        needed, attributes = router.run_in_torch(node, why)
+        needed, attributes = router.run_in_torch(node, why, failed is not None)
         if any(value.converted is None for value in needed):
             raise TypeError(f"{node.name}: the exporter has dropped one of its inputs")
     except TypeError as error:

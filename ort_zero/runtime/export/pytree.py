@@ -331,6 +331,16 @@ def described(item: Structure | None) -> str:
     return item.kind.__name__ if hasattr(item, "kind") else "an object"
 
 
+def types_in(structure: Structure) -> Iterator[type[Any]]:
+    """Yield the type of each container, object and constant in a structure, but for caches of keys and values."""
+    if isinstance(structure, _Constant):
+        yield type(structure.value)
+    elif isinstance(structure, (_Sequence, _Mapping, _Object)) and not _is_cache_type(structure.kind):
+        yield structure.kind
+        for _, part in _parts(structure):
+            yield from types_in(part)
+
+
 class _Flattener:
     """Flattens one value; calling it returns the structure, and collects the tensors."""
 
@@ -536,7 +546,11 @@ def _holds_tensors(item: Any, seen: set[int], depth: int = 6) -> bool:
 
 def is_cache(item: Any) -> bool:
     """Return True for a transformers cache; imports nothing."""
-    return any(c.__name__ == "Cache" and c.__module__ == "transformers.cache_utils" for c in type(item).__mro__)
+    return _is_cache_type(type(item))
+
+
+def _is_cache_type(kind: type) -> bool:
+    return any(c.__name__ == "Cache" and c.__module__ == "transformers.cache_utils" for c in kind.__mro__)
 
 
 def parameters_of(function: Callable) -> list[inspect.Parameter]:

@@ -35,6 +35,8 @@ class FallbackPolicy:
         self.training = training
         self.reasons: dict[str, str] = {}
         """The reason why an operator runs in PyTorch, by the operator's name."""
+        self.without_symbolic: dict[str, str] = {}
+        """Those of the reasons that are a missing or failing symbolic."""
         self._register = register
         self._sizes: list[list[int | None]] = []
         self._learned: dict[str, str] = {}
@@ -105,8 +107,12 @@ class FallbackPolicy:
                     return WRONG_GRADIENT[operator]
         return None
 
-    def run_in_torch(self, node: TracedNode, why: str) -> tuple[list[TracedValue], dict[str, Any]]:
+    def run_in_torch(
+        self, node: TracedNode, why: str, without_symbolic: bool
+    ) -> tuple[list[TracedValue], dict[str, Any]]:
         """Return inputs and attributes of the PythonOp that runs `node`."""
+        if without_symbolic:
+            self.without_symbolic.setdefault(node.name, why)
         operator, inputs = aten_op.operator_of(node)
         name, function = aten_op.function_for(operator)
         self._register(name, function)
