@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,8 @@ def _make(wrapper: Any, module: Any, debug_options: Any) -> None:
         ortmodule=config.OrtModuleConfig(log_level=options.level, cache_dir=options.cache_dir),
         memory=_memory_of(options),
     )
-    attach_to(wrapper, module, section)
+    replaces_checkpointing = options.recompute_level == 1 and not options.keeps_checkpointing
+    attach_to(wrapper, module, section, replaces_checkpointing)
 
 
 def _wrap_inside(wrapper: Any, ddp: Any, debug_options: Any) -> None:
@@ -61,23 +63,25 @@ def _memory_of(options: bare.UserOptions) -> config.MemoryConfig:
     return config.MemoryConfig()
 
 
-def attach_to(wrapper: Any, module: Any, section: config.Config) -> Any:
+def attach_to(wrapper: Any, module: Any, section: config.Config, replaces_checkpointing: bool) -> Any:
     """Give a new ORTModule of a user its runtime, and return that.
 
     Args:
         wrapper: from the constructor that the user called.
         module: the user's.
         section: how it runs.
+        replaces_checkpointing: let the section's recomputation take the place of torch's activation checkpointing.
     """
     from ort_zero.plugin import summary
     from ort_zero.plugin.wrap import attach_runtime, memory_request
     from ort_zero.recompute import trial
 
     memory, part, more = trial.override_section(section.memory, section.ortmodule)
+    request = memory_request(memory or config.MemoryConfig())
     runtime = attach_runtime(
         wrapper,
         part,
-        memory_request(memory or config.MemoryConfig()),
+        dataclasses.replace(request, replaces_checkpointing=replaces_checkpointing),
         functools.partial(_wrap_again, debug_options=bare.debug_options_of(wrapper)),
         pickles_itself=True,
         runner_of=functools.partial(_PolicyRunner, Fallback(wrapper, module.forward)),
@@ -105,6 +109,8 @@ class _PolicyRunner:
     def __init__(self, fallback: Fallback, runtime: Any):
         self._fallback = fallback
         self.runtime = runtime
+        self._ran: dict[bool, bool] = {}
+        """Whether the last call of each of upstream's two managers wanted gradients; the mode alone chooses there."""
         if fallback.is_users:
             runtime.check_graph = functools.partial(_check, fallback)
 
@@ -116,7 +122,9 @@ class _PolicyRunner:
             try:
                 self._fallback.check_arguments(args, kwargs)
                 with ort_compat.running(self.runtime):
-                    return self.runtime.call(managers, args, kwargs, run_in_torch)
+                    result = self.runtime.call(managers, args, kwargs, run_in_torch)
+                self._ran[ort_compat.manager_by_mode(self.runtime.module)] = self.runtime.last_wanted_gradients
+                return result
             except ExportError as error:
                 self._fallback.handle(error)
                 self.runtime.fallback_reason = str(error)
@@ -130,8 +138,8 @@ class _PolicyRunner:
         return self.runtime.run_module(module, tensors)
 
     def current(self, training: bool) -> Any:
-        """Return the graph of the last call in a mode."""
-        return self.runtime.current(training)
+        """Return the graph of the last call that upstream's manager for training, or the other one, would have done."""
+        return self.runtime.current(self._ran.get(training, training))
 
 
 def _check(fallback: Fallback, runtime: Any, graph: Any) -> None:

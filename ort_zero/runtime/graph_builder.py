@@ -101,7 +101,8 @@ class GraphBuilder:
     ):
         self.attribute_guard = attribute_guard or AttributeGuard(module)
         self.memory = memory if manager.training else None
-        self._traces_checkpointed = isinstance(memory, BlockRecomputation)
+        self._marks_checkpointed = isinstance(memory, BlockRecomputation)
+        self._replaces_checkpointing = isinstance(memory, MemoryOptimizer) and memory.request.replaces_checkpointing
         self.memory_efficient_gradients = memory_efficient_gradients
         self.module = module
         self.config = config
@@ -283,11 +284,12 @@ class GraphBuilder:
         """Return the exported model, the structure of its results, and the names of its dynamic axes."""
         flattened = self.manager.flattened_module
         self.fallback_policy.failed_place = None
+        checkpointed = self._checkpointed_calls(tracer)
         with (
             self._timed("export"),
             self.output.captured(),
             paused(),
-            self._checkpointed_calls(tracer).traced(),
+            checkpointed.traced(),
             self.excluded.as_operators(drop_caches=tracer.drop_caches),
             self.functions.as_operators(),
             torch_onnx.routing(self.fallback_policy),
@@ -303,17 +305,24 @@ class GraphBuilder:
             tracer.everything_trainable(flattened),
         ):
             try:
-                return self.manager.export(tracer.graph_inputs)
+                traced = self.manager.export(tracer.graph_inputs)
             finally:
                 self._state = None  # it holds what the attributes were
+        if checkpointed.called and self._replaces_checkpointing:
+            self.manager.note_layerwise_recompute()
+        if str in pytree.types_in_call(tracer.call.structure):
+            self.manager.note_text()
+        return traced
 
     def _checkpointed_calls(self, tracer: Tracer) -> CheckpointedCalls:
         def same(tensor: torch.Tensor, marked: torch.Tensor) -> None:
             for readers in tracer.readers:
                 readers.calls.set_same(tensor, marked)
 
-        refuse = None if self._traces_checkpointed else self._refuse_checkpointing
-        return CheckpointedCalls(refuse, marked=self.manager.training, same=same)
+        refuse = self._refuse_checkpointing
+        if self._marks_checkpointed or self._replaces_checkpointing:
+            refuse = None
+        return CheckpointedCalls(refuse, marked=self.manager.training and self._marks_checkpointed, same=same)
 
     def _refuse_unsupported(self) -> None:
         """Raise for a module that is known to fail, before minutes are spent on its export."""

@@ -115,8 +115,8 @@ class Runtime:
         """Those of the subscribed models with a subscriber that wants to see tensors of the graph in this call."""
         self.calls_in_torch = CallsInTorch(module)
         self._parameters = pytree.parameters_of(module.forward)
-        self._training = True
-        """Whether the call that runs wants gradients; the module's own mode is another matter."""
+        self.last_wanted_gradients = True
+        """Whether the call that runs, or the last one, wants gradients; the module's own mode is another matter."""
         self.check_graph: Callable[[Runtime, BuiltGraph], None] | None = None
         """Called with this runtime and each graph that is about to run; may raise ExportError, so that it does not."""
         self.announce: Callable[[Runtime], None] | None = None
@@ -142,7 +142,7 @@ class Runtime:
         if self.fallback_reason is not None:
             return run_in_torch()
         manager = managers[self.wants_gradients(args, kwargs)]
-        self._training = manager.training
+        self.last_wanted_gradients = manager.training
         alone = not self.in_step and not torch_ddp.in_forward()
         self.ranks.begin(self.group, self.stage, manager.training, alone=alone)
         torch_fallback.take_failure()
@@ -171,7 +171,7 @@ class Runtime:
 
     def run_module(self, module: torch.nn.Module, tensors: tuple) -> tuple[list[torch.Tensor], Any]:
         """Run the module for the exporter, on its arguments, put together."""
-        tracer = self.modes[self._training].builder.tracer
+        tracer = self.modes[self.last_wanted_gradients].builder.tracer
         assert tracer is not None, "only an export runs the flattened module"
         return tracer.run_module(module, tensors)
 
@@ -253,9 +253,9 @@ class Runtime:
         if graph.memory is not None and not sum(self.runs[True].values()):
             # later graphs find the arena grown already
             check = PeakCheck(graph.memory, type(self.module).__name__, device)
-        trial_monitor = self._trial_monitor if self._training else None
+        trial_monitor = self._trial_monitor if self.last_wanted_gradients else None
         run_observer.observe(
-            graph, self.runs[self._training], device=device, peak_check=check, trial_monitor=trial_monitor
+            graph, self.runs[self.last_wanted_gradients], device=device, peak_check=check, trial_monitor=trial_monitor
         )
 
     def graph_is_ready(self, graph: BuiltGraph) -> None:
@@ -268,11 +268,11 @@ class Runtime:
         if self.check_graph is not None:
             self.check_graph(self, graph)
         if self._trial_monitor is not None:
-            self._trial_monitor.built(self._training, graph.memory)
+            self._trial_monitor.built(self.last_wanted_gradients, graph.memory)
 
     def end_call(self, graph: BuiltGraph, result: Any, args: tuple, kwargs: dict) -> None:
         """Show subscribers what the call was given and returned; announce what runs after the first training graph."""
-        if self.announce is not None and self._training:
+        if self.announce is not None and self.last_wanted_gradients:
             self._announce()
         for readers in graph.exported.readers:
             readers.show_arguments(args, kwargs)

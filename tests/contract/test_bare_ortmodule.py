@@ -332,6 +332,80 @@ def test_the_recomputation_is_what_the_variable_says(ortmodule, monkeypatch):
     assert report()["memory"] and report()["memory"][-1]["mode"] == "all", report()["memory"]
 
 
+def test_what_ortmodule_says_goes_to_the_handlers_of_the_program(ortmodule, caplog, capsys):
+    class Named(nn.Linear):
+        """Takes a text."""
+
+        def forward(self, x: torch.Tensor, sign: str) -> torch.Tensor:
+            """Return two features, or their negatives."""
+            return super().forward(x) * (-1 if sign == "minus" else 1)
+
+    wrapped = ortmodule.ORTModule(Named(4, 2), ortmodule.DebugOptions(log_level=ortmodule.LogLevel.INFO))
+    x = torch.ones(2, 4)
+    for sign in ("plus", "minus"):
+        assert torch.allclose(wrapped(x, sign), wrapped.module(x, sign))
+    said = [record.getMessage() for record in caplog.records if record.name == "orttraining"]
+    assert sum("input of type <class 'str'> is treated as a constant" in text for text in said) == 2
+    assert "is treated as a constant" not in capsys.readouterr().err
+
+
+def test_a_call_in_eval_mode_is_read_where_upstream_would_have_made_it(ortmodule):
+    wrapped = ortmodule.ORTModule(Net())
+    managers = {training: wrapped._torch_module._execution_manager(training) for training in (True, False)}
+    wrapped(torch.ones(2, 4)).sum().backward()
+    trained = managers[True]._onnx_models.optimized_model
+    wrapped.eval()
+    wrapped(torch.ones(2, 4, 4)).sum().backward()  # with gradients, which upstream does not have in this mode
+    for training, rank in ((True, 2), (False, 3)):
+        exported = managers[training]._graph_transition_manager._exported_model_info.exported_model
+        assert len(exported.graph.input[0].type.tensor_type.shape.dim) == rank
+    assert managers[False]._onnx_models.optimized_model is not trained
+
+
+def early_checkpoint(function: Any, *args: Any) -> Any:
+    """Call torch's activation checkpointing as a program does that imported it before ORTModule."""
+    from ort_zero.compat.torch_checkpoint import _torch_checkpoint
+
+    return _torch_checkpoint()(function, *args, use_reentrant=False)
+
+
+def late_checkpoint(function: Any, *args: Any) -> Any:
+    """Call torch's activation checkpointing by its name, in whose place ORTModule puts a function."""
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize("checkpoint", [early_checkpoint, late_checkpoint])
+@pytest.mark.parametrize("allow", [False, True])
+def test_layers_are_computed_again_in_place_of_checkpointing(ortmodule, monkeypatch, caplog, checkpoint, allow):
+    class Checkpointed(nn.Module):
+        """Checkpoints its layers."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Return eight features."""
+            for layer in self.layers:
+                x = checkpoint(layer, x)
+            return x
+
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
+    monkeypatch.setenv("ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT", str(int(allow)))
+    model = Checkpointed()
+    wrapped = ortmodule.ORTModule(copy.deepcopy(model), ortmodule.DebugOptions(log_level=ortmodule.LogLevel.INFO))
+    x = torch.randn(2, 8)
+    y, expected = wrapped(x), model(x)
+    y.sum().backward()
+    expected.sum().backward()
+    assert torch.allclose(y, expected, atol=1e-6)
+    for one, other in zip(wrapped.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(one.grad, other.grad, atol=1e-6)
+    said = [record for record in caplog.records if "Layer-wise memory optimization is enabled" in record.getMessage()]
+    assert len(said) == (not allow) and report()["fallbacks"] == allow
+    assert allow or report()["memory"][-1]["mode"] == "all"
+
+
 def test_a_symbolic_that_the_user_registers_is_used(ortmodule):
     from torch.onnx import register_custom_op_symbolic, unregister_custom_op_symbolic
 

@@ -12,7 +12,7 @@ from ort_zero.compat.ortmodule.manager import Manager
 from ort_zero.compat.ortmodule.patches import patches, symbolic_patches
 from ort_zero.compat.ortmodule.runner import ModelRunner, running
 from ort_zero.compat.ortmodule.sessions import GraphInfo, Recompute, Session, guard_agent, has_gradients
-from ort_zero.compat.ortmodule.wrapping import attach, make_ortmodule, managers_of
+from ort_zero.compat.ortmodule.wrapping import attach, make_ortmodule, manager_by_mode, managers_of
 
 __all__ = [
     "GraphInfo",
@@ -26,6 +26,7 @@ __all__ = [
     "import_ortmodule",
     "is_ortmodule",
     "make_ortmodule",
+    "manager_by_mode",
     "managers_of",
     "onnx_type",
     "patches",

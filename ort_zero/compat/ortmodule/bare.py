@@ -30,6 +30,8 @@ class UserOptions:
     """``ORTMODULE_MEMORY_OPT_LEVEL``: 0, 1 or 2."""
     recompute_plan: str
     """``ORTMODULE_MEMORY_OPT_CONFIG``: a file with a plan; empty for none."""
+    keeps_checkpointing: bool
+    """``ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT``: the recomputation does not replace torch's activation checkpointing."""
 
 
 def constructor_patch(make: Callable[[Any, Any, Any], None]) -> Patch:
@@ -90,13 +92,14 @@ def construct(wrapper: Any, module: Any, debug_options: Any) -> UserOptions | No
     name = managers_of(wrapper)[0]._debug_options.logging.log_level.name
     level = log.chosen(_LEVELS.get(name, name))
     for manager in managers_of(wrapper):
-        manager._ort_zero_level = level
+        manager._ort_zero_level, manager._ort_zero_is_users = level, True
         leave_out(manager._runtime_options)
     return UserOptions(
         level=level.name,
         cache_dir=options.ortmodule_cache_dir or None,
         recompute_level=options.memory_optimization_level,
         recompute_plan=options.memory_optimizer_config_file_path,
+        keeps_checkpointing=package._defined_from_envvar("ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT", 0) == 1,
     )
 
 

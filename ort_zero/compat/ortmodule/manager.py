@@ -22,6 +22,7 @@ from ort_zero.compat.ortmodule.sessions import (
     training_agent,
 )
 from ort_zero.compat.shape_inference import infer_shapes
+from ort_zero.utils.patching import replaced
 
 
 class Manager:
@@ -29,7 +30,7 @@ class Manager:
 
     def __init__(self, manager: Any):
         self.manager = manager
-        manager._logger = _ThroughOurs(manager._logger, {})
+        manager._logger = _ThroughOurs(manager._logger, {"is_users": getattr(manager, "_ort_zero_is_users", False)})
         self.training = self.wants_gradients(manager)
         """Whether the graphs have gradients; the mode of the module is another matter."""
         self.flattened_module = manager._flattened_module
@@ -67,8 +68,11 @@ class Manager:
         self.flattened_module._device = self.device
         options = m._runtime_options
         m._graph_transition_manager._original_model_has_changed = False
-        with ortmodule.export_context():
-            model, schema, _, _ = _graph_transition_manager.GraphTransitionManager._export_model(
+        transitions = _graph_transition_manager.GraphTransitionManager
+        # it puts a node before a loss that prints the share of padding; switched off, it returns what cannot be read
+        no_labels = replaced(transitions, "_add_check_label_sparsity_hook", lambda _: staticmethod(lambda *about: []))
+        with ortmodule.export_context(), no_labels:
+            model, schema, _, _ = transitions._export_model(
                 flattened_module=self.flattened_module,
                 model_info_for_export=info,
                 flatten_module_inputs=list(tensors.values()),
@@ -154,6 +158,19 @@ class Manager:
         self._save(built, "optimized")
         return built, info
 
+    def note_layerwise_recompute(self) -> None:
+        """Say that the backward computes layers again in place of the model's own activation checkpointing."""
+        self.manager._logger.info(
+            "Layer-wise memory optimization is enabled: the model uses activation checkpointing, and "
+            "ORTMODULE_MEMORY_OPT_LEVEL is 1"
+        )
+
+    def note_text(self) -> None:
+        """Say that a text among the arguments is a part of the graph."""
+        self.manager._logger.info(
+            f"Received input of type {str} is treated as a constant by ORT by default. Another text is exported anew."
+        )
+
     def export_options(self) -> dict[str, Any]:
         """Return the options of ORTModule that a graph depends on, as plain values by name."""
         options = self.manager._runtime_options
@@ -229,13 +246,21 @@ class Manager:
         from onnxruntime.training.ortmodule._inference_manager import InferenceManager
 
         m = self.manager
-        m._onnx_models.optimized_model = session.model
-        m._execution_agent, m._graph_info = session.agent, session.info
-        m._gradient_map, m._graph_builder = session.gradient_map, session.builder
+        self._show(session)
         if session.gradients:
             return m._forward_class.apply(AllInputs(inputs), *(inputs[i] for i in session.differentiable))
         outputs, _ = InferenceManager.execution_session_run_forward(session.agent, session.model, self.device, *inputs)
         return outputs
+
+    def _show(self, session: Session) -> None:
+        """Let users read the graph that runs; also of the manager that upstream chooses, by the mode alone."""
+        import torch
+
+        by_mode = self.manager._original_module.training and torch.is_grad_enabled()
+        for m in {self.manager, self.manager._ort_zero_views[by_mode].manager}:
+            m._onnx_models.optimized_model = session.model
+            m._execution_agent, m._graph_info = session.agent, session.info
+            m._gradient_map, m._graph_builder = session.gradient_map, session.builder
 
     def _save(self, model: Any, name: str) -> None:
         if self.save_onnx:
@@ -255,9 +280,16 @@ class Manager:
 
 
 class _ThroughOurs(logging.LoggerAdapter):
-    """Decides as ORTModule's logger does, and speaks through ours: it has no handler, and is not ours to give one."""
+    """Decides as ORTModule's logger does, and speaks through ours: it has no handler, and is not ours to give one.
+
+    What an ORTModule of a user says goes to the handlers of the program, as upstream's does, if the program has any.
+    """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         # we make no deep copy on purpose, so advice about it is of no use
-        if self.logger.isEnabledFor(level) and "deep copy" not in str(msg):
+        if not self.logger.isEnabledFor(level) or "deep copy" in str(msg):
+            return
+        if self.extra["is_users"] and logging.getLogger().handlers:
+            self.logger.log(level, msg, *args, **kwargs)
+        else:
             log.get_logger().log(level, f"ORTModule: {msg}", *args, **kwargs)

@@ -46,6 +46,11 @@ def patches() -> tuple[Patch, ...]:
             _patch_bind_methods,
             "methods stay bound to the user's module",
         ),
+        _patch(
+            f"{PACKAGE}:_defined_from_envvar",
+            _patch_defined_from_envvar,
+            "activation checkpointing is seen while a module is traced",
+        ),
         # a builtin, and a function that contextlib made: neither says where it was defined
         Patch(
             target=f"{PACKAGE}._custom_autograd_function_exporter:register_torch_autograd_function",
@@ -194,6 +199,17 @@ def _patch_create_autofunction_class(original: Callable) -> Callable:
         return function
 
     return _create_autofunction_class
+
+
+def _patch_defined_from_envvar(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _defined_from_envvar(name, default_value, warn=True):
+        # by this, upstream's own replacement of checkpoint() would call the function before we see it
+        if name == "ORTMODULE_MEMORY_OPT_LEVEL" and current_runner() is not None:
+            return default_value
+        return original(name, default_value, warn)
+
+    return _defined_from_envvar
 
 
 def _patch_register_torch_autograd_function(original: Callable) -> Callable:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ort_zero import env
-from ort_zero.compat.ortmodule.views import GraphBuilderView
 
 _LAID_OUT = frozenset({"Conv", "FusedConv", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"})
 """Operators whose tensors ORT may lay out in blocks for the processor at hand."""
@@ -31,6 +30,29 @@ class GraphInfo:
         kinds: dict[str, Any] = {one.name: dict if one.name.endswith("_map") else list for one in fields(cls)}
         copies: dict[str, Any] = {name: kind(getattr(info, name)) for name, kind in kinds.items()}
         return cls(**copies)
+
+
+class GraphBuilderView:
+    """Stands in for ORT's graph builder of a graph that can run; each graph has one of its own.
+
+    Args:
+        model: ModelProto of the graph.
+        info: what ORT's graph builder knew of it.
+    """
+
+    def __init__(self, model: Any, info: Any):
+        self._model = model
+        self._info = info
+
+    def get_graph_info(self) -> Any:
+        """Return the names of the graph's outputs, and which of them have gradients."""
+        return self._info
+
+    def get_gradient_model(self) -> bytes:
+        """Return the graph, serialized."""
+        return self._model.SerializeToString()
+
+    get_forward_model = get_gradient_model
 
 
 @dataclass(slots=True, eq=False)

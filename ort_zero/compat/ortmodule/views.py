@@ -30,29 +30,6 @@ class _Facts(SimpleNamespace):
         raise _unpatched(name)
 
 
-class GraphBuilderView:
-    """Stands in for ORT's graph builder of a graph that can run; each graph has one of its own.
-
-    Args:
-        model: ModelProto of the graph.
-        info: what ORT's graph builder knew of it.
-    """
-
-    def __init__(self, model: Any, info: Any):
-        self._model = model
-        self._info = info
-
-    def get_graph_info(self) -> Any:
-        """Return the names of the graph's outputs, and which of them have gradients."""
-        return self._info
-
-    def get_gradient_model(self) -> bytes:
-        """Return the graph, serialized."""
-        return self._model.SerializeToString()
-
-    get_forward_model = get_gradient_model
-
-
 class TransitionsView:
     """Stands in for the graph transition manager that the rest of ORTModule asks; all decisions are the runner's.
 

@@ -131,6 +131,13 @@ def leave_out(options: Any) -> None:
     options.enable_label_sparse_optimizer = False
 
 
+def manager_by_mode(module: Any) -> bool:
+    """Return whether upstream would have its manager for training do a call of the user's module now."""
+    import torch
+
+    return module.training and torch.is_grad_enabled()
+
+
 def managers_of(ortmodule: Any) -> tuple[Any, Any]:
     """Return the (training, inference) managers of an ORTModule."""
     factory = ortmodule._torch_module._execution_manager

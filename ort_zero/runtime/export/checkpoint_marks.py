@@ -72,6 +72,8 @@ class CheckpointedCalls:
         self._same = same
         self._blocks = 0
         self._inside = False
+        self.called = False
+        """Whether the module has given anything to activation checkpointing."""
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
@@ -81,6 +83,7 @@ class CheckpointedCalls:
 
     def _run(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a checkpointed function. A block inside of another one is a part of that one."""
+        self.called = True
         if self._refuse is not None:
             return self._refuse()
         if not self._marked or self._inside or not torch.jit.is_tracing():

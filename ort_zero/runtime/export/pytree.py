@@ -341,6 +341,12 @@ def types_in(structure: Structure) -> Iterator[type[Any]]:
             yield from types_in(part)
 
 
+def types_in_call(structure: tuple) -> Iterator[type[Any]]:
+    """Yield the type of each container, object and constant among the arguments of a call."""
+    for _, item in _arguments(structure):
+        yield from types_in(item)
+
+
 class _Flattener:
     """Flattens one value; calling it returns the structure, and collects the tensors."""
 
