@@ -43,8 +43,7 @@ def _make(wrapper: Any, module: Any, debug_options: Any) -> None:
         ortmodule=config.OrtModuleConfig(log_level=options.level, cache_dir=options.cache_dir),
         memory=_memory_of(options),
     )
-    replaces_checkpointing = options.recompute_level == 1 and not options.keeps_checkpointing
-    attach_to(wrapper, module, section, replaces_checkpointing)
+    attach_to(wrapper, module, section, keeps_checkpointing=options.keeps_checkpointing)
 
 
 def _wrap_inside(wrapper: Any, ddp: Any, debug_options: Any) -> None:
@@ -63,25 +62,24 @@ def _memory_of(options: bare.UserOptions) -> config.MemoryConfig:
     return config.MemoryConfig()
 
 
-def attach_to(wrapper: Any, module: Any, section: config.Config, replaces_checkpointing: bool) -> Any:
+def attach_to(wrapper: Any, module: Any, section: config.Config, *, keeps_checkpointing: bool) -> Any:
     """Give a new ORTModule of a user its runtime, and return that.
 
     Args:
         wrapper: from the constructor that the user called.
         module: the user's.
         section: how it runs.
-        replaces_checkpointing: let the section's recomputation take the place of torch's activation checkpointing.
+        keeps_checkpointing: PyTorch runs a module that uses torch's activation checkpointing.
     """
     from ort_zero.plugin import summary
-    from ort_zero.plugin.wrap import attach_runtime, memory_request
+    from ort_zero.plugin.wrap import attach_runtime
     from ort_zero.recompute import trial
 
     memory, part, more = trial.override_section(section.memory, section.ortmodule)
-    request = memory_request(memory or config.MemoryConfig())
     runtime = attach_runtime(
         wrapper,
         part,
-        dataclasses.replace(request, replaces_checkpointing=replaces_checkpointing),
+        _request(memory or config.MemoryConfig(), keeps_checkpointing),
         functools.partial(_wrap_again, debug_options=bare.debug_options_of(wrapper)),
         pickles_itself=True,
         runner_of=functools.partial(_PolicyRunner, Fallback(wrapper, module.forward)),
@@ -90,6 +88,17 @@ def attach_to(wrapper: Any, module: Any, section: config.Config, replaces_checkp
     )
     runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
     return runtime
+
+
+def _request(memory: config.MemoryConfig, keeps_checkpointing: bool) -> Any:
+    """Return what is computed again: what the user asks for, or else what the model checkpoints."""
+    from ort_zero.plugin.wrap import memory_request
+    from ort_zero.recompute import options
+
+    if memory == config.MemoryConfig() and not keeps_checkpointing:
+        return options.RecomputeRequest(options.BLOCKS, by_default=True)  # the ranks need not talk about that
+    in_place = memory.recompute == options.ALL and memory.level == 1 and not keeps_checkpointing
+    return dataclasses.replace(memory_request(memory), replaces_checkpointing=in_place)
 
 
 def _wrap_again(module: Any, debug_options: Any) -> Any:
@@ -109,8 +118,8 @@ class _PolicyRunner:
     def __init__(self, fallback: Fallback, runtime: Any):
         self._fallback = fallback
         self.runtime = runtime
-        self._ran: dict[bool, bool] = {}
-        """Whether the last call of each of upstream's two managers wanted gradients; the mode alone chooses there."""
+        self._ran: dict[bool, Any] = {}
+        """Key of the graph of the last call that each of upstream's two managers would have done."""
         if fallback.is_users:
             runtime.check_graph = functools.partial(_check, fallback)
 
@@ -123,7 +132,7 @@ class _PolicyRunner:
                 self._fallback.check_arguments(args, kwargs)
                 with ort_compat.running(self.runtime):
                     result = self.runtime.call(managers, args, kwargs, run_in_torch)
-                self._ran[ort_compat.manager_by_mode(self.runtime.module)] = self.runtime.last_wanted_gradients
+                self._note_graph(ort_compat.manager_by_mode(self.runtime.module))
                 return result
             except ExportError as error:
                 self._fallback.handle(error)
@@ -138,8 +147,15 @@ class _PolicyRunner:
         return self.runtime.run_module(module, tensors)
 
     def current(self, training: bool) -> Any:
-        """Return the graph of the last call that upstream's manager for training, or the other one, would have done."""
-        return self.runtime.current(self._ran.get(training, training))
+        """Return the graph of the last call that upstream's manager for training, or the other one, would have done.
+
+        Upstream chooses by the mode of the module alone.
+        """
+        return next((graph for graph in self.runtime.graphs() if graph.known is self._ran.get(training)), None)
+
+    def _note_graph(self, training: bool) -> None:
+        graph = self.runtime.current(self.runtime.last_wanted_gradients)
+        self._ran[training] = graph.known if graph is not None else None
 
 
 def _check(fallback: Fallback, runtime: Any, graph: Any) -> None:

@@ -101,7 +101,9 @@ class BlockRecomputation:
 
     def summary_lines(self) -> list[tuple[str, str]]:
         """Return how many blocks the newest graph computes again, and what that needs, line by line."""
-        return self.decisions[-1].summary_lines() if self.decisions else [("checkpointed blocks", "none in the module")]
+        if self.decisions:
+            return self.decisions[-1].summary_lines()
+        return [] if self.request.by_default else [("checkpointed blocks", "none in the module")]
 
 
 def _is_pure(node: onnx.NodeProto) -> bool:

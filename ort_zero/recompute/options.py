@@ -72,6 +72,8 @@ class RecomputeRequest:
     """0: any recomputable sub-graph; 1: within transformer layers; 2: the same, with compromise."""
     source: str = ""
     """Path of the file that the plan was read from; empty for any other mode or a plan in the section."""
+    by_default: bool = False
+    """Whether nobody has asked for it, so that a model without checkpointed blocks has nothing to report."""
     replaces_checkpointing: bool = False
     """Whether torch's activation checkpointing in the model is left to this request: its calls are plain ones then."""
 

@@ -375,8 +375,8 @@ def late_checkpoint(function: Any, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("checkpoint", [early_checkpoint, late_checkpoint])
-@pytest.mark.parametrize("allow", [False, True])
-def test_layers_are_computed_again_in_place_of_checkpointing(ortmodule, monkeypatch, caplog, checkpoint, allow):
+@pytest.mark.parametrize(("level", "allow"), [("0", False), ("1", False), ("1", True)])
+def test_layers_are_computed_again_in_place_of_checkpointing(ortmodule, monkeypatch, caplog, checkpoint, level, allow):
     class Checkpointed(nn.Module):
         """Checkpoints its layers."""
 
@@ -390,7 +390,7 @@ def test_layers_are_computed_again_in_place_of_checkpointing(ortmodule, monkeypa
                 x = checkpoint(layer, x)
             return x
 
-    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", "1")
+    monkeypatch.setenv("ORTMODULE_MEMORY_OPT_LEVEL", level)
     monkeypatch.setenv("ORTMODULE_ALLOW_AUTOGRAD_CHECKPOINT", str(int(allow)))
     model = Checkpointed()
     wrapped = ortmodule.ORTModule(copy.deepcopy(model), ortmodule.DebugOptions(log_level=ortmodule.LogLevel.INFO))
@@ -402,8 +402,9 @@ def test_layers_are_computed_again_in_place_of_checkpointing(ortmodule, monkeypa
     for one, other in zip(wrapped.parameters(), model.parameters(), strict=True):
         assert torch.allclose(one.grad, other.grad, atol=1e-6)
     said = [record for record in caplog.records if "Layer-wise memory optimization is enabled" in record.getMessage()]
-    assert len(said) == (not allow) and report()["fallbacks"] == allow
-    assert allow or report()["memory"][-1]["mode"] == "all"
+    assert len(said) == (level == "1" and not allow) and report()["fallbacks"] == allow
+    modes = [decision["mode"] for decision in report()["memory"]]
+    assert modes == ([] if allow else ["all"] if level == "1" else ["checkpointed blocks"])
 
 
 def test_a_symbolic_that_the_user_registers_is_used(ortmodule):
