@@ -118,8 +118,8 @@ class _PolicyRunner:
     def __init__(self, fallback: Fallback, runtime: Any):
         self._fallback = fallback
         self.runtime = runtime
-        self._ran: dict[bool, Any] = {}
-        """Key of the graph of the last call that each of upstream's two managers would have done."""
+        self._ran: dict[bool, tuple[bool, int]] = {}
+        """Of the last call of each of upstream's managers: whether it wanted gradients, and the number of its graph."""
         if fallback.is_users:
             runtime.check_graph = functools.partial(_check, fallback)
 
@@ -151,11 +151,15 @@ class _PolicyRunner:
 
         Upstream chooses by the mode of the module alone.
         """
-        return next((graph for graph in self.runtime.graphs() if graph.known is self._ran.get(training)), None)
+        wanted_gradients, number = self._ran.get(training, (training, 0))
+        mode = self.runtime.modes.get(wanted_gradients)
+        return next((graph for graph in mode.graphs if graph.known.number == number), None) if mode else None
 
     def _note_graph(self, training: bool) -> None:
-        graph = self.runtime.current(self.runtime.last_wanted_gradients)
-        self._ran[training] = graph.known if graph is not None else None
+        wanted_gradients = self.runtime.last_wanted_gradients
+        graph = self.runtime.current(wanted_gradients)
+        if graph is not None:
+            self._ran[training] = wanted_gradients, graph.known.number
 
 
 def _check(fallback: Fallback, runtime: Any, graph: Any) -> None:
