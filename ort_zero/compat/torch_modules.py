@@ -149,10 +149,34 @@ def inside_of_compiled(module: Any) -> Any:
 
 
 def version_of(tensor: Any) -> int:
-    """Return how often the values of `tensor` were changed in place; views of one tensor count together."""
-    return tensor._version
+    """Return how often the values of `tensor` were changed in place; views of one tensor count together.
+
+    0 for a tensor that was made under ``torch.inference_mode()``, which counts nothing.
+    """
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_zero_tensor(tensor: Any) -> bool:
     """Return True for a gradient of zeros that autograd did not put into memory."""
     return tensor._is_zerotensor()
+
+
+@contextlib.contextmanager
+def traceable_parametrizations() -> Iterator[None]:
+    """Let a forward register parametrizations of its own in the block, which is traced.
+
+    ``torch.nn.utils.parametrize`` sets the parameter that it moves to its own values, which a trace would hold as a
+    change in place, and refuses to be traced while it caches.
+    """
+    from torch.nn.utils import parametrize
+
+    def set_to_another(original: Callable) -> Callable:
+        def set_to(target: Any, source: Any) -> None:
+            if target is not source:
+                original(target, source)
+
+        return set_to
+
+    with replaced(parametrize, "_maybe_set", set_to_another):
+        with replaced(parametrize, "cached", lambda original: contextlib.nullcontext):
+            yield

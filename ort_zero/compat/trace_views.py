@@ -26,6 +26,12 @@ class Views:
         self._followed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """For each view, whether the exporter follows it: whether it is a slice of a whole tensor."""
         self._outdated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._slices: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """For each slice of a whole tensor that ``t[index]`` made: the tensor and the index."""
+
+    def slice_of(self, view: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+        """Return the whole tensor that `view` is a slice of, and the index; None for anything else."""
+        return self._slices.get(view)
 
     def problem(self, func: Any, args: tuple, kwargs: dict) -> str | None:
         """Return what a function is about to do that the exporter would lose, None for nothing of the kind."""
@@ -36,7 +42,8 @@ class Views:
         target = changed_by(func, args, kwargs)
         if target is None or (target._base is None and target not in self._followed):
             return None
-        if func is torch.Tensor.__setitem__ or not self._followed.get(target, True):
+        assigns = func is torch.Tensor.__setitem__ and target not in self._slices
+        if assigns or not self._followed.get(target, True):
             return "changes a view of a tensor in place"
         return None
 
@@ -46,7 +53,9 @@ class Views:
         if target is not None:
             base = target._base if target._base is not None else target
             for view in list(self._followed):
-                if view is not target and view._base is base:
+                # what is assigned to a part of a slice is recorded as a change of the whole tensor
+                changed = view is target and func is not torch.Tensor.__setitem__
+                if not changed and view._base is base:
                     self._outdated[view] = True
             return
         if func is torch.Tensor.detach or getattr(func, "__self__", None) is torch.Tensor.data:
@@ -57,7 +66,10 @@ class Views:
             # a view of what only the function has seen is as good as a whole tensor
             if tensor._base is not None and tensor not in self._followed and id(tensor._base) in given:
                 of_whole = args and isinstance(args[0], torch.Tensor) and args[0]._base is None
-                self._followed[tensor] = bool(of_whole) and func in _SLICES and not _adds_axes(func, args)
+                followed = bool(of_whole) and func in _SLICES and not _adds_axes(func, args)
+                self._followed[tensor] = followed
+                if followed and func is torch.Tensor.__getitem__:
+                    self._slices[tensor] = args[:2]
 
 
 def changed_by(func: Any, args: tuple, kwargs: dict) -> torch.Tensor | None:

@@ -182,7 +182,12 @@ class _Observer(TorchFunctionMode):
             # of several changes of an input the exporter loses some
             _C._set_value_trace(target, _C._get_value_trace(target.clone()))
         if func is torch.Tensor.__setitem__:
-            return assign(*args)
+            whole = self._views.slice_of(args[0])
+            if whole is None:
+                return assign(*args)
+            changed = args[0].clone()  # the exporter follows what is assigned to a slice, but not to a part of one
+            assign(changed, *args[1:])
+            return self._called(func, (*whole, changed), {})
         if func is torch.Tensor.copy_ and args[0].dim() and args[0]._base is None and len(args) > 1:
             assign(args[0], (slice(None),) * args[0].dim(), args[1])
             return args[0]

@@ -44,7 +44,8 @@ from ort_zero.runtime.export.post_export_passes import (
     remove_casts_to_the_same_type,
     seed_dropout,
 )
-from ort_zero.runtime.export.post_optimize_passes import unfuse_for_cpu
+from ort_zero.runtime.export.post_optimize_passes import name_all_results, unfuse_for_cpu
+from ort_zero.runtime.export.repeated_reads import asked_for_twice, without_gradients
 from ort_zero.runtime.export.tracer import Tracer
 from ort_zero.runtime.export_cache.lookup import Lookup, session_of
 from ort_zero.runtime.export_cache.store import ExportCache
@@ -372,6 +373,7 @@ class GraphBuilder:
         parameters = dict(manager.flattened_module.named_parameters())
         wanted, inputs = self._wanted(exported, process)
         model, info = built.model, built.info
+        name_all_results(model)
         if manager.device.type == "cpu":
             unfuse_for_cpu(model)
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
@@ -435,14 +437,19 @@ class GraphBuilder:
         """Return ORT's gradient graph of an exported module; for inference, its forward graph."""
         info = exported.info
 
-        def build() -> BuiltModel:
+        def build(more: frozenset[str] = frozenset()) -> BuiltModel:
             wanted, inputs = self._wanted(exported, process)
-            return BuiltModel(*self.manager.build(info.exported_model, info.onnx_graph_input_names, wanted, inputs))
+            asked = tuple(name for name in info.onnx_graph_input_names if name in more.union(wanted))
+            built = BuiltModel(*self.manager.build(info.exported_model, info.onnx_graph_input_names, asked, inputs))
+            without_gradients(built.model, more.difference(wanted))
+            return built
 
         with self._timed("gradient graph"):
             try:
                 return build()
             except Exception as error:
+                if more := asked_for_twice(error, info.exported_model):
+                    return build(more)
                 # ORT wants a way from the results to each of them, where PyTorch leaves gradients out
                 found = _UNREACHABLE.search(str(error))
                 if found is None or found["name"] not in exported.unreached - exported.only_read:

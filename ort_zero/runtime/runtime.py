@@ -132,7 +132,11 @@ class Runtime:
         With ``"fallback": "warn"`` a graph that one rank cannot build makes all ranks run PyTorch from then on.
         """
         with calls_in_torch.expected():
-            return self._call(managers, args, kwargs, run_in_torch)
+            if not torch.is_inference_mode_enabled():
+                return self._call(managers, args, kwargs, run_in_torch)
+            # a trace in that mode does not know views from other tensors, and ZeRO's weights must not be made in it
+            with torch.inference_mode(False), torch.no_grad():
+                return self._call(managers, args, kwargs, run_in_torch)
 
     def _call(
         self, managers: Mapping[bool, ort_compat.Manager], args: tuple, kwargs: dict, run_in_torch: Callable[[], Any]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, rnn
+from torch.nn.utils import parametrizations, parametrize, rnn
 
 from ort_zero import config
 from ort_zero.errors import ExportError
@@ -165,8 +165,24 @@ def changes_a_transposed_view(t, x, net):
     return t
 
 
+@case(SETITEM)
+def assigns_to_parts_of_slices(t, x, net):
+    t = t.exp() * 1
+    t[:, 1:][x[:, 1:] > 0] = 0.5
+    t[0][2:, 1] = x[0, 2:, 0]
+    t[:, 1:4][:, torch.tensor([0, 2])] = net.vector
+    return t
+
+
 @case(*SUBMODULE, refused="changes a view of a tensor in place")
 def changes_a_slice_of_a_slice(t, x, net):
+    t = t * 1
+    t[:, :, :3][:, 1:].mul_(2)
+    return t
+
+
+@case(SETITEM)
+def assigns_to_a_mask_of_a_slice(t, x, net):
     t = t * 1
     t[:, :, :3][x[..., 0] > 0] = net.vector[:3]
     return t
@@ -421,6 +437,47 @@ def normalises_a_weight(t, x, net):
     return net.layer(t)
 
 
+def _with_norms(module):
+    module.norm, module.groups = nn.LayerNorm(WIDTH).requires_grad_(False), nn.GroupNorm(2, WIDTH)
+    module.groups.weight.requires_grad_(False)
+
+
+@case(build=_with_norms)
+def shares_a_frozen_norm(t, x, net):
+    return net.norm(t) + net.norm(net.norm(t).exp())
+
+
+@case(build=_with_norms)
+def groups_with_frozen_weights(t, x, net):
+    return net.groups(t.transpose(1, 2)).transpose(1, 2)
+
+
+@case(build=_with_layer)
+def parametrizes_a_weight_while_it_runs(t, x, net):
+    parametrize.register_parametrization(net.layer, "weight", _Scaled(net.vector))
+    try:
+        with parametrize.cached():
+            return net.layer(t)
+    finally:
+        parametrize.remove_parametrizations(net.layer, "weight", leave_parametrized=False)
+
+
+class _Scaled(nn.Module):
+    def __init__(self, factors: torch.Tensor):
+        super().__init__()
+        self.factors = factors
+
+    def forward(self, weight):
+        return weight * self.factors
+
+
+@case()
+def looks_for_infinite_weights(t, x, net):
+    if net.training and net.vector.isinf().any():
+        raise ValueError("infinite")
+    return t * net.vector
+
+
 def run_steps(case: Case, model: type[nn.Module], *more: Callable[[int, int], Any]) -> dict[str, Any]:
     """Train a model in PyTorch and its twin in ORT, compare losses and gradients, and return the status of the twin."""
     torch.manual_seed(0)
@@ -570,3 +627,17 @@ def test_packed_sequences(name):
         "aten::_pack_padded_sequence", "aten::_pad_packed_sequence", "aten::lstm", "aten::gru"
     }  # fmt: skip
     assert "aten::_pack_padded_sequence" in status["in_torch"]
+
+
+def test_under_inference_mode_views_are_known_and_weights_stay_usual():
+    case = CASES["assigns_to_parts_of_slices"]
+    torch.manual_seed(0)
+    reference = InSubmodule(case)
+    torch.manual_seed(0)
+    runtime, wrapped = wrap_model(InSubmodule(case), config.OrtModuleConfig(), stage=0)
+    with torch.inference_mode():
+        x = torch.randn(3, 5, WIDTH)
+        torch.testing.assert_close(wrapped(x), reference(x))
+    assert runtime.status()["graphs"]["inference"]["runs"]["forward"] == 1
+    wrapped(torch.randn(3, 5, WIDTH)).backward()
+    assert wrapped.middle.vector.grad is not None

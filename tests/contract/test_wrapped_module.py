@@ -194,3 +194,13 @@ def test_a_name_that_the_wrapper_has_too_is_reported(caplog):
     with caplog.at_level(logging.WARNING):
         _utils.check_for_name_collisions_and_bind_methods_to_ortmodule(wrapped, module, logging.getLogger("collisions"))
     assert [record.message.split()[0] for record in caplog.records] == ["_torch_module", "state_dict"]
+
+
+def test_torch_compile_of_a_wrapper_leaves_onnxruntime_in_place(caplog):
+    """As ``torch_compile=True`` of the Trainer does, through DeepSpeed's engine."""
+    runtime, wrapped = wrap_model(Net(), config.OrtModuleConfig(), stage=0)
+    with caplog.at_level(logging.INFO, "ort_zero"):
+        wrapped.compile(backend="inductor")
+    assert "torch.compile has no effect on Net" in caplog.text
+    wrapped(torch.randn(2, 4)).sum().backward()
+    assert runtime.status()["graphs"]["training"]["runs"]["backward"] == 1

@@ -311,3 +311,14 @@ def test_layers_are_left_out_on_each_rank_as_in_pytorch(reports):
         ("blocks.2", "numpy.random"),
     ):
         assert source in kept[0][path] and "test_torch_fallback_ranks.py" in kept[0][path]
+
+
+@pytest.mark.parametrize("name", ["Operators"])
+def test_one_rank_alone_gathers_weights_that_share_a_storage(name):
+    """Without other ranks DeepSpeed gathers several weights into one storage; the backward gathers them again."""
+    (report,) = run_on_ranks(compare, 1, [name], [3])
+    reference, ours = report[name, 3]
+    assert ours["losses"] == pytest.approx(reference["losses"], abs=2e-4)
+    for key, value in reference["parameters"].items():
+        torch.testing.assert_close(ours["parameters"][key], value, atol=1e-4, rtol=0)
+    assert ours["status"]["graphs"]["training"]["python_ops"] > 0

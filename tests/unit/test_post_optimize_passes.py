@@ -1,4 +1,4 @@
-"""ScaledSum and BatchScale as products and sums."""
+"""What ORT fused for CUDA alone, and results without names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import onnx
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from ort_zero.runtime.export.post_optimize_passes import unfuse_for_cpu
+from ort_zero.runtime.export.post_optimize_passes import name_all_results, unfuse_for_cpu
 
 MICROSOFT = "com.microsoft"
 
@@ -41,6 +41,38 @@ def test_a_batch_scale_and_a_result_that_nothing_needs():
     x, z = run(built, a=[2, 4])
     np.testing.assert_allclose(x, [1, 2])
     np.testing.assert_allclose(z, [6, 12])
+
+
+def is_all_finite(flags, x, y=(1, 1)) -> bool:
+    nodes = [helper.make_node("IsAllFinite", ["a", "b"], ["y"], domain=MICROSOFT, **flags)]
+    built = model(nodes, "ab", "")
+    built.graph.output.append(helper.make_tensor_value_info("y", TensorProto.BOOL, []))
+    assert unfuse_for_cpu(built) == 1
+    return bool(run(built, a=x, b=y)[0])
+
+
+def test_whether_all_are_finite():
+    inf, nan = float("inf"), float("nan")
+    assert is_all_finite({}, [1, 2])
+    assert not is_all_finite({}, [1, nan])
+    assert not is_all_finite({}, [1, 2], [-inf, 1])
+    assert is_all_finite({"isinf_only": 1}, [nan, 2])
+    assert not is_all_finite({"isinf_only": 1}, [nan, inf])
+    assert is_all_finite({"isnan_only": 1}, [inf, 2])
+    assert not is_all_finite({"isnan_only": 1}, [1, 2], [nan, 1])
+
+
+def test_results_of_aten_nodes_that_nothing_reads_have_names():
+    nodes = [
+        helper.make_node("ATen", ["a"], ["", "y", ""], domain="org.pytorch.aten"),
+        helper.make_node("Add", ["a", "y"], [""]),
+    ]
+    built = model(nodes, "a", "y")
+    assert name_all_results(built) == 2
+    first, _, last = built.graph.node[0].output
+    types = {info.name: info.type.tensor_type.elem_type for info in built.graph.value_info}
+    assert types == {first: TensorProto.FLOAT, last: TensorProto.FLOAT} and len(types) == 2
+    assert built.graph.node[1].output[0] == ""
 
 
 def test_several_have_names_of_their_own():

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ort_zero.log import get_logger
+
 COPIED = "_ort_zero_wrap_copy"
 """Attribute of a wrapper: the function that wraps a copy of its module the same way."""
 PICKLES_ITSELF = "_ort_zero_pickles_itself"
@@ -75,6 +77,12 @@ def _base(upstream: Any) -> type:
                 super().__delattr__(name)
             else:
                 delattr(_module_of(self), name)
+
+        def compile(self, *args: Any, **kwargs: Any) -> None:
+            """Leave the module as it is: torch's compiler would only see the call of the graph."""
+            get_logger().info(
+                "torch.compile has no effect on %s, which runs in ONNX Runtime", type(_module_of(self)).__name__
+            )
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return _module_of(self).state_dict(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Takes apart what ORT's optimizer fused into operators that only its CUDA provider can run.
+"""Changes gradient graphs that ORT has built, and could not run as they are.
 
-The graph builder runs this pass on each gradient graph that is to run on the CPU.
+The graph builder runs :func:`name_all_results` on each of them, :func:`unfuse_for_cpu` on those for the CPU.
 """
 
 from __future__ import annotations
@@ -10,18 +10,41 @@ import onnx
 from onnx import helper, numpy_helper
 
 
-def unfuse_for_cpu(model: onnx.ModelProto) -> int:
-    """Replace ScaledSum and BatchScale by products and sums, in place; return how many there were.
+def name_all_results(model: onnx.ModelProto) -> int:
+    """Give the results of ATen nodes that nothing reads a name, in place; return how many there were.
 
-    ``ScaledSumFusion`` of onnxruntime-training 1.19.2 asks no provider, and the two have CUDA kernels only.
+    ORT leaves out gradients that nobody wants, those of frozen weights, but its kernel wants a place for each result.
+    """
+    graph, named = model.graph, 0
+    types = {info.name: info.type.tensor_type.elem_type for info in (*graph.value_info, *graph.input)}
+    for node in graph.node:
+        dtype = next((types[name] for name in (*node.output, *node.input) if types.get(name)), None)
+        if node.op_type != "ATen" or dtype is None:
+            continue
+        for i, name in enumerate(node.output):
+            if not name:
+                node.output[i] = f"ort_zero_unread_{named}"
+                graph.value_info.append(helper.make_tensor_value_info(node.output[i], dtype, None))
+                named += 1
+    return named
+
+
+def unfuse_for_cpu(model: onnx.ModelProto) -> int:
+    """Replace ScaledSum, BatchScale and IsAllFinite by what they were made of, in place; return how many there were.
+
+    ``ScaledSumFusion`` and ``IsInfReduceSumFusion`` of onnxruntime-training 1.19.2 ask no provider, and these have CUDA
+    kernels only.
     """
     types = {info.name: info.type.tensor_type.elem_type for info in model.graph.value_info}
     nodes, replaced = [], 0
     for node in model.graph.node:
-        if node.domain != "com.microsoft" or node.op_type not in ("ScaledSum", "BatchScale"):
+        if node.domain != "com.microsoft" or node.op_type not in ("ScaledSum", "BatchScale", "IsAllFinite"):
             nodes.append(node)
             continue
         replaced += 1
+        if node.op_type == "IsAllFinite":
+            nodes += _nothing_infinite(node, f"ort_zero_IsAllFinite_{replaced}")
+            continue
         scales = {a.name: a.f for a in node.attribute}
         name = f"ort_zero_{node.op_type}_{replaced}"
         dtype = helper.tensor_dtype_to_np_dtype(types.get(node.output[0]) or types.get(node.input[0]) or 1)
@@ -41,3 +64,28 @@ def unfuse_for_cpu(model: onnx.ModelProto) -> int:
         del model.graph.node[:]
         model.graph.node.extend(nodes)
     return replaced
+
+
+def _nothing_infinite(node: onnx.NodeProto, name: str) -> list[onnx.NodeProto]:
+    """Return nodes that compute what an IsAllFinite does: whether none of its inputs has an infinite element, or NaN.
+
+    The fusion asks for infinite elements only; both flags together would ask for nothing.
+    """
+    flags = {attribute.name: attribute.i for attribute in node.attribute}
+    kinds = [kind for kind, other in (("IsInf", "isnan_only"), ("IsNaN", "isinf_only")) if not flags.get(other)]
+    nodes, found = [], []
+    for i, source in enumerate(node.input):
+        for kind in kinds:
+            value = f"{name}/{kind}_{i}"
+            nodes.append(helper.make_node(kind, [source], [value], value))
+            nodes.append(
+                helper.make_node("Cast", [value], [f"{value}/float"], f"{value}/cast", to=onnx.TensorProto.FLOAT)
+            )
+            nodes.append(
+                helper.make_node("ReduceMax", [f"{value}/float"], [f"{value}/any"], f"{value}/max", keepdims=0)
+            )
+            found.append(f"{value}/any")
+    nodes.append(helper.make_node("Max", found, [f"{name}/any"], f"{name}/max"))
+    nodes.append(helper.make_node("Cast", [f"{name}/any"], [f"{name}/bool"], f"{name}/cast", to=onnx.TensorProto.BOOL))
+    nodes.append(helper.make_node("Not", [f"{name}/bool"], list(node.output), f"{name}/not"))
+    return nodes

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ort_zero.compat import tracing
 from ort_zero.compat.torch_autograd import leaves_behind
-from ort_zero.compat.torch_modules import version_of
+from ort_zero.compat.torch_modules import traceable_parametrizations, version_of
 from ort_zero.compat.trace_sizes import SizeReads
 from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.value_reads import ValueReadError
@@ -234,7 +234,7 @@ class Tracer:
         with placed, tracing.watched(traced, draws) as seen, lines, left_behind.collected() as left:
             attributes = self.attributes = AttributeReads(module, seen.running)
             try:
-                with attributes.recording():
+                with attributes.recording(), traceable_parametrizations():
                     value = module(*args, **kwargs)
             except Exception as error:
                 self.trace_error = error

@@ -216,8 +216,10 @@ class _OwnCopies:
 
 def _unpack(saved: Any) -> torch.Tensor:
     if isinstance(saved, _SavedView):
-        assert saved.weight.full is not None
-        return saved.weight.full.as_strided(saved.size, saved.stride, saved.offset)
+        full = saved.weight.full
+        assert full is not None
+        # the weights of one collective may share a storage, in which this one begins anywhere
+        return full.as_strided(saved.size, saved.stride, full.storage_offset() + saved.offset)
     return saved
 
 
