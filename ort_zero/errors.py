@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ort_zero.masking import masked
+
 
 class OrtZeroError(Exception):
-    """Base of all errors raised on purpose by ort_zero."""
+    """Base of all errors raised on purpose by ort_zero. Secrets in URLs are masked in the message."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*(masked(value) if isinstance(value, str) else value for value in args))
 
 
 class ConfigError(OrtZeroError):
@@ -48,7 +55,7 @@ class RankError(OrtZeroError):
 
     def __init__(self, message: str, failures: dict[int, str]):
         super().__init__(message)
-        self.failures = dict(failures)
+        self.failures = {rank: masked(text) for rank, text in failures.items()}
 
 
 class CheckpointError(OrtZeroError):

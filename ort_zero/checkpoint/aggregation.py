@@ -29,6 +29,7 @@ from ort_zero.checkpoint.selection import ADAPTER, Choices, Selected, select
 from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder
 from ort_zero.distributed.process_group import RENDEZVOUS, RankGroup
 from ort_zero.errors import CheckpointError
+from ort_zero.masking import masked
 from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
@@ -256,7 +257,7 @@ def _prepare(
         raise CheckpointError(f"{source.root} brings a file named {odd[0]!r}, which is no configuration file")
     own = {name: text.encode() for name, text in source.config.items()}
     extras = {**{name: file.content for name, file in beside.items()}, **own}
-    copied = {**{name: file.origin for name, file in beside.items()}, **dict.fromkeys(own, source.root)}
+    copied = {**{name: file.origin for name, file in beside.items()}, **dict.fromkeys(own, masked(source.root))}
     for name in selected.left_out:
         extras.pop(name, None)
         copied.pop(name, None)
@@ -284,7 +285,7 @@ def _prepare(
         files=source.files,
         merges=selected.merges,
         about={
-            "source": source.root,
+            "source": masked(source.root),
             "source_format": source.format,
             "tag": source.tag,
             "step": source.step,
@@ -292,7 +293,7 @@ def _prepare(
             "world_size": source.world_size,
             "copied": copied,
         },
-        warnings=tuple(warnings),
+        warnings=tuple(map(masked, warnings)),
     )
 
 

@@ -17,6 +17,7 @@ from ort_zero.checkpoint.reading import ReadRequest, read_range
 from ort_zero.checkpoint.records import Source, Tensor
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.errors import CheckpointError
+from ort_zero.masking import masked
 from ort_zero.utils.progress import bar
 
 WHAT = ("weights", "weights+optimizer")
@@ -163,12 +164,12 @@ def diff(
     started = time.perf_counter()
     sources = [open_any(os.fspath(path), tag, trust_pickle) for path, tag in ((a, tag_a), (b, tag_b))]
     holding = [source for source in sources if any(t.is_optimizer_state for t in source.tensors)]
-    notes = [note for source in sources for note in source.notes]
+    notes = [masked(note) for source in sources for note in source.notes]
     if what == "weights+optimizer" and len(holding) < 2:
         without = next(source for source in sources if source not in holding)
         raise CheckpointError(f"{without.root} holds no optimizer state")
     if what is None and len(holding) == 1:
-        notes.append(f"only {holding[0].root} holds optimizer state, which is not compared")
+        notes.append(f"only {masked(holding[0].root)} holds optimizer state, which is not compared")
     one, other = (_Side.of(source, what != "weights" and len(holding) == 2) for source in sources)
     pairs, only_a, only_b = _matched(one, other)
     total = sum(x.nbytes + y.nbytes for _, x, y in pairs if x.shape == y.shape)
@@ -179,8 +180,8 @@ def diff(
             if found is not None:
                 different.append(found)
     return DiffReport(
-        a=sources[0].root,
-        b=sources[1].root,
+        a=masked(sources[0].root),
+        b=masked(sources[1].root),
         format_a=sources[0].format,
         format_b=sources[1].format,
         compared=len(pairs),

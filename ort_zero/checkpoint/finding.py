@@ -193,7 +193,7 @@ def _only_or_newest(folder: Folder) -> Found:
     if not any(candidate.format for some in children.values() for candidate in some):
         raise CheckpointError(f"no checkpoint is there: {no_checkpoint(folder)}")
     if len(children) == 1:
-        return find(folder.path(next(iter(children))))
+        return find(folder.child(next(iter(children))).url)
     numbers = {name: match for name in children if (match := _NUMBERED.fullmatch(name))}
     if len(numbers) < len(children) or len({match[1] for match in numbers.values()}) > 1:
         there = shortened([candidate.name for some in children.values() for candidate in some], _MOST_NAMED)
@@ -259,7 +259,7 @@ def _is_manifest(folder: Folder) -> bool:
 
 
 def _relative(text: str, folder: Folder) -> str:
-    return text.replace(f"{folder.url}/", "")
+    return text.replace(f"{folder.path()}/", "")
 
 
 def _by_numbers(name: str) -> list[tuple[int, str]]:

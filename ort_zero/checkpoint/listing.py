@@ -69,7 +69,7 @@ def _listed(candidate: Candidate, now: float, trust_pickle: bool) -> ListedCheck
     modified = max(times, default=None)
     return ListedCheckpoint(
         tag=candidate.name,
-        root=folder.url,
+        root=folder.path(),
         format=candidate.format,
         latest=_is_latest(folder),
         step=source.step if source else None,

@@ -30,6 +30,7 @@ from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.distributed.process_group import RankGroup, interrupts_held
 from ort_zero.distributed.side_channel import SideChannelGroup
 from ort_zero.errors import CheckpointError
+from ort_zero.masking import masked
 
 _RUN_ID = uuid.uuid4().hex
 _running: list[_BackgroundSave] = []
@@ -86,7 +87,9 @@ class _BackgroundSave(threading.Thread):
         except BaseException as error:
             self.error = error
             _unreported.add(self)
-            log.get_logger().error("the background save of %s to %s failed: %s", self._job.tag, self._job.path, error)
+            log.get_logger().error(
+                "the background save of %s to %s failed: %s", self._job.tag, masked(self._job.path), masked(str(error))
+            )
         finally:
             del self._job, self._finish_copy
             _running.remove(self)

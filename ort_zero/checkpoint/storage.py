@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.masking import masked
 from ort_zero.utils.atomic_write import partial_name, removed_on_error
 
 CHUNK = 8 << 20
@@ -48,12 +49,13 @@ class Folder:
         self._lock = threading.Lock()
 
     def path(self, name: str = "") -> str:
-        """Return the path or URL of a file, for messages."""
-        return f"{self.url}/{name}" if name else self.url
+        """Return the path or URL of a file, for messages: secrets in a URL are masked."""
+        shown = masked(self.url) if "://" in self.url else self.url
+        return f"{shown}/{name}" if name else shown
 
     def child(self, name: str) -> Folder:
         """Return the folder `name` in this folder; it need not exist."""
-        return open_folder(self.path(name))
+        return open_folder(_joined(self.url, name))
 
     def names(self) -> list[str]:
         """Return the names of the files and folders in it, sorted; an empty list if it does not exist."""
@@ -430,10 +432,10 @@ class RemoteFolder(Folder):
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
         except (ImportError, ValueError) as error:
-            raise CheckpointError(f"cannot open {self.url}: {error}") from error
+            raise CheckpointError(f"cannot open {self.url}: {error}") from None  # its own message may hold secrets
 
     def _at(self, name: str) -> str:
-        return f"{self._root.rstrip('/')}/{name}" if name else self._root
+        return _joined(self._root.rstrip("/"), name) if name else self._root
 
     def names(self) -> list[str]:
         """List the objects under the URL, past what fsspec remembers of an earlier listing."""
@@ -503,7 +505,7 @@ class RemoteFolder(Folder):
             with self._upload(path) as stream:
                 yield stream
         except OSError as error:
-            raise CheckpointError(f"cannot write {self.path(name)}: {error}") from error
+            raise CheckpointError(f"cannot write {self.path(name)}: {error}") from None  # likewise
 
     @contextmanager
     def _upload(self, path: str) -> Iterator[IO[bytes]]:
@@ -540,6 +542,12 @@ class RemoteFolder(Folder):
     def remove(self, name: str) -> None:
         """Remove an object; a missing one is fine."""
         self._forget(self._at(name))
+
+
+def _joined(url: str, name: str) -> str:
+    """Return the URL of what is called `name` in the folder `url`; a web address keeps its query at its end."""
+    address, question, query = url.partition("?") if url.startswith(("http://", "https://")) else (url, "", "")
+    return f"{address.rstrip('/')}/{name}{question}{query}"
 
 
 def open_folder(url: str | os.PathLike) -> Folder:

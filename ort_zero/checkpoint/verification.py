@@ -118,7 +118,7 @@ def verify(
     if findings.problems and meant.by_latest is not None:
         findings.notes.append(f"{manifest.LATEST} names it; {whole_ones_text(meant.by_latest, folder)}")
     return VerifyReport(
-        root=folder.url,
+        root=folder.path(),
         tag=findings.tag,
         format=name,
         files=findings.files,

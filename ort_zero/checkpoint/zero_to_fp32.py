@@ -24,6 +24,7 @@ from ort_zero.checkpoint.reading import ReadRequest, check_range, read_range
 from ort_zero.checkpoint.records import BUFFER, Source, Tensor
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.errors import CheckpointError
+from ort_zero.masking import masked
 
 SCRIPT_NAME = "zero_to_fp32.py"
 SCRIPT = '''\
@@ -274,4 +275,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.debug:
             raise
         parser.exit(1, f"{SCRIPT_NAME}: {error}\n")
-    print(f"wrote {report.tensors} tensors, {report.parameters:,} parameters in fp32 into {args.output_dir}")
+    print(f"wrote {report.tensors} tensors, {report.parameters:,} parameters in fp32 into {masked(args.output_dir)}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ort_zero.masking import masked
+
 TP_SPLIT_HELP = (
     "how tensor-parallel ranks share tensors, where the checkpoint does not say it itself: PATTERN=DIM, PATTERN=DIM/N "
     "for N fused ones, or PATTERN=replicated, such as '*.o_proj.weight=1'; or a JSON file of such pairs (repeatable)"
@@ -13,4 +15,4 @@ TP_SPLIT_HELP = (
 
 def print_json(value: dict[str, Any]) -> None:
     """Print `value` as one JSON object on stdout; what JSON has no word for (a path) is written as text."""
-    print(json.dumps(value, indent=2, default=str))
+    print(masked(json.dumps(value, indent=2, default=str)))

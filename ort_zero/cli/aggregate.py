@@ -12,6 +12,7 @@ from ort_zero.checkpoint.dtypes import CHOICES
 from ort_zero.cli import TP_SPLIT_HELP, print_json
 from ort_zero.distributed import gloo_exit
 from ort_zero.errors import CorruptCheckpointError, RankError
+from ort_zero.masking import masked
 from ort_zero.utils.sizes import decimal_size, size_in
 from ort_zero.utils.tables import aligned
 
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         # Rank 0 tells; a rank that failed itself adds which one it is.
         if not isinstance(error, RankError):
-            print(f"ort-zero aggregate: rank {ranks.rank}: {error}", file=sys.stderr)
+            print(f"ort-zero aggregate: rank {ranks.rank}: {masked(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, CorruptCheckpointError) else 2
     finally:
         ranks.close()

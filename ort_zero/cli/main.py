@@ -16,6 +16,7 @@ from typing import NoReturn
 from ort_zero import __version__, env
 from ort_zero.cli import aggregate, build, diff, doctor, ls, memory, print_json, stats, verify
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
+from ort_zero.masking import masked
 
 _COMMANDS = (doctor, build, aggregate, verify, ls, diff, stats, memory)
 
@@ -69,13 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(error: Exception, args: argparse.Namespace) -> int:
     """Say in one line what went wrong; with ``--debug`` in full. Returns the exit status."""
-    message = str(error).strip()
+    message = masked(str(error).strip())
     if not isinstance(error, (OrtZeroError, OSError)):
         message = f"internal error, {type(error).__name__}: {message}"
     if args.json:
         print_json({"command": args.command, "error": message})
     if args.debug or env.flag("ORT_ZERO_DEBUG"):
-        traceback.print_exception(error)
+        print(masked("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     else:
         first, _, rest = message.partition("\n")
         hint = " (--debug shows all)" if rest else ""

@@ -41,7 +41,8 @@ SPLIT = {"runtime": {"guards", "export", "operators", "zero3", "export_cache", "
 """Packages in which a module or a package below stands for itself; the package's own name means the rest of it."""
 ALLOWED: dict[str, set[str]] = {
     # what needs nothing of the rest
-    "errors": set(),
+    "masking": set(),
+    "errors": {"masking"},
     "utils": {"errors"},
     "env": {"utils"},
     "log": {"env", "errors"},
@@ -59,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
                            "utils", "zero3_hooks"},
     "statistics.compare": {"errors", "statistics", "utils"},
     "recompute": {"compat", "config", "env", "errors", "log", "onnx_edit", "utils"},
-    "checkpoint": {"compat", "distributed", "env", "errors", "log", "utils"},
+    "checkpoint": {"compat", "distributed", "env", "errors", "log", "masking", "utils"},
     # a model in ONNX Runtime: each package is a stage, the modules of `runtime` itself put them together
     "runtime.export": {"compat", "env", "errors", "log", "statistics.collect", "utils", "zero3_hooks"},
     "runtime.operators": {"compat", "runtime.export"},
@@ -78,8 +79,8 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"plugin", "runtime.operators", "utils"},
     "graph": {"runtime.operators"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
-    "cli": {"__init__", "checkpoint", "compat", "distributed", "doctor", "env", "errors", "recompute", "statistics",
-            "statistics.compare", "utils"},
+    "cli": {"__init__", "checkpoint", "compat", "distributed", "doctor", "env", "errors", "masking", "recompute",
+            "statistics", "statistics.compare", "utils"},
     "__main__": {"cli"},
     "testing": {"compat", "distributed", "errors", "plugin", "recompute", "runtime", "runtime.zero3", "utils"},
 }  # fmt: skip
