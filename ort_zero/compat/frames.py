@@ -116,8 +116,10 @@ def _message_lines(file: str) -> tuple[frozenset[int], frozenset[int]]:
     told: set[int] = set()
     called: set[int] = set()
     for node in ast.walk(tree):
+        if not isinstance(node, (ast.Expr, ast.Raise)):
+            continue
         call = node.value if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) else None
-        if call is None and not isinstance(node, ast.Raise):
+        if call is None and isinstance(node, ast.Expr):
             continue
         lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
         name = getattr(call.func, "attr", getattr(call.func, "id", "")) if call is not None else ""

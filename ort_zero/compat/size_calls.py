@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ort_zero.compat.trace_sizes import COUNT, ELEMENTS, NUMBER, RANK, TRUTH, SizeReads
+from ort_zero.compat.trace_sizes import COUNT, ELEMENTS, NUMBER, RANK, TRUTH, SizeReads, sizes_of
 
 _C: Any = torch._C
 _SPLITS = {
@@ -68,7 +68,7 @@ def _pieces(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         size: Any = args[0].size(counted_axis(func, args, kwargs))
         step = args[1] if _SPLITS[func] == "split" else (size + args[1] - 1) // args[1]
         return [(size + step - 1) // step]
-    return [size for given in args if isinstance(given, torch.Tensor) for size in given.shape]
+    return [size for given in args if isinstance(given, torch.Tensor) for size in sizes_of(given)]
 
 
 def counted_axis(func: Any, args: tuple, kwargs: dict) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ort_zero.compat.frames import is_only_message, is_runtime, looks_in_set, user_line
+from ort_zero.compat.frames import is_foreign, is_only_message, is_runtime, looks_in_set, user_line
 from ort_zero.compat.size_program import Evaluation, SizeProgram
 from ort_zero.compat.trace_origins import Origin, Origins
 from ort_zero.compat.trace_slices import TraceSlices
@@ -124,10 +124,14 @@ class SizeReads:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record what is taken from tensors in the block, by whatever code: PyTorch's own functions too."""
-        own = {name: vars(torch.Tensor).get(name) for name in [*_PATCHED, "__hash__"]}
-        for name, kind in _PATCHED.items():
-            setattr(torch.Tensor, name, self._recorded(getattr(torch.Tensor, name), kind))
-        setattr(torch.Tensor, "__hash__", self._hash(torch.Tensor.__hash__))  # noqa: B010
+        methods = {name: self._recorded(getattr(torch.Tensor, name), kind) for name, kind in _PATCHED.items()}
+        methods["__hash__"] = self._hash(torch.Tensor.__hash__)
+        methods["__repr__"] = self._repr(torch.Tensor.__repr__)
+        methods["nbytes"] = self._nbytes(torch.Tensor.nbytes)
+        methods |= {name: self._of_number(name) for name in ("__round__", "__divmod__", "__rdivmod__")}
+        own = {name: vars(torch.Tensor).get(name) for name in methods}
+        for name, method in methods.items():
+            setattr(torch.Tensor, name, method)
         try:
             yield
         finally:
@@ -157,11 +161,45 @@ class SizeReads:
         def hash_(tensor: torch.Tensor) -> int:
             if _C._is_tracing() and looks_in_set(sys._getframe(1)) and self._is_number(tensor):
                 self.note(tensor, ELEMENTS)
-                with untraced(), _C.DisableTorchFunction():
-                    return hash(tensor.item())
+                return hash(_number_in(tensor))
             return original(tensor)
 
         return hash_
+
+    def _repr(self, original: Any) -> Any:
+        """Return a text of a size as it is outside of a trace: that of a number."""
+
+        def repr_(tensor: torch.Tensor, **options: Any) -> str:
+            frame = sys._getframe(1)
+            if not _C._is_tracing() or is_foreign(frame.f_code.co_filename) or not self._is_number(tensor):
+                return original(tensor, **options)
+            if not is_only_message(frame, text=True):
+                self.note(tensor, ELEMENTS)
+            return repr(_number_in(tensor))
+
+        return repr_
+
+    def _nbytes(self, original: Any) -> property:
+        def nbytes(tensor: torch.Tensor) -> int:
+            if _C._is_tracing() and not is_runtime(sys._getframe(1).f_code.co_filename):
+                count: Any = tensor.numel()  # a tensor while a trace is made
+                self.note(count, NUMBER)
+            return original.__get__(tensor)
+
+        return property(nbytes)
+
+    def _of_number(self, name: str) -> Any:
+        """Return a method that numbers have and tensors lack."""
+
+        def method(tensor: torch.Tensor, *args: Any) -> Any:
+            if not _C._is_tracing() or not self._is_number(tensor):
+                raise TypeError(f"type Tensor doesn't define {name} method")
+            for number in (tensor, *(given for given in args if isinstance(given, torch.Tensor))):
+                self.note(number, ELEMENTS)
+            given = [_number_in(value) if isinstance(value, torch.Tensor) else value for value in args]
+            return getattr(_number_in(tensor), name)(*given)
+
+        return method
 
     def _is_number(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a number of sizes, which Python sees as a plain number outside of a trace."""
@@ -173,7 +211,7 @@ class SizeReads:
 
     def note(self, tensor: torch.Tensor, kind: str) -> None:
         """Record that Python code takes something from `tensor`, if its sizes or those of others decide about it."""
-        self.note_value(_traced(tensor), kind, lambda: [tensor] if kind in _OF_ELEMENTS else list(tensor.shape))
+        self.note_value(_traced(tensor), kind, lambda: [tensor] if kind in _OF_ELEMENTS else sizes_of(tensor))
 
     def note_value(self, value: Any, kind: str, deciding: Callable[[], list[torch.Tensor]]) -> None:
         """Record a read of a traced value.
@@ -199,6 +237,18 @@ class SizeReads:
             return
         self._known.add((step, kind))
         self.reads.append(SizeRead(step, kind, seen, text, user_line(), self._running()))
+
+
+def sizes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the sizes of a tensor as the tensors that they are while a trace is made."""
+    sizes: Any = tensor.shape
+    return list(sizes)
+
+
+def _number_in(tensor: torch.Tensor) -> Any:
+    """Return the number in a tensor without axes."""
+    with untraced(), _C.DisableTorchFunction():
+        return tensor.item()
 
 
 def _traced(tensor: torch.Tensor) -> Any:

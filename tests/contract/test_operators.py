@@ -724,6 +724,7 @@ layer("Dropout2d 0", "planes", lambda: nn.Sequential(nn.Dropout2d(0.0), nn.Alpha
 layer("Dropout eval", "words", lambda: nn.Dropout(0.5).eval())
 layer("Conv1d", "words", lambda: nn.Conv1d(5, 4, 3, stride=2, padding=1))
 layer("Conv1d same", "words", lambda: nn.Conv1d(5, 4, 3, padding="same", dilation=2, bias=False))
+layer("Conv1d same, not dilated", "words", lambda: nn.Conv1d(5, 4, 3, padding="same"))
 layer("Conv1d grouped", "planes", lambda: nn.Conv1d(4, 8, 3, groups=2), lambda t, net: net.layer(t[:, :, 0]))
 layer("Conv1d depthwise", "planes", lambda: nn.Conv1d(4, 4, 3, groups=4), lambda t, net: net.layer(t[:, :, 0]))
 layer("Conv2d", "planes", lambda: nn.Conv2d(4, 3, 3, stride=2, padding=1))

@@ -207,6 +207,13 @@ def check(condition, message):
     assert condition, message
 
 
+class Linspace(Base):
+    """ONNX Runtime's own form ends the process."""
+
+    def forward(self, x):
+        return (self.linear(x) * torch.linspace(0, 1, x.shape[1])[None, :, None]).pow(2).mean()
+
+
 class Printed(Base):
     def forward(self, x):
         print(f"shape {x.shape}, {x.shape[1]}")
@@ -227,6 +234,19 @@ class InList(Base):
         return self.linear(x).pow(2).mean() * (2 if x.shape[1] in (4, 6) else 3 if x.shape[1] in {9, 10} else 4)
 
 
+class Rounded(Base):
+    """What numbers have and tensors lack."""
+
+    def forward(self, x):
+        whole, rest = divmod(x.shape[1], 5)
+        return self.linear(x).pow(2).mean() * (round(x.shape[1] * 0.25) + whole + rest + len(str(x.shape[1])))
+
+
+class Bytes(Base):
+    def forward(self, x):
+        return self.linear(x).pow(2).mean() * x.nbytes
+
+
 class Encoder(nn.Module):
     """PyTorch's own attention, which checks many sizes."""
 
@@ -242,7 +262,7 @@ class Encoder(nn.Module):
 
 
 LENGTHS = (4, 12, 6, 4, 9, 12)
-ONE_GRAPH = [Length, ScaledHeads, TensorOfSizes, Interpolated, Printed, Encoder]
+ONE_GRAPH = [Length, ScaledHeads, TensorOfSizes, Interpolated, Linspace, Printed, Encoder]
 
 
 def run(cls, shapes, config_=None):
@@ -289,6 +309,8 @@ def test_one_graph_serves_all_lengths_that_code_does_not_tell_apart(cls):
         (Sqrt, [1, 2, 3, 3, 4, 4]),
         (Strided, [1, 2, 3, 3, 4, 4]),
         (Named, [1, 2, 3, 3, 4, 4]),
+        (Rounded, [1, 2, 3, 3, 4, 4]),
+        (Bytes, [1, 2, 3, 3, 4, 4]),
         (InList, [1, 2, 3, 3, 4, 4]),
         (InsideOfFunction, [1, 2, 3, 3, None, None]),
     ],

@@ -121,11 +121,16 @@ def _counted(node: TracedNode) -> str | None:
 
 
 def _convolving(node: TracedNode) -> str | None:
-    padding, dilation = node.argument("padding"), node.argument("dilation")
-    if padding is not None and padding.is_constant and isinstance(padding.constant, str):
-        if dilation is None or not dilation.is_constant or any(size != 1 for size in dilation.constant):
-            return 'ONNX Runtime knows no dilation together with padding "same"'
+    padding = node.argument("padding")
+    if padding is not None and padding.is_constant and padding.constant == "same":
+        return 'ONNX Runtime knows no dilation together with padding "same", and its gradient leaves the padding out'
     return _grouped(node)
+
+
+def _steps_of_sizes(node: TracedNode) -> str | None:
+    steps = node.argument("steps")
+    known = steps is None or steps.is_constant or steps.constant_number is not None
+    return None if known else "ONNX Runtime crashes on its gradient where the number of steps is a size"
 
 
 _SIZES_OF_POOLING = "ONNX Runtime takes the sizes of its result for those that it is combined with"
@@ -176,6 +181,7 @@ IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
     "aten::scatter_reduce": "ONNX Runtime crashes on its gradient",
     "aten::diagonal": "ONNX Runtime's gradient of its diagonal needs known shapes",
     "aten::narrow": _negative_start,
+    "aten::linspace": _steps_of_sizes,
     "aten::addmm": _of_product_alone,
     "aten::index_fill": "torch's exporter does not know its own shapes there",
     **dict.fromkeys(("aten::movedim", "aten::moveaxis"), "torch's exporter writes dimensions that ONNX does not know"),
