@@ -176,9 +176,11 @@ def write_deepspeed(root: str, stage: int, ranks: int, weights: int) -> dict[str
         own = sum(-(-count // ranks) for count in counts)
     else:
         own = -(-sum(counts) // (2 * ranks)) * 2
-    for rank in range(ranks):
+    flats = []
+    for rank in reversed(range(ranks)):  # rank 0 writes the module, of the masters of all
         generator = torch.Generator().manual_seed(rank)
         flat = torch.randn(own, generator=generator)
+        flats.insert(0, flat if stage < 3 else flat[:0])
         moments = {"step": torch.tensor(1.0), "exp_avg": flat * 0.1, "exp_avg_sq": flat * flat}
         states = {
             "state": {0: moments},
@@ -214,7 +216,11 @@ def write_deepspeed(root: str, stage: int, ranks: int, weights: int) -> dict[str
         torch.save(content, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         if stage == 3 or rank == 0:
             name = f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_00_model_states.pt"
-            module = {n: torch.empty(0) if stage == 3 else torch.full(s, 0.5) for n, s in shapes.items()}
+            if stage == 3:
+                module = {name: torch.empty(0) for name in shapes}
+            else:
+                parts = torch.cat(flats).split([*counts, own * ranks - sum(counts)])
+                module = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts)}
             content = {
                 "module": module,
                 "buffer_names": [],
