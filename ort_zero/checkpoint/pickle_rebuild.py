@@ -133,7 +133,7 @@ class _Rebuilder:
             [(self.value(key, depth), self.value(item, depth)) for key, item in raw.entries],
             raw.called,
         )
-        if raw.called and pickle_classes.is_hostile(raw.class_name):
+        if raw.called and raw.class_name not in _OF_TORCH and pickle_classes.is_hostile(raw.class_name):
             raise HostilePickleError(raw.class_name)
         result = _of_torch(made) if made.class_name in _OF_TORCH else pickle_classes.rebuilt(made)
         if result is pickle_classes.UNKNOWN:

@@ -10,7 +10,7 @@ import math
 import struct
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +33,8 @@ _MAX_EXTRA = 256
 _PICKLE = "data.pkl"
 _DATA = "data/"
 _SMALL = 1 << 20
-"""Number of bytes up to which a tensor may be larger than its file: a small mask that was expanded."""
+"""Number of bytes up to which a tensor may be larger than its file (a small mask that was expanded), and a file is read
+at once for its headers."""
 
 
 class _Record(NamedTuple):
@@ -58,7 +59,11 @@ class TorchFile:
     """Names of the classes of which `content` holds only records."""
 
 
-def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False) -> TorchFile:
+Known = dict[tuple, tuple[Any, frozenset[str]]]
+"""What pickles hold, by their bytes and the places of their storages: ranks write many files with the same pickle."""
+
+
+def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False, known: Known | None = None) -> TorchFile:
     """Return the content of a ``.pt``.
 
     Args:
@@ -66,6 +71,8 @@ def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False) -> To
         name: its name.
         trust_pickle: let torch unpickle it, which imports and calls whatever it names. Else nothing is imported or
             called.
+        known: results of files that were opened before, which the file is added to. Files with the same pickle then
+            share one content, which nobody may change.
 
     Raises:
         CorruptCheckpointError: missing, empty, truncated, a damaged header or pickle.
@@ -84,7 +91,7 @@ def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False) -> To
     order = by_name.get("byteorder")
     if order is not None and folder.read(name, order.offset, order.length).decode(errors="replace") != sys.byteorder:
         raise CheckpointError(f"{path} was written on a machine of another byte order; convert it there")
-    content, opaque = _content(folder, name, by_name, trust_pickle)
+    content, opaque = _content(folder, name, by_name, trust_pickle, {} if known is None else known)
     checked = tuple((r.offset, r.length, r.crc) for r in records if r.crc is not None)
     file = File(name=name, size=folder.size(name) or 0, records=checked)
     _check_places(path, content, {record.offset: record.length for record in records}, file.size)
@@ -133,16 +140,22 @@ def read_records(folder: Folder, name: str) -> list[_Record]:
             end = archive.start_dir
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, ValueError, struct.error) as error:
         raise _not_a_zip(folder, name, size, error) from None
+    # the many headers of a small file are read at once
+    whole = folder.read(name) if size <= _SMALL else None
+
+    def read(offset: int, length: int) -> bytes:
+        return folder.read(name, offset, length) if whole is None else whole[offset : offset + length]
+
     records, position = [], 0
     before: zipfile.ZipInfo | None = None
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise CheckpointError(f"{path} holds compressed data ({entry.filename}); save it again with torch.save")
-        offset = _data_offset(folder, name, size, before, position, entry)
+        offset = _data_offset(path, read, size, before, position, entry)
         records.append(_Record(entry.filename, offset, entry.file_size, entry.CRC))
         before, position = entry, offset + entry.file_size
     if before is not None:
-        _check_descriptor(path, before, folder.read(name, position, max(0, end - position)))
+        _check_descriptor(path, before, read(position, max(0, end - position)))
     # torch.serialization.set_crc32_options(False) leaves zeros; the CRC-32 of a record without bytes is zero as well
     has_checksums = any(record.crc for record in records)
     return records if has_checksums else [record._replace(crc=None) for record in records]
@@ -160,20 +173,25 @@ def _not_a_zip(folder: Folder, name: str, size: int, error: Exception) -> Checkp
 
 
 def _data_offset(
-    folder: Folder, name: str, size: int, before: zipfile.ZipInfo | None, position: int, entry: zipfile.ZipInfo
+    path: str,
+    read: Callable[[int, int], bytes],
+    size: int,
+    before: zipfile.ZipInfo | None,
+    position: int,
+    entry: zipfile.ZipInfo,
 ) -> int:
     """Return where the data of `entry` begins, having checked what lies between `position` and there."""
     encoded = entry.filename.encode()
     gap = entry.header_offset - position
     length = gap + _LOCAL.size + len(encoded) + _MAX_EXTRA
     damaged = CorruptCheckpointError(
-        f"{folder.path(name)} is damaged: the header of its record {entry.filename} does not fit the zip directory"
+        f"{path} is damaged: the header of its record {entry.filename} does not fit the zip directory"
     )
     if gap < 0 or gap > _MAX_EXTRA or position + gap + _LOCAL.size > size:
         raise damaged
-    raw = folder.read(name, position, min(length, size - position))
+    raw = read(position, min(length, size - position))
     if before is not None:
-        _check_descriptor(folder.path(name), before, raw[:gap])
+        _check_descriptor(path, before, raw[:gap])
     header = raw[gap:]
     magic, version, flags, method, time, date, *numbers, name_length, extra_length = _LOCAL.unpack_from(header)
     rest = header[_LOCAL.size :]
@@ -228,7 +246,7 @@ def _check_descriptor(path: str, entry: zipfile.ZipInfo, raw: bytes) -> None:
 
 
 def _content(
-    folder: Folder, name: str, records: Mapping[str, _Record], trust_pickle: bool
+    folder: Folder, name: str, records: Mapping[str, _Record], trust_pickle: bool, known: Known
 ) -> tuple[Any, frozenset[str]]:
     """Return what the pickle of a file says, and the names of the classes of which only records are in it."""
     path = folder.path(name)
@@ -239,9 +257,12 @@ def _content(
             with folder.open(name) as stream:
                 return torch_load.load_trusted(stream, _stored), frozenset()
         pickled = records[_PICKLE]
-        raw = pickle_machine.interpret(folder.read(name, pickled.offset, pickled.length))
+        data = folder.read(name, pickled.offset, pickled.length)
         places = {key.removeprefix(_DATA): (r.offset, r.length) for key, r in records.items() if key.startswith(_DATA)}
-        return pickle_rebuild.rebuild(raw, places, pickled.length)
+        key = (data, *places.items())
+        if key not in known:
+            known[key] = pickle_rebuild.rebuild(pickle_machine.interpret(data), places, pickled.length)
+        return known[key]
     except pickle_machine.HostilePickleError as error:
         raise CheckpointError(
             f"{path} calls {error.name}, which no checkpoint has to and which runs code wherever the file is loaded; "

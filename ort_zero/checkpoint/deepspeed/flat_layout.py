@@ -71,6 +71,7 @@ class _Vector:
     def __init__(self, parts: list[_Part | None], lengths: list[int]):
         self._parts = parts
         self._ends = list(accumulate(lengths))
+        self._elements = [0 if part is None else part.elements for part in parts]
 
     def cut(self, begin: int, end: int, first: int) -> Iterator[Piece]:
         """Yield the pieces of the elements `begin` to `end`, which are a tensor's elements from `first` on."""
@@ -80,7 +81,7 @@ class _Vector:
             if part is None:
                 return
             start = self._ends[index - 1] if index else 0
-            stop = min(end, self._ends[index], start + part.elements)
+            stop = min(end, self._ends[index], start + self._elements[index])
             if stop > begin:
                 size = part.stored.itemsize
                 yield Piece(part.file.name, part.stored.offset + (begin - start) * size, (stop - begin) * size, first)

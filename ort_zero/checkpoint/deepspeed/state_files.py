@@ -21,7 +21,7 @@ from ort_zero.checkpoint.deepspeed.file_names import (
 from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import MOST_NAMED, Tensor, check_cover
 from ort_zero.checkpoint.storage import Folder
-from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
+from ort_zero.checkpoint.torch_file import Known, TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
@@ -141,8 +141,9 @@ def open_state_files(
         )
     if not rank_names and not whole:
         raise CorruptCheckpointError(f"{folder.path(f'mp_rank_{model_rank:02d}_model_states.pt')} is missing")
+    known: Known = {}
     opened = {
-        name: _open(folder, name, trust_pickle, pipeline)
+        name: _open(folder, name, trust_pickle, pipeline, known)
         for name in (*whole, *rank_names.values(), *optimizer_names.values())
     }
     world_size = _world_size(folder, opened, max(len(optimizer_names), len(rank_names), 1))
@@ -190,14 +191,14 @@ def open_part(folder: Folder, name: str, trust_pickle: bool) -> TorchFile:
     return file
 
 
-def _open(folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None) -> TorchFile:
+def _open(folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None, known: Known) -> TorchFile:
     """Return one opened file of module or optimizer states.
 
     Raises:
         CorruptCheckpointError: damaged, not a file of states, or written under another name.
         CheckpointError: of a kind of parallelism, or with a class, that cannot be read.
     """
-    file = open_torch_file(folder, name, trust_pickle)
+    file = open_torch_file(folder, name, trust_pickle, known)
     key, kind = ("module", "module") if name.endswith("_model_states.pt") else ("optimizer_state_dict", "optimizer")
     module = file.content.get(key, 0) if isinstance(file.content, dict) else 0
     if key == "module" and module is None:
