@@ -6,6 +6,7 @@ from ort_zero.utils.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.aggregation import aggregate
+    from ort_zero.checkpoint.converting import convert
     from ort_zero.checkpoint.differences import diff
     from ort_zero.checkpoint.listing import list_checkpoints
     from ort_zero.checkpoint.loading import load
@@ -18,6 +19,7 @@ else:
         __name__,
         {
             "aggregate": "ort_zero.checkpoint.aggregation",
+            "convert": "ort_zero.checkpoint.converting",
             "diff": "ort_zero.checkpoint.differences",
             "list_checkpoints": "ort_zero.checkpoint.listing",
             "load": "ort_zero.checkpoint.loading",
@@ -28,4 +30,4 @@ else:
         },
     )
 
-__all__ = ["aggregate", "diff", "list_checkpoints", "load", "load_optimizer_state", "save", "verify", "wait"]
+__all__ = ["aggregate", "convert", "diff", "list_checkpoints", "load", "load_optimizer_state", "save", "verify", "wait"]

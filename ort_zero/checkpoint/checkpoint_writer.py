@@ -56,7 +56,7 @@ def write_checkpoint(job: SaveJob, ranks: RankGroup) -> None:
     try:
         with ranks.raise_on_all(f"saving {folder.path()}"):
             folder.make()
-            files, written = _write_files(folder, job, ranks, names)
+            files, written = write_rank_files(folder, job, ranks.rank, ranks.size, names)
         with ranks.raise_on_all(f"saving {folder.path()}"):
             for name in names:
                 folder.publish(name, job.save_id)
@@ -86,10 +86,14 @@ def _may_be_published(folder: Folder, save_id: str) -> bool:
     return found is not None and found.save_id == save_id
 
 
-def _write_files(
-    folder: Folder, job: SaveJob, ranks: RankGroup, names: list[str]
+def write_rank_files(
+    folder: Folder, job: SaveJob, rank: int, size: int, names: list[str]
 ) -> tuple[list[File], list[WrittenPiece]]:
-    """Write this rank's files under partial names; `names` gets their final ones as they are begun."""
+    """Write the files of `rank` of `size` under partial names; `names` gets their final ones as they are begun.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
     files: list[File] = []
     written: list[WrittenPiece] = []
     header = {
@@ -97,8 +101,8 @@ def _write_files(
         "run_id": job.run_id,
         "tag": job.tag,
         "step": str(job.model.step),
-        "rank": str(ranks.rank),
-        "world_size": str(ranks.size),
+        "rank": str(rank),
+        "world_size": str(size),
     }
     kinds = {"master": job.shard.weights, "optimizer": job.shard.moments}
     if job.shard.extra_tensors:
@@ -109,13 +113,13 @@ def _write_files(
     for kind, entries in kinds.items():
         if kind == "optimizer" and not entries:
             continue
-        name = file_name(ranks.rank, kind, "safetensors", job.suffix)
+        name = file_name(rank, kind, "safetensors", job.suffix)
         names.append(name)
         file, pieces = write_shard(folder, name, entries, header, job.save_id, job.durable)
         files.append(file)
         if kind != "extra":
             written += pieces
-    name = file_name(ranks.rank, "extra", "json", job.suffix)
+    name = file_name(rank, "extra", "json", job.suffix)
     names.append(name)
     shapes = [list(t.shape) for t in job.shard.extra_tensors]
     extra = {**header, "tensor_shapes": shapes, **job.shard.extra}
@@ -143,8 +147,12 @@ def _write_json(folder: Folder, name: str, value: Any, token: str, durable: bool
     return File(name=name, size=len(data), xxh3_128=xxhash.xxh3_128(data).hexdigest())
 
 
-def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: int) -> None:
-    """Write the manifest of what each rank wrote: (files, pieces, numbers per parameter)."""
+def manifest_of(folder: Folder, job: SaveJob, parts: list[tuple], size: int) -> manifest.Manifest:
+    """Return the manifest of what each rank wrote: (files, pieces, numbers per parameter).
+
+    Raises:
+        CheckpointError: the pieces leave a gap or overlap.
+    """
     scalars: dict[str, dict[str, float]] = {}
     for _, _, known in parts:
         for key, by_name in known.items():
@@ -168,12 +176,18 @@ def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: in
         config=model.config,
     )
     manifest.source_of(document, folder.url)  # a gap or an overlap is found now, not when the checkpoint is needed
+    return document
+
+
+def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: int) -> None:
+    """Write the manifest of what each rank wrote, and what comes after it."""
+    document = manifest_of(folder, job, parts, size)
     if job.durable:
         folder.settle()  # a manifest that outlives a loss of power must find its files
     write_script(job.path, job.save_id, job.durable)
-    keep_beside(open_folder(job.path), folder, model.config, job.save_id)
+    keep_beside(open_folder(job.path), folder, job.model.config, job.save_id)
     folder.write(manifest.NAME, manifest.dump(document), job.save_id, durable=job.durable)
-    _remove_left_overs(folder, {file.name for file in files})
+    _remove_left_overs(folder, {file.name for file in document.files})
     if job.save_latest:
         open_folder(job.path).write(manifest.LATEST, job.tag.encode(), job.save_id, durable=job.durable)
 

@@ -183,6 +183,7 @@ def source_of(manifest: Manifest, root: str) -> Source:
             scalars=optimizer.scalars,
         ),
         config=dict(manifest.config),
+        dtype=manifest.dtype,
     )
 
 

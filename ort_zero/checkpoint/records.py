@@ -132,6 +132,9 @@ class Source:
     """Small text files that describe the model (file name -> text), such as ``config.json``."""
     notes: tuple[str, ...] = ()
     """Remarks on this checkpoint for the user, one sentence each."""
+    dtype: str | None = None
+    """Code of the dtype in which the module computes; weights follow from the masters by a cast to it. None if the
+    format does not tell."""
 
     def by_name(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of one kind by name, in their order."""

@@ -63,9 +63,15 @@ def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingSt
     wanted = [key for key in EXTRA_KEYS if key != "tensor_shapes"]
     wanted += [key for key in OPTIONAL_KEYS if key in document]
     try:
-        return TrainingState(**{key: values.decode(document[key], tensors) for key in wanted})
+        found_state = {key: values.decode(document[key], tensors) for key in wanted}
     except KeyError as error:
         raise CorruptCheckpointError(f"{folder.path(names['json'])} lacks {error}") from None
+    for key, value in found_state.items():
+        if value is None and key in ("counters", "client_state", "extra_state"):
+            found_state[key] = {}
+        elif value is not None and not isinstance(value, dict):
+            raise CorruptCheckpointError(f"{folder.path(names['json'])}: {key} cannot be a {type(value).__name__}")
+    return TrainingState(**found_state)
 
 
 def _named(source: Source, rank: int, end: str) -> str | None:

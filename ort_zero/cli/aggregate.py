@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from ort_zero.distributed import process_group
 
     gloo_exit.settle_at_exit()
-    ranks = process_group.from_launcher(_rendezvous_folder(args.dst))
+    ranks = process_group.from_launcher(rendezvous_folder(args.dst))
     try:
         report = aggregate(
             args.src,
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rendezvous_folder(dst: str) -> str:
+def rendezvous_folder(dst: str) -> str:
     """Return the nearest folder above `dst` that exists: ranks may meet there, and a dry run makes none."""
     if "://" in dst:
         return dst

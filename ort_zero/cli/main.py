@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ort_zero import __version__, env
-from ort_zero.cli import aggregate, build, diff, doctor, ls, memory, print_json, stats, verify
+from ort_zero.cli import aggregate, build, convert, diff, doctor, ls, memory, print_json, stats, verify
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
 from ort_zero.masking import masked
 
-_COMMANDS = (doctor, build, aggregate, verify, ls, diff, stats, memory)
+_COMMANDS = (doctor, build, aggregate, convert, verify, ls, diff, stats, memory)
 
 
 class _Parser(argparse.ArgumentParser):

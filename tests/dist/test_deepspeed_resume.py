@@ -148,6 +148,40 @@ def resume_data_efficiency(root: str) -> list[dict[str, Any]]:
     return found
 
 
+def convert_and_load(root: str) -> dict[str, Any]:
+    """Convert checkpoints of both formats; load each by DeepSpeed's own loader; return losses, and what differs."""
+    from ort_zero.checkpoint import convert
+
+    engine = engine_of(2)
+    train(engine, range(4))
+    engine.save_checkpoint(f"{root}/ours", tag="t", client_state={"epoch": 3})
+    type(engine).save_checkpoint.__wrapped__(engine, f"{root}/theirs", tag="t", client_state={"epoch": 3})
+    values = values_of(engine)
+    found: dict[str, Any] = {"expected": train(engine, range(4, 7))}
+    engine.destroy()
+    plans = [(name, "deepspeed", stage) for name in ("ours", "theirs") for stage in (1, 2, 3)]
+    plans += [("ours", "universal", 2), ("theirs", "universal", 3)]
+    for name, to, stage in plans:
+        place = f"{root}/{name} as {to} {stage}"
+        if dist.get_rank() == 0:
+            convert(f"{root}/{name}", place, to=to, stage=stage, progress=False)
+        dist.barrier()
+        engine = engine_of(stage, seed=1)
+        engine._config.load_universal_checkpoint = to == "universal"
+        with torch.no_grad():  # a universal checkpoint restores what the optimizer trains; DeepSpeed leaves the rest
+            for owner, key in ((engine.module.frozen, "weight"), (engine.module.frozen, "bias")):
+                if to == "universal" and stage < 3:
+                    getattr(owner, key).copy_(values[f"parameter frozen.{key}"])
+        path, client = type(engine).load_checkpoint.__wrapped__(engine, place)
+        changed = differences(engine, values) if stage == 2 else []
+        changed = [n for n in changed if to == "deepspeed" or not n.startswith("buffer")]
+        assert path and client["epoch"] == 3 and engine.global_steps == 4, (place, path, client)
+        if to == "deepspeed" or stage < 3:
+            found[place.removeprefix(f"{root}/")] = train(engine, range(4, 7)), changed
+        engine.destroy()
+    return found
+
+
 def load_edited(root: str) -> list[str]:
     """Load a checkpoint whose scheduler's state is another class's; return what changed in the engine."""
     engine = engine_of(2)
@@ -169,6 +203,14 @@ def load_edited(root: str) -> list[str]:
 def test_states_of_data_efficiency_come_back(tmp_path):
     for saved, *loaded in run_on_ranks(resume_data_efficiency, 2, str(tmp_path)):
         assert loaded == [saved, saved]
+
+
+def test_deepspeed_itself_loads_what_is_converted(tmp_path):
+    for found in run_on_ranks(convert_and_load, 2, str(tmp_path), timeout=200):
+        expected = found.pop("expected")
+        assert len(found) == 7
+        for name, (losses, changed) in found.items():
+            assert losses == pytest.approx(expected, abs=1e-6) and not changed, name
 
 
 def test_a_scheduler_that_refuses_its_state_leaves_the_engine_as_it_was(tmp_path):

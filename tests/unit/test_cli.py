@@ -151,6 +151,9 @@ def test_options_are_frozen():
         "--dry-run", "--dtype", "--exclude-frozen", "--format", "--max-shard-size", "--model-card", "--no-verify",
         "--overwrite", "--strict", "--tag", "--tp-split", "--trust-pickle", "--what", "--workers",
     ]  # fmt: skip
+    convert = [
+        "--dtype", "--overwrite", "--stage", "--sub-group-size", "--tag", "--to", "--trust-pickle", "--world-size",
+    ]  # fmt: skip
     plan = [
         "--budget", "--config", "--launcher", "--level", "--no-measure", "--out", "--overwrite", "--plot", "--script",
         "--steps",
@@ -159,6 +162,7 @@ def test_options_are_frozen():
         "doctor": common,
         "build": sorted([*common, "--force"]),
         "aggregate": sorted([*common, *aggregate]),
+        "convert": sorted([*common, *convert]),
         "verify": sorted([*common, "--tag", "--tp-split", "--trust-pickle", "--workers"]),
         "ls": sorted([*common, "--trust-pickle"]),
         "diff": sorted([*common, "--atol", "--rtol", "--tag-a", "--tag-b", "--trust-pickle", "--what"]),

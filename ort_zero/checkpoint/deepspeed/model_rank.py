@@ -15,6 +15,8 @@ from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
 from ort_zero.checkpoint.deepspeed.zero3 import Zero3
 from ort_zero.checkpoint.deepspeed.zero12 import Zero12
+from ort_zero.checkpoint.dtypes import is_floating
+from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import MASTER, WEIGHT, Optimizer, Tensor
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.checkpoint.torch_file import TorchFile
@@ -46,6 +48,15 @@ class ModelRank:
     def module(self) -> dict[str, Any]:
         """Content of the file of module states."""
         return self.states.module
+
+    @property
+    def dtype(self) -> str | None:
+        """Code of the weights' floating-point dtype, which the empty ones of ZeRO-3 have too; None if unknown."""
+        module = self.module.get("module") or {}
+        buffers = set(self.module.get("buffer_names") or ())
+        weights = (v for name, v in module.items() if isinstance(v, StoredTensor) and name not in buffers)
+        codes = (self.states.dtype_code(self.states.modules[0], stored, "a weight") for stored in weights)
+        return next(filter(is_floating, codes), None)
 
     def names(self, *kinds: str) -> set[str]:
         """Return the names of the tensors of some kinds."""

@@ -72,6 +72,7 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
         frozen=frozenset(rank.frozen),
         optimizer=rank.optimizer,
         notes=tuple(notes),
+        dtype=rank.dtype,
     )
 
 

@@ -1,0 +1,105 @@
+"""How DeepSpeed lays parameters out in flat tensors, for a given world size and ZeRO stage. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+_ALIGNMENT = 2
+"""DeepSpeed fills a group of ZeRO-1 and 2 up to a multiple of this many elements per rank."""
+
+
+class Place(NamedTuple):
+    """Elements of one parameter in a flat tensor."""
+
+    name: str
+    start: int
+    """First element in the flattened parameter."""
+    length: int
+    """Number of elements."""
+    offset: int
+    """First element in the flat tensor."""
+
+
+class FlatGroup(NamedTuple):
+    """One flat tensor of one rank."""
+
+    group: int
+    """Number of the parameter group."""
+    names: tuple[str, ...]
+    """All parameters of the group (of the sub-group for ZeRO-3), on whatever rank they lie."""
+    places: tuple[Place, ...]
+    size: int
+    """Number of elements, with what fills it up."""
+    padding: int
+    """How many of them are behind the last parameter (ZeRO-1 and 2)."""
+
+
+def zero12_groups(
+    groups: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]], rank: int, world_size: int
+) -> list[FlatGroup]:
+    """Return the flat tensors of a rank under ZeRO-1 or 2: one per parameter group."""
+    found = []
+    for number, names in enumerate(groups):
+        total = sum(math.prod(shapes[name]) for name in names)
+        part = -(-total // (_ALIGNMENT * world_size)) * _ALIGNMENT
+        first, last = rank * part, (rank + 1) * part
+        position, places = 0, []
+        for name in names:
+            end = position + math.prod(shapes[name])
+            low, high = max(position, first), min(end, last)
+            if low < high:
+                places.append(Place(name, low - position, high - low, low - first))
+            position = end
+        padding = min(part, max(0, last - total))
+        found.append(FlatGroup(number, tuple(names), tuple(places), part, padding))
+    return found
+
+
+def zero3_groups(
+    groups: Sequence[Sequence[str]],
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    world_size: int,
+    sub_group_size: int,
+) -> list[FlatGroup]:
+    """Return the flat tensors of a rank under ZeRO-3: one per sub-group of a parameter group.
+
+    Args:
+        groups: names of the parameters of each group.
+        shapes: their shapes.
+        rank: whose tensors.
+        world_size: number of ranks.
+        sub_group_size: elements of one rank from which a sub-group is full, DeepSpeed's option of that name.
+    """
+    found = []
+    for number, names in enumerate(groups):
+        members: list[str] = []
+        size = 0
+        for name in names:
+            members.append(name)
+            size += -(-math.prod(shapes[name]) // world_size)
+            if size >= sub_group_size or name == names[-1]:
+                found.append(_sub_group(number, members, shapes, rank, world_size))
+                members, size = [], 0
+    return found
+
+
+def _sub_group(
+    number: int, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], rank: int, world_size: int
+) -> FlatGroup:
+    places, offset = [], 0
+    for name in names:
+        start, length = zero3_part(math.prod(shapes[name]), rank, world_size)
+        if length:
+            places.append(Place(name, start, length, offset))
+        offset += -(-math.prod(shapes[name]) // world_size)
+    return FlatGroup(number, tuple(names), tuple(places), offset, 0)
+
+
+def zero3_part(elements: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the first element and the number of elements of a rank's part of a parameter under ZeRO-3."""
+    part = -(-elements // world_size)
+    start = min(rank * part, elements)
+    return start, min(part, elements - start)

@@ -1,0 +1,94 @@
+"""``ort-zero convert``: writes a checkpoint in another format, for another world size or ZeRO stage."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import TYPE_CHECKING
+
+from ort_zero.checkpoint.dtypes import CHOICES
+from ort_zero.cli import print_json
+from ort_zero.cli.aggregate import rendezvous_folder
+from ort_zero.distributed import gloo_exit
+from ort_zero.errors import CorruptCheckpointError, RankError
+from ort_zero.utils.sizes import decimal_size, size_in
+
+if TYPE_CHECKING:
+    from ort_zero.checkpoint.converting import ConvertReport
+
+_EPILOG = """\
+Exit status: 0 = written; 1 = the source is damaged; 2 = anything else. Started by torchrun, deepspeed or mpirun, the
+ranks share the files:  torchrun --nproc_per_node 4 -m ort_zero convert SRC DST
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and return its parser."""
+    text = "write a checkpoint, ours or DeepSpeed's, in either format again, at the same or another world size"
+    parser = subparsers.add_parser("convert", help=text, description=text, epilog=_EPILOG)
+    parser.add_argument("src", metavar="SRC", help="folder or URL of a checkpoint, or of several with a file 'latest'")
+    parser.add_argument("dst", metavar="DST", help="folder or URL for checkpoints; DST/TAG is written")
+    parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
+    parser.add_argument("--to", choices=("ort_zero", "deepspeed", "universal"), default="ort_zero")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks that it is cut for (default: as SRC)")
+    parser.add_argument("--stage", type=int, metavar="S", help="ZeRO stage of the new checkpoint (default: as SRC)")
+    parser.add_argument("--dtype", choices=CHOICES, default="keep", help="of the module's weights (default: keep)")
+    parser.add_argument(
+        "--sub-group-size",
+        type=int,
+        metavar="N",
+        help="DeepSpeed's option, where the run that loads ZeRO-3 sets it (default: DeepSpeed's)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint DST/TAG")
+    parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert, print the report on rank 0, and return 0."""
+    from ort_zero.checkpoint.converting import SUB_GROUP_SIZE, convert
+    from ort_zero.distributed import process_group
+
+    gloo_exit.settle_at_exit()
+    ranks = process_group.from_launcher(rendezvous_folder(args.dst))
+    try:
+        report = convert(
+            args.src,
+            args.dst,
+            to=args.to,
+            tag=args.tag,
+            world_size=args.world_size,
+            stage=args.stage,
+            dtype=args.dtype,
+            sub_group_size=SUB_GROUP_SIZE if args.sub_group_size is None else args.sub_group_size,
+            overwrite=args.overwrite,
+            trust_pickle=args.trust_pickle,
+            ranks=ranks,
+        )
+    except Exception as error:
+        if ranks.rank == 0 or args.debug:
+            raise
+        # Rank 0 tells; a rank that failed itself adds which one it is.
+        if not isinstance(error, RankError):
+            print(f"ort-zero convert: rank {ranks.rank}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, CorruptCheckpointError) else 2
+    finally:
+        ranks.close()
+    if ranks.rank == 0:
+        print_json(dataclasses.asdict(report)) if args.json else print(text_of(report))
+    return 0
+
+
+def text_of(report: ConvertReport) -> str:
+    """Return the report as the lines that the command prints."""
+    origin = f"{report.source_format}, ZeRO-{report.source_stage}, {report.source_world_size} ranks"
+    form = f"{report.to}, ZeRO-{report.zero_stage}, {report.world_size} ranks"
+    rate = size_in(report.bytes / max(report.seconds, 1e-9), "GB", 2)
+    lines = [f"source: {report.source} ({origin})", f"destination: {report.destination} ({form})"]
+    lines.append(
+        f"wrote {len(report.files)} files, {decimal_size(report.bytes)}, in {report.seconds:.1f} s ({rate}/s), "
+        "source checked"
+    )
+    lines += [f"warning: {text}" for text in report.warnings]
+    return "\n".join(lines)

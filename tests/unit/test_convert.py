@@ -1,0 +1,145 @@
+"""Conversions between our format and DeepSpeed's, without ranks: every bit stays, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import checkpoint_files
+import deepspeed_states
+import pytest
+import torch
+from deepspeed_checkpoints import read
+
+from ort_zero.checkpoint.converting import convert
+from ort_zero.checkpoint.flat_groups import zero3_groups, zero12_groups
+from ort_zero.checkpoint.opening import open_checkpoint
+from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.verification import verify
+from ort_zero.cli.main import main
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+
+def values_of(source: Source) -> dict[tuple[str, str], torch.Tensor]:
+    return {(t.kind, t.name): read(source, t) for t in source.tensors}
+
+
+def assert_same(one: Source, other: Source) -> None:
+    """Compare tensors bit by bit, and all that is known besides them."""
+    mine, theirs = values_of(one), values_of(other)
+    assert mine.keys() == theirs.keys()
+    for key, value in mine.items():
+        assert value.dtype == theirs[key].dtype and value.shape == theirs[key].shape, key
+        assert torch.equal(value, theirs[key]), key
+    assert one.optimizer is not None and other.optimizer is not None
+    assert one.optimizer.scalars == other.optimizer.scalars
+    groups = [[(set(g.names), dict(g.options)) for g in s.optimizer.groups] for s in (one, other) if s.optimizer]
+    assert groups[0] == groups[1]
+    assert (one.aliases, one.step) == (other.aliases, other.step)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_ours_to_deepspeeds_and_back(tmp_path, stage, world):
+    tensors = {k: v for k, v in checkpoint_files.some_tensors().items() if k[1] not in ("none", "bn.mask")}
+    checkpoint_files.write(tmp_path / "ours" / "t", tensors)
+    report = convert(tmp_path / "ours" / "t", tmp_path / "theirs", to="deepspeed", stage=stage, world_size=world)
+    assert report.world_size == world and report.zero_stage == stage
+    theirs = open_checkpoint(str(tmp_path / "theirs"))
+    assert (theirs.format, theirs.world_size, theirs.zero_stage) == ("deepspeed", world, stage)
+    assert_same(open_checkpoint(str(tmp_path / "ours" / "t")), theirs)
+    assert not verify(str(tmp_path / "theirs"), progress=False).problems
+    convert(tmp_path / "theirs", tmp_path / "back", world_size=3)
+    assert_same(theirs, open_checkpoint(str(tmp_path / "back")))
+    assert not verify(str(tmp_path / "back"), progress=False).problems
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeeds_at_another_world_size_and_stage(tmp_path, stage):
+    deepspeed_states.write(tmp_path / "a" / "t", stage, 2)
+    convert(tmp_path / "a" / "t", tmp_path / "b", to="deepspeed", stage=4 - stage, world_size=3, sub_group_size=5)
+    assert_same(open_checkpoint(str(tmp_path / "a" / "t")), open_checkpoint(str(tmp_path / "b")))
+
+
+def test_the_command_reports_refuses_and_replaces(tmp_path, capsys):
+    checkpoint_files.write(tmp_path / "ours" / "t", tag="t")
+    command = ["convert", str(tmp_path / "ours" / "t"), str(tmp_path / "out"), "--world-size", "2", "--json"]
+    assert main(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tag"] == "t" and report["world_size"] == 2 and "manifest.json" in report["files"]
+    assert (tmp_path / "out" / "latest").read_text() == "t"
+    assert main(command) == 2 and "--overwrite" in capsys.readouterr().err
+    before = open_checkpoint(str(tmp_path / "out"))
+    assert main([*command[:3], "--world-size", "5", "--overwrite"]) == 0
+    after = open_checkpoint(str(tmp_path / "out"))
+    assert (before.world_size, after.world_size) == (2, 5)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["latest", "t"]
+    (tmp_path / "out" / "t" / "notes.txt").write_text("mine")
+    assert main([*command[:3], "--overwrite"]) == 2 and "notes.txt" in capsys.readouterr().err
+    assert (tmp_path / "out" / "t" / "notes.txt").read_text() == "mine"
+    assert main(["convert", str(tmp_path / "ours" / "t"), str(tmp_path / "ours")]) == 2  # onto itself
+    assert open_checkpoint(str(tmp_path / "ours" / "t")).world_size == 3
+
+
+@pytest.mark.parametrize("to", ["ort_zero", "deepspeed", "universal"])
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+def test_a_damaged_source_leaves_the_destination_as_it_was(tmp_path, kind, to):
+    if kind == "ours":
+        checkpoint_files.write(tmp_path / kind / "t")
+        path = tmp_path / kind / "t" / "rank_00001_optimizer.safetensors"
+    else:
+        deepspeed_states.write(tmp_path / kind / "t", 3, 2)
+        path = tmp_path / kind / "t" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    convert(tmp_path / kind / "t", tmp_path / "out", to=to, stage=2, progress=False)
+    before = {p: p.read_bytes() for p in sorted((tmp_path / "out").rglob("*")) if p.is_file()}
+    data = bytearray(path.read_bytes())
+    place = (
+        len(data) - 9 if kind == "ours" else data.index(torch.tensor(data_of(tmp_path / kind / "t")).numpy().tobytes())
+    )
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=path.name):
+        convert(tmp_path / kind / "t", tmp_path / "out", to=to, stage=2, overwrite=True, progress=False)
+    assert before == {p: p.read_bytes() for p in sorted((tmp_path / "out").rglob("*")) if p.is_file()}
+
+
+def data_of(folder: Path) -> float:
+    """Return a value of rank 1's moments."""
+    source = open_checkpoint(str(folder))
+    return read(source, source.by_name("exp_avg")["embed.weight"]).flatten()[-1].item()
+
+
+def test_bad_choices_are_refused(tmp_path):
+    checkpoint_files.write(tmp_path / "ours" / "t")
+    for options, text in (
+        ({"to": "zip"}, "not known"),
+        ({"to": "deepspeed", "stage": 0}, "from 1 to 3"),
+        ({"world_size": 0}, "at least 1"),
+        ({"dtype": "int8"}, "not known"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            convert(tmp_path / "ours" / "t", tmp_path / "out", **options)
+    shutil.rmtree(tmp_path / "ours")
+    with pytest.raises(CheckpointError):
+        convert(tmp_path / "ours" / "t", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_layouts_cover_every_element_once():
+    shapes = {"a": (7, 3), "b": (), "c": (5,), "d": (2, 2)}
+    groups = [["a", "b"], ["c", "d"]]
+    for world in (1, 2, 3, 7):
+        for layout in (
+            lambda rank: zero12_groups(groups, shapes, rank, world),
+            lambda rank: zero3_groups(groups, shapes, rank, world, 3),
+        ):
+            covered: dict[str, list[int]] = {name: [] for name in shapes}
+            for rank in range(world):
+                for flat in layout(rank):
+                    for place in flat.places:
+                        assert place.offset + place.length <= flat.size - flat.padding
+                        covered[place.name] += range(place.start, place.start + place.length)
+            assert {name: sorted(found) for name, found in covered.items()} == {
+                "a": list(range(21)), "b": [0], "c": list(range(5)), "d": list(range(4))
+            }  # fmt: skip
