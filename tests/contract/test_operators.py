@@ -318,7 +318,6 @@ add(
         "diff prepend": lambda t: torch.diff(t, dim=-2, prepend=t[:, :1]),
         "trapezoid": lambda t: torch.trapezoid(t, dim=-1),
         "softmax": lambda t: t.softmax(-1) + t.softmax(1) + F.softmax(t, 0) + t.softmax(-2, dtype=torch.float32),
-        "softmax of another type": lambda t: (t.softmax(-1, dtype=torch.float64), t.softmax(1, dtype=torch.float64)),
         "log_softmax": lambda t: t.log_softmax(-1) + t.log_softmax(1) + F.log_softmax(t, 0) + t.log_softmax(-2),
         "softmin": lambda t: F.softmin(t, dim=-1),
         "gumbel like": lambda t: ((t + 0.1) / 0.3).softmax(-1) * t.logsumexp(-1, keepdim=True),

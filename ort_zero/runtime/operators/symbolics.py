@@ -49,13 +49,6 @@ def diff(g: Any, self: Any, n: Any, dim: Any, prepend: Any, append: Any) -> Any:
     return value
 
 
-def softmax(g: Any, self: Any, dim: Any, dtype: Any) -> Any:
-    """Export ``aten::softmax`` in the dtype that it is asked for; upstream's form leaves a constant dtype out."""
-    if not Symbolic.is_none(dtype):
-        self = g.op("Cast", self, to_i=Symbolic.onnx_type(Symbolic.integer(dtype, "dtype")))
-    return g.op("Softmax", self, axis_i=Symbolic.integer(dim, "dim"))
-
-
 def cumsum(g: Any, self: Any, dim: Any, dtype: Any) -> Any:
     """Export ``aten::cumsum``; booleans and small integers are summed as int64, as torch does.
 
@@ -298,7 +291,6 @@ TABLE: dict[str, Callable] = {
     "::flatten": flatten,
     "::layer_norm": layer_norm,
     "::permute": permute,
-    "::softmax": softmax,
     "::squeeze": squeeze,
     "::masked_fill": masked_fill,
     "::masked_fill_": masked_fill,
