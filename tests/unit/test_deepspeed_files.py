@@ -19,6 +19,7 @@ from deepspeed_checkpoints import read
 from deepspeed_states import GROUPS, MASTERS, deepspeed_names, module_values, write
 
 from ort_zero.checkpoint import torch_file
+from ort_zero.checkpoint.deepspeed import pipeline
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import MASTER
@@ -469,6 +470,18 @@ def test_files_of_other_kinds_of_parallelism_in_a_plain_checkpoint(tmp_path, nam
     content = torch.load(tmp_path / "c" / MODULE, weights_only=False) if name.startswith("mp_rank_01") else {}
     torch.save(content, path)
     refused(tmp_path / "c", named, reason)
+
+
+def test_large_numbers_in_names_of_files_cost_nothing(tmp_path):
+    many = 10**15
+    write(tmp_path / "a", 1, 1)
+    torch.save({}, tmp_path / "a" / f"layer_{many}_expert_{many}_mp_rank_00_model_states.pt")
+    refused(tmp_path / "a", "layer_1000000000000000_expert_0_mp_rank_00_model_states.pt", "is missing")
+    write(tmp_path / "b", 1, 1)
+    shutil.copy(tmp_path / "b" / MODULE, tmp_path / "b" / f"mp_rank_{many}_model_states.pt")
+    with pytest.raises(CorruptCheckpointError):
+        open_checkpoint(str(tmp_path / "b"))
+    assert pipeline._gaps([many, 1, 2, 4]) == ["0", "3", f"5 to {many - 1}"]
 
 
 def test_experts_of_autoep(tmp_path):

@@ -226,6 +226,8 @@ def test_a_damaged_map_of_deepspeed(changes):
     ({"patterns": ["w"], "shape": [2, -1], "partition_dim": 9}, {}, "cannot be read"),
     ({"patterns": ["w"], "shape": "x", "partition_dim": 0}, {}, "cannot be read"),
     ({"patterns": ["w"], "shape": [[3, 3], -1], "partition_dim": 0}, {}, "how wide each is"),
+    ({"patterns": ["w"], "shape": [1 << 60, -1], "partition_dim": 0}, {}, "how wide each is"),
+    ({"patterns": ["w"], "shape": [["x"], -1], "partition_dim": 0}, {}, "how wide each is"),
     ({"patterns": ["w"], "shape": [[4, 4], -1], "partition_dim": 0}, {"w": [[4], [4]]}, "another number of ranks"),
     ({"patterns": ["w"], "shape": [[4, 4], -1], "partition_dim": 0}, {"w": [[1, 2], [1, 2]]}, "wide, not"),
 ])  # fmt: skip

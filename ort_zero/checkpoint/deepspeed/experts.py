@@ -154,7 +154,7 @@ def _check_complete(folder: Folder, by_place: Mapping[tuple[int, int], str], sai
     if not isinstance(counts, list) or not all(isinstance(n, int) for n in counts):
         counts = [1 + max(expert for at, expert in by_place if at == layer) for layer in layers]
     example = next(iter(by_place.values()))
-    for layer in range(max([len(counts), *(n + 1 for n in layers)])):
+    for layer in sorted({*range(len(counts)), *layers}):
         count = counts[layer] if layer < len(counts) else 0
         for expert in range(count):
             if (layer, expert) not in by_place:

@@ -93,11 +93,9 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
     for stage in stages:
         refuse_other_weights(stage.states, [t for t in stage.tensors if t.kind == MASTER], weights)
     tensors += _of_layers(first.states, stages, tensors, opened, notes)
-    gaps = sorted(set(range(max(opened, default=0))) - set(opened))
+    gaps = _gaps(opened)
     if gaps:
-        notes.append(
-            f"layers {', '.join(map(str, gaps))} of the pipeline have no file: they have no tensors, or share them"
-        )
+        notes.append(f"layers {', '.join(gaps)} of the pipeline have no file: they have no tensors, or share them")
     notes += notes_on(list(opened.values()))
     notes.append(f"it is a pipeline of {len(stages)} stages: the tensors of its layer N are named N.<name>")
     return ModelRank(
@@ -110,6 +108,16 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
         frozen=untrained(tensors),
         notes=notes,
     )
+
+
+def _gaps(numbers: Iterable[int]) -> list[str]:
+    """Return the numbers that are missing before the largest, neighbours as a range."""
+    gaps, expected = [], 0
+    for number in sorted(numbers):
+        if number > expected:
+            gaps.append(f"{expected} to {number - 1}" if number - expected > 1 else f"{expected}")
+        expected = number + 1
+    return gaps
 
 
 def _trained(stages: list[ModelRank], notes: list[str]) -> list[Tensor]:

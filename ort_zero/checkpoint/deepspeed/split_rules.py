@@ -169,8 +169,11 @@ class SplitNotes:
             if rows is None:
                 total = sum(s[dim] if dim < len(s) else 0 for s in shapes)
                 spec = shape[dim]
-                sizes = list(spec) if isinstance(spec, (list, tuple)) else [total // max(spec, 1)] * spec
-                if not sizes or sum(sizes) != total or any(size % len(shapes) for size in sizes):
+                if isinstance(spec, int) and 0 < spec <= total:  # a number of equal ones
+                    spec = [total // spec] * spec
+                sizes = spec if isinstance(spec, (list, tuple)) else ()
+                whole = bool(sizes) and all(type(size) is int and size % len(shapes) == 0 for size in sizes)
+                if not whole or sum(sizes) != total:
                     raise ValueError("the note of its fused tensors does not say how wide each is on each rank")
                 rows = [[size // len(shapes)] * len(shapes) for size in sizes]
             if not all(isinstance(row, (list, tuple)) and len(row) == len(shapes) for row in rows):
