@@ -30,9 +30,8 @@ def same_values(folder: Folder, one: Tensor, other: Tensor) -> bool:
     for start in range(0, one.elements, _STEP):
         stop = min(start + _STEP, one.elements)
         mine, its = (_elements(folder, t, start, stop) for t in (one, other))
-        if one.dtype != other.dtype:
-            mine = _rounded(mine, one.dtype, other.dtype)
-        if mine is None or mine.tobytes() != its.tobytes():
+        expected = mine if one.dtype == other.dtype else _rounded(mine, one.dtype, other.dtype)
+        if expected is None or expected.tobytes() != its.tobytes():
             return False
     return True
 

@@ -150,12 +150,15 @@ def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_
 def _check_complete(folder: Folder, by_place: Mapping[tuple[int, int], str], said: Any) -> None:
     """Raise if an expert's file is missing or one too many."""
     layers = sorted({layer for layer, _ in by_place})
-    counts = [said] * len(layers) if isinstance(said, int) else said
-    if not isinstance(counts, list) or not all(isinstance(n, int) for n in counts):
-        counts = [1 + max(expert for at, expert in by_place if at == layer) for layer in layers]
+    if isinstance(said, list) and all(isinstance(n, int) for n in said):
+        counts = dict(enumerate(said))
+    elif isinstance(said, int):
+        counts = dict.fromkeys(layers, said)
+    else:
+        counts = {layer: 1 + max(expert for at, expert in by_place if at == layer) for layer in layers}
     example = next(iter(by_place.values()))
-    for layer in sorted({*range(len(counts)), *layers}):
-        count = counts[layer] if layer < len(counts) else 0
+    for layer in sorted({*counts, *layers}):
+        count = counts.get(layer, 0)
         for expert in range(count):
             if (layer, expert) not in by_place:
                 name = re.sub(r"layer_\d+_expert_\d+", f"layer_{layer}_expert_{expert}", example)

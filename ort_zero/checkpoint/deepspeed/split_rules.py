@@ -115,13 +115,12 @@ class SplitNotes:
         Raises:
             ValueError: what they say does not fit the parts, or cannot be followed.
         """
-        reasons = self._info.get("autotp_unsupported_parameter_patterns")
-        reason = _first(reasons, name) if isinstance(reasons, dict) else None
+        reasons = self._table("autotp_unsupported_parameter_patterns", self._info)
+        reason = _first(reasons, name)
         if reason is not None:
             raise ValueError(f"DeepSpeed cannot tell how it is split: {reasons[reason]}")
-        maps = self._info.get("affine_map")
-        params = maps.get("params") if isinstance(maps, dict) else None
-        pattern = _first(params, name) if isinstance(params, dict) else None
+        params = self._table("params", self._table("affine_map", self._info))
+        pattern = _first(params, name)
         if pattern is not None:
             return _affine(params[pattern], shapes)
         if self._matches("tp_replicated_parameter_patterns", name):
@@ -147,6 +146,12 @@ class SplitNotes:
         if isinstance(rows, int) and rows > 0 and self._matches("vocabulary_parameter_patterns", name):
             return rows
         return None
+
+    @staticmethod
+    def _table(key: str, info: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the dictionary under a key; an empty one for anything else."""
+        found = info.get(key)
+        return found if isinstance(found, dict) else {}
 
     def _matches(self, key: str, name: str) -> bool:
         return _first(self._info.get(key), name) is not None

@@ -19,7 +19,8 @@ class Zero3(Partitioning):
 
     def _fill(self, layout: FlatLayout, groups: Shapes) -> None:
         world_size = self.files.world_size
-        position, lengths = 0, []
+        position = 0
+        lengths: list[int] = []
         for group in groups:
             start = position
             for name, shape in group.items():
