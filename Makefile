@@ -99,6 +99,8 @@ $(CLIENTS_READY): $(READY) setup.cfg constraints.txt
 	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
 	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/below.pth"
 	@$(CLIENTS)/bin/python -m pip install -q -c constraints.txt -e '.[clients]'
+	@echo "starting 2 ranks for the first time: DeepSpeed compiles an operator, Python all packages"
+	@$(CLIENTS)/bin/python tests/clients/first_start.py
 	@touch $@
 
 .PHONY: test-clients

@@ -23,6 +23,7 @@ from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.reading import ReadRequest, check_range, read_range
 from ort_zero.checkpoint.records import BUFFER, Source, Tensor
 from ort_zero.checkpoint.storage import Folder, open_folder
+from ort_zero.checkpoint.training_state import read_training_state
 from ort_zero.errors import CheckpointError
 from ort_zero.masking import masked
 
@@ -245,6 +246,35 @@ def write_script(path: str, token: str, durable: bool) -> None:
 def is_ours(folder: str) -> bool:
     """Return whether `folder` holds one checkpoint of our format."""
     return open_folder(folder).exists(manifest.NAME)
+
+
+def stage_file(checkpoint: str, folder: str) -> str:
+    """Write a file of the kind of DeepSpeed's ``*_optim_states.pt`` that holds the ZeRO stage alone; return its path.
+
+    Args:
+        checkpoint: folder of one checkpoint of our format.
+        folder: folder for the file.
+    """
+    path = os.path.join(folder, "stage_optim_states.pt")
+    torch.save({"optimizer_state_dict": {"zero_stage": open_checkpoint(checkpoint).zero_stage}}, path)
+    return path
+
+
+def client_state_file(checkpoint: str, folder: str) -> str:
+    """Write a file of the kind of DeepSpeed's ``*_model_states.pt`` that holds what the user saved; return its path.
+
+    Args:
+        checkpoint: folder of one checkpoint of our format.
+        folder: folder for the file.
+
+    Raises:
+        CorruptCheckpointError: the files of the checkpoint are damaged.
+    """
+    source = open_checkpoint(checkpoint)
+    state = read_training_state(open_folder(source.root), source, 0)
+    path = os.path.join(folder, "client_model_states.pt")
+    torch.save(state.client_state, path)
+    return path
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -15,6 +15,9 @@ ENGINE_INIT = f"{ENGINE}:DeepSpeedEngine.__init__"
 ZERO_TO_FP32 = "deepspeed.utils.zero_to_fp32"
 READ_FP32_STATE = f"{ZERO_TO_FP32}:_get_fp32_state_dict_from_zero_checkpoint"
 """Reads one checkpoint for all functions of that module; they were imported by name before we come."""
+FIND_OPTIMIZER_FILES = f"{ZERO_TO_FP32}:get_optim_files"
+FIND_MODEL_FILE = f"{ZERO_TO_FP32}:get_model_state_file"
+"""Find DeepSpeed's files in the folder of one checkpoint, for Lightning too, which loads them itself."""
 _REDUCE_LEAF = "_ort_zero_reduce_leaf"
 
 
@@ -31,6 +34,15 @@ def require_fp32_reader(original: Any) -> None:
     defined_in(ZERO_TO_FP32)(original)
     if list(inspect.signature(original).parameters) != ["ds_checkpoint_dir", "exclude_frozen_parameters"]:
         raise PatchError(f"{READ_FP32_STATE} takes {inspect.signature(original)}, which is not known")
+
+
+def require_file_finder(original: Any) -> None:
+    """Raise PatchError unless a function that finds files takes the folder of a checkpoint first."""
+    defined_in(ZERO_TO_FP32)(original)
+    if list(inspect.signature(original).parameters) not in (["checkpoint_dir"], ["checkpoint_dir", "zero_stage"]):
+        raise PatchError(
+            f"{original.__name__} of {ZERO_TO_FP32} takes {inspect.signature(original)}, which is not known"
+        )
 
 
 def set_in_forward(module: Any, value: bool) -> bool | None:

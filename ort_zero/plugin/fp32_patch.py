@@ -8,6 +8,7 @@ those who have imported them before.
 from __future__ import annotations
 
 import functools
+import tempfile
 
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.errors import PatchError
@@ -28,19 +29,71 @@ def _read_fp32_state(original):
     return read
 
 
+def _find_optimizer_files(original):
+    @functools.wraps(original)
+    def find(checkpoint_dir):
+        from ort_zero.checkpoint import zero_to_fp32
+
+        if not zero_to_fp32.is_ours(checkpoint_dir):
+            return original(checkpoint_dir)
+        return [zero_to_fp32.stage_file(checkpoint_dir, _folder())]
+
+    return find
+
+
+def _find_model_file(original):
+    @functools.wraps(original)
+    def find(checkpoint_dir, zero_stage):
+        from ort_zero.checkpoint import zero_to_fp32
+
+        if not zero_to_fp32.is_ours(checkpoint_dir):
+            return original(checkpoint_dir, zero_stage)
+        return zero_to_fp32.client_state_file(checkpoint_dir, _folder())
+
+    return find
+
+
+@functools.cache
+def _kept() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="ort_zero_client_state_")
+
+
+def _folder() -> str:
+    """Return a new folder that is removed when the process ends."""
+    return tempfile.mkdtemp(dir=_kept().name)
+
+
+_WHY = "reads sharded checkpoints"
 _PATCH = Patch(
     target=ds_compat.READ_FP32_STATE,
     build=_read_fp32_state,
-    why="reads sharded checkpoints",
+    why=_WHY,
     guard=ds_compat.require_fp32_reader,
+)
+_FILE_PATCHES = (
+    Patch(
+        target=ds_compat.FIND_OPTIMIZER_FILES,
+        build=_find_optimizer_files,
+        why=_WHY,
+        guard=ds_compat.require_file_finder,
+    ),
+    Patch(
+        target=ds_compat.FIND_MODEL_FILE,
+        build=_find_model_file,
+        why=_WHY,
+        guard=ds_compat.require_file_finder,
+    ),
 )
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return the patch; none where DeepSpeed's function has another shape: nothing else depends on it."""
+    """Return the patches; none where DeepSpeed's functions have another shape: nothing else depends on them."""
+    every = (_PATCH, *_FILE_PATCHES)
     try:
-        ds_compat.require_fp32_reader(resolve(_PATCH.target))
+        for patch in every:
+            assert patch.guard is not None
+            patch.guard(resolve(patch.target))
     except PatchError as error:
         get_logger().info("deepspeed.utils.zero_to_fp32 will not read sharded checkpoints of ort_zero: %s", error)
         return ()
-    return (_PATCH,)
+    return every

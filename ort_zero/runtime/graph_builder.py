@@ -449,7 +449,8 @@ class GraphBuilder:
                 return build()
             except Exception as error:
                 if more := asked_for_twice(error, info.exported_model):
-                    return build(more)
+                    weights = frozenset(name for name, _ in self.manager.flattened_module.named_parameters())
+                    return build(more & weights - exported.unreached - exported.only_read)
                 # ORT wants a way from the results to each of them, where PyTorch leaves gradients out
                 found = _UNREACHABLE.search(str(error))
                 if found is None or found["name"] not in exported.unreached - exported.only_read:

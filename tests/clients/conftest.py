@@ -22,6 +22,13 @@ def client(request: pytest.FixtureRequest, tmp_path: Path) -> Client:
     return client
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give each program the time that it takes where other work keeps the cores busy."""
+    for item in items:
+        if item.get_closest_marker("clients") is not None:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 def _has_case(request: pytest.FixtureRequest) -> bool:
     return hasattr(request.node, "callspec")
 
@@ -41,3 +48,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write docs/programs.md, in the process that all others report to."""
     if not hasattr(session.config, "workerinput"):
         programs_page.write()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many programs ran."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    ran = sum("clients" in report.keywords for report in reports)
+    terminalreporter.write_line(f"{ran} programs ran on 2 ranks in PyTorch and in ONNX Runtime, see docs/programs.md")

@@ -96,7 +96,7 @@ class Client:
         zero: Mapping[str, Any] | None = None,
         parts_in_torch: bool = True,
         note: str = "",
-        timeout: float = 240,
+        timeout: float = 500,
     ) -> list[dict[str, dict[str, Any]]]:
         """Run `program` in PyTorch, then in ONNX Runtime, both on the same 2 ranks; return what came of it, by rank.
 
@@ -255,6 +255,19 @@ def prepare(
             "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
         }
     return Run(folder, config, str(path), stage, backend)
+
+
+def begin_trainer() -> None:
+    """Reset Accelerate's state to that of a new process, which knows of all ranks; a Trainer's arguments then take it.
+
+    Without an accelerator it would take itself for the only rank, unless it is given the backend's name.
+    """
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    del os.environ["ACCELERATE_USE_DEEPSPEED"]
 
 
 def forget() -> None:

@@ -1,4 +1,4 @@
-"""Data in memory for the programs: sentence pairs, images, tokens; the same on every rank."""
+"""Data in memory for the programs, and a model that several have: the same on every rank."""
 
 from __future__ import annotations
 
@@ -50,3 +50,16 @@ def tokens(
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, vocabulary, (rows, length), generator=generator)
     return [{"input_ids": row, "labels": row.clone()} for row in ids]
+
+
+def small_bert() -> torch.nn.Module:
+    """Return a small BERT for sequence classification without dropout."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+            max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip

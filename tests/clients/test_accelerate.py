@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ZERO_2_AND_3, Result, Run
-from small_data import VOCABULARY, images, padded, sentence_pairs, tokens
+from small_data import VOCABULARY, images, padded, sentence_pairs, small_bert, tokens
 
 PACKAGES = ("accelerate", "transformers", "timm")
 pytestmark = pytest.mark.clients
@@ -26,18 +26,6 @@ def make_accelerator(**more: Any) -> Any:
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")], **more)
     assert accelerator.num_processes == 2 and accelerator.distributed_type == "DEEPSPEED"
     return accelerator
-
-
-def bert(**more: Any) -> torch.nn.Module:
-    """Return a small BERT for sequence classification without dropout."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = BertConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        **sizes, **more,
-    )  # fmt: skip
-    return BertForSequenceClassification(config)
 
 
 def loaders(batch: int = 4) -> tuple[torch.utils.data.DataLoader, torch.utils.data.DataLoader]:
@@ -70,7 +58,7 @@ def nlp_example(run: Run) -> Result:
 
     accelerator = make_accelerator()
     set_seed(42)
-    model = bert().to(accelerator.device)
+    model = small_bert().to(accelerator.device)
     train_loader, eval_loader = loaders()
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=2e-3)
     schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=len(train_loader) * 2)
@@ -175,7 +163,7 @@ def complete_nlp_example(run: Run) -> Result:
     )  # fmt: skip
     accelerator.init_trackers("complete", {"lr": 2e-3})
     torch.manual_seed(42)
-    model = bert()
+    model = small_bert()
     train_loader, eval_loader = loaders(2)
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -336,7 +324,7 @@ def by_feature(run: Run) -> Result:
             raise RuntimeError("CUDA out of memory. Tried to allocate")
         accelerator.free_memory()
         torch.manual_seed(42)
-        model = bert()
+        model = small_bert()
         train_loader, eval_loader = loaders(batch_size)
         optimizer = torch.optim.AdamW(params=model.parameters(), lr=5e-3)
         model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)

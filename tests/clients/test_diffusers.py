@@ -2,31 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2_AND_3, Result, Run
+from harness import ZERO_2_AND_3, ZERO_3, Result, Run
 from small_data import images
+from torch.nn import functional as F
 
-PACKAGES = ("diffusers", "accelerate")
+PACKAGES = ("diffusers", "accelerate", "peft")
 pytestmark = pytest.mark.clients
 
 
-def accelerated(run: Run, model: torch.nn.Module, size: int) -> tuple[Any, ...]:
-    """Return an Accelerator that knows of both ranks and what it has prepared."""
+def text_unet() -> torch.nn.Module:
+    """Return a small UNet with states of a text encoder."""
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    return UNet2DConditionModel(
+        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16, norm_num_groups=4, attention_head_dim=4,
+    )  # fmt: skip
+
+
+def text_states(rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Return states as a text encoder gives them."""
+    return torch.randn(rows, 5, 16, generator=generator)
+
+
+def denoised(
+    run: Run,
+    model: torch.nn.Module,
+    predict: Callable[..., torch.Tensor],
+    *,
+    size: int = 8,
+    offset: float = 0.0,
+    clip: bool = False,
+    weights: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+) -> Result:
+    """Train a model to predict the noise in images, in the loop of diffusers' examples.
+
+    Args:
+        run: of the program.
+        model: to be trained, but for what is frozen.
+        predict: ``predict(model, noisy, steps, batch, generator)`` returns the noise.
+        size: height and width of the images.
+        offset: share of noise that a whole channel has in common.
+        clip: whether gradients are clipped.
+        weights: ``weights(schedule, steps)`` weighs the losses of the images.
+    """
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
+    from diffusers import DDPMScheduler
 
+    schedule = DDPMScheduler(num_train_timesteps=100)
+    # without an accelerator it has to be given the backend's name, to know of both ranks
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     loader = torch.utils.data.DataLoader(images(48, size=size), batch_size=4)
-    return accelerator, *accelerator.prepare(model, optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    generator = torch.Generator().manual_seed(accelerator.process_index)
+    losses = []
+    for batch in loader:
+        clean = batch["image"]
+        noise = torch.randn(clean.shape, generator=generator)
+        if offset:
+            noise += offset * torch.randn(*clean.shape[:2], 1, 1, generator=generator)
+        steps = torch.randint(0, 100, (len(clean),), generator=generator)
+        predicted = predict(model, schedule.add_noise(clean, noise, steps), steps, batch, generator)
+        each = F.mse_loss(predicted, noise, reduction="none").mean((1, 2, 3))
+        loss = (each if weights is None else each * weights(schedule, steps)).mean()
+        accelerator.backward(loss)
+        if clip and accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Result(losses, alive=model)
 
 
 def unet(run: Run) -> Result:
     """UNet2DModel predicting the noise of a DDPM, as in the unconditional training example"""
-    from diffusers import DDPMScheduler, UNet2DModel
+    from diffusers import UNet2DModel
 
     torch.manual_seed(0)
     model = UNet2DModel(
@@ -34,23 +94,11 @@ def unet(run: Run) -> Result:
         down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         norm_num_groups=4, attention_head_dim=8,
     )  # fmt: skip
-    schedule = DDPMScheduler(num_train_timesteps=100)
-    accelerator, model, optimizer, loader = accelerated(run, model, 16)
-    generator = torch.Generator().manual_seed(accelerator.process_index)
-    losses = []
-    for batch in loader:
-        clean = batch["image"]
-        noise = torch.randn(clean.shape, generator=generator)
-        steps = torch.randint(0, 100, (len(clean),), generator=generator)
-        noisy = schedule.add_noise(clean, noise, steps)
-        predicted = model(noisy, steps, return_dict=False)[0]
-        loss = torch.nn.functional.mse_loss(predicted, noise)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, alive=model)
+
+    def predict(model, noisy, steps, batch, generator):
+        return model(noisy, steps, return_dict=False)[0]
+
+    return denoised(run, model, predict, size=16, clip=True)
 
 
 @ZERO_2_AND_3
@@ -60,7 +108,7 @@ def test_unet(client, stage):
 
 def dit(run: Run) -> Result:
     """DiTTransformer2DModel with class labels, learned sigma left out of the loss"""
-    from diffusers import DDIMScheduler, DiTTransformer2DModel
+    from diffusers import DiTTransformer2DModel
 
     torch.manual_seed(0)
     model = DiTTransformer2DModel(
@@ -70,22 +118,11 @@ def dit(run: Run) -> Result:
     for module in model.modules():
         if hasattr(module, "dropout_prob"):  # of the class labels
             module.dropout_prob = 0.0
-    schedule = DDIMScheduler(num_train_timesteps=100)
-    accelerator, model, optimizer, loader = accelerated(run, model, 8)
-    generator = torch.Generator().manual_seed(accelerator.process_index)
-    losses = []
-    for batch in loader:
-        clean = batch["image"]
-        noise = torch.randn(clean.shape, generator=generator)
-        steps = torch.randint(0, 100, (len(clean),), generator=generator)
-        noisy = schedule.add_noise(clean, noise, steps)
-        predicted = model(noisy, timestep=steps, class_labels=batch["label"]).sample[:, :3]
-        loss = torch.nn.functional.mse_loss(predicted, noise)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, alive=model)
+
+    def predict(model, noisy, steps, batch, generator):
+        return model(noisy, timestep=steps, class_labels=batch["label"]).sample[:, :3]
+
+    return denoised(run, model, predict)
 
 
 @ZERO_2_AND_3
@@ -95,32 +132,41 @@ def test_dit(client, stage):
 
 def conditional_unet(run: Run) -> Result:
     """UNet2DConditionModel with text states and classifier-free guidance's dropped prompts, as in text-to-image"""
-    from diffusers import DDPMScheduler, UNet2DConditionModel
+    calls = 0
 
-    torch.manual_seed(0)
-    model = UNet2DConditionModel(
-        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(8, 16),
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-        cross_attention_dim=16, norm_num_groups=4, attention_head_dim=4,
-    )  # fmt: skip
-    schedule = DDPMScheduler(num_train_timesteps=100)
-    accelerator, model, optimizer, loader = accelerated(run, model, 8)
-    generator = torch.Generator().manual_seed(accelerator.process_index)
-    losses = []
-    for step, batch in enumerate(loader):
-        clean = batch["image"]
-        noise = torch.randn(clean.shape, generator=generator)
-        steps = torch.randint(0, 100, (len(clean),), generator=generator)
-        text = torch.randn(len(clean), 5, 16, generator=generator) * (step % 3 != 0)
-        predicted = model(schedule.add_noise(clean, noise, steps), steps, encoder_hidden_states=text).sample
-        loss = torch.nn.functional.mse_loss(predicted, noise)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Result(losses, alive=model)
+    def predict(model, noisy, steps, batch, generator):
+        nonlocal calls
+        text = text_states(len(noisy), generator) * (calls % 3 != 0)
+        calls += 1
+        return model(noisy, steps, encoder_hidden_states=text).sample
+
+    return denoised(run, text_unet(), predict)
 
 
 @ZERO_2_AND_3
 def test_conditional_unet(client, stage):
     client.compare(conditional_unet, stage, launcher="accelerate")
+
+
+def text_to_image_lora(run: Run) -> Result:
+    """text_to_image_lora: LoRA on the attention of a frozen UNet, min-SNR weights, noise offset, clipping"""
+    from diffusers.training_utils import compute_snr
+    from peft import LoraConfig
+
+    model = text_unet().requires_grad_(False)
+    names = ["to_k", "to_q", "to_v", "to_out.0"]
+    model.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights="gaussian", target_modules=names))
+
+    def predict(model, noisy, steps, batch, generator):
+        return model(noisy, steps, text_states(len(noisy), generator), return_dict=False)[0]
+
+    def min_snr(schedule, steps):
+        snr = compute_snr(schedule, steps)
+        return snr.clamp(max=5.0) / snr
+
+    return denoised(run, model, predict, offset=0.1, clip=True, weights=min_snr)
+
+
+@ZERO_3
+def test_text_to_image_lora(client, stage):
+    client.compare(text_to_image_lora, stage, launcher="accelerate")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import NO_ZERO, Result, Run
-from small_data import VOCABULARY, images, padded, sentence_pairs
+from harness import NO_ZERO, ZERO_3, Result, Run
+from small_data import images, padded, sentence_pairs, small_bert
 from torch import nn
 from torch.nn import functional as F
 
@@ -33,19 +33,6 @@ def network() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 7 * 7, 4)
     )
-
-
-def bert() -> nn.Module:
-    """Return a small BERT for sequence classification without dropout."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-            max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )
-    )  # fmt: skip
 
 
 def lightning_with_ddp(run: Run) -> Result:
@@ -104,7 +91,7 @@ def loop_with_ddp(run: Run) -> Result:
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
-    model = wrapped(run, bert())
+    model = wrapped(run, small_bert())
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=2e-3)
     rows, rank, losses = sentence_pairs(64), torch.distributed.get_rank(), []
@@ -139,7 +126,7 @@ def accelerate_with_ddp(run: Run) -> Result:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert accelerator.num_processes == 2
     loader = torch.utils.data.DataLoader(sentence_pairs(48), batch_size=4, collate_fn=lambda rows: padded(rows, 12))
-    model = wrapped(run, bert())
+    model = wrapped(run, small_bert())
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, right = [], 0
@@ -159,3 +146,33 @@ def accelerate_with_ddp(run: Run) -> Result:
 @NO_ZERO
 def test_accelerate_with_ddp(client, stage):
     client.compare(accelerate_with_ddp, stage)
+
+
+def lightning_conversion(run: Run) -> Result:
+    """Lightning's `convert_zero_checkpoint_to_fp32_state_dict` on a checkpoint with what Lightning keeps in one"""
+    import deepspeed
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.deepspeed_config(4))
+    rows, rank, losses = images(32, size=16), torch.distributed.get_rank(), []
+    for step in range(4):
+        mine = rows[8 * step + 4 * rank :][:4]
+        scores = engine(torch.stack([row["image"] for row in mine]))
+        loss = F.cross_entropy(scores, torch.stack([row["label"] for row in mine]))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    kept = {"epoch": 1, "hyper_parameters": {"rate": 1e-2}, "loops": {"batches": [1, 2]}, "callbacks": {}}
+    engine.save_checkpoint(str(run.folder / "saved"), client_state=kept)
+    torch.distributed.barrier()
+    found = convert_zero_checkpoint_to_fp32_state_dict(str(run.folder / "saved"), str(run.folder / f"{rank}.pt"))
+    norms = {name: weight.float().norm().item() for name, weight in found["state_dict"].items()}
+    return Result(losses, alive=engine, values={"norms": norms, "kept": {name: found[name] for name in kept}})
+
+
+@ZERO_3
+def test_lightning_conversion(client, stage):
+    client.compare(lightning_conversion, stage)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2, ZERO_2_AND_3, Result, Run
+from harness import ZERO_2, ZERO_2_AND_3, ZERO_3, Result, Run
 from small_data import VOCABULARY, tokens
 
 PACKAGES = ("peft", "transformers", "accelerate")
@@ -26,7 +26,24 @@ def llama() -> torch.nn.Module:
     )  # fmt: skip
 
 
-def trained(run: Run, model: torch.nn.Module, steps: int = 6, rate: float = 5e-3) -> tuple[Any, list[float]]:
+def adapted(run: Run, config: Any, steps: int = 4, rate: float = 5e-3, **more: Any) -> tuple[Any, list[float]]:
+    """Train a Llama with an adapter, and with the same numbers everywhere; return the engine and its losses."""
+    from peft import get_peft_model
+
+    torch.manual_seed(1)
+    return trained(run, get_peft_model(llama(), config), steps, rate, **more)
+
+
+def one_by_one(run: Run, configs: list[Any], **more: Any) -> Result:
+    """Train with one adapter after the other."""
+    start()
+    trainings = [adapted(run, config, **more) for config in configs]
+    return Result([loss for _, losses in trainings for loss in losses], alive=[engine for engine, _ in trainings])
+
+
+def trained(
+    run: Run, model: torch.nn.Module, steps: int = 6, rate: float = 5e-3, **inputs: Any
+) -> tuple[Any, list[float]]:
     """Train in a plain loop over ``deepspeed.initialize``; return the engine and its losses."""
     import deepspeed
 
@@ -41,7 +58,7 @@ def trained(run: Run, model: torch.nn.Module, steps: int = 6, rate: float = 5e-3
         batch = {name: torch.stack([row[name] for row in mine]) for name in mine[0]}
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])
         batch["attention_mask"][0, :3] = 0
-        loss = engine(**batch).loss
+        loss = engine(**batch, **{name: value.clone() for name, value in inputs.items()}).loss
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -106,13 +123,9 @@ def test_lora_variants(client, stage):
 
 def prompt_tuning(run: Run) -> Result:
     """Prompt tuning: virtual tokens before the text, everything else frozen"""
-    from peft import PromptTuningConfig, get_peft_model
+    from peft import PromptTuningConfig
 
-    start()
-    torch.manual_seed(1)
-    model = get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5))
-    engine, losses = trained(run, model, rate=5e-2)
-    return Result(losses, alive=engine)
+    return one_by_one(run, [PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)], steps=6, rate=5e-2)
 
 
 @ZERO_2_AND_3
@@ -122,18 +135,11 @@ def test_prompt_tuning(client, stage):
 
 def prefix_and_p_tuning(run: Run) -> Result:
     """Prefix tuning and P-tuning"""
-    from peft import PrefixTuningConfig, PromptEncoderConfig, get_peft_model
+    from peft import PrefixTuningConfig, PromptEncoderConfig
 
-    start()
-    losses, engines = [], []
-    for kind in (PrefixTuningConfig, PromptEncoderConfig):
-        torch.manual_seed(1)
-        more = {} if kind is PrefixTuningConfig else {"encoder_hidden_size": 16, "encoder_dropout": 0.0}
-        model = get_peft_model(llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=4, **more))
-        engine, found = trained(run, model, steps=4, rate=2e-2)
-        losses += found
-        engines.append(engine)
-    return Result(losses, alive=engines)
+    more = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+    encoder = PromptEncoderConfig(encoder_hidden_size=16, encoder_dropout=0.0, **more)
+    return one_by_one(run, [PrefixTuningConfig(**more), encoder], rate=2e-2)
 
 
 @ZERO_2_AND_3
@@ -141,27 +147,59 @@ def test_prefix_and_p_tuning(client, stage):
     client.compare(prefix_and_p_tuning, stage)
 
 
+LINEAR = ["q_proj", "v_proj"]
+
+
 def other_adapters(run: Run) -> Result:
     """(IA)3, LoHa, VeRA, OFT and layer-norm tuning"""
-    from peft import IA3Config, LNTuningConfig, LoHaConfig, OFTConfig, VeraConfig, get_peft_model
+    from peft import IA3Config, LNTuningConfig, LoHaConfig, OFTConfig, VeraConfig
 
-    start()
-    linear = ["q_proj", "v_proj"]
-    losses, engines = [], []
-    for config in (
-        IA3Config(target_modules=[*linear, "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
-        LoHaConfig(r=4, target_modules=linear),
+    configs = [
+        IA3Config(target_modules=[*LINEAR, "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+        LoHaConfig(r=4, target_modules=LINEAR),
         VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
-        OFTConfig(oft_block_size=8, target_modules=linear),
+        OFTConfig(oft_block_size=8, target_modules=LINEAR),
         LNTuningConfig(task_type="CAUSAL_LM"),
-    ):
-        torch.manual_seed(1)
-        engine, found = trained(run, get_peft_model(llama(), config), steps=3, rate=2e-2)
-        losses += found
-        engines.append(engine)
-    return Result(losses, alive=engines)
+    ]
+    return one_by_one(run, configs, steps=3, rate=2e-2)
 
 
 @ZERO_2
 def test_other_adapters(client, stage):
     client.compare(other_adapters, stage)
+
+
+def weights_of_their_own_form(run: Run) -> Result:
+    """VB-LoRA, BOFT, LoKr, LoRA with `target_parameters`, `layer_replication`, `trainable_token_indices`"""
+    from peft import BOFTConfig, LoKrConfig, LoraConfig, VBLoRAConfig
+
+    q = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    configs = [
+        VBLoRAConfig(r=2, num_vectors=8, vector_length=8, vblora_dropout=0.0, **q),
+        BOFTConfig(boft_block_size=4, **q),
+        LoKrConfig(r=4, **q),
+        LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=[], target_parameters=["q_proj.weight"]),
+        LoraConfig(r=4, layer_replication=[[0, 2], [1, 2]], **q),
+        LoraConfig(r=4, trainable_token_indices=[5, 6, 7], **q),
+    ]
+    return one_by_one(run, configs, steps=3, rate=2e-2)
+
+
+@ZERO_3
+def test_weights_of_their_own_form(client, stage):
+    client.compare(weights_of_their_own_form, stage)
+
+
+def context_tuning(run: Run) -> Result:
+    """CPT: context-aware prompt tuning with its own loss over masked tokens"""
+    from peft import CPTConfig
+
+    config = CPTConfig(
+        task_type="CAUSAL_LM", cpt_token_ids=[7, 8, 9, 10], cpt_mask=[1, 1, 1, 1], cpt_tokens_type_mask=[1, 2, 3, 4]
+    )
+    return one_by_one(run, [config], rate=2e-2, input_type_mask=torch.full((4, 16), 4))
+
+
+@ZERO_3
+def test_context_tuning(client, stage):
+    client.compare(context_tuning, stage)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2_AND_3, Result, Run
+from harness import ZERO_2_AND_3, ZERO_3, Result, Run, begin_trainer
 
 PACKAGES = ("sentence-transformers", "datasets", "transformers", "accelerate")
 pytestmark = pytest.mark.clients
@@ -58,19 +57,21 @@ def sentence(i: int) -> str:
 
 def trained(run: Run, dataset: Any, loss: Any, model: Any, **flags: Any) -> Any:
     """Train with SentenceTransformerTrainer; return it."""
-    from accelerate.state import AcceleratorState, PartialState
     from sentence_transformers import SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    del os.environ["ACCELERATE_USE_DEEPSPEED"]
-    arguments = SentenceTransformerTrainingArguments(
+    kinds = SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    return trained_by(*kinds, run, dataset, loss, model, **flags)
+
+
+def trained_by(trainer_class: Any, kind: Any, run: Run, dataset: Any, loss: Any, model: Any, **flags: Any) -> Any:
+    """Train with a trainer of sentence-transformers and arguments of `kind`; return it."""
+    begin_trainer()
+    arguments = kind(
         output_dir=str(run.folder / "output"), deepspeed=run.config_path, max_steps=5, logging_steps=1,
         per_device_train_batch_size=4, learning_rate=1e-3, report_to=[], save_strategy="no", disable_tqdm=True,
         accelerator_config={"use_configured_state": True}, **flags,
     )  # fmt: skip
-    trainer = SentenceTransformerTrainer(model=model, args=arguments, train_dataset=dataset, loss=loss)
+    trainer = trainer_class(model=model, args=arguments, train_dataset=dataset, loss=loss)
     trainer.train()
     return trainer
 
@@ -115,3 +116,45 @@ def similarity_and_matryoshka(run: Run) -> Result:
 @ZERO_2_AND_3
 def test_similarity_and_matryoshka(client, stage):
     client.compare(similarity_and_matryoshka, stage)
+
+
+def cross_and_sparse_encoders(run: Run) -> Result:
+    """CrossEncoderTrainer with binary cross entropy, SparseEncoderTrainer with `SpladeLoss`"""
+    import shutil
+
+    from datasets import Dataset
+    from sentence_transformers import CrossEncoder, SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+    from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+    from sentence_transformers.sparse_encoder.models import MLMTransformer, SpladePooling
+    from transformers import BertConfig, BertForMaskedLM
+
+    model_of(run.folder)
+    place = run.folder / "bert"
+    torch.manual_seed(0)
+    cross = CrossEncoder(str(place), num_labels=1, max_length=32, device="cpu")
+    scores = {"a": [sentence(i) for i in range(48)], "b": [sentence(i * 5) for i in range(48)],
+              "score": [(i % 5) / 4 for i in range(48)]}  # fmt: skip
+    kinds = CrossEncoderTrainer, CrossEncoderTrainingArguments
+    first = trained_by(*kinds, run, Dataset.from_dict(scores), BinaryCrossEntropyLoss(cross), cross)
+
+    torch.manual_seed(0)
+    masked = run.folder / "masked"
+    BertForMaskedLM(BertConfig.from_pretrained(str(place))).save_pretrained(str(masked))
+    if torch.distributed.get_rank() == 0:
+        for path in place.glob("*token*"):
+            shutil.copy(path, masked)
+    torch.distributed.barrier()
+    sparse = SparseEncoder(modules=[MLMTransformer(str(masked)), SpladePooling("max")], device="cpu")
+    rows = {"anchor": [sentence(i) for i in range(48)], "positive": [sentence(i + 24) for i in range(48)]}
+    ranking = SparseMultipleNegativesRankingLoss(sparse)
+    loss = SpladeLoss(sparse, ranking, query_regularizer_weight=1e-4, document_regularizer_weight=1e-4)
+    kinds = SparseEncoderTrainer, SparseEncoderTrainingArguments
+    second = trained_by(*kinds, run, Dataset.from_dict(rows), loss, sparse)
+    return Result(logged(first) + logged(second), alive=(first, second))
+
+
+@ZERO_3
+def test_cross_and_sparse_encoders(client, stage):
+    client.compare(cross_and_sparse_encoders, stage)

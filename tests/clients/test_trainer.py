@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2, ZERO_2_AND_3, ZERO_3, Result, Run
-from small_data import VOCABULARY, padded, sentence_pairs, tokens
+from harness import ZERO_2, ZERO_2_AND_3, ZERO_3, Result, Run, begin_trainer
+from small_data import VOCABULARY, padded, sentence_pairs, small_bert, tokens
 
 PACKAGES = ("transformers", "accelerate")
 pytestmark = pytest.mark.clients
@@ -33,15 +33,10 @@ class Rows(torch.utils.data.Dataset):
 
 
 def arguments(run: Run, kind: str = "TrainingArguments", **flags: Any) -> Any:
-    """Return training arguments as people have them; without an accelerator the state needs the backend's name."""
+    """Return training arguments as people have them."""
     import transformers
-    from accelerate.state import AcceleratorState, PartialState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier Trainer in this process
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    del os.environ["ACCELERATE_USE_DEEPSPEED"]
-
+    begin_trainer()
     common = {
         "output_dir": str(run.folder / "output"),
         "deepspeed": run.config_path,
@@ -70,19 +65,6 @@ def gpt2() -> torch.nn.Module:
         GPT2Config(
             vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=1,
             pad_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )
-    )  # fmt: skip
-
-
-def bert() -> torch.nn.Module:
-    """Return a small BERT for sequence classification without dropout."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-            max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
 
@@ -203,7 +185,7 @@ def optimizers_and_schedules(run: Run) -> Result:
         schedule, more = SCHEDULES[name]
         flags = {"optim": name, "lr_scheduler_type": schedule, "lr_scheduler_kwargs": more, "warmup_steps": 1}
         made = arguments(run, max_steps=4, learning_rate=1e-2 if name == "sgd" else 1e-3, **flags)
-        trainer = Trainer(model=bert(), args=made, train_dataset=Rows(sentence_pairs(32)), data_collator=padded)
+        trainer = Trainer(model=small_bert(), args=made, train_dataset=Rows(sentence_pairs(32)), data_collator=padded)
         trainer.train()
         losses += logged(trainer)
         rates += logged(trainer, "learning_rate")
@@ -249,8 +231,8 @@ def classification(run: Run) -> Result:
         logging_first_step=True, dataloader_drop_last=True, eval_on_start=True,
     )  # fmt: skip
     trainer = Trainer(
-        model=bert(), args=made, train_dataset=Rows(sentence_pairs(33)), eval_dataset=Rows(sentence_pairs(16, seed=1)),
-        data_collator=padded, compute_metrics=metrics,
+        model=small_bert(), args=made, train_dataset=Rows(sentence_pairs(33)),
+        eval_dataset=Rows(sentence_pairs(16, seed=1)), data_collator=padded, compute_metrics=metrics,
     )  # fmt: skip
     trainer.train()
     assert seen and all(rows == (16,) for rows in seen), seen
@@ -285,7 +267,7 @@ def batch_size_that_fits(run: Run) -> Result:
     counter = Counter()
     made = arguments(run, auto_find_batch_size=True, per_device_train_batch_size=5, remove_unused_columns=False)
     trainer = Weighted(
-        model=bert(), args=made, train_dataset=Rows(sentence_pairs(40)), data_collator=padded, callbacks=[counter]
+        model=small_bert(), args=made, train_dataset=Rows(sentence_pairs(40)), data_collator=padded, callbacks=[counter]
     )
     trainer.train()
     return result(trainer, steps=counter.steps, batch=trainer._train_batch_size)
@@ -337,7 +319,7 @@ def saved_and_loaded(run: Run) -> Result:
 
     flags = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
     first = Trainer(
-        model=bert(), args=arguments(run, **flags), train_dataset=Rows(sentence_pairs(32)), data_collator=padded
+        model=small_bert(), args=arguments(run, **flags), train_dataset=Rows(sentence_pairs(32)), data_collator=padded
     )
     first.train()
     first.save_model(str(run.folder / "final"))
@@ -345,7 +327,7 @@ def saved_and_loaded(run: Run) -> Result:
     weights = load_file(run.folder / "final/model.safetensors")
     norms = {name: weight.float().norm().item() for name, weight in weights.items()}
     second = Trainer(
-        model=type(bert()).from_pretrained(str(run.folder / "final")), args=arguments(run, **flags),
+        model=type(small_bert()).from_pretrained(str(run.folder / "final")), args=arguments(run, **flags),
         train_dataset=Rows(sentence_pairs(32, seed=4)), data_collator=padded,
     )  # fmt: skip
     second.train()

@@ -279,6 +279,60 @@ def rloo(run: Run) -> Result:
     return trained(trainer)
 
 
+def grpo_reward_model(run: Run) -> Result:
+    """GRPOTrainer with a reward model, which it prepares as an engine and calls under `torch.inference_mode()`"""
+    from transformers import LlamaForSequenceClassification
+    from trl import GRPOConfig, GRPOTrainer
+
+    more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 4}
+    torch.manual_seed(3)
+    reward = LlamaForSequenceClassification(settings(num_labels=1))  # before there is a config for ZeRO-3
+    trainer = GRPOTrainer(
+        model=llama(), args=GRPOConfig(**options(run, **more, importance_sampling_level="sequence")),
+        train_dataset=rows(prompt=texts(16)), processing_class=tokenizer(),
+        reward_funcs=reward, reward_processing_classes=tokenizer(),
+    )  # fmt: skip
+    return trained(trainer)
+
+
+def gkd(run: Run) -> Result:
+    """GKDTrainer of `trl.experimental` with a teacher, on conversations"""
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    lines = texts(64)
+    talks = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in zip(lines, lines[32:])]
+    trainer = GKDTrainer(
+        model=llama(), teacher_model=llama(1), args=GKDConfig(**options(run, max_length=64, lmbda=0.0, beta=0.5)),
+        train_dataset=rows(messages=talks), processing_class=tokenizer(),
+    )  # fmt: skip
+    return trained(trainer)
+
+
+def orpo_and_cpo(run: Run) -> Result:
+    """ORPOTrainer and CPOTrainer (SimPO's loss) of `trl.experimental`"""
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    arguments = options(run, max_length=64, max_steps=4)
+    common = {"train_dataset": preferences(), "processing_class": tokenizer()}
+    first = trained(ORPOTrainer(model=llama(), args=ORPOConfig(**arguments), **common))
+    simpo = CPOConfig(**arguments, loss_type="simpo", cpo_alpha=0.5)
+    second = trained(CPOTrainer(model=llama(), args=simpo, **common))
+    return Result([*first.losses, *second.losses], alive=(first.alive, second.alive))
+
+
+def online_dpo(run: Run) -> Result:
+    """OnlineDPOTrainer of `trl.experimental`: generates pairs, has a reference model"""
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+
+    arguments = options(run, max_new_tokens=6, max_length=40, max_steps=4)
+    trainer = OnlineDPOTrainer(
+        model=llama(), ref_model=llama(1), reward_funcs=distinct_words, args=OnlineDPOConfig(**arguments),
+        train_dataset=rows(prompt=texts(16)), processing_class=tokenizer(),
+    )  # fmt: skip
+    return trained(trainer)
+
+
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 HEAD = "trl.kernels.chunked_logprob.ChunkedLogProbFunction"
@@ -295,7 +349,9 @@ def test_the_fused_head_alone_runs_in_torch(client, program, stage):
 
 @ZERO_3
 @pytest.mark.parametrize(
-    "program", [sft_conversations, sft_adapters, grpo_lora, rloo], ids=lambda program: program.__name__
+    "program",
+    [sft_conversations, sft_adapters, grpo_lora, grpo_reward_model, rloo, orpo_and_cpo, gkd, online_dpo],
+    ids=lambda program: program.__name__,
 )
 def test_other_forms(client, program, stage):
     client.compare(program, stage)

@@ -438,6 +438,7 @@ def normalises_a_weight(t, x, net):
 
 
 def _with_norms(module):
+    module.rms = nn.RMSNorm(WIDTH).requires_grad_(False)
     module.norm, module.groups = nn.LayerNorm(WIDTH).requires_grad_(False), nn.GroupNorm(2, WIDTH)
     module.groups.weight.requires_grad_(False)
 
@@ -445,6 +446,14 @@ def _with_norms(module):
 @case(build=_with_norms)
 def shares_a_frozen_norm(t, x, net):
     return net.norm(t) + net.norm(net.norm(t).exp())
+
+
+@case(build=_with_norms)
+def shares_a_frozen_norm_of_roots(t, x, net):
+    def norm(y):
+        return net.rms.weight * (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+    return norm(norm(t).exp())
 
 
 @case(build=_with_norms)

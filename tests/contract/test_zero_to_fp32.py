@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -184,6 +185,24 @@ def test_deepspeeds_own_functions_read_our_checkpoints_while_the_plugin_is_on(tm
     assert stock._get_fp32_state_dict_from_zero_checkpoint is original
 
 
+def test_the_files_that_lightning_opens_hold_the_stage_and_the_users_state(switched_off):
+    """Its conversion loads them between DeepSpeed's functions, with ``weights_only=False``."""
+    folder = next(path.parent for path in OURS.rglob("manifest.json"))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    ort_zero.enable()
+    try:
+        (path,) = stock.get_optim_files(str(folder))
+        stage = torch.load(path, weights_only=False)["optimizer_state_dict"]["zero_stage"]
+        assert stage == manifest["zero_stage"]
+        state = torch.load(stock.get_model_state_file(str(folder), stage), weights_only=False)
+        extra = json.loads(next(folder.glob("rank_00000_extra*.json")).read_text())
+        assert isinstance(state, dict) and len(state) == len(extra["client_state"])
+    finally:
+        ort_zero.disable()
+    with pytest.raises(FileNotFoundError):
+        stock.get_optim_files(str(folder))
+
+
 def test_an_unknown_shape_of_deepspeeds_function_is_left_alone(monkeypatch, switched_off):
     from ort_zero.plugin import fp32_patch
 
@@ -197,4 +216,4 @@ def test_an_unknown_shape_of_deepspeeds_function_is_left_alone(monkeypatch, swit
     finally:
         other.__globals__["__name__"] = name
     monkeypatch.undo()
-    assert len(fp32_patch.patches()) == 1
+    assert len(fp32_patch.patches()) == 3

@@ -16,7 +16,9 @@ _DUPLICATE = re.compile(r"Duplicate definition of name \((?P<name>.+)_grad\)")
 
 
 def asked_for_twice(error: BaseException, model: bytes) -> frozenset[str]:
-    """Return the weights that several nodes read of the kinds whose gradients ORT could not define; none otherwise.
+    """Return the values that several nodes read of the kinds whose gradients ORT could not define; none otherwise.
+
+    The kinds are those before ORT fused them: a product, in the parts of an RMSNorm.
 
     Args:
         error: what ORT's graph builder raised.
@@ -27,7 +29,7 @@ def asked_for_twice(error: BaseException, model: bytes) -> frozenset[str]:
         return frozenset()
     nodes = onnx.load_from_string(model).graph.node
     kinds = {node.op_type for node in nodes if found["name"] in node.input}
-    reads = Counter(name for node in nodes if node.op_type in kinds for name in node.input[1:])
+    reads = Counter(name for node in nodes if node.op_type in kinds for name in node.input)
     return frozenset(name for name, count in reads.items() if name and count > 1)
 
 
