@@ -65,6 +65,28 @@ def has_backward_hooks(module: Any) -> bool:
     return not all(map(is_infrastructure, hooks))
 
 
+@contextlib.contextmanager
+def without_infrastructure_hooks(module: Any) -> Iterator[None]:
+    """Take away DeepSpeed's hooks on gradients of `module` and the modules in it, for a call in the block.
+
+    Those of leaf modules reduce the gradients of partitioned weights, which an ONNX graph does by itself.
+    """
+    taken = []
+    for child in module.modules():
+        for table in (child._backward_hooks, child._backward_pre_hooks):
+            taken += [(table, dict(table))] if any(map(is_infrastructure, table.values())) else []
+    try:
+        for table, hooks in taken:
+            for key, hook in hooks.items():
+                if is_infrastructure(hook):
+                    del table[key]
+        yield
+    finally:
+        for table, hooks in taken:
+            table.clear()
+            table.update(hooks)
+
+
 def is_infrastructure(hook: Any) -> bool:
     """Return whether a hook is DeepSpeed's or ours: an export runs without these."""
     while isinstance(hook, functools.partial):

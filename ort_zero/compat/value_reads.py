@@ -23,10 +23,14 @@ class ValueReadError(BaseException):
         """Whether the value depends on nothing but attributes that are inputs of the graph."""
 
     @classmethod
-    def again(cls, module: torch.nn.Module | None, message: str, *, random: bool) -> ValueReadError:
+    def again(
+        cls, module: torch.nn.Module | None, message: str, random: bool = False, of_attribute: bool = False
+    ) -> ValueReadError:
         """Return the error whose message is `message`."""
         what, _, where = message.rpartition(" (")
-        return cls(module, what, where.removesuffix(")"), random=random)
+        error = cls(module, what, where.removesuffix(")"), random=random)
+        error.of_attribute = of_attribute
+        return error
 
 
 @dataclass(slots=True)

@@ -119,14 +119,18 @@ class ForwardCall:
                     self._exclude_together(action.excludes)
                     observed = self._observe()
                 graph = self._enter(observed)
-                action = self._ranks.advance(Entered(graph.digest))
+                action = self._ranks.advance(Entered(graph.digest, bool(graph.effects.guards)))
             elif isinstance(action, BuildAgain):
                 if self._random_states is not None:
                     self._random_states.restore()
                 if action.failed_guard is not None:
-                    self._guard_failed(graph.effects.guards[action.failed_guard][1])
+                    guards = graph.effects.guards
+                    if action.failed_guard < len(guards):
+                        self._guard_failed(guards[action.failed_guard][1])
+                    else:
+                        self._force("a value that another rank's graph was made for has changed")
                 graph = self._enter(self._observe())
-                action = self._ranks.advance(Entered(graph.digest))
+                action = self._ranks.advance(Entered(graph.digest, bool(graph.effects.guards)))
             else:
                 assert isinstance(action, Run)
                 tensors, action = self._run_graph(graph)
@@ -436,6 +440,8 @@ class ForwardCall:
     def _restore(self, graph: BuiltGraph, tensors: Sequence[torch.Tensor]) -> Any:
         """Do what the module does besides returning a result, and return that."""
         effects, arguments = graph.effects, self._arguments
+        if effects.complex:
+            tensors = [torch.view_as_complex(t) if i in effects.complex else t for i, t in enumerate(tensors)]
         first = effects.results + effects.written
         with torch.no_grad():
             for i, value in zip(effects.changed, tensors[first:], strict=False):

@@ -22,7 +22,7 @@ from ort_zero import env
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_onnx
 from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters, PlainParameters, full_shape, is_partitioned
-from ort_zero.compat.torch_modules import buffer_table
+from ort_zero.compat.torch_modules import buffer_table, without_infrastructure_hooks
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.log import get_logger
@@ -290,6 +290,7 @@ class GraphBuilder:
             self._timed("export"),
             self.output.captured(),
             paused(),
+            without_infrastructure_hooks(self.module),
             checkpointed.traced(),
             self.excluded.as_operators(drop_caches=tracer.drop_caches),
             self.functions.as_operators(),
@@ -401,7 +402,8 @@ class GraphBuilder:
             info=run,
             session=session,
             executor=executor,
-            digest=f"{digest}, {len(exported.effects.guards)} guards",
+            # numbers may be inputs on one rank only, and those of other ranks need no guards
+            digest=f"{digest}, {sum(not read.of_attribute for _, read in exported.effects.guards)} guards",
             bridge=bridge,
             nodes=len(model.graph.node),
             python_ops=sum(node.op_type == "PythonOp" for node in model.graph.node),

@@ -65,7 +65,7 @@ class RankAgreement:
             training=training,
             agreed=agreed,
         )
-        self.state = State(scope, agreed=agreed, fallback=self.state.fallback)
+        self.state = State(scope, agreed=agreed, guarded=self.state.guarded, fallback=self.state.fallback)
 
     def advance(self, event: Event) -> Action:
         """Take an event, carry out the collectives that follow, and return the next action of this rank alone.

@@ -38,7 +38,7 @@ COMPARING_GRAPHS    Reports     a rank failed                                   
 COMPARING_GRAPHS    Reports     a rank shares a plan                            COMPARING_GRAPHS    Exchange Built
 COMPARING_GRAPHS    Reports     graphs differ, EVERY_CALL                       STOPPED             Stop GRAPHS_DIFFER
 COMPARING_GRAPHS    Reports     otherwise                                       RUNNING             Run
-RUNNING             Ran         it has guards, EVERY_CALL                       CHECKING_GUARDS     CastVote GUARDS
+RUNNING             Ran         a rank has guards, EVERY_CALL                    CHECKING_GUARDS     CastVote GUARDS
 RUNNING             Ran         a guard failed, any other scope                 BUILDING_ALONE      BuildAgain
 RUNNING             Ran         otherwise                                       DONE                Return
 RUNNING             BuildAnew   EVERY_CALL                                      BUILDING_TOGETHER   BuildAgain
@@ -167,6 +167,8 @@ class Built:
 
     digest: str
     """Digest of the collectives in the graph, equal for graphs that perform the same ones in one order."""
+    guarded: bool = False
+    """Whether the graph has guards on values. Ranks may differ in it: numbers may be inputs on one of them only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,8 @@ class Entered:
 
     digest: str
     """Digest of the collectives in the graph, equal for graphs that perform the same ones in one order."""
+    guarded: bool = False
+    """Whether the graph has guards on values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,14 +362,16 @@ class State:
 
     scope: Scope
     phase: Phase = Phase.PREPARING
+    guarded: bool = False
+    """Whether the graph of any rank has had guards on values, in this call or an earlier one. Equal on all ranks."""
     agreed: bool = False
     """Whether the ranks have agreed on a graph, in this call or an earlier one."""
     fallback: bool = False
     """Whether the configuration lets PyTorch take over when a graph cannot be built. Equal on all ranks."""
     builds: bool = False
     """Whether this call builds a graph on this rank; its first run is the last part of that."""
-    digest: str = ""
-    """COMPARING_GRAPHS: digest of the collectives in the graph that is ready."""
+    built: Built | None = None
+    """Report on the graph that is ready; COMPARING_GRAPHS repeats it."""
     failure: Failure | None = None
     """VOTING_FAILURE, REPORTING_FAILURE: the failure of this rank."""
     stop: Stop | None = None
@@ -462,7 +468,8 @@ def _entered_alone(state: State, event: Entered) -> tuple[State, Action]:
 
 
 def _entered_together(state: State, event: Entered) -> tuple[State, Action]:
-    return replace(state, phase=Phase.COMPARING_GRAPHS, digest=event.digest), Exchange(Built(event.digest))
+    report = Built(event.digest, event.guarded)
+    return replace(state, phase=Phase.COMPARING_GRAPHS, built=report), Exchange(report)
 
 
 def _failed_together(state: State, event: Failed) -> tuple[State, Action]:
@@ -475,16 +482,21 @@ def _compared(state: State, event: Reports) -> tuple[State, Action]:
     if _failures(reports):
         return _stop(state, _others_error(state, reports))
     if any(isinstance(report, SharedPlan) for report in reports):
-        return state, Exchange(Built(state.digest))
-    odd = _ranks_where(reports, lambda report: report != reports[0])
+        assert state.built is not None
+        return state, Exchange(state.built)
+    built = [report for report in reports if isinstance(report, Built)]
+    odd = _ranks_where(built, lambda report: report.digest != built[0].digest)
     if odd and state.scope is Scope.EVERY_CALL:
         return _stop(state, Stop(Problem.GRAPHS_DIFFER, odd, fall_back=state.fallback))
     scope = state.scope if state.scope is Scope.EVERY_CALL else Scope.ALONE
-    return replace(state, phase=Phase.RUNNING, scope=scope, agreed=True), Run()
+    guarded = state.guarded or any(report.guarded for report in built)
+    return replace(state, phase=Phase.RUNNING, scope=scope, agreed=True, guarded=guarded), Run()
 
 
 def _ran(state: State, event: Ran) -> tuple[State, Action]:
     guard = event.failed_guard
+    if guard is None and state.guarded:
+        guard = -1  # another rank may have guards where this one has none
     if guard is not None and state.scope is Scope.EVERY_CALL:
         return replace(state, phase=Phase.CHECKING_GUARDS), CastVote(Vote(Ballot.GUARDS, guard))
     if guard is not None and guard >= 0:

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from ort_zero.compat import trace_state
-from ort_zero.compat.torch_modules import CALL, is_scripted, scripted_weights
+from ort_zero.compat.torch_modules import CALL, is_scripted, scripted_weights, without_infrastructure_hooks
 from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.errors import ExportError
 from ort_zero.runtime.export import pytree
@@ -162,10 +162,13 @@ class ModuleCall(PyTorchCall):
         module = self.module
         if any(tensor.is_meta for tensor in tensors):
             module = _copy_of(module)  # a trial that finds out shapes is to leave no traces
-        with unrecorded(), paused(), plain_calls(), plain_access(module), self._as_itself(module):
+        with contextlib.ExitStack() as stack:
+            for context in (unrecorded(), paused(), plain_calls(), plain_access(module), self._as_itself(module)):
+                stack.enter_context(context)
             if is_scripted(module):
                 with scripted_weights(module, weights):
                     return module(*args, **kwargs)
+            stack.enter_context(without_infrastructure_hooks(module))
             left = LeftBehind(module)
             result = functional_call(module, weights, args, kwargs)
             self._slots = left.slots()

@@ -53,6 +53,8 @@ class Effects:
     left: list[tuple[int, int]] = field(default_factory=list)
     """Number of the call of each node in PyTorch that leaves tensors with a gradient in its attributes, and the number
     of these; they come behind those of :attr:`writes`, and count as :attr:`written`."""
+    complex: list[int] = field(default_factory=list)
+    """Indices of the outputs that are complex numbers; the graph has pairs of real ones along a last axis."""
     guards: list[tuple[list, ValueReadError]] = field(default_factory=list)
     """Values that Python code took from tensors, and where; the values in a call come last."""
     counting: list[torch.nn.Module] = field(default_factory=list)
@@ -246,6 +248,7 @@ class Tracer:
             states = self.inputs.changed(inputs, input_versions) if self.inputs else []
             changed_buffers = buffers.found()
         self.sizes = seen.sizes
+        seen.guards.sort(key=lambda guard: guard.read.of_attribute)  # those that all ranks have come first
         tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
         if self._structure is not None:
             schema = pytree.with_numbers(schema, self._structure)
@@ -260,6 +263,7 @@ class Tracer:
             results=results,
             writes=writes,
             written=len(written),
+            complex=[i for i, tensor in enumerate(tensors) if tensor.is_complex()],
             left=[(call, len(found)) for call, found in left],
             changed=changed,
             attributes=[(place, in_place) for place, in_place, _ in states],

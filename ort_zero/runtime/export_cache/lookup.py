@@ -194,8 +194,12 @@ class Lookup:
             "carried over": [(_written(place), in_place) for place, in_place in effects.attributes],
             "buffers": [(paths[id(change.owner)], change.name) for change in effects.buffers],
             "written": effects.written,
+            "complex": effects.complex,
             "writes": [_write(write) for write in effects.writes],
-            "guards": [(value, paths.get(id(read.module)), str(read), read.random) for value, read in effects.guards],
+            "guards": [
+                (value, paths.get(id(read.module)), str(read), read.random, read.of_attribute)
+                for value, read in effects.guards
+            ],
             "counting": [paths[id(child)] for child in effects.counting],
             "attributes": _attributes(exported.key.read),
             "sizes": size_guards.written(exported.key.size_guard),
@@ -221,9 +225,10 @@ class Lookup:
             buffers=[BufferChange(modules[path], name) for path, name in meta["buffers"]],
             writes=[_read_write(written) for written in meta.get("writes", ())],
             written=int(meta.get("written", 0)),
+            complex=[int(i) for i in meta.get("complex", ())],
             guards=[
-                (value, ValueReadError.again(modules.get(path), words, random=any(random)))
-                for value, path, words, *random in meta["guards"]
+                (value, ValueReadError.again(modules.get(path), words, *flags))
+                for value, path, words, *flags in meta["guards"]
             ],
             counting=[modules[path] for path in meta["counting"]],
         )

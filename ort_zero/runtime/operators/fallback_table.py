@@ -75,6 +75,10 @@ def _rounding_down(node: TracedNode) -> str | None:
     return "torch's exporter rounds quotients towards zero" if node.outputs[0].rank else None
 
 
+def _of_integers(node: TracedNode) -> str | None:
+    return None if node.inputs[0].is_floating else "ONNX Runtime computes with floating-point numbers there"
+
+
 def _limited_by_tensors(node: TracedNode) -> str | None:
     if any(value.is_tensor and (value.rank or value.requires_grad) for value in node.inputs[1:]):
         return "ONNX Runtime divides the gradient among equal operands of Min and Max"
@@ -149,6 +153,7 @@ def _to_one(node: TracedNode) -> str | None:
 _PADDINGS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)) + ("_pad_circular",)
 _RECURRENT = "ONNX Runtime trains recurrent layers in one direction and on the CPU only"
 _PACKED = "ONNX has no packed sequences"
+_TOWARDS_ZERO = "torch's exporter rounds negative numbers towards zero"
 _SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
 _CONVOLUTIONS = ("_convolution", "convolution", "_convolution_mode", "conv1d", "conv2d", "conv3d")
 
@@ -170,6 +175,11 @@ IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
     "aten::fake_quantize_per_tensor_affine": "ONNX Runtime wants constant scales",
     "aten::embedding_bag": "ONNX Runtime has no gradient for Loop",
     "aten::floor_divide": _rounding_down,
+    "aten::fmod": _of_integers,
+    **dict.fromkeys(
+        ("aten::__rshift__", "aten::__rshift_", "aten::bitwise_right_shift"),
+        "torch's exporter rounds negative numbers towards zero",
+    ),
     **dict.fromkeys(("aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::clip"), _limited_by_tensors),
     **{f"aten::{name}": _partly_used for name in _SPLITS},
     **{f"aten::{name}": _without_keepdim for name in ("norm", "linalg_norm", "linalg_vector_norm", "logsumexp")},

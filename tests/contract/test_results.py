@@ -1,0 +1,76 @@
+"""Results and arguments of unusual kinds come back as PyTorch's, through the graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ort_zero import config
+from ort_zero.plugin.wrap import wrap_model
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+BIG = torch.tensor([2**53 + 1, -(2**53) - 1, -5, 7])
+
+
+class Model(nn.Module):
+    """Returns what a function makes of the result of a layer, and of integers."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x, numbers=None):
+        return self.function(self.layer(x), numbers)
+
+
+def both(function):
+    """Return ORT's runtime and model, and PyTorch's copy."""
+    module = Model(function)
+    reference = copy.deepcopy(module)
+    return *wrap_model(module, config.OrtModuleConfig(), stage=0), reference
+
+
+def test_sizes_are_python_numbers():
+    runtime, wrapped, reference = both(lambda y, _: (y, y.shape[0], {"half": y.shape[0] / 2, "all": [y.numel()]}, 1.5))
+    for rows in (3, 5):
+        got, expected = wrapped(torch.ones(rows, 4))[1:], reference(torch.ones(rows, 4))[1:]
+        assert got == expected and list(map(type, got)) == list(map(type, expected))
+    assert runtime.status()["graphs"]["training"]["runs"]["forward"] == 2
+
+
+def test_complex_results_are_complex():
+    runtime, wrapped, reference = both(lambda y, _: (torch.fft.rfft(y), y.sum()))
+    (got, _), (expected, _) = wrapped(X), reference(X)
+    torch.testing.assert_close(got, expected)
+    for model in (wrapped, reference):
+        model(X)[0].abs().sum().backward()
+    torch.testing.assert_close(runtime.module.layer.weight.grad, reference.layer.weight.grad)
+
+
+@pytest.mark.parametrize("function", [lambda i: i >> 2, lambda i: torch.fmod(i, 3)], ids=["shift", "fmod"])
+def test_integers_are_exact(function):
+    runtime, wrapped, reference = both(lambda y, i: (y.sum(), function(i)))
+    assert wrapped(X, BIG)[1].tolist() == reference(X, BIG)[1].tolist()
+    assert len(runtime.status()["in_torch"]) == 1
+
+
+def test_a_cast_that_changes_nothing_may_be_read_twice():
+    runtime, wrapped, reference = both(lambda y, _: y.float().square().mean())
+    for model in (wrapped, reference):
+        model(X).backward()
+    torch.testing.assert_close(runtime.module.layer.weight.grad, reference.layer.weight.grad)
+    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 1, "backward": 1}
+
+
+def test_inference_mode():
+    runtime, wrapped, reference = both(lambda y, _: y.tanh())
+    with torch.inference_mode():
+        x = X * 2
+        torch.testing.assert_close(wrapped(x), reference(x))
+    for model in (wrapped, reference):
+        model(X).sum().backward()
+    torch.testing.assert_close(runtime.module.layer.weight.grad, reference.layer.weight.grad)
