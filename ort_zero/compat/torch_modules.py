@@ -175,7 +175,10 @@ def version_of(tensor: Any) -> int:
 
     0 for a tensor that was made under ``torch.inference_mode()``, which counts nothing.
     """
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
 
 
 def is_zero_tensor(tensor: Any) -> bool:

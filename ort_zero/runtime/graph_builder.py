@@ -193,6 +193,8 @@ class GraphBuilder:
                 raise
             tracer = self.tracer = self._tracer(call, subscribers, all_inputs=False)
             model, schema, axes = self._traced(tracer)
+        # ORTModule knows that of the first run, where what is computed from sizes is a constant
+        schema = tracer.schema if tracer.schema is not None else schema
         complete_dropout(model)
         seed_dropout(model)
         only_read = frozenset(graph_readers.inputs_for_marks_alone(model) if tracer.readers else ())

@@ -130,6 +130,8 @@ class Tracer:
         """What Python code has read besides the arguments; None before the trace."""
         self.not_written: list[Place] = []
         """Attributes whose values cannot be outputs of the graph."""
+        self.schema: Any = None
+        """Structure of the result of the trace, in which numbers that are computed from sizes are tensors."""
         self._structure: Any = None
         """Structure of the result when the module ran as PyTorch would run it."""
         self.sizes: SizeReads | None = None
@@ -252,6 +254,7 @@ class Tracer:
         tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
         if self._structure is not None:
             schema = pytree.with_numbers(schema, self._structure)
+        self.schema = schema
         results = len(tensors)
         writes, written = self._writes(module, tensors, given, attributes)
         written += [tensor for _, found in left for tensor in found]
