@@ -120,6 +120,7 @@ class _Observer(TorchFunctionMode):
         self._draws = draws
         self._numbers = TracedNumbers(list(inputs.numbers))
         self._views = Views()
+        self._sized = next((tensor for tensor in inputs.arguments if tensor.dim()), None)
         self.sizes = SizeReads(
             inputs.arguments, inputs.names, inputs.attributes, self.origins, self.running, self._guard_sizes
         )
@@ -173,7 +174,15 @@ class _Observer(TorchFunctionMode):
         for tensor in tensors:
             if tensor.numel() > MOST_VALUES:
                 raise read
-            self.guards.append(Guard(tensor, tensor.detach().flatten().tolist(), read))
+            self.guards.append(Guard(self._not_constant(tensor), tensor.detach().flatten().tolist(), read))
+
+    def _not_constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return `tensor` as ORT cannot fold it: a size may be the same for all batches, and ORT wants no constant
+        results."""
+        if self._sized is None:
+            return tensor
+        nothing: Any = self._sized.size(0) * 0  # a tensor while a trace is made
+        return tensor ^ (nothing != 0) if tensor.dtype == torch.bool else tensor + nothing.to(tensor.dtype)
 
     def _called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Call a function in the form that the exporter gets right."""
