@@ -1,0 +1,123 @@
+"""Measures how long loading takes: ours, DeepSpeed's own and torch.distributed.checkpoint's, in one run.
+
+Real engines on several ranks; within a round one engine loads in all ways in turn. The wall time is that of the slowest
+rank, the CPU time that of all ranks together. torch.distributed.checkpoint loads what each rank holds (masters and
+moments) into place, without weights, scheduler or any check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from checkpoints import train_step
+
+WAYS = ("deepspeed", "ours", "ours, of DeepSpeed's files", "torch.distributed.checkpoint")
+
+
+def make_engine(stage: int, precision: str, millions: int, hidden: int) -> Any:
+    """Return an engine around linear layers after one step, so that it has moments."""
+    import deepspeed
+    import torch
+
+    layers = max(1, round(millions * 1e6 / hidden**2))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(hidden, hidden) for _ in range(layers)))
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": False}},
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    train_step(engine, hidden)
+    return engine
+
+
+def measure(root: str, stage: int, precision: str, millions: int, hidden: int, rounds: int) -> dict[str, list]:
+    """Run on each rank: return (seconds, CPU seconds) of each way, by round."""
+    import ort_zero
+
+    ort_zero.enable()
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from ort_zero import checkpoint
+    from ort_zero.compat.deepspeed_state import EngineState
+
+    engine = make_engine(stage, precision, millions, hidden)
+    own = type(engine).load_checkpoint.__wrapped__
+
+    def held() -> dict[str, Any]:
+        state, rank, found = EngineState(engine), dist.get_rank(), {}
+        for index, flat in enumerate(state.flats()):
+            found[f"{rank}.{index}.master"] = flat.master
+            found |= {f"{rank}.{index}.{kind}": value for kind, value in state.elementwise(flat).items()}
+        return found
+
+    engine.save_checkpoint(f"{root}/deepspeed", tag="t")
+    checkpoint.save(engine, f"{root}/ours", tag="t")
+    dcp.save(held(), checkpoint_id=f"{root}/dcp")
+    ways: dict[str, Callable[[], Any]] = {
+        "deepspeed": lambda: own(engine, f"{root}/deepspeed", "t"),
+        "ours": lambda: checkpoint.load(engine, f"{root}/ours", "t"),
+        "ours, of DeepSpeed's files": lambda: checkpoint.load(engine, f"{root}/deepspeed", "t"),
+        "torch.distributed.checkpoint": lambda: dcp.load(held(), checkpoint_id=f"{root}/dcp"),
+    }
+    found: dict[str, list] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for way, load in ways.items():
+            dist.barrier()
+            before, start = _cpu_seconds(), time.perf_counter()
+            load()
+            if number:  # the first opens connections and imports what is needed
+                found[way].append((time.perf_counter() - start, _cpu_seconds() - before))
+    engine.destroy()
+    return found
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> int:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description="Time of loading, beside DeepSpeed's and torch's.")
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 3])
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--millions", type=int, default=100, help="parameters of the model, in millions")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--dir", help="where to write; removed at the end. Default: a temporary folder")
+    parser.add_argument("--timeout", type=float, default=400)
+    args = parser.parse_args()
+    from ort_zero.testing.ranks import run_on_ranks
+
+    for stage in args.stages:
+        with tempfile.TemporaryDirectory(prefix="ort_zero_bench_", dir=args.dir) as root:
+            given = (root, stage, args.precision, args.millions, args.hidden, args.rounds)
+            ranks = run_on_ranks(measure, args.ranks, *given, timeout=args.timeout)
+        print(f"ZeRO-{stage} {args.precision}, {args.millions} M parameters, {args.ranks} ranks")
+        for way in WAYS:
+            rounds = list(zip(*(rank[way] for rank in ranks), strict=True))
+            wall = statistics.median(max(seconds for seconds, _ in each) for each in rounds)
+            cpu = statistics.median(sum(used for _, used in each) for each in rounds)
+            print(f"  {way:<30}{wall:8.3f} s, {cpu:8.3f} s of CPU")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
