@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTORS = (struct.Struct("<4s3I"), struct.Struct("<4sI2Q"))  # sizes below and above 4 GiB
+_END = struct.Struct("<4s4H2IH")
+"""The last record of a zip without a comment, which torch never writes."""
 _HAS_DESCRIPTOR = 0x08
 _PADDING = 0x4246  # id of torch's extra field "FB", filled with "Z" so that the data begins at a multiple of 64
 _MAX_EXTRA = 256
@@ -146,6 +148,9 @@ def read_records(folder: Folder, name: str) -> list[_Record]:
     def read(offset: int, length: int) -> bytes:
         return folder.read(name, offset, length) if whole is None else whole[offset : offset + length]
 
+    last = folder.read(name, max(0, size - _END.size), min(size, _END.size))
+    if not last.startswith(b"PK\x05\x06"):
+        raise CorruptCheckpointError(f"{path} is too long or damaged: it does not end with its zip directory")
     records, position = [], 0
     before: zipfile.ZipInfo | None = None
     for entry in entries:

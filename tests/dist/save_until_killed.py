@@ -25,7 +25,7 @@ from checkpoint_engines import (
     train,
 )
 
-from ort_zero.checkpoint import checkpoint_writer, manifest, save, wait
+from ort_zero.checkpoint import checkpoint_writer, manifest, save, verify, wait
 from ort_zero.checkpoint.storage import open_folder
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.errors import CheckpointError, RankError
@@ -159,6 +159,8 @@ def check_tags(folder: str) -> dict[str, Any]:
                     bytearray(here.read(piece.file, piece.offset, piece.length)), dtype=torch.float32
                 )
                 assert bool((values == number).all()), f"{tensor.name} of t{index} is not all {number}"
+        report = verify(here.url, progress=False)
+        assert report.ok, f"verify calls the whole t{index} bad: {report.problems}"
         numbers[f"t{index}"] = number
         listed = {file.name for file in found.files}
         cut |= any(

@@ -6,6 +6,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 KILLER = """
 import json, os, random, signal, sys, time
@@ -23,7 +26,7 @@ started = time.monotonic()
 aggregate(src, str(dst), max_shard_size=8 << 20, progress=False)
 duration = time.monotonic() - started
 whole = {p.name for p in dst.iterdir()}
-moments, cut, left, interim, seen = random.Random(0), 0, 0, 0, False
+moments, cut, left, interim, seen = random.Random(int(sys.argv[4])), 0, 0, 0, False
 for path in dst.iterdir():
     path.unlink()
 for number in range(int(sys.argv[3])):
@@ -54,11 +57,23 @@ print(json.dumps({"cut": cut, "left": left, "interim": interim, "same": {p.name 
 """
 
 
-def test_killed_at_any_moment(tmp_path):
+def kill(folder: Path, count: int, seed: int, timeout: float) -> dict[str, Any]:
+    """Return the report of `count` aggregations that were killed."""
     unit = Path(__file__).parents[1] / "unit"
-    done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(unit), str(tmp_path), "40"], capture_output=True, text=True, timeout=200
-    )
+    command = [sys.executable, "-c", KILLER, str(unit), str(folder), str(count), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    print(f"seed {seed}")
     assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def test_killed_at_any_moment(tmp_path):
+    report = kill(tmp_path, 40, 0, 200)
     assert report["cut"] >= 20 and report["left"] > 0 and report["same"], report
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_at_many_moments(tmp_path):
+    report = kill(tmp_path, 100, 5, 850)
+    assert report["cut"] >= 50 and report["left"] > 0 and report["same"], report
