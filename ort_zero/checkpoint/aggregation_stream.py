@@ -27,7 +27,7 @@ from ort_zero.checkpoint.storage import CHUNK, Folder, LocalFolder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _SMALLEST_WINDOW = 1 << 20
-_BYTES_PER_FILE = 128 << 10
+_BYTES_PER_FILE = 32 << 10
 """Bytes of a window for each source file: a window of ZeRO-3 has a part of each, and a read has a price of its own."""
 _LARGEST_GAP = 4096
 """Bytes between two pieces of a record that are rather read than left out: the record's CRC needs them."""
