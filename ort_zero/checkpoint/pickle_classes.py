@@ -209,7 +209,7 @@ def _numpy_dtype(made: OpaqueObject) -> Any:
     import numpy as np
 
     text, state = made.args[0], made.state
-    order = state[1] if type(state) is tuple and len(state) > 1 else "="
+    order: Any = state[1] if type(state) is tuple and len(state) > 1 else "="
     if type(text) is not str or not _NUMPY_TYPE.fullmatch(text) or order not in ("<", ">", "|", "="):
         return UNKNOWN
     return np.dtype(text).newbyteorder(order)

@@ -35,7 +35,7 @@ def _restored(value: Any, read: Callable[[StoredTensor], torch.Tensor], where: s
     if kind is TorchConstant:
         return torch.device(value.name) if value.kind == "device" else getattr(torch, value.name)
     if kind in (OpaqueObject, ClassReference, StoredStorage):
-        left[where] = getattr(value, "class_name", None) or getattr(value, "name", "a storage of torch")
+        left[where] = str(getattr(value, "class_name", None) or getattr(value, "name", "a storage of torch"))
         return value
     if isinstance(value, dict):
         items = {_restored(k, read, where, left): _restored(v, read, f"{where}[{k!r}]", left) for k, v in value.items()}

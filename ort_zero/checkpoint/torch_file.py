@@ -326,7 +326,7 @@ def _check_place(path: str, value: StoredTensor, length: int, size: int) -> None
 def _stored(tensor: torch.Tensor, storage_offset: int) -> StoredTensor:
     """Return the place of a tensor whose storage begins at `storage_offset` bytes of the file."""
     return StoredTensor(
-        offset=storage_offset + tensor.storage_offset() * tensor.element_size(),
+        offset=storage_offset + int(tensor.storage_offset()) * tensor.element_size(),
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
         strides=tuple(tensor.stride()),
