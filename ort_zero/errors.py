@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ort_zero.masking import masked
 
 
 class OrtZeroError(Exception):
     """Base of all errors raised on purpose by ort_zero. Secrets in URLs are masked in the message."""
 
-    def __init__(self, *args: Any):
+    def __init__(self, *args: object):
         super().__init__(*(masked(value) if isinstance(value, str) else value for value in args))
 
 
