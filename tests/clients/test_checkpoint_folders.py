@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ def small_gpt2() -> Any:
 
 
 def test_peft(tmp_path):
+    importlib.import_module("torchvision_operators")  # before transformers looks for torchvision
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
