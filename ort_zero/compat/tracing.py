@@ -171,6 +171,7 @@ class _Observer(TorchFunctionMode):
     def _guard_sizes(self, tensors: list[torch.Tensor], what: str) -> None:
         """Guard as values what depends on sizes that only a run of the graph can tell."""
         read = ValueReadError(self.running(), what, user_line())
+        read.of_sizes = True
         for tensor in tensors:
             if tensor.numel() > MOST_VALUES:
                 raise read

@@ -19,6 +19,8 @@ class ValueReadError(BaseException):
         """The innermost module that ran when the value was read."""
         self.random = random
         """Whether random numbers decide about the value, so that it will change sooner or later."""
+        self.of_sizes = False
+        """Whether the value depends on nothing but sizes, which only a run of the graph can tell."""
         self.of_attribute = False
         """Whether the value depends on nothing but attributes that are inputs of the graph."""
 

@@ -432,7 +432,7 @@ class ForwardCall:
         """
         excluded = self._runtime.excluded
         self._force(f"{excluded.path_of(read.module)} {read}, and the value has changed")
-        if read.of_attribute and excluded.own_path(read.module) == "":
+        if (read.of_attribute or read.of_sizes) and excluded.own_path(read.module) == "":
             return  # there is nothing smaller, and PyTorch trains it
         if self._runtime.guard_failures.changes_often(read):
             excluded.exclude(read)

@@ -332,6 +332,26 @@ def test_the_batch_size_may_decide():
     assert run(Squeezed, [(2, 1, 6), (3, 4, 6), (2, 5, 6), (3, 1, 6)])[0] == [1, 2, 2, 2]
 
 
+class AfterPyTorch(nn.Module):
+    """Branches on the size of what a submodule in PyTorch returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.linear = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.part(x)
+        assert h.shape[-1] == 6
+        return self.linear(h if h.shape[1] > 8 else 2 * h).pow(2).mean()
+
+
+def test_sizes_that_only_a_run_can_tell_are_compared_after_it():
+    shapes = [(2, length, 6) for length in (4, 5, 12, 10, 6, 9, 3, 11)]
+    exports, runtime = run(AfterPyTorch, shapes, config.OrtModuleConfig(exclude=["part"]))
+    assert exports == [1, 1, 2, 2, 3, 4, 5, 6]
+    assert list(runtime.status()["in_torch"]) == ["part"]
+
+
 def test_the_reason_names_the_code():
     _, runtime = run(Branch, [(2, 4, 6), (2, 12, 6)])
     (reason,) = runtime.status()["transitions"][-1]["reasons"]
