@@ -1,7 +1,7 @@
 """Casts between floating-point dtypes and looks for NaN and inf in raw bytes, with numpy: bit for bit as torch does.
 
 numpy has no bfloat16; there it is the upper half of a float32, and rounding to the nearest even value is an addition of
-integers. (ml_dtypes has the type too, but its cast takes longer than that addition.)
+integers.
 """
 
 from __future__ import annotations

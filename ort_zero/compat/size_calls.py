@@ -11,7 +11,7 @@ import torch
 from ort_zero.compat.trace_sizes import COUNT, ELEMENTS, NUMBER, RANK, TRUTH, SizeReads, sizes_of
 
 _C: Any = torch._C
-_SPLITS = {
+_SPLITS: dict[Any, str] = {
     **dict.fromkeys((torch.Tensor.split, torch.split), "split"),
     **dict.fromkeys((torch.Tensor.chunk, torch.chunk), "chunk"),
 }

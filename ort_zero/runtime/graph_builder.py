@@ -323,9 +323,8 @@ class GraphBuilder:
             for readers in tracer.readers:
                 readers.calls.set_same(tensor, marked)
 
-        refuse = self._refuse_checkpointing
-        if self._marks_checkpointed or self._replaces_checkpointing:
-            refuse = None
+        accepted = self._marks_checkpointed or self._replaces_checkpointing
+        refuse = None if accepted else self._refuse_checkpointing
         return CheckpointedCalls(refuse, marked=self.manager.training and self._marks_checkpointed, same=same)
 
     def _refuse_unsupported(self) -> None:

@@ -42,7 +42,7 @@ if __name__ == "__main__":
     from ort_zero.testing.ranks import run_on_ranks
 
     sys.path.insert(0, str(Path(__file__).parent))
-    versions = run_on_ranks(f"{__file__}:start", 2, timeout=60 * MINUTES)
+    versions = run_on_ranks(f"{__file__}:start", 2, timeout=400 * MINUTES)
     wanted = re.search(r"^torch==(\S+)", (Path(__file__).parents[2] / "constraints.txt").read_text(), re.MULTILINE)
     if wanted is None or any(version.split("+")[0] != wanted[1] for version in versions):
         sys.exit(f"error: torch is {versions[0]}, and constraints.txt wants {wanted and wanted[1]}")

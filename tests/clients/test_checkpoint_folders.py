@@ -75,7 +75,7 @@ def test_lightning(tmp_path, sharded):
     from safetensors.torch import load_file
 
     first, second = run_on_ranks(
-        lightning_run, 2, str(tmp_path), sharded, timeout=240, imports=("torchvision_operators", "lightning")
+        lightning_run, 2, str(tmp_path), sharded, timeout=800, imports=("torchvision_operators", "lightning")
     )
     folder = tmp_path / "checkpoints"
     rows = [(row.tag, row.whole, row.latest, row.format) for row in list_checkpoints(tmp_path)]
@@ -134,7 +134,7 @@ def test_peft(tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    logits, _ = run_on_ranks(peft_run, 2, str(tmp_path), timeout=240, imports=("torchvision_operators", "peft"))
+    logits, _ = run_on_ranks(peft_run, 2, str(tmp_path), timeout=800, imports=("torchvision_operators", "peft"))
     ids = torch.arange(16).view(2, 8)
     report = aggregate(tmp_path, tmp_path / "adapter", what="adapter", tag="tuned", progress=False)
     assert not report.warnings

@@ -382,7 +382,7 @@ def test_the_example_trains_in_onnxruntime_as_in_pytorch(client, tmp_path):
         f"runpy.run_path({example!r}, run_name='__main__')\n"
     )
     for name, more in cases.items():
-        ranks = run_script_on_ranks(script, 2, *sizes, "--out", tmp_path / name, *more, timeout=300, fresh=True)
+        ranks = run_script_on_ranks(script, 2, *sizes, "--out", tmp_path / name, *more, timeout=800, fresh=True)
         for rank in ranks:
             assert rank.returncode == 0, rank.stdout[-3000:] + rank.stderr[-6000:]
         history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]

@@ -274,7 +274,7 @@ def test_edited_code_is_noticed_in_another_process(tmp_path):
         (code / "helper.py").write_text(f"def scaled(x):\n    return x * {factor}\n")
         os.utime(code / "helper.py", (1e9 + factor, 1e9 + factor))
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(cache), str(code)], capture_output=True, text=True, timeout=200,
+            [sys.executable, "-c", SCRIPT, str(cache), str(code)], capture_output=True, text=True, timeout=800,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

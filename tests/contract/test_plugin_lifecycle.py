@@ -44,7 +44,7 @@ def run(code: str, **env: str) -> str:
         [sys.executable, "-c", HELPERS + textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         env={**clean, **env},
     )
     assert done.returncode == 0, done.stderr[-3000:]

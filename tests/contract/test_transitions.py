@@ -406,7 +406,7 @@ print(*levels)
 def test_graphs_that_take_turns_share_their_memory():
     # the exporter's trace runs in PyTorch, and what glibc keeps of that afterwards hangs on addresses: up to 400 MiB
     alone = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=200, env=alone)
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=800, env=alone)
     assert done.returncode == 0, done.stderr
     before, first, second, _, last = map(float, done.stdout.split()[-5:])
     assert first - before > 100, "the activations must be worth measuring, in MiB"

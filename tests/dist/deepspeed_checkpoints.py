@@ -73,7 +73,7 @@ def written(tmp_path_factory: Any, world: int) -> tuple[Path, dict[str, dict[str
 
 @once
 def _launch(world: int, root: str) -> dict[str, dict[str, dict[str, torch.Tensor]]]:
-    return run_on_ranks(write, world, root, list(ALL if world in (2, 3) else FEW), timeout=300)[0]
+    return run_on_ranks(write, world, root, list(ALL if world in (2, 3) else FEW), timeout=800)[0]
 
 
 def read(source: Source, tensor: Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ def written(tmp_path_factory: Any) -> tuple[Path, dict[str, Held]]:
 
 @once
 def _launch(root: str) -> dict[str, Held]:
-    return run_on_ranks(write, WORLD, root, list(ALL), timeout=400)[0]
+    return run_on_ranks(write, WORLD, root, list(ALL), timeout=800)[0]
 
 
 def write(root: str, variants: list[Variant]) -> dict[str, Held]:

@@ -122,7 +122,7 @@ def written(out: Path) -> set[str]:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=400)
 
 
 def test_torchrun_prints_one_report(src, tmp_path):
@@ -161,7 +161,7 @@ def test_ranks_of_mpirun_meet_beside_the_destination(src, tmp_path, damaged):
         for rank in range(2)
     ]  # fmt: skip
     try:
-        (first, error), (second, _) = [rank.communicate(timeout=100) for rank in ranks]
+        (first, error), (second, _) = [rank.communicate(timeout=400) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

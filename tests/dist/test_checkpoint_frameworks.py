@@ -126,7 +126,7 @@ def trainer_run(folder: str, stage: int, steps: int, resume: bool) -> list[float
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accelerate_saves_and_loads_state(tmp_path, stage):
-    first, second = run_on_ranks(accelerate_round_trip, 2, str(tmp_path), stage, timeout=200)
+    first, second = run_on_ranks(accelerate_round_trip, 2, str(tmp_path), stage, timeout=800)
     assert first["found"] == pytest.approx(first["expected"], abs=1e-5)
     assert abs(first["other"][0] - first["expected"][0]) > 1e-2
     manifest = json.loads((tmp_path / "state" / "pytorch_model" / "manifest.json").read_text())
@@ -156,7 +156,7 @@ def test_accelerate_saves_and_loads_state(tmp_path, stage):
 
 
 def test_the_checkpoint_is_found_in_the_trainers_folder(tmp_path):
-    run_on_ranks(trainer_run, 2, str(tmp_path), 2, 4, False, timeout=200)
+    run_on_ranks(trainer_run, 2, str(tmp_path), 2, 4, False, timeout=800)
     output = tmp_path / "trainer"
     rows = [(row.tag, row.step, row.whole) for row in list_checkpoints(output)]
     assert rows == [(f"checkpoint-{n}/global_step{n}", n, True) for n in (2, 4)]
@@ -181,9 +181,9 @@ def test_the_checkpoint_is_found_in_the_trainers_folder(tmp_path):
 
 @pytest.mark.slow  # tests/dist/test_trainer_example.py does so with a script
 def test_trainer_resumes(tmp_path):
-    whole = run_on_ranks(trainer_run, 2, str(tmp_path / "a"), 3, 4, False, timeout=200)[0]
-    run_on_ranks(trainer_run, 2, str(tmp_path / "b"), 3, 2, False, timeout=200)
+    whole = run_on_ranks(trainer_run, 2, str(tmp_path / "a"), 3, 4, False, timeout=800)[0]
+    run_on_ranks(trainer_run, 2, str(tmp_path / "b"), 3, 2, False, timeout=800)
     (found,) = Path(tmp_path / "b" / "trainer" / "checkpoint-2").glob("global_step*/manifest.json")
     assert json.loads(found.read_text())["step"] == 2
-    resumed = run_on_ranks(trainer_run, 2, str(tmp_path / "b"), 3, 4, True, timeout=200)[0]
+    resumed = run_on_ranks(trainer_run, 2, str(tmp_path / "b"), 3, 4, True, timeout=800)[0]
     assert len(whole) == 4 and resumed[-2:] == pytest.approx(whole[-2:], abs=1e-5)

@@ -206,7 +206,7 @@ def test_states_of_data_efficiency_come_back(tmp_path):
 
 
 def test_deepspeed_itself_loads_what_is_converted(tmp_path):
-    for found in run_on_ranks(convert_and_load, 2, str(tmp_path), timeout=200):
+    for found in run_on_ranks(convert_and_load, 2, str(tmp_path), timeout=800):
         expected = found.pop("expected")
         assert len(found) == 7
         for name, (losses, changed) in found.items():
@@ -219,7 +219,7 @@ def test_a_scheduler_that_refuses_its_state_leaves_the_engine_as_it_was(tmp_path
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory) -> list[dict[str, dict[str, Any]]]:
-    return run_on_ranks(load_faults, 2, str(tmp_path_factory.mktemp("resume")), timeout=200)
+    return run_on_ranks(load_faults, 2, str(tmp_path_factory.mktemp("resume")), timeout=800)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -181,7 +181,7 @@ def compare() -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def reports():
-    return run_on_ranks(compare, 2, timeout=300)
+    return run_on_ranks(compare, 2, timeout=800)
 
 
 @pytest.mark.parametrize(("name", "stage"), [("Model", 2), ("Model", 3), ("ModelInTorch", 3)])

@@ -69,7 +69,7 @@ SMALL = ["--steps", "3", "--layers", "1", "--hidden", "32", "--seq", "16", "--ex
 
 def _run(command: list[str], **env: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", **env}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout
 
@@ -122,7 +122,7 @@ def _trainer(folder: Path, section: dict | None, *options: str, stage: int = 3) 
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(config))
     script = ROOT / "tests/dist/trainer_script.py"
-    for rank in run_script_on_ranks(script, 2, folder / "ds.json", folder, *options, timeout=240):
+    for rank in run_script_on_ranks(script, 2, folder / "ds.json", folder, *options, timeout=800):
         assert rank.returncode == 0, rank.stdout[-3000:] + rank.stderr[-6000:]
     return json.loads((folder / "report.json").read_text())
 
@@ -178,7 +178,7 @@ def _commands_of_make_train(folder: Path, steps: str | None = None) -> list[str]
 def _printed_by(command: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment.pop("ORT_ZERO_LOG_LEVEL", None)
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, timeout=240,
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, timeout=800,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     assert done.returncode == 0, done.stdout
     return done.stdout

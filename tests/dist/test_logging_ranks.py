@@ -24,7 +24,7 @@ def _run(
     """Return exit status, lines of stdout and lines of stderr of each rank; `folder` is for temporary files."""
     env = {"TMPDIR": str(folder), **more}
     script = HERE / "logging_script.py"
-    ranks = run_script_on_ranks(script, 2, model, stage, level, timeout=90, env=env, fresh=fresh)
+    ranks = run_script_on_ranks(script, 2, model, stage, level, timeout=400, env=env, fresh=fresh)
     return [(rank.returncode, rank.stdout.splitlines(), rank.stderr.splitlines()) for rank in ranks]
 
 

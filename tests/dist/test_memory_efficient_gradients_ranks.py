@@ -384,7 +384,7 @@ REFUSED = "BridgeError: last.weight is used in the loss outside of the model's f
 
 @once
 def _launch(group: str) -> list[dict]:
-    return run_on_ranks(compare, 2, STAGES if group == "stages" else DDP, timeout=280)
+    return run_on_ranks(compare, 2, STAGES if group == "stages" else DDP, timeout=800)
 
 
 def _trained_alike(group: str, name: str) -> list[dict]:

@@ -116,7 +116,7 @@ def test_universal(variant: Variant, tmp_path_factory, tmp_path):
 def test_resumed_on_other_ranks_with_the_whole_model_on_each(tmp_path_factory):
     root, held = written(tmp_path_factory)
     names = ["autotp_1_bf16", "autotp_tied", "plain_2_bf16_universal", "plain_3_universal"]
-    resumed = run_on_ranks(resume, 2, str(root), names, timeout=200)[0]
+    resumed = run_on_ranks(resume, 2, str(root), names, timeout=800)[0]
     for name in names:
         expected = held[name.removesuffix("_universal")]
         for kind in (MASTER, "exp_avg", "exp_avg_sq"):

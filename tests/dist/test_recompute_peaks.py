@@ -51,7 +51,7 @@ CASES = {"gpt2": BUDGETS, "bert": ["all", "55%"]}
 @once
 def _measured(kind: str, case: str, folder: str) -> dict:
     env = {"ORT_ZERO_CACHE_DIR": folder}
-    (found,) = run_on_ranks(peak, 1, kind, case, timeout=200, fresh=True, env=env)
+    (found,) = run_on_ranks(peak, 1, kind, case, timeout=800, fresh=True, env=env)
     return found
 
 

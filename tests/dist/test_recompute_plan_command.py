@@ -62,7 +62,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=800
     )
 
 

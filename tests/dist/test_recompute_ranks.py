@@ -138,7 +138,7 @@ CASES = [
 
 @once
 def _launch() -> list[dict]:
-    return run_on_ranks(compare, 2, CASES, timeout=280)
+    return run_on_ranks(compare, 2, CASES, timeout=800)
 
 
 @pytest.mark.parametrize("name", [case[0] for case in CASES])
@@ -203,7 +203,7 @@ REFUSED = [
 @once
 def _refusals() -> list[list[dict]]:
     cases = [(memory, write) for memory, write, _ in REFUSED]
-    return run_on_ranks(refused, 2, cases, timeout=120)
+    return run_on_ranks(refused, 2, cases, timeout=400)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))

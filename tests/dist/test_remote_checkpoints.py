@@ -51,12 +51,12 @@ def s3():
 def saved(s3):
     """Losses after the save of ZeRO-2 and ZeRO-3 runs on 2 ranks into the bucket."""
     plans = [{"name": f"s{stage}", "stage": stage} for stage in (2, 3)]
-    return run_on_ranks(save_remote, 2, "s3://models/run", plans, timeout=200, env=s3)[0]
+    return run_on_ranks(save_remote, 2, "s3://models/run", plans, timeout=800, env=s3)[0]
 
 
 def test_loads_at_another_world_size(saved, s3):
     plans = [{"name": tag, "tag": tag, "stage": stage} for tag, stage in (("s2", 3), ("s3", 1))]
-    after = run_on_ranks(load_all, 3, "s3://models/run", plans, timeout=200, env=s3)[0]
+    after = run_on_ranks(load_all, 3, "s3://models/run", plans, timeout=800, env=s3)[0]
     for tag, losses in after.items():
         assert losses == pytest.approx(saved[tag], abs=1e-5)
 

@@ -253,7 +253,7 @@ NAMES = ["MixtureOfExperts", "Operators", "Branches"]
 
 @pytest.fixture(scope="module")
 def reports():
-    return run_on_ranks(compare, 2, NAMES, [1, 3], timeout=300)
+    return run_on_ranks(compare, 2, NAMES, [1, 3], timeout=800)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -23,7 +23,7 @@ TOLERANCE = 2e-4
 def _launch(launcher: str | None, out: Path, *arguments: str) -> str:
     """Return what the script printed under a launcher, or (None) on two forked ranks, which start in no time."""
     if launcher is None:
-        ranks = run_script_on_ranks(ROOT / SCRIPT, 2, *SMALL, "--out", out, *arguments, timeout=240)
+        ranks = run_script_on_ranks(ROOT / SCRIPT, 2, *SMALL, "--out", out, *arguments, timeout=800)
         for rank in ranks:
             assert rank.returncode == 0, rank.stdout[-3000:] + rank.stderr[-6000:]
         return "".join(rank.stdout for rank in ranks)
@@ -37,7 +37,7 @@ def _launch(launcher: str | None, out: Path, *arguments: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     done = subprocess.run(
         [*command, SCRIPT, *SMALL, "--out", str(out), *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout

@@ -809,7 +809,7 @@ def _launch(group: int) -> list[dict]:
     if any(name.startswith("offload") for name in GROUPS[group]):
         _build_operators()
     with tempfile.TemporaryDirectory(prefix="ort_zero_features_") as folder:
-        return run_on_ranks(compare, 2, folder, GROUPS[group], timeout=280)
+        return run_on_ranks(compare, 2, folder, GROUPS[group], timeout=800)
 
 
 def _reports(name: str) -> list[dict]:

@@ -71,7 +71,7 @@ def main() -> None:
     from ort_zero.testing.ranks import run_on_ranks
 
     with tempfile.TemporaryDirectory() as scratch:
-        run_on_ranks(save, 2, scratch, f"checkpoint_v{manifest.VERSION}", timeout=300)
+        run_on_ranks(save, 2, scratch, f"checkpoint_v{manifest.VERSION}", timeout=800)
         for made in Path(scratch).iterdir():
             shutil.rmtree(HERE / made.name, ignore_errors=True)
             # DeepSpeed puts its converters beside its checkpoints; nobody needs them here

@@ -157,5 +157,5 @@ def test_ls_imports_no_torch(run):
         f"assert main(['ls', {str(run)!r}]) == 0\n"
         "assert not {'torch', 'deepspeed', 'onnxruntime'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
     assert done.stderr == "", done.stderr

@@ -228,7 +228,7 @@ def test_an_ended_command_leaves_no_script_behind(folder, number):
             assert time.monotonic() < until
             time.sleep(0.05)
         command.send_signal(number)
-        assert command.wait(timeout=30) == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+        assert command.wait(timeout=200) == {signal.SIGTERM: 143, signal.SIGINT: 130}[number]
     finally:
         command.kill()
     with pytest.raises(ProcessLookupError):

@@ -19,7 +19,7 @@ class Ranks:
     """Two ranks, each a thread, in place of a process group."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self._barrier = threading.Barrier(2, timeout=20)
+        self._barrier = threading.Barrier(2, timeout=200)
         self._given: list[Any] = [None, None]
         self._local = threading.local()
         monkeypatch.setattr(collectives, "world_size", lambda group=None: 2)

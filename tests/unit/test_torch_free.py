@@ -18,7 +18,7 @@ def test_modules_without_torch_do_not_import_it():
         "code = pytest.main(['--collect-only', '-q', '-p', 'no:cacheprovider', '--without-torch', 'tests/unit'])\n"
         "sys.exit(code or 'torch' in sys.modules and 'torch was imported')"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     collected = set(re.findall(r"^tests/unit/(test_\w+\.py)::", done.stdout, re.M))
     assert {"test_config.py", "test_imports.py", "test_utils.py"} <= collected and len(collected) > 15

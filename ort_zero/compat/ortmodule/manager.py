@@ -289,7 +289,7 @@ class _ThroughOurs(logging.LoggerAdapter):
         # we make no deep copy on purpose, so advice about it is of no use
         if not self.logger.isEnabledFor(level) or "deep copy" in str(msg):
             return
-        if self.extra["is_users"] and logging.getLogger().handlers:
+        if self.extra and self.extra["is_users"] and logging.getLogger().handlers:
             self.logger.log(level, msg, *args, **kwargs)
         else:
             log.get_logger().log(level, f"ORTModule: {msg}", *args, **kwargs)

@@ -138,7 +138,8 @@ def fill(
     for call, count in left:
         tensors = outputs[first : first + count]
         first += count
-        slots, structure = next(runs.setdefault(call, iter(take(call))), ((), None))
-        if slots:
+        run = next(runs.setdefault(call, iter(take(call))), None)
+        if run is not None and run[0]:
+            slots, structure = run
             for slot, value in zip(slots, pytree.unflatten(tensors, structure), strict=True):
                 slot.fill(value)

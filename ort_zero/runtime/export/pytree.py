@@ -149,12 +149,11 @@ def with_numbers(structure: Structure, like: Structure) -> Structure:
         if len(structure.items) == len(like.items):
             pairs = zip(structure.items, like.items, strict=True)
             if isinstance(structure, _Sequence):
-                items = tuple(with_numbers(item, other) for item, other in pairs)
-            else:
-                items = tuple(
-                    (key, with_numbers(item, other[1]) if key == other[0] else item) for (key, item), other in pairs
-                )
-            return dataclasses.replace(structure, items=items)
+                return dataclasses.replace(structure, items=tuple(with_numbers(item, other) for item, other in pairs))
+            named = tuple(
+                (key, with_numbers(item, other[1]) if key == other[0] else item) for (key, item), other in pairs
+            )
+            return dataclasses.replace(structure, items=named)
     return structure
 
 
