@@ -68,6 +68,8 @@ def upstream_check(layers: int) -> Callable[[], object]:
     arguments = batch()
     manager, _ = ort_compat.managers_of(wrapped)
     manager._runtime_options.skip_check = _SkipCheck.SKIP_CHECK_DISABLED
+    # upstream's export fails without it, since a function of it then returns None for a list
+    manager._runtime_options.enable_embedding_sparse_optimizer = True
     manager._graph_transition_manager._export_extra_kwargs = {"dynamo": False}
     wrapped(**arguments)
     inputs = [*arguments.values(), *wrapped.parameters()]
