@@ -148,7 +148,7 @@ class Runtime:
         manager = managers[self.wants_gradients(args, kwargs)]
         self.last_wanted_gradients = manager.training
         alone = not self.in_step and not torch_ddp.in_forward()
-        if self.stage != 3 and not any(self._guard().trainable):
+        if self.stage != 3 and not self._guard().any_trainable():
             alone = True  # there are no gradients to reduce, and arguments may want some on one rank only
         self.ranks.begin(self.group, self.stage, manager.training, alone=alone)
         torch_fallback.take_failure()

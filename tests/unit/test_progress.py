@@ -52,3 +52,10 @@ def test_nothing_is_written_where_nobody_looks(monkeypatch, stream, shown):
         hidden.move(1, 2, "x")
         hidden.update()
     assert stream.getvalue() == ""
+
+
+def test_a_bar_that_is_not_shown_counts_too():
+    hidden = bar(3, "planning", "cluster", shown=False)
+    hidden.update(2)
+    hidden.update()
+    assert hidden.n == 3
