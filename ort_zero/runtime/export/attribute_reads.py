@@ -57,6 +57,7 @@ from ort_zero.runtime.export.attribute_paths import (
     is_plain,
     is_slot,
 )
+from ort_zero.utils.profile_function import profile_function
 
 MOST_ITEMS = 64
 """Maximum number of items of a container that are compared one by one; a larger one is compared as a whole."""
@@ -157,14 +158,13 @@ class AttributeReads:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record what the code that runs in the block reads."""
-        before, profiler = _Active.reads, sys.getprofile()
+        before = _Active.reads
         _Active.reads = self
         try:
             self._patch(torch.nn.Module)
-            sys.setprofile(self._entered)
-            yield
+            with profile_function(self._entered):
+                yield
         finally:
-            sys.setprofile(profiler)
             _Active.reads = before
             for undo in reversed(list(self._patched.values())):
                 undo()
