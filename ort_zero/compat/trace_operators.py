@@ -99,6 +99,26 @@ def _setitem(target: torch.Tensor, value: torch.Tensor, indices: list[torch.Tens
     return result
 
 
+def copied(func: Any, args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """Return the tensor that ``torch.tensor(t)`` makes of a tensor, which the tracer takes for a constant.
+
+    Returns:
+        None for other functions and arguments.
+    """
+    if func not in _COPYING or not args or not isinstance(args[0], torch.Tensor):
+        return None
+    dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
+    source = args[0].detach() if func is torch.tensor else args[0]
+    target = {"dtype": dtype or source.dtype, "device": kwargs.get("device") or source.device}
+    if func is torch.tensor or kwargs.get("copy"):
+        source = source.clone()
+    made = source.to(**target)
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
+_COPYING = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+
+
 def complex_number(number: complex, like: torch.Tensor) -> torch.Tensor:
     """Return a complex number as a tensor without axes that nothing takes for a constant.
 

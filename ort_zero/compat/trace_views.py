@@ -42,7 +42,8 @@ class Views:
         target = changed_by(func, args, kwargs)
         if target is None or (target._base is None and target not in self._followed):
             return None
-        assigns = func is torch.Tensor.__setitem__ and target not in self._slices
+        # the result of a layer may be a view of what the layer alone has seen: that is a whole tensor for the exporter
+        assigns = func is torch.Tensor.__setitem__ and target in self._followed and target not in self._slices
         if assigns or not self._followed.get(target, True):
             return "changes a view of a tensor in place"
         return None
@@ -61,8 +62,11 @@ class Views:
         if func is torch.Tensor.detach or getattr(func, "__self__", None) is torch.Tensor.data:
             self._followed[result] = False
             return
-        given = {id(base) for t in _tensors([*args, *kwargs.values()]) for base in (t, t._base)}
+        arguments = {id(t): t for t in _tensors([*args, *kwargs.values()])}
+        given = {id(base) for t in arguments.values() for base in (t, t._base)}
         for tensor in _tensors([result]):
+            if id(tensor) in arguments:
+                continue  # dropout that is switched off returns its argument
             # a view of what only the function has seen is as good as a whole tensor
             if tensor._base is not None and tensor not in self._followed and id(tensor._base) in given:
                 of_whole = args and isinstance(args[0], torch.Tensor) and args[0]._base is None

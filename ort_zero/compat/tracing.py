@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from ort_zero.compat.impure_calls import is_time, notice_time, noticed
 from ort_zero.compat.size_calls import counted_axis, have_one_shape, note_call, numbers_among, uses_of
 from ort_zero.compat.size_lists import with_open_lists
 from ort_zero.compat.torch_modules import has_backward_hooks
-from ort_zero.compat.trace_operators import assign, complex_number
+from ort_zero.compat.trace_operators import assign, complex_number, copied
 from ort_zero.compat.trace_origins import Origin, Origins
 from ort_zero.compat.trace_sizes import TRUTH, SizeReads
 from ort_zero.compat.trace_state import trace_goes_on
@@ -88,8 +89,15 @@ class Seen(Protocol):
 class Draws(Protocol):
     """Tells what the traced code draws from generators that the tracer does not know."""
 
+    @property
+    def function(self) -> FunctionType | None:
+        """The function that made tensors or arrays of what :meth:`since_last` told of last; None if unknown."""
+
     def since_last(self) -> tuple[str, str] | None:
         """Return what was drawn since the last call, and where ("" if unknown); None for nothing."""
+
+    def any(self) -> bool:
+        """Return whether anything was drawn since the last look, traced or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +195,9 @@ class _Observer(TorchFunctionMode):
 
     def _called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Call a function in the form that the exporter gets right."""
+        copy = copied(func, args, kwargs)
+        if copy is not None:
+            return copy
         target = changed_by(func, args, kwargs)
         if target is not None and _C._get_value_trace(target).node().kind() == "prim::Param":
             # of several changes of an input the exporter loses some
@@ -239,16 +250,23 @@ class _Observer(TorchFunctionMode):
         self._refuse_draws()
         del self.modules[-1]
 
-    def refuse(self, what: str, where: str = "") -> None:
+    def refuse(self, what: str, where: str = "", function: FunctionType | None = None) -> None:
         """Raise for code whose result no graph can hold; not for a submodule that runs in PyTorch inside the graph."""
         if torch.jit.is_tracing():
-            raise ValueReadError(self.running(), what, where or user_line(), random=True)
+            read = ValueReadError(self.running(), what, where or user_line(), random=True)
+            read.function = function
+            raise read
 
     def _refuse_draws(self) -> None:
         """Raise if the code that ran last has drawn random numbers that the tracer takes for constants."""
         drawn = self._draws.since_last() if self._draws is not None else None
-        if drawn is not None:
-            self.refuse(drawn[0], drawn[1] or _forward_line(self.running()))
+        if self._draws is not None and drawn is not None:
+            self.refuse(drawn[0], drawn[1] or _forward_line(self.running()), self._draws.function)
+
+    def forget_draws(self) -> None:
+        """Let what was drawn since the last look not count."""
+        if self._draws is not None:
+            self._draws.any()
 
     def _refuse_arguments(self, given: Sequence[Any]) -> None:
         for argument in given:
@@ -398,6 +416,15 @@ def is_number_of_sizes(tensor: torch.Tensor) -> bool:
     if not _observers or tensor.dim() or tensor.dtype != torch.int64 or not depends_on_inputs(tensor):
         return False
     return _observers[-1].origins.of(_C._get_value_trace(tensor), "value") is Origin.FIXED
+
+
+@contextlib.contextmanager
+def drawing_at_each_run() -> Iterator[None]:
+    """Let the code in the block draw random numbers, as it is going to do at each run of the graph."""
+    observer = _observers[-1]
+    observer._refuse_draws()
+    yield
+    observer.forget_draws()
 
 
 def read_here(what: str) -> ValueReadError:

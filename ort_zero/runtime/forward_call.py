@@ -389,7 +389,7 @@ class ForwardCall:
         """Return the outputs of the graph, and what to do next."""
         self._runtime.graph_is_ready(graph)
         arguments = self._arguments
-        may_draw = self._runtime.excluded.reasons or any(read.random for _, read in graph.effects.guards)
+        may_draw = self._runtime.excluded.draw_random_numbers or any(read.random for _, read in graph.effects.guards)
         self._random_states = GlobalStates() if may_draw else None
         try:
             inputs = graph.info.construct_inputs(dict(zip(arguments.names, arguments.tensors, strict=True)))

@@ -188,6 +188,22 @@ def assigns_to_a_mask_of_a_slice(t, x, net):
     return t
 
 
+@case(SETITEM)
+def assigns_to_the_result_of_a_layer(t, x, net):
+    t = torch.nn.functional.linear(t, torch.eye(WIDTH) + net.vector[:, None], net.vector)
+    t = torch.nn.functional.dropout(t, 0.0, training=True)  # a layer's result may be a view, and this is the same one
+    t[x[..., 0] > 0] = net.vector
+    return t
+
+
+@case(*SUBMODULE, refused="uses a view of a tensor that was changed in place")
+def uses_a_view_of_the_result_of_a_layer(t, x, net):
+    t = torch.nn.functional.linear(t, torch.eye(WIDTH) + net.vector[:, None], net.vector)
+    row = t[:, 0]
+    t[x[..., 0] > 0] = net.vector
+    return t + row[:, None]
+
+
 @case(*SUBMODULE, refused="uses a view of a tensor that was changed in place")
 def uses_a_view_after_a_change(t, x, net):
     t = t * 1

@@ -20,6 +20,8 @@ from transformers import (
     OPTForCausalLM,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 from ort_zero import config
@@ -485,6 +487,18 @@ def wav2vec2(masked: float):
     return Wav2Vec2ForCTC(made), {"input_values": sound, "labels": IDS[:, :4] % 9 + 1}
 
 
+def whisper():
+    made = WhisperConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=20, max_target_positions=20,
+        vocab_size=NARROW["vocab_size"], pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+        dropout=0.0, apply_spec_augment=True, mask_time_prob=0.4, mask_time_length=3, mask_feature_prob=0.3,
+        mask_feature_length=2,
+    )  # fmt: skip
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1))
+    return WhisperForConditionalGeneration(made), {"input_features": features, "labels": IDS[:2]}
+
+
 def bart():
     made = BartConfig(
         d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
@@ -499,15 +513,19 @@ def opt():
     return OPTForCausalLM(made), {"input_ids": IDS, "labels": IDS}
 
 
+MASKS_OF = "transformers.models.{0}.modeling_{0}._compute_mask_indices()"
+
+
 @pytest.mark.parametrize(
     ("make", "kept"),
     [
         (lambda: wav2vec2(0.0), {"wav2vec2.encoder"}),
-        (lambda: wav2vec2(0.3), {"wav2vec2"}),
+        (lambda: wav2vec2(0.3), {"wav2vec2.encoder", MASKS_OF.format("wav2vec2")}),
+        (whisper, {MASKS_OF.format("whisper")}),
         (bart, {"model.encoder", "model.decoder"}),
         (opt, {"model.decoder"}),
     ],
-    ids=["wav2vec2", "wav2vec2 with SpecAugment", "bart", "opt"],
+    ids=["wav2vec2", "wav2vec2 with SpecAugment", "whisper", "bart", "opt"],
 )
 def test_layerdrop_and_masks_of_transformers(make, kept):
     found = []
@@ -525,6 +543,123 @@ def test_layerdrop_and_masks_of_transformers(make, kept):
     for name, gradient in gradients.items():
         if gradient is not None:
             torch.testing.assert_close(ours[name], gradient, atol=2e-4, rtol=1e-3)
-    assert kept <= set(status["in_torch"]) and status["backend"] == "onnxruntime"
+    assert kept == {name for name in status["in_torch"] if "::" not in name}
+    assert status["backend"] == "onnxruntime"
     assert status["graphs"]["training"]["runs"] == {"forward": STEPS, "backward": STEPS}
     assert status["graphs"]["training"]["exports"] == 1
+
+
+# -- functions that make arrays of what they draw ----------------------------------------------------------------------
+
+
+def mask_of(rows, columns, rate):
+    """Return a mask [rows, columns] of bool."""
+    return np.array([[random.random() < rate for _ in range(columns)] for _ in range(rows)])
+
+
+def noise_for(x, scale):
+    """Return a tensor like `x`, which takes part in its gradient."""
+    return x * torch.from_numpy(np.random.rand(*x.shape).astype(np.float32)) * scale
+
+
+def changed_in_place(x):
+    """Return `x`, which has other values now."""
+    x += torch.from_numpy(np.random.rand(*x.shape).astype(np.float32))
+    return x
+
+
+def chosen(part):
+    """Return a number that decides."""
+    return random.random() < 0.5
+
+
+class FromArray(Part):
+    def forward(self, x):
+        return self.linear(x) * torch.tensor(mask_of(x.shape[0], x.size(1), 0.5), dtype=x.dtype)
+
+
+class FromArrayWithoutCopy(Part):
+    def forward(self, x):
+        mask = torch.from_numpy(mask_of(*x.shape, rate=0.5))
+        x = self.linear(x)
+        x[mask] = 0.5
+        return x
+
+
+class FromTensor(Part):
+    def forward(self, x):
+        return self.linear(x) + noise_for(self.linear(x), 0.3)
+
+
+class OfTwoFunctions(Part):
+    def forward(self, x):
+        return noise_for(self.linear(x), 0.3) * torch.as_tensor(mask_of(*x.shape, rate=0.5)).float()
+
+
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        (FromArray, {"mask_of"}),
+        (FromArrayWithoutCopy, {"mask_of"}),
+        (FromTensor, {"noise_for"}),
+        (OfTwoFunctions, {"mask_of", "noise_for"}),
+    ],
+)
+def test_a_function_that_draws_is_all_that_leaves_the_graph(part, names):
+    expected, got, status = both(part)
+    assert got == pytest.approx(expected, abs=1e-5) and distinct(got) > STEPS // 2
+    kept = {name.rpartition(".")[2] for name in status["in_torch"] if "::" not in name}
+    assert kept == {f"{name}()" for name in names}
+    assert status["graphs"]["training"]["exports"] == 1
+
+
+class UsedAsArray(Part):
+    def forward(self, x):
+        mask = mask_of(*x.shape, rate=0.5)
+        return self.linear(x) * torch.from_numpy((mask * mask.mean()).astype(np.float32))
+
+
+class ChangesItsArgument(Part):
+    def forward(self, x):
+        return self.linear(changed_in_place(x * 1.0))
+
+
+class DecidesByNumber(Part):
+    def forward(self, x):
+        return self.linear(x) if chosen(self) else x
+
+
+@pytest.mark.parametrize("part", [UsedAsArray, ChangesItsArgument, DecidesByNumber])
+def test_what_else_such_a_function_does_keeps_its_module_in_pytorch(part):
+    expected, got, status = both(part)
+    assert got == pytest.approx(expected, abs=1e-5) and distinct(got) > 1
+    assert "part" in status["in_torch"]
+
+
+class Copies(nn.Module):
+    """Makes tensors of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return (y * torch.tensor(y.mean()) + torch.as_tensor(y, dtype=torch.float64).float()).pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_a_tensor_made_of_a_tensor_is_no_constant():
+    torch.manual_seed(0)
+    reference = Copies()
+    torch.manual_seed(0)
+    runtime, wrapped = wrap_model(Copies(), config.OrtModuleConfig(), stage=0)
+    for scale in (1.0, 3.0, -2.0):
+        x = scale * torch.arange(24.0).reshape(4, 6)
+        expected, got = reference(x), wrapped(x)
+        torch.testing.assert_close(got, expected)
+        expected.backward()
+        got.backward()
+        torch.testing.assert_close(wrapped.linear.weight.grad, reference.linear.weight.grad)
+        reference.zero_grad(), wrapped.zero_grad()
+    assert runtime.status()["graphs"]["training"]["exports"] == 1

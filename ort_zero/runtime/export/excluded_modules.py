@@ -29,6 +29,7 @@ from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.errors import ConfigError, ExportError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export import left_behind, pytree
+from ort_zero.runtime.export.host_functions import HostFunctions
 from ort_zero.runtime.export.pytorch_calls import MISSING, FunctionCall, ModuleCall, attribute_of
 
 
@@ -51,6 +52,8 @@ class ExcludedModules:
         for module, path in self._paths.items():
             if is_scripted(module):
                 self.reasons[path] = "TorchScript code, which is traced without the parameters of its module"
+        self.host_functions = HostFunctions()
+        """Functions that draw random numbers, each of which runs as an operator."""
         self._module_calls: list[ModuleCall] = []
         self._function_calls: list[FunctionCall] = []
         paths = list(self._paths.values())
@@ -88,6 +91,11 @@ class ExcludedModules:
         get_logger().info("%s stays in PyTorch: it %s", path, reason)
         return True
 
+    @property
+    def draw_random_numbers(self) -> bool:
+        """Whether code that runs in PyTorch inside the graph may draw from the generators of Python and NumPy."""
+        return bool(self.reasons or self.host_functions)
+
     def own_path(self, module: torch.nn.Module | None) -> str:
         """Return the path of a submodule, "" for the model itself or a module outside of it."""
         return self._paths.get(module, "") if module is not None else ""
@@ -109,9 +117,13 @@ class ExcludedModules:
     def exclude(self, read: ValueReadError) -> str:
         """Run the submodule that reads values, and all others of its class, in PyTorch; return why that is a new graph.
 
+        Of a function that draws random numbers, and makes tensors of them, only the function itself.
+
         Raises:
             ExportError: it is the model itself.
         """
+        if read.function is not None and self.host_functions.add(read.function, str(read)):
+            return f"{read.function.__qualname__}() stays in PyTorch"
         if not self.add(read.module, str(read)):
             raise ExportError(
                 f"{type(self._root).__name__} cannot run in ONNX Runtime: its forward {read}, which a graph "
@@ -145,6 +157,7 @@ class ExcludedModules:
         """
         with contextlib.ExitStack() as replaced:
             replaced.enter_context(on_scripted_functions(self._run_function))
+            replaced.enter_context(self.host_functions.as_operators())
             for module in self._paths:
                 if is_compiled(module):  # its Python code can be traced, what was made of it cannot
                     replaced.enter_context(attribute_of(module, "forward", inside_of_compiled(module)))

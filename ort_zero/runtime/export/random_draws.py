@@ -1,7 +1,8 @@
 """Notices that the Python code of a module draws random numbers while it is traced, and at which line.
 
 What is drawn from ``random`` or NumPy is a constant for the tracer, so a graph would repeat the first draw for ever.
-:mod:`ort_zero.compat.tracing` asks at the beginning and at the end of each module's call.
+:mod:`ort_zero.compat.tracing` asks at the beginning and at the end of each module's call. Where a function has made an
+array or a tensor of what it drew, that function can be called from the graph: see :mod:`.host_functions`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 
 from ort_zero.compat.frames import is_foreign
@@ -30,6 +32,11 @@ class RandomDraws:
         self._place = ""
         """Where the user's code was at the last line that began; "" while lines are not followed."""
         self._first: tuple[str, str] | None = None
+        self._drawing: list[FrameType] = []
+        """The calls of the user's code that were under way when it drew, innermost first."""
+        self._function: FunctionType | None = None
+        self.function: FunctionType | None = None
+        """The function that made an array or a tensor of what :meth:`since_last` told of last; None if unknown."""
 
     def any(self) -> bool:
         """Return whether anything was drawn since the last look, traced or not."""
@@ -42,6 +49,8 @@ class RandomDraws:
         """
         self._look()
         first, self._first = self._first, None
+        self.function, self._function = self._function, None
+        self._drawing.clear()
         return first
 
     @contextlib.contextmanager
@@ -55,18 +64,36 @@ class RandomDraws:
             sys.settrace(before)
             self._place = ""
 
-    def _look(self) -> None:
+    def _look(self, frame: FrameType | None = None) -> None:
         name = self._states.moved()
         if name is not None and self._first is None and torch.jit.is_tracing():
             self._first = f"draws random numbers from {name}", self._place
+            while frame is not None and not isinstance(frame.f_locals.get("self"), torch.nn.Module):
+                self._drawing.append(frame)
+                frame = frame.f_back
 
     def _at_call(self, frame: FrameType, event: str, arg: Any) -> Callable | None:
         return None if is_foreign(frame.f_code.co_filename) else self._at_line
 
     def _at_line(self, frame: FrameType, event: str, arg: Any) -> Callable:
-        self._look()
+        self._look(frame)
+        if event == "return" and self._function is None and frame in self._drawing and makes_tensors(arg):
+            self._function = _function_of(frame)
         at: FrameType | None = frame
         while event == "return" and at is not None and (at is frame or is_foreign(at.f_code.co_filename)):
             at = at.f_back
         self._place = f"{at.f_code.co_filename}:{at.f_lineno} in {at.f_code.co_name}" if at is not None else ""
         return self._at_line
+
+
+def makes_tensors(result: Any) -> bool:
+    """Return True for arrays and tensors, and for tuples of them."""
+    if type(result) is tuple:
+        return bool(result) and all(map(makes_tensors, result))
+    return isinstance(result, (torch.Tensor, np.ndarray))
+
+
+def _function_of(frame: FrameType) -> FunctionType | None:
+    """Return the function that runs in `frame` if it is a global one of its file."""
+    found = frame.f_globals.get(frame.f_code.co_name)
+    return found if isinstance(found, FunctionType) and found.__code__ is frame.f_code else None

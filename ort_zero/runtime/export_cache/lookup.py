@@ -94,6 +94,8 @@ class Lookup:
         try:
             if excluded.reasons:
                 raise NotStorable(f"{next(iter(excluded.reasons))} stays in PyTorch")
+            if excluded.host_functions:
+                raise NotStorable(f"{excluded.host_functions} in PyTorch")
             if observed.export.readers:
                 raise NotStorable("subscribers read its values")
             describe = Describer(module)
