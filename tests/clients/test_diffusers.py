@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2_AND_3, ZERO_3, Result, Run
+from harness import ZERO_2_AND_3, Result, Run
 from small_data import images
 from torch.nn import functional as F
 
@@ -167,6 +167,6 @@ def text_to_image_lora(run: Run) -> Result:
     return denoised(run, model, predict, offset=0.1, clip=True, weights=min_snr)
 
 
-@ZERO_3
+@ZERO_2_AND_3
 def test_text_to_image_lora(client, stage):
     client.compare(text_to_image_lora, stage, launcher="accelerate")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2, ZERO_2_AND_3, ZERO_3, Result, Run
+from harness import ZERO_2_AND_3, Result, Run
 from small_data import VOCABULARY, tokens
 
 PACKAGES = ("peft", "transformers", "accelerate")
@@ -164,7 +164,7 @@ def other_adapters(run: Run) -> Result:
     return one_by_one(run, configs, steps=3, rate=2e-2)
 
 
-@ZERO_2
+@ZERO_2_AND_3
 def test_other_adapters(client, stage):
     client.compare(other_adapters, stage)
 
@@ -185,7 +185,7 @@ def weights_of_their_own_form(run: Run) -> Result:
     return one_by_one(run, configs, steps=3, rate=2e-2)
 
 
-@ZERO_3
+@ZERO_2_AND_3
 def test_weights_of_their_own_form(client, stage):
     client.compare(weights_of_their_own_form, stage)
 
@@ -200,6 +200,6 @@ def context_tuning(run: Run) -> Result:
     return one_by_one(run, [config], rate=2e-2, input_type_mask=torch.full((4, 16), 4))
 
 
-@ZERO_3
+@ZERO_2_AND_3
 def test_context_tuning(client, stage):
     client.compare(context_tuning, stage)

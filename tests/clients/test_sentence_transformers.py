@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2_AND_3, ZERO_3, Result, Run, begin_trainer
+from harness import ZERO_2_AND_3, Result, Run, begin_trainer
 
 PACKAGES = ("sentence-transformers", "datasets", "transformers", "accelerate")
 pytestmark = pytest.mark.clients
@@ -155,6 +155,6 @@ def cross_and_sparse_encoders(run: Run) -> Result:
     return Result(logged(first) + logged(second), alive=(first, second))
 
 
-@ZERO_3
+@ZERO_2_AND_3
 def test_cross_and_sparse_encoders(client, stage):
     client.compare(cross_and_sparse_encoders, stage)

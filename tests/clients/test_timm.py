@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Result, Run
+from harness import ZERO_2_AND_3, Result, Run
 from small_data import images
 
 PACKAGES = ("timm",)
@@ -104,7 +104,7 @@ def stochastic_depth(run: Run) -> Result:
     return trained(run, ("vit", "convnext", "swin"), drop_path_rate=1e-9)
 
 
-@pytest.mark.parametrize("stage", [3], ids=["zero3"])
+@ZERO_2_AND_3
 @pytest.mark.parametrize(
     "program",
     [
@@ -119,12 +119,4 @@ def stochastic_depth(run: Run) -> Result:
     ids=lambda program: program.__name__,
 )
 def test_families(client, program, stage):
-    client.compare(program, stage)
-
-
-@pytest.mark.parametrize("stage", [2], ids=["zero2"])
-@pytest.mark.parametrize(
-    "program", [resnet_and_vit, efficientnet_and_convnext, stochastic_depth], ids=lambda program: program.__name__
-)
-def test_families_below_zero_3(client, program, stage):
     client.compare(program, stage)

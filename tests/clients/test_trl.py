@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TOLERANCE, ZERO_2_AND_3, ZERO_3, Result, Run
+from harness import TOLERANCE, ZERO_2_AND_3, Result, Run
 
 from ort_zero.testing.ranks import run_script_on_ranks
 
@@ -347,7 +347,7 @@ def test_the_fused_head_alone_runs_in_torch(client, program, stage):
         assert {name for model in rank["ort"]["status"]["models"] for name in model["in_torch"]} == {HEAD}
 
 
-@ZERO_3
+@ZERO_2_AND_3
 @pytest.mark.parametrize(
     "program",
     [sft_conversations, sft_adapters, grpo_lora, grpo_reward_model, rloo, orpo_and_cpo, gkd, online_dpo],
