@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from torch_free import needs_torch
+from torch_free import heavy_imports, needs_torch
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
 
@@ -51,3 +52,43 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("--without-torch") and collection_path.suffix == ".py" and needs_torch(collection_path):
         return True
     return None
+
+
+NO_WHEEL = "onnxruntime-training has no wheel for it"
+"""What whoever asks for ONNX Runtime is told on a Python without a wheel of it."""
+_ITS_ABSENCE = (NO_WHEEL, "No module named 'onnxruntime", "No package metadata was found for onnxruntime-training")
+_ORT_IS_MISSING = sys.version_info >= (3, 12) and importlib.util.find_spec("onnxruntime") is None
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Skip, with the reason, the modules that import onnxruntime, on a Python for which it has no wheel."""
+    if not _ORT_IS_MISSING or "onnxruntime" not in heavy_imports(module_path.resolve()):
+        return None
+    return _NeedsOrt.from_parent(parent, path=module_path)
+
+
+class _NeedsOrt(pytest.Module):
+    """A test module that cannot be imported without onnxruntime."""
+
+    def collect(self):
+        pytest.skip(f"Python {sys.version_info[0]}.{sys.version_info[1]}: {NO_WHEEL}", allow_module_level=True)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    """Make a skip of a test that asked for ONNX Runtime, on a Python for which it has no wheel, and only there."""
+    outcome = yield
+    report = outcome.get_result()
+    if _ORT_IS_MISSING and report.failed and any(text in report.longreprtext for text in _ITS_ABSENCE):
+        report.outcome = "skipped"
+        report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {NO_WHEEL}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a run in which tests were collected and none passed: a gate that ran nothing proves nothing."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or session.config.option.collectonly or hasattr(session.config, "workerinput"):
+        return
+    if session.exitstatus == pytest.ExitCode.OK and not reporter.stats.get("passed"):
+        reporter.write_line("error: no test passed, so this run proves nothing", red=True)
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED

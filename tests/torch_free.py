@@ -17,11 +17,12 @@ def needs_torch(path: Path) -> bool:
 
     Follows the imports at module level through the project's own modules; what a function imports is not counted.
     """
-    return bool(_heavy_imports(path.resolve()))
+    return bool(heavy_imports(path.resolve()))
 
 
 @functools.cache
-def _heavy_imports(path: Path) -> frozenset[str]:
+def heavy_imports(path: Path) -> frozenset[str]:
+    """Return which of the packages :data:`HEAVY` importing the module at `path` imports."""
     seen, waiting = {path}, [path]
     heavy: set[str] = set()
     while waiting:

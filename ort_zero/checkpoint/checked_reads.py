@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from isal import isal_zlib
 
 from ort_zero.checkpoint import dtypes
 from ort_zero.checkpoint.reading import ReadRequest, overlaps
@@ -23,6 +22,7 @@ from ort_zero.checkpoint.records import File, Piece, Tensor
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CorruptCheckpointError
+from ort_zero.utils.crc32 import crc32
 
 _BLOCK = 1 << 20
 """Number of bytes read at a time: few enough that their checksum is computed from the processor's cache."""
@@ -163,12 +163,10 @@ class CheckedReader:
                 continue
             last = self.parts[-1] if self.parts else None
             if last and last[:2] == (name, start) and last.offset + last.length == low:
-                crc = isal_zlib.crc32(view[low - offset : high - offset], last.crc)
+                crc = crc32(view[low - offset : high - offset], last.crc)
                 self.parts[-1] = Part(name, start, last.offset, high - last.offset, crc)
             else:
-                self.parts.append(
-                    Part(name, start, low, high - low, isal_zlib.crc32(view[low - offset : high - offset]))
-                )
+                self.parts.append(Part(name, start, low, high - low, crc32(view[low - offset : high - offset])))
 
     def _compare(self, item: _Wanted, digest: str) -> None:
         if digest != item.piece.check:

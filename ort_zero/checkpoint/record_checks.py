@@ -6,11 +6,10 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from isal import isal_zlib
-
 from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CorruptCheckpointError
+from ort_zero.utils.crc32 import crc32, crc32_combine
 
 
 class Part(NamedTuple):
@@ -61,7 +60,7 @@ class RecordChecks:
             part = None
         crc, length = (part.crc, part.length) if part is not None else (0, 0)
         for view in views:
-            crc = isal_zlib.crc32(view, crc)
+            crc = crc32(view, crc)
             length += len(view)
         self._open[key] = Part(name, record[0], offset if part is None else part.offset, length, crc)
 
@@ -91,7 +90,7 @@ def check_record(source: Folder, file: File, record: tuple[int, int, int], parts
         if part.offset < position:
             continue  # an overlap; what it holds beyond the last part is read as a gap
         crc = _crc_of_gap(source, file.name, position, part.offset, crc)
-        crc = isal_zlib.crc32_combine(crc, part.crc, part.length)
+        crc = crc32_combine(crc, part.crc, part.length)
         position = part.offset + part.length
     crc = _crc_of_gap(source, file.name, position, start + length, crc)
     if crc != wanted:
@@ -104,6 +103,6 @@ def check_record(source: Folder, file: File, record: tuple[int, int, int], parts
 def _crc_of_gap(source: Folder, name: str, start: int, end: int, crc: int) -> int:
     while start < end:
         block = source.read(name, start, min(CHUNK, end - start))
-        crc = isal_zlib.crc32(block, crc)
+        crc = crc32(block, crc)
         start += len(block)
     return crc

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isal import isal_zlib
-
 from ort_zero.checkpoint import pickle_machine, pickle_rebuild
 from ort_zero.checkpoint.pickled_values import OpaqueObject, StoredTensor
 from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.crc32 import crc32
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +115,7 @@ def crc_is_right(folder: Folder, name: str, record: tuple[Any, ...], buffer: mem
     while done < length:
         part = buffer[: min(len(buffer), length - done)]
         folder.read_into(name, offset + done, part)
-        crc = isal_zlib.crc32(part, crc)
+        crc = crc32(part, crc)
         done += len(part)
     return expected is None or crc == expected
 

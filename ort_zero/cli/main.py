@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ort_zero import __version__, env
-from ort_zero.cli import aggregate, build, convert, diff, doctor, ls, memory, print_json, stats, verify
+from ort_zero.cli import aggregate, build, convert, diff, doctor, ls, memory, missing, print_json, stats, verify
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
 from ort_zero.masking import masked
 
@@ -71,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(error: Exception, args: argparse.Namespace) -> int:
     """Say in one line what went wrong; with ``--debug`` in full. Returns the exit status."""
     message = masked(str(error).strip())
-    if not isinstance(error, (OrtZeroError, OSError)):
+    to_install = missing.sentence(error)
+    if to_install is not None:
+        message = to_install
+    elif not isinstance(error, (OrtZeroError, OSError)):
         message = f"internal error, {type(error).__name__}: {message}"
     if args.json:
         print_json({"command": args.command, "error": message})

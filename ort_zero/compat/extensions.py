@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 import shlex
@@ -32,7 +31,7 @@ from typing import Any
 import filelock
 
 from ort_zero import env
-from ort_zero.compat import source_edits
+from ort_zero.compat import source_edits, versions
 from ort_zero.errors import BuildError
 from ort_zero.utils import atomic_write
 from ort_zero.utils.cpu_count import usable_cores
@@ -71,7 +70,6 @@ _HEADERS: dict[str, str] = {
 }
 _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-w", "-D_GLIBCXX_USE_CXX11_ABI=1")
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
-_ORT_DISTRIBUTIONS = ("onnxruntime-training", "onnxruntime-training-cpu")
 _FAILURE = "last_failure.txt"
 _TAIL_LINES = 20
 
@@ -104,7 +102,7 @@ def extension_dir() -> Path:
     recipe = repr((source_edits.table_hash(), _SOURCES, _HEADERS, _FLAGS, _LIBRARIES))
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
-    key = f"{python}-torch{_torch_version()}-ort{_version(*_ORT_DISTRIBUTIONS)}-{digest}"
+    key = f"{python}-torch{_torch_version()}-ort{_version('onnxruntime-training')}-{digest}"
     return env.cache_dir() / "extensions" / key
 
 
@@ -243,11 +241,12 @@ class _Progress:
             self._open_line = False
 
 
-def _version(*distributions: str) -> str:
-    for name in distributions:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    raise BuildError(f"{distributions[0]} is not installed: pip install {distributions[0]}")
+def _version(distribution: str) -> str:
+    found = versions.installed(distribution)
+    if found is None:
+        cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == distribution)
+        raise BuildError(f"{distribution} is not installed: {cure}")
+    return found
 
 
 def _torch_version() -> str:

@@ -1,10 +1,13 @@
 """The one support table: which versions of Python, torch, DeepSpeed and onnxruntime-training work together.
 
-Everything is read from metadata; nothing of what is checked gets imported.
+Everything is read from metadata; nothing of what is checked gets imported. A version below the lowest one that was
+tried is refused by number. A version above the highest one that was tried is not: the probes of the other modules of
+this package look at the shape of what they need, and refuse by the name of what is missing.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -12,7 +15,11 @@ from importlib import metadata
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from ort_zero import env
 from ort_zero.errors import UnsupportedVersionError
+
+ORT_DISTRIBUTIONS = ("onnxruntime-training", "onnxruntime-training-cpu")
+"""The names under which ONNX Runtime with its training part is installed: the wheels', and a CPU build's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,27 +28,50 @@ class Requirement:
 
     distribution: str
     specifier: str
+    """The versions that are accepted."""
+    tried: str
+    """The versions up to which the tests were run; a later one that is accepted counts as untested."""
     cure: str
     """The command that brings a version that works."""
     needed_for: str
     """``"ort"`` (running models in ONNX Runtime) or ``"zero"`` (any use of DeepSpeed)."""
 
 
-PYTHON = SpecifierSet(">=3.10,<3.12")
-"""onnxruntime-training 1.19.2 has no wheel for a later Python."""
+PYTHON = SpecifierSet(">=3.10")
+"""Everything but the execution in ONNX Runtime."""
+ORT_PYTHON = SpecifierSet(">=3.10,<3.12")
+"""onnxruntime-training 1.19.2 has no wheel for a later Python; one built from source may be used with any."""
+ORT_PYTHON_CURE = "use Python 3.10 or 3.11 (onnxruntime-training 1.19.2 has no later wheel)"
 
 REQUIREMENTS = (
-    Requirement(distribution="torch", specifier=">=2.13,<2.14", cure="pip install 'torch==2.13.0'", needed_for="ort"),
     Requirement(
-        distribution="deepspeed", specifier=">=0.19,<0.20", cure="pip install 'deepspeed==0.19.8'", needed_for="zero"
+        distribution="torch",
+        specifier=">=2.4",
+        tried="<2.16",
+        cure="pip install 'torch==2.13.0'",
+        needed_for="ort",
+    ),
+    Requirement(
+        distribution="deepspeed",
+        specifier=">=0.14.5",
+        tried="<0.20",
+        cure="pip install 'deepspeed==0.19.8'",
+        needed_for="zero",
     ),
     Requirement(
         distribution="onnxruntime-training",
-        specifier="==1.19.2",
+        specifier=">=1.19",
+        tried="<1.20",
         cure="pip install 'onnxruntime-training==1.19.2'",
         needed_for="ort",
     ),
-    Requirement(distribution="onnx", specifier=">=1.17,<2", cure="pip install 'onnx>=1.17,<2'", needed_for="ort"),
+    Requirement(
+        distribution="onnx",
+        specifier=">=1.17,<2",
+        tried="<2",
+        cure="pip install 'onnx>=1.17,<2'",
+        needed_for="ort",
+    ),
 )
 
 
@@ -54,37 +84,54 @@ class Finding:
     needed: str
     ok: bool
     cure: str
+    untested: bool = False
+    """True if the version is accepted, but later than every version that was tried."""
 
 
 def installed(distribution: str) -> str | None:
-    """Return the installed version of `distribution`, or None."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    """Return the installed version of `distribution`, or None; a CPU build of onnxruntime-training counts as such."""
+    names = ORT_DISTRIBUTIONS if distribution in ORT_DISTRIBUTIONS else (distribution,)
+    for name in names:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    has_ort = installed("onnxruntime-training") is not None
+    wanted = PYTHON if has_ort else ORT_PYTHON
+    return Finding(
+        name="python",
+        found=version,
+        needed=str(wanted),
+        ok=Version(version) in wanted,
+        cure=ORT_PYTHON_CURE,
+        untested=has_ort and Version(version) not in ORT_PYTHON,
+    )
 
 
 def findings() -> tuple[Finding, ...]:
     """Return one finding for Python and one for each requirement."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    rows = [
-        Finding(
-            name="python",
-            found=python,
-            needed=str(PYTHON),
-            ok=Version(python) in PYTHON,
-            cure="use Python 3.10 or 3.11 (onnxruntime-training 1.19.2 has no later wheel)",
-        )
-    ]
+    rows = [_python()]
     for req in REQUIREMENTS:
         found = installed(req.distribution)
-        ok = found is not None and Version(found).base_version in SpecifierSet(req.specifier)
-        rows.append(Finding(name=req.distribution, found=found, needed=req.specifier, ok=ok, cure=req.cure))
+        base = Version(found).base_version if found is not None else None
+        ok = base is not None and base in SpecifierSet(req.specifier)
+        untested = ok and base not in SpecifierSet(req.tried)
+        rows.append(
+            Finding(name=req.distribution, found=found, needed=req.specifier, ok=ok, cure=req.cure, untested=untested)
+        )
     return tuple(rows)
 
 
-def require(needed_for: str) -> None:
+def require(needed_for: str) -> tuple[str, ...]:
     """Raise unless everything needed for ``"ort"`` or ``"zero"`` is there; ONNX Runtime alone needs no DeepSpeed.
+
+    Returns:
+        Each package with a version that is later than those that were tried, as ``"torch 2.19.0"``.
 
     Raises:
         UnsupportedVersionError: names the first package that is missing or out of range, and the command that cures it.
@@ -92,7 +139,28 @@ def require(needed_for: str) -> None:
     wanted = {r.distribution for r in REQUIREMENTS if r.needed_for == needed_for}
     if needed_for == "ort":
         wanted.add("python")
-    for row in findings():
-        if row.name in wanted and not row.ok:
-            found = f"{row.name} {row.found}" if row.found else f"{row.name} is not installed"
-            raise UnsupportedVersionError(f"{found}; ort_zero works with {row.name}{row.needed}: {row.cure}")
+    rows = [row for row in findings() if row.name in wanted]
+    for row in rows:
+        if row.ok:
+            continue
+        if row.name == "python" and Version(str(row.found)) in PYTHON:
+            raise UnsupportedVersionError(
+                f"models cannot run in ONNX Runtime on Python {row.found}, since onnxruntime-training has no wheel for "
+                f"it; checkpoints, statistics and training in PyTorch work here. {ORT_PYTHON_CURE}, or set "
+                '"ortmodule": {"enabled": false} in the section'
+            )
+        found = f"{row.name} {row.found}" if row.found else f"{row.name} is not installed"
+        raise UnsupportedVersionError(f"{found}; ort_zero works with {row.name}{row.needed}: {row.cure}")
+    return tuple(f"{row.name} {row.found}" for row in rows if row.untested)
+
+
+@functools.cache
+def say_untested(packages: tuple[str, ...]) -> None:
+    """Let rank 0 say once of each of `packages`, the result of :func:`require`, that nobody has tried this version."""
+    if packages and env.rank() == 0:
+        from ort_zero.log import get_logger
+
+        get_logger().warning(
+            "%s: later than every version that ort_zero was tested with; its probes found what they look for",
+            ", ".join(packages),
+        )

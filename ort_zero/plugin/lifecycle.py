@@ -148,7 +148,7 @@ def enable() -> None:
     _enable_ortmodule()
     if versions.installed("deepspeed") is None and versions.installed("onnxruntime-training") is not None:
         return
-    versions.require("zero")
+    versions.say_untested(versions.require("zero"))
     _refuse_late()
     importlib.import_module(_HOOKED_MODULE)
     if _engine_is_patched():

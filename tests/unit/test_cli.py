@@ -177,3 +177,22 @@ def test_options_are_frozen():
 def test_module_runs_the_same_command():
     done = subprocess.run([sys.executable, "-m", "ort_zero", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"ort-zero {__version__}"
+
+
+@pytest.mark.parametrize("package", ["torch", "deepspeed", "onnxruntime", "onnx", "pyarrow"])
+def test_a_missing_package_is_named_with_the_command_that_brings_it(monkeypatch, capsys, package):
+    def fail(**kwargs):
+        raise ModuleNotFoundError(f"No module named '{package}'", name=package)
+
+    monkeypatch.setattr(extensions, "build", fail)
+    assert cli.main(["build"]) == 2
+    assert f"ort-zero build: this needs {package}, which is not installed: pip install '" in capsys.readouterr().err
+
+
+def test_a_missing_module_that_is_no_package_of_users_is_a_bug(monkeypatch, capsys):
+    def fail(**kwargs):
+        raise ModuleNotFoundError("No module named 'ort_zero.nothing'", name="ort_zero.nothing")
+
+    monkeypatch.setattr(extensions, "build", fail)
+    assert cli.main(["build"]) == 2
+    assert "internal error, ModuleNotFoundError" in capsys.readouterr().err

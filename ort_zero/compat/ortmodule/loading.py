@@ -25,7 +25,7 @@ def import_ortmodule() -> Any:
     global _package
     if _package is not None:
         return _package
-    versions.require("ort")
+    versions.say_untested(versions.require("ort"))
     old_names = exporter_modules.patch_set()
     were_there = old_names.active
     old_names.apply()

@@ -1,0 +1,30 @@
+"""What to install when a command needs a package that is not there."""
+
+from __future__ import annotations
+
+_STATISTICS = "pip install 'ort-zero[statistics]'"
+_OTHERS = {
+    "accelerate": "pip install 'ort-zero[examples]'",
+    "jinja2": _STATISTICS,
+    "matplotlib": "pip install 'ort-zero[plot]'",
+    "numba": _STATISTICS,
+    "numpy": _STATISTICS,
+    "plotly": _STATISTICS,
+    "pyarrow": _STATISTICS,
+    "transformers": "pip install 'ort-zero[examples]'",
+}
+_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-training"}
+
+
+def sentence(error: BaseException) -> str | None:
+    """Return what to install, if `error` says that a package is missing which a command may need; else None."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return None
+    from ort_zero.compat.versions import REQUIREMENTS  # imports what a command that works needs not wait for
+
+    package = error.name.partition(".")[0]
+    distribution = _DISTRIBUTIONS.get(package, package)
+    install = {r.distribution: r.cure for r in REQUIREMENTS} | _OTHERS
+    if distribution not in install:
+        return None
+    return f"this needs {package}, which is not installed: {install[distribution]}"

@@ -1,0 +1,82 @@
+"""The support table: what is accepted, what counts as untested, and what is said of a Python without ONNX Runtime."""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+
+import pytest
+
+from ort_zero.compat import versions
+from ort_zero.errors import UnsupportedVersionError
+
+ALL = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "onnxruntime-training": "1.19.2", "onnx": "1.23.2"}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Return a function that makes these the installed versions, and this the version of Python."""
+
+    def use(python=(3, 11, 7), **changed):
+        found = {**ALL, **{name.replace("_", "-"): version for name, version in changed.items()}}
+
+        def version(name):
+            if found.get(name) is None:
+                raise metadata.PackageNotFoundError(name)
+            return found[name]
+
+        monkeypatch.setattr(versions.metadata, "version", version)
+        monkeypatch.setattr(sys, "version_info", (*python, "final", 0))
+
+    return use
+
+
+def test_what_was_tried_is_accepted_without_a_word(installed):
+    installed()
+    assert versions.require("ort") == () and versions.require("zero") == ()
+
+
+@pytest.mark.parametrize(
+    ("package", "version"), [("torch", "2.3.1"), ("deepspeed", "0.14.4"), ("onnxruntime_training", "1.18.0")]
+)
+def test_a_version_below_is_refused_with_the_command_that_cures(installed, package, version):
+    installed(**{package: version})
+    name = package.replace("_", "-")
+    with pytest.raises(UnsupportedVersionError, match=f"{name} {version}; ort_zero works with .*pip install '{name}=="):
+        versions.require("zero" if package == "deepspeed" else "ort")
+
+
+@pytest.mark.parametrize(
+    ("package", "version"), [("torch", "2.31.0"), ("deepspeed", "0.23.0"), ("onnxruntime_training", "1.22.0+cpu")]
+)
+def test_a_later_version_is_accepted_and_said_to_be_untested_once(installed, capsys, package, version):
+    installed(**{package: version})
+    found = versions.require("zero" if package == "deepspeed" else "ort")
+    assert found == (f"{package.replace('_', '-')} {version}",)
+    versions.say_untested.cache_clear()
+    for _ in range(2):
+        versions.say_untested(found)
+    assert capsys.readouterr().err.count(f"{found[0]}: later than every version") == 1
+
+
+@pytest.mark.parametrize("python", [(3, 12, 1), (3, 13, 0), (3, 14, 0)])
+def test_a_python_without_a_wheel_lacks_onnxruntime_alone(installed, python):
+    installed(python, onnxruntime_training=None)
+    assert versions.require("zero") == ()
+    with pytest.raises(UnsupportedVersionError) as error:
+        versions.require("ort")
+    said = str(error.value)
+    assert said.startswith(f"models cannot run in ONNX Runtime on Python {python[0]}.{python[1]}")
+    assert "checkpoints, statistics and training in PyTorch work here" in said and "\n" not in said
+
+
+def test_a_build_of_ones_own_is_accepted_under_either_name_and_on_any_python(installed):
+    installed((3, 13, 0), onnxruntime_training=None, onnxruntime_training_cpu="1.20.1+cpu")
+    assert versions.installed("onnxruntime-training") == "1.20.1+cpu"
+    assert versions.require("ort") == ("python 3.13.0", "onnxruntime-training 1.20.1+cpu")
+
+
+def test_a_python_below_is_refused_even_so(installed):
+    installed((3, 9, 18))
+    with pytest.raises(UnsupportedVersionError, match=r"python 3\.9\.18; ort_zero works with python>=3\.10"):
+        versions.require("ort")
