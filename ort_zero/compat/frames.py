@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ _CALL_BIT = int(sys.version_info >= (3, 11))
 """The lowest bit of LOAD_GLOBAL's argument tells since Python 3.11 whether a call follows."""
 _DUPLICATE = dis.opmap["COPY"] if "COPY" in dis.opmap else dis.opmap["DUP_TOP"]
 _LOAD_ATTR = dis.opmap["LOAD_ATTR"]
-_CONTAINS = dis.opmap["CONTAINS_OP"]
+_CACHED = type(functools.lru_cache(int))
 
 
 @functools.lru_cache(maxsize=16384)
@@ -127,19 +127,23 @@ def _message_lines(file: str) -> tuple[frozenset[int], frozenset[int]]:
     return frozenset(told), frozenset(told | called)
 
 
-def looks_in_set(frame: FrameType) -> bool:
-    """Return whether `frame` runs ``value in container``, and the container is a set, or something else but no dict."""
-    code, place = frame.f_code, frame.f_lasti
-    if code.co_code[place] != _CONTAINS:
+def calls_cached_function(frame: FrameType) -> bool:
+    """Return whether `frame` calls a function that remembers its results, as ``functools.lru_cache`` makes it."""
+    place = frame.f_lasti
+    line = dis.findlinestarts(frame.f_code)
+    start = max((offset for offset, _ in line if offset <= place), default=0)
+    before = [i for i in _instructions(frame.f_code) if start <= i.offset <= place]
+    if not before or "CALL" not in before[-1].opname:
         return False
-    before = [instruction for instruction in dis.get_instructions(code) if instruction.offset < place]
-    return not isinstance(_loaded(frame, [i for i in before if i.opname not in ("CACHE", "EXTENDED_ARG")]), Mapping)
+    return any(isinstance(_loaded(frame, before[: i + 1]), _CACHED) for i in range(len(before)))
 
 
 def _loaded(frame: FrameType, before: list[dis.Instruction]) -> Any:
     """Return the value that the last of some instructions has loaded; None for what is not a name or an attribute."""
+    if not before:
+        return None
     last = before[-1]
-    if last.opname == "LOAD_ATTR":
+    if last.opname in _LOADING_METHOD:
         return getattr(_loaded(frame, before[:-1]), last.argval, None)
     if last.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
         return frame.f_globals.get(last.argval)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ort_zero.compat.frames import is_foreign, is_only_message, is_runtime, looks_in_set, user_line
+from ort_zero.compat.frames import is_only_message, is_runtime, user_line
 from ort_zero.compat.size_program import Evaluation, SizeProgram
 from ort_zero.compat.trace_origins import Origin, Origins
 from ort_zero.compat.trace_slices import TraceSlices
@@ -125,10 +125,7 @@ class SizeReads:
     def recording(self) -> Iterator[None]:
         """Record what is taken from tensors in the block, by whatever code: PyTorch's own functions too."""
         methods = {name: self._recorded(getattr(torch.Tensor, name), kind) for name, kind in _PATCHED.items()}
-        methods["__hash__"] = self._hash(torch.Tensor.__hash__)
-        methods["__repr__"] = self._repr(torch.Tensor.__repr__)
         methods["nbytes"] = self._nbytes(torch.Tensor.nbytes)
-        methods |= {name: self._of_number(name) for name in ("__round__", "__divmod__", "__rdivmod__")}
         own = {name: vars(torch.Tensor).get(name) for name in methods}
         for name, method in methods.items():
             setattr(torch.Tensor, name, method)
@@ -152,33 +149,6 @@ class SizeReads:
         method.unobserved = original  # type: ignore[attr-defined]
         return method
 
-    def _hash(self, original: Any) -> Any:
-        """Return a hash by which a set finds a size, as it finds the number that a size is outside of a trace.
-
-        A dict goes by the tensor itself: what a forward keeps there by length is found again in the same trace.
-        """
-
-        def hash_(tensor: torch.Tensor) -> int:
-            if _C._is_tracing() and looks_in_set(sys._getframe(1)) and self._is_number(tensor):
-                self.note(tensor, ELEMENTS)
-                return hash(_number_in(tensor))
-            return original(tensor)
-
-        return hash_
-
-    def _repr(self, original: Any) -> Any:
-        """Return a text of a size as it is outside of a trace: that of a number."""
-
-        def repr_(tensor: torch.Tensor, **options: Any) -> str:
-            frame = sys._getframe(1)
-            if not _C._is_tracing() or is_foreign(frame.f_code.co_filename) or not self._is_number(tensor):
-                return original(tensor, **options)
-            if not is_only_message(frame, text=True):
-                self.note(tensor, ELEMENTS)
-            return repr(_number_in(tensor))
-
-        return repr_
-
     def _nbytes(self, original: Any) -> property:
         def nbytes(tensor: torch.Tensor) -> int:
             if _C._is_tracing() and not is_runtime(sys._getframe(1).f_code.co_filename):
@@ -187,23 +157,6 @@ class SizeReads:
             return original.__get__(tensor)
 
         return property(nbytes)
-
-    def _of_number(self, name: str) -> Any:
-        """Return a method that numbers have and tensors lack."""
-
-        def method(tensor: torch.Tensor, *args: Any) -> Any:
-            if not _C._is_tracing() or not self._is_number(tensor):
-                raise TypeError(f"type Tensor doesn't define {name} method")
-            for number in (tensor, *(given for given in args if isinstance(given, torch.Tensor))):
-                self.note(number, ELEMENTS)
-            given = [_number_in(value) if isinstance(value, torch.Tensor) else value for value in args]
-            return getattr(_number_in(tensor), name)(*given)
-
-        return method
-
-    def _is_number(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is a number of sizes, which Python sees as a plain number outside of a trace."""
-        return tensor.dim() == 0 and self._origins.of(_traced(tensor), "value") is Origin.FIXED
 
     def _note_if_decides(self, tensor: torch.Tensor, kind: str, frame: FrameType) -> None:
         if kind is TRUTH or not is_only_message(frame, text=frame.f_code.co_name in _FORMATTING):
@@ -243,12 +196,6 @@ def sizes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the sizes of a tensor as the tensors that they are while a trace is made."""
     sizes: Any = tensor.shape
     return list(sizes)
-
-
-def _number_in(tensor: torch.Tensor) -> Any:
-    """Return the number in a tensor without axes."""
-    with untraced(), _C.DisableTorchFunction():
-        return tensor.item()
 
 
 def _traced(tensor: torch.Tensor) -> Any:

@@ -22,8 +22,7 @@ _METADATA = frozenset(
 """Names of functions that look at what kind of tensor they are given, and not at its value."""
 _READS = frozenset("item tolist numpy __int__ __float__ __index__ __complex__ __array__ __format__ __repr__".split())
 
-
-_OUT_OF_PLACE = {f"{plain}_": plain for plain in "add sub mul div floor_divide remainder pow".split()} | {
+OUT_OF_PLACE = {f"{plain}_": plain for plain in "add sub mul div floor_divide remainder pow".split()} | {
     f"__i{plain}__": f"__{plain}__" for plain in "add sub mul truediv floordiv mod pow".split()
 }
 """Names of operators that change their first argument, and of those that only compute: numbers do not change."""
@@ -72,7 +71,7 @@ class TracedNumbers:
 
     def out_of_place(self, func: Any, args: tuple) -> Any:
         """Return the function that does for numbers what `func` does for tensors."""
-        plain = _OUT_OF_PLACE.get(getattr(func, "__name__", ""))
+        plain = OUT_OF_PLACE.get(getattr(func, "__name__", ""))
         return getattr(torch.Tensor, plain) if plain is not None and args and self.is_number(args[0]) else func
 
     def follow(self, func: Any, args: tuple, kwargs: Mapping[str, Any], result: Any, origins: frozenset[int]) -> None:

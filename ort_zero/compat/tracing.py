@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
-from ort_zero.compat.frames import Frame, is_ours, users_line
+from ort_zero.compat.frames import Frame, is_foreign, is_only_message, is_ours, users_line
 from ort_zero.compat.impure_calls import is_time, notice_time, noticed
 from ort_zero.compat.size_calls import counted_axis, have_one_shape, note_call, numbers_among, uses_of
 from ort_zero.compat.size_lists import with_open_lists
+from ort_zero.compat.size_numbers import SizeNumbers
 from ort_zero.compat.torch_modules import has_backward_hooks
 from ort_zero.compat.trace_operators import assign, complex_number, copied
 from ort_zero.compat.trace_origins import Origin, Origins
-from ort_zero.compat.trace_sizes import TRUTH, SizeReads
+from ort_zero.compat.trace_sizes import ELEMENTS, TRUTH, SizeReads
 from ort_zero.compat.trace_state import trace_goes_on
 from ort_zero.compat.trace_views import Views, changed_by
 from ort_zero.compat.traced_numbers import TracedNumbers
@@ -34,6 +36,8 @@ _TAKE_NO_BOOLS = frozenset(
     | {torch.Tensor.index_fill, torch.Tensor.index_fill_, torch.index_fill, torch.Tensor.scatter, torch.scatter}
 )
 """Functions whose Python numbers decide nothing about the type of the result."""
+_ON_THE_WAY = (os.path.join("compat", "tracing.py"), "overrides.py", "_tensor.py")
+"""Ends of the names of the files between the user's code and a function that the mode sees."""
 MOST_VALUES = 256
 """Maximum number of elements of a tensor that Python may read as a setting; a larger tensor is data."""
 _READS: dict[Any, str] = {
@@ -56,6 +60,7 @@ _EQUALITIES: dict[Any, Any] = {
 """Functions that compare tensors for Python, to those that do so for each element."""
 _CHECKING = frozenset(function for name, function in vars(torch.nn.functional).items() if "dropout" in name)
 """Functions that compare their numbers with limits before they take them for Python numbers."""
+_STORAGES = frozenset({torch.Tensor.untyped_storage, torch.Tensor.storage})
 _BOOKKEEPING = frozenset({"_version", "requires_grad", "grad_fn", "is_leaf", "layout"})
 """Properties of a tensor that say nothing about its values."""
 _COUNTS: dict[Any, str] = {
@@ -78,6 +83,8 @@ class Seen(Protocol):
     """``id()`` of the tensors that functions of torch were given."""
     sizes: SizeReads
     """What Python code took from sizes."""
+    size_numbers: SizeNumbers
+    """The tensors that are Python numbers outside of the trace."""
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a result that depends on the arguments."""
@@ -132,6 +139,7 @@ class _Observer(TorchFunctionMode):
         self.sizes = SizeReads(
             inputs.arguments, inputs.names, inputs.attributes, self.origins, self.running, self._guard_sizes
         )
+        self.size_numbers = SizeNumbers(self._take_number)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -151,7 +159,7 @@ class _Observer(TorchFunctionMode):
             self._guard(func, args[0], read)
         if not torch.jit.is_tracing():
             return func(*args, **kwargs)
-        func, args, kwargs = with_open_lists(func, args, kwargs)
+        func, args, kwargs = with_open_lists(self.size_numbers.out_of_place(func, args), args, kwargs)
         given = (*args, *kwargs.values())
         if getattr(getattr(func, "__self__", None), "__name__", "") not in _BOOKKEEPING:
             self._note_used(given)
@@ -172,9 +180,15 @@ class _Observer(TorchFunctionMode):
             if isinstance(result, torch.Tensor) and (uses_of(number) == before or func in _CHECKING):
                 self._guard_if_data(torch.Tensor.__float__, number, "takes a tensor for a Python float")
         _correct(result)
+        self.size_numbers.follow(func, args, result)
         if origins:
             self._numbers.follow(func, args, kwargs, result, origins)
         return result
+
+    def _take_number(self, number: torch.Tensor) -> None:
+        """Note that Python code takes a number that is computed from sizes."""
+        self._guard_if_data(torch.Tensor.item, number, "takes a size for a Python number")
+        self.sizes.note(number, ELEMENTS)
 
     def _guard_sizes(self, tensors: list[torch.Tensor], what: str) -> None:
         """Guard as values what depends on sizes that only a run of the graph can tell."""
@@ -226,6 +240,8 @@ class _Observer(TorchFunctionMode):
             and not _is_called_by_us()
         ):
             problem = "puts a hook on the gradient of a tensor"
+        if func in _STORAGES and _users_call(sys._getframe(1)):
+            problem = "looks at the memory of a tensor"
         if problem is not None:
             raise ValueReadError(self.running(), problem, user_line())
 
@@ -353,6 +369,13 @@ class _Observer(TorchFunctionMode):
             self._guard(func, tensor, read)
 
 
+def _users_call(frame: FrameType | None) -> bool:
+    """Return whether the user's code calls what the mode sees, for more than a message."""
+    while frame is not None and frame.f_code.co_filename.endswith(_ON_THE_WAY):
+        frame = frame.f_back
+    return frame is not None and not is_foreign(frame.f_code.co_filename) and not is_only_message(frame, text=False)
+
+
 def _is_called_by_us() -> bool:
     """Return True if code of ort_zero or DeepSpeed calls the function that the mode sees."""
     frames = (frame.filename for frame in reversed(traceback.extract_stack()))
@@ -460,7 +483,7 @@ def watched(inputs: TracedInputs = NO_INPUTS, draws: Draws | None = None) -> Ite
     ]
     _observers.append(observer)
     try:
-        with observer, observer.sizes.recording(), noticed(observer.refuse):
+        with observer, observer.sizes.recording(), observer.size_numbers.behaving(), noticed(observer.refuse):
             yield observer
     finally:
         _observers.remove(observer)

@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 
-from ort_zero.compat.trace_origins import Origins
-from ort_zero.compat.trace_sizes import SizeReads
+from ort_zero.compat import tracing
 from ort_zero.runtime.export_cache import size_guards
 from ort_zero.runtime.guards.size_guard import GuardedRead, SizeChanges, SizeGuard
 
@@ -21,10 +20,10 @@ def guard_of(compute, *shapes):
 
     def traced(*given):
         names = [f"arg{i}" for i in range(len(given))]
-        reads = SizeReads(given, names, (), Origins(), lambda: None, lambda tensors, what: unknown.extend(tensors))
-        with reads.recording():
+        with tracing.watched(tracing.TracedInputs(arguments=given, names=names)) as seen:
             compute(*given)
-        found.append(reads)
+        found.append(seen.sizes)
+        unknown.extend(guard.tensor for guard in seen.guards if guard.read.of_sizes)
         return given[0] + 0
 
     torch.jit.trace(traced, tuple(torch.zeros(shape) for shape in shapes), check_trace=False)

@@ -39,6 +39,7 @@ from ort_zero.compat.frames import (
     user_line,
 )
 from ort_zero.compat.impure_calls import is_time
+from ort_zero.compat.size_numbers import REPLACED_BUILTINS, with_plain_keys
 from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table, version_of
 from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.log import get_logger
@@ -123,9 +124,19 @@ class AttributeReads:
     Args:
         model: the user's module.
         running: returns the innermost module that runs, None outside of all.
+        enter: called with the globals of each function of the user's before it runs.
+        plain_key: returns a key of a dict with Python numbers in the place of sizes.
     """
 
-    def __init__(self, model: torch.nn.Module, running: Callable[[], torch.nn.Module | None]):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        running: Callable[[], torch.nn.Module | None],
+        enter: Callable[[dict[str, Any]], None] = lambda names: None,
+        plain_key: Callable[[Any], Any] = lambda key: key,
+    ):
+        self._enter = enter
+        self._plain_key = plain_key
         self.reads: dict[Place, Read] = {}
         """A place comes after that of the object that holds it."""
         self._model = model
@@ -318,6 +329,7 @@ class AttributeReads:
         self._codes.add(code)
         if is_foreign(code.co_filename) or code.co_filename.startswith("<"):
             return
+        self._enter(frame.f_globals)
         name = frame.f_globals.get("__name__")
         module = sys.modules.get(name) if isinstance(name, str) else None
         if module is not None and vars(module) is frame.f_globals:
@@ -332,6 +344,8 @@ class AttributeReads:
         root = Place((GLOBAL, module.__name__))
         for name in sorted(found & vars(module).keys()):
             value = vars(module)[name]
+            if name in REPLACED_BUILTINS and callable(value):
+                continue
             if isinstance(value, _CONTAINERS) and not is_only_filled(code, name):
                 self._looked_into.add(id(value))
             if isinstance(value, ModuleType):
@@ -379,6 +393,11 @@ class AttributeReads:
             StartValuesError: what the forward reads and writes was something else at the time of the call.
             AttributeChangedError: the forward reads numbers or tensors, and changes them for the next call.
         """
+        for _, container, _ in self._copies:
+            plain = with_plain_keys(container, self._plain_key) if isinstance(container, dict) else None
+            if plain is not None:
+                container.clear()
+                container.update(plain)
         finder = PlaceFinder(self._model)
         written = [
             (place, value)
@@ -392,8 +411,8 @@ class AttributeReads:
         written = [(place, value) for place, value in written if not is_time(value)]
         self._note_updates(dict(written))
         if before is not None:
-            self._compare_start(dict(written), before.value_at)
-        self._note_filled()
+            self._compare_start(dict(written), before.value_at, known)
+        self._note_filled(known)
         changed: dict[Place, ValueReadError] = {}
         reads = dict(self.reads)
         for place, value, _, _ in finder.find(reads):
@@ -413,8 +432,10 @@ class AttributeReads:
             raise AttributeChangedError(changed)
         self._note_assigned(written)
 
-    def _compare_start(self, written: Mapping[Place, Any], at_start: Callable[[Place], Any]) -> None:
-        """Raise if the trace has started from other values than the call."""
+    def _compare_start(
+        self, written: Mapping[Place, Any], at_start: Callable[[Place], Any], inputs: Collection[Place]
+    ) -> None:
+        """Raise if the trace has started from other values than the call; inputs of the graph do not count."""
         others = []
         for place in written:
             if place in self.reads:
@@ -425,7 +446,7 @@ class AttributeReads:
         for place, container, copy in self._copies:
             if id(container) in self._looked_into and id(container) in self.changed_containers():
                 then = at_start(place)
-                if _is_container(then) and not _same_items(copy, then):
+                if _is_container(then) and not _same_items(copy, then, without=_items_among(inputs, place)):
                     others.append(place)
         if others:
             raise StartValuesError(others)
@@ -437,12 +458,18 @@ class AttributeReads:
             if place in written and not (adds and self._is_number(place, written[place])):
                 self._add(place, before)
 
-    def _note_filled(self) -> None:
+    def _note_filled(self, inputs: Collection[Place]) -> None:
         for place, container, copy in self._copies:
             now = list(container) if type(container) is collections.deque else container
+            carried = _items_among(inputs, place)  # these are written one by one
+            if carried:
+                now = dict(now) if isinstance(now, dict) else list(now)
+                for key in carried.intersection(range(len(now)) if isinstance(now, list) else now):
+                    if isinstance(copy, dict) and key in copy or isinstance(copy, list) and key < len(copy):
+                        now[key] = copy[key]
             if _same_items(now, copy):
                 continue
-            how, value = attribute_writes.container_change(place, container, copy)
+            how, value = attribute_writes.container_change(place, now if carried else container, copy)
             self.changes.append(attribute_writes.Change(place, how, value))
             if id(container) not in self._looked_into:
                 self._leave_out(place)
@@ -572,9 +599,15 @@ def _is_users(module: ModuleType) -> bool:
     return isinstance(file, str) and not is_foreign(file) and not is_installed(file)
 
 
-def _same_items(one: Any, other: Any) -> bool:
+def _same_items(one: Any, other: Any, without: Collection[Any] = ()) -> bool:
+    """Return whether two containers hold the very same items, those with the keys or indices `without` left out."""
     if len(one) != len(other):
         return False
     if isinstance(one, dict):
-        return all(key in other and other[key] is value for key, value in one.items())
-    return all(a is b for a, b in zip(one, other, strict=True))
+        return all(key in other and (other[key] is value or key in without) for key, value in one.items())
+    return all(a is b or i in without for i, (a, b) in enumerate(zip(one, other, strict=True)))
+
+
+def _items_among(places: Collection[Place], container: Place) -> set[Any]:
+    """Return the keys of those items of a container that are among `places`."""
+    return {place.steps[-1][1] for place in places if place.steps and place.holder == container}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -137,6 +137,7 @@ class Outputs:
         constants: ``id()`` of the tensors that are written as the very objects they are: parameters, buffers, and what
             the containers held before.
         numbers: tells which attributes are Python numbers when PyTorch runs the module; None if nobody knows.
+        plain_key: returns a key of a dict with Python numbers in the place of sizes.
     """
 
     def __init__(
@@ -145,7 +146,9 @@ class Outputs:
         given: Sequence[torch.Tensor],
         constants: Collection[int],
         numbers: Numbers | None,
+        plain_key: Callable[[Any], Any] = lambda key: key,
     ):
+        self._plain_key = plain_key
         self._first = len(results)
         self._sources = {id(tensor): (ARGUMENT, i) for i, tensor in enumerate(given)}
         for i, tensor in enumerate(results):
@@ -164,7 +167,9 @@ class Outputs:
         if drop_caches and pytree.is_cache(change.value):
             raise NotWritable(change, "caches of keys and values are left out in training")
         try:
-            found, structure = pytree.flatten(change.value, drop_caches=drop_caches, constants=self._constants)
+            found, structure = pytree.flatten(
+                change.value, drop_caches=drop_caches, constants=self._constants, plain_key=self._plain_key
+            )
         except TypeError as error:
             raise NotWritable(change, str(error)) from None
         kind = self._numbers.number_type(change.place) if self._numbers is not None else None

@@ -107,7 +107,12 @@ Structure = _TensorLeaf | _Constant | _Number | _Size | _Sequence | _Mapping | _
 
 
 def flatten(
-    value: Any, *, drop_caches: bool, known: Mapping[int, int] | None = None, constants: Collection[int] = ()
+    value: Any,
+    *,
+    drop_caches: bool,
+    known: Mapping[int, int] | None = None,
+    constants: Collection[int] = (),
+    plain_key: Callable[[Any], Any] = lambda key: key,
 ) -> tuple[list[torch.Tensor], Structure]:
     """Return the tensors in a module's result and the structure to put it together again.
 
@@ -117,11 +122,12 @@ def flatten(
             outputs they would keep every layer's keys and values alive.
         known: number by ``id()`` of the objects among the module's arguments.
         constants: ``id()`` of the tensors that are returned as the very objects they are.
+        plain_key: returns a key of a mapping with Python numbers in the place of sizes.
 
     Raises:
         TypeError: a tensor hides in an object that cannot be taken apart.
     """
-    flattener = _Flattener(drop_caches=drop_caches, known=known or {}, constants=constants)
+    flattener = _Flattener(drop_caches=drop_caches, known=known or {}, constants=constants, plain_key=plain_key)
     return flattener.tensors, flattener(value, "")
 
 
@@ -356,8 +362,10 @@ class _Flattener:
         drop_caches: bool = False,
         known: Mapping[int, int] | None = None,
         constants: Collection[int] = (),
+        plain_key: Callable[[Any], Any] = lambda key: key,
     ):
         self._constants = constants
+        self._plain_key = plain_key
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         self.objects: list[Any] = []
@@ -379,7 +387,8 @@ class _Flattener:
         if depth > _MOST_LEVELS:
             return self._opaque(item, name)
         if isinstance(item, Mapping):
-            pairs = tuple((key, self(val, f"{name}_{key}", depth + 1)) for key, val in item.items())
+            plain = ((self._plain_key(key), val) for key, val in item.items())
+            pairs = tuple((key, self(val, f"{name}_{key}", depth + 1)) for key, val in plain)
             return _Mapping(type(item), pairs, getattr(item, "default_factory", None))
         if isinstance(item, (list, tuple, collections.deque)):
             items = tuple(self(val, f"{name}_{i}", depth + 1) for i, val in enumerate(item))

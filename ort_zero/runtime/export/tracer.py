@@ -236,7 +236,10 @@ class Tracer:
         draws = RandomDraws(module)  # the first run may have made generators
         lines = draws.lines_followed() if self._has_drawn else contextlib.nullcontext()
         with placed, tracing.watched(traced, draws) as seen, lines, left_behind.collected() as left:
-            attributes = self.attributes = AttributeReads(module, seen.running)
+            numbers_of_sizes = seen.size_numbers
+            attributes = self.attributes = AttributeReads(
+                module, seen.running, numbers_of_sizes.enter, numbers_of_sizes.plain
+            )
             try:
                 with attributes.recording(), traceable_parametrizations():
                     value = module(*args, **kwargs)
@@ -251,12 +254,13 @@ class Tracer:
             changed_buffers = buffers.found()
         self.sizes = seen.sizes
         seen.guards.sort(key=lambda guard: guard.read.of_attribute)  # those that all ranks have come first
-        tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
+        plain_key = numbers_of_sizes.plain
+        tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known, plain_key=plain_key)
         if self._structure is not None:
             schema = pytree.with_numbers(schema, self._structure)
         self.schema = schema
         results = len(tensors)
-        writes, written = self._writes(module, tensors, given, attributes)
+        writes, written = self._writes(module, tensors, given, attributes, plain_key)
         written += [tensor for _, found in left for tensor in found]
         tensors = tensors + written
         self._note_leaves(tensors, given)
@@ -281,11 +285,16 @@ class Tracer:
         return tensors + more, schema
 
     def _writes(
-        self, module: torch.nn.Module, results: list[torch.Tensor], given: tuple, attributes: AttributeReads
+        self,
+        module: torch.nn.Module,
+        results: list[torch.Tensor],
+        given: tuple,
+        attributes: AttributeReads,
+        plain_key: Callable[[Any], Any],
     ) -> tuple[list[AttributeWrite], list[torch.Tensor]]:
         """Return what the module has written into attributes, and the tensors of that which are no results."""
         constants = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} | attributes.held_before
-        outputs = Outputs(results, given, constants, self._state())
+        outputs = Outputs(results, given, constants, self._state(), plain_key)
         writes = []
         for change in attributes.changes:
             try:
