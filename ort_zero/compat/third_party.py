@@ -30,6 +30,14 @@ _WHILE_ENABLED = (
         r"torch\.distributed\.c10d_logger",
     ),
 )
+_DURING_EXPORT = (
+    # that the exporter is the older one, and what it does with single operators
+    (DeprecationWarning, r"", r"torch\.onnx"),
+    (DeprecationWarning, r"You are using the legacy TorchScript-based ONNX export", r""),
+    (DeprecationWarning, r"`torch\.jit\.", r""),
+    (UserWarning, r"", r"torch\.onnx\."),
+    (UserWarning, r"Constant folding", r""),
+)
 _installed: list[tuple] = []
 
 
@@ -37,10 +45,25 @@ _installed: list[tuple] = []
 def quiet() -> Iterator[None]:
     """Silence in the block what imports and attributes of others warn of; for our own work, never for the user's."""
     with warnings.catch_warnings():
-        for categories, message, module in _AROUND_OUR_WORK:
-            for category in categories if isinstance(categories, tuple) else (categories,):
-                warnings.filterwarnings("ignore", message, category, module)
+        _ignore(_AROUND_OUR_WORK)
         yield
+
+
+@contextlib.contextmanager
+def quiet_exporter() -> Iterator[None]:
+    """Silence in the block what torch's exporter says about itself, for programs that turn warnings into errors too."""
+    from torch.jit import TracerWarning
+
+    with warnings.catch_warnings():
+        # values that Python code reads are guards of the graph: the warning that they are constants is wrong here
+        _ignore((*_DURING_EXPORT, (TracerWarning, r"", r"")))
+        yield
+
+
+def _ignore(table: tuple) -> None:
+    for categories, message, module in table:
+        for category in categories if isinstance(categories, tuple) else (categories,):
+            warnings.filterwarnings("ignore", message, category, module)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -468,14 +469,18 @@ def watched(inputs: TracedInputs = NO_INPUTS, draws: Draws | None = None) -> Ite
         NumberReadError: code inside takes a number among the inputs for a Python value.
     """
     observer = _Observer(inputs, draws)
+    thread = threading.get_ident()
 
     def begin(module: torch.nn.Module, args: tuple) -> None:
+        if threading.get_ident() != thread:
+            return  # a module that another thread of the program runs meanwhile
         if torch.jit.is_tracing() and has_backward_hooks(module):
             raise ValueReadError(module, "has hooks that see gradients", f"of {type(module).__name__}")
         observer.begin_module(module)
 
     def end(module: torch.nn.Module, args: tuple, result: Any) -> None:
-        observer.end_module()
+        if threading.get_ident() == thread:
+            observer.end_module()
 
     hooks = [
         torch_module.register_module_forward_pre_hook(begin),

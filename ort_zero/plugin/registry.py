@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:  # autoload runs at the end of every ``import torch``
 patch_sets: dict[str, PatchSet] = {}
 """The patches of each patched dependency: ``"deepspeed"``, ``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its
 constructor), and ``"refused_section"`` where the plugin could not be enabled."""
+_PATCHING = threading.Lock()
 _runtimes: list[weakref.ref] = []
 """The runtimes of wrapped models, in the order in which the models were wrapped."""
 
@@ -33,10 +35,14 @@ def name_exporter_modules() -> None:
 def patch_ortmodule() -> None:
     """Apply the patches of ORTModule, all or nothing; a second call does nothing.
 
-    Called when the first model is wrapped, since it imports onnxruntime.
+    Called when the first model is wrapped, since it imports onnxruntime; threads may wrap models side by side.
     """
-    if "onnxruntime" in patch_sets:
-        return
+    with _PATCHING:
+        if "onnxruntime" not in patch_sets:
+            _patch_ortmodule()
+
+
+def _patch_ortmodule() -> None:
     from ort_zero.compat import ortmodule, torch_ddp
     from ort_zero.compat.torch_onnx import exporter_modules
     from ort_zero.runtime.operators import symbolics

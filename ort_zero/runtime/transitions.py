@@ -13,6 +13,7 @@ put aside keeps its session, so that going back to it costs nothing.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -34,6 +35,8 @@ from ort_zero.runtime.guards.module_guard import ModuleGuard
 from ort_zero.runtime.guards.size_guard import GuardedRead, SizeChanges
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 
+_BUILDING = threading.RLock()
+"""Held while a graph is built: an export replaces functions of torch for the whole process."""
 MOST_TRANSITIONS = 1000
 """Maximum number of transitions of a model that are remembered; the oldest ones are forgotten."""
 
@@ -214,12 +217,13 @@ class GraphTransitionManager:
             self.builder.seconds = steps = {}
             self.builder.lookup = None
             number = self.history.graphs + 1
-            if transition.action is Action.EXPORT:
-                self.builder.attribute_inputs = self.changes.inputs
-                graph = self.builder.build(observed, call, subscribers, number, anew=transition.forced)
-            else:
-                exported = self._numbered(transition.graph).exported
-                graph = self.builder.process(exported, observed.process, number, call)
+            with _BUILDING:
+                if transition.action is Action.EXPORT:
+                    self.builder.attribute_inputs = self.changes.inputs
+                    graph = self.builder.build(observed, call, subscribers, number, anew=transition.forced)
+                else:
+                    exported = self._numbered(transition.graph).exported
+                    graph = self.builder.process(exported, observed.process, number, call)
             self.builder.output.drop()
             self.changes.graph_built()
             self.history.graphs = number

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
-import cProfile
 import dataclasses
 import functools
-import pstats
-import sys
 import types
 
 import numpy as np
@@ -632,32 +629,3 @@ def test_sizes_of_what_stays_in_pytorch_are_no_random_numbers():
         pair.both(lambda m, step=step: setattr(m.dropout, "p", 1e-9 * step))
         pair.step()
     assert list(pair.runtime.status()["in_torch"]) == ["dropout"] and len(pair.done) == 3
-
-
-def test_a_program_under_a_profiler_is_profiled_after_the_export_too():
-    pair, profiler, after = Pair(Model()), cProfile.Profile(), []
-
-    def program():
-        pair.step()
-        after.append(sys.getprofile())
-        pair.step()
-
-    profiler.runcall(program)
-    assert after == [profiler]
-    pair.ran_in_ort(2)
-    calls = {name: numbers[0] for (file, _, name), numbers in pstats.Stats(profiler).stats.items() if file == __file__}
-    assert calls["step"] == 2
-
-
-def test_a_profile_function_of_the_program_is_called_after_the_export_too():
-    pair, seen = Pair(Model()), []
-    before = sys.getprofile()
-    sys.setprofile(lambda frame, event, argument: seen.append(frame.f_code.co_name))
-    try:
-        pair.step()
-        del seen[:]
-        pair.step()
-    finally:
-        sys.setprofile(before)
-    assert "step" in seen
-    pair.ran_in_ort(2)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ort_zero import log
+from ort_zero.compat import third_party
 from ort_zero.compat.ortmodule.functions import registered_shapes
 from ort_zero.compat.ortmodule.sessions import (
     AllInputs,
@@ -71,7 +72,7 @@ class Manager:
         transitions = _graph_transition_manager.GraphTransitionManager
         # it puts a node before a loss that prints the share of padding; switched off, it returns what cannot be read
         no_labels = replaced(transitions, "_add_check_label_sparsity_hook", lambda _: staticmethod(lambda *about: []))
-        with ortmodule.export_context(), no_labels:
+        with third_party.quiet_exporter(), ortmodule.export_context(), no_labels:
             model, schema, _, _ = transitions._export_model(
                 flattened_module=self.flattened_module,
                 model_info_for_export=info,

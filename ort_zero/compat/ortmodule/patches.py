@@ -12,6 +12,7 @@ from ort_zero.compat.ortmodule.loading import PACKAGE
 from ort_zero.compat.ortmodule.runner import current_runner, runner_of, running
 from ort_zero.compat.ortmodule.sessions import AllInputs
 from ort_zero.compat.ortmodule.wrapper_class import warn_of_collisions
+from ort_zero.compat.torch_compile import not_compiled
 from ort_zero.utils.patching import Patch, defined_in
 
 _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
@@ -116,13 +117,18 @@ def _patch_get_device_str(original: Callable) -> Callable:
 
 
 def _patch_forward(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def forward(self, *inputs, **kwargs):
+    def run(self, *inputs, **kwargs):
         runner = runner_of(self)
         with running(runner):
             if runner is None:
                 return original(self, *inputs, **kwargs)
             return runner.call(self._ort_zero_views, inputs, kwargs, lambda: self._original_module(*inputs, **kwargs))
+
+    run = not_compiled(run)
+
+    @functools.wraps(original)
+    def forward(self, *inputs, **kwargs):
+        return run(self, *inputs, **kwargs)
 
     return forward
 

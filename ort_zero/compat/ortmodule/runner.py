@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,8 +31,15 @@ class ModelRunner(Protocol):
         """Return the graph of the last call with gradients (`training`) or without; None before the first one."""
 
 
-_calls: list[ModelRunner | None] = []
-"""The runners of the managers whose forward runs at the moment, innermost last."""
+class _Thread(threading.local):
+    """The forward calls that run in one thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[ModelRunner | None] = []
+        """The runners of the managers whose forward runs at the moment, innermost last."""
+
+
+_thread = _Thread()
 
 
 def runner_of(manager: Any) -> ModelRunner | None:
@@ -46,14 +54,14 @@ def set_runner(manager: Any, runner: ModelRunner) -> None:
 
 def current_runner() -> ModelRunner | None:
     """Return the runner of the innermost call that runs: a flattened module knows no manager."""
-    return _calls[-1] if _calls else None
+    return _thread.calls[-1] if _thread.calls else None
 
 
 @contextlib.contextmanager
 def running(runner: ModelRunner | None) -> Iterator[None]:
     """Make `runner` the current one within the block."""
-    _calls.append(runner)
+    _thread.calls.append(runner)
     try:
         yield
     finally:
-        _calls.pop()
+        _thread.calls.pop()
