@@ -28,6 +28,8 @@ venv: $(READY) ## Make .venv with everything, and build the C++ extensions (once
 $(READY): setup.cfg constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 11)))' 2>/dev/null || \
 	  { echo "error: $(PYTHON) is not Python 3.10 or 3.11: apt-get install python3.11, then: make PYTHON=python3.11 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys, sysconfig; sys.exit("musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or ""))' || \
+	  { echo "error: $(PYTHON) is built for musl (Alpine); torch and onnxruntime-training have wheels for glibc only: use Debian, Ubuntu or the like" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
 	@command -v $(or $(firstword $(CXX)),g++) >/dev/null || { echo "error: no C++ compiler: apt-get install g++" >&2; exit 1; }
@@ -36,25 +38,25 @@ $(READY): setup.cfg constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing torch and the other packages into $(VENV) (some hundred MB, minutes)"
 	@# torch on its own, at one version: anything newer drags in gigabytes of CUDA
-	@$(BIN)/python -m pip install -q '$(TORCH)'
-	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[ort,examples,test,lint]'
-	@$(BIN)/ort-zero build
+	@$(BIN)/python -m pip install -qq '$(TORCH)'
+	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[ort,examples,test,lint]'
+	@$(BIN)/python -m ort_zero build
 	@touch $@
 
 .PHONY: train
 train: $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=200), aggregate, sample
-	@$(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --quiet --num_gpus 2 --master_port $(FREE_PORT) \
+	@$(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus 2 --master_port $(FREE_PORT) \
 	  examples/train_lm.py --deepspeed_config configs/zero3.json --steps $(STEPS) --out out/train --expect-ort --compare-torch 20
-	@$(BIN)/ort-zero aggregate out/train out/train_model --overwrite
+	@$(BIN)/python -m ort_zero aggregate out/train out/train_model --overwrite
 	@$(BIN)/python examples/sample_lm.py out/train_model
 
 .PHONY: compare
 compare: $(READY) ## Train 5 steps in ONNX Runtime and in PyTorch, and say where the two begin to differ
 	@for backend in torch ort; do \
-	  $(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/deepspeed --quiet --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py \
+	  $(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py \
 	    --deepspeed_config configs/zero3_statistics_$$backend.json --steps 5 || exit 1; \
 	done
-	$(BIN)/ort-zero stats compare out/statistics/torch out/statistics/ort --html out/statistics/report.html
+	$(BIN)/python -m ort_zero stats compare out/statistics/torch out/statistics/ort --html out/statistics/report.html
 
 # the HTML report's test opens it in a browser, which no package index has
 .PHONY: browser
@@ -98,7 +100,7 @@ $(CLIENTS_READY): $(READY) setup.cfg constraints.txt
 	@$(BIN)/python -m venv --clear $(CLIENTS)
 	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
 	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/below.pth"
-	@$(CLIENTS)/bin/python -m pip install -q -c constraints.txt -e '.[clients]'
+	@$(CLIENTS)/bin/python -m pip install -qq -c constraints.txt -e '.[clients]'
 	@echo "starting 2 ranks for the first time: DeepSpeed compiles an operator, Python all packages"
 	@$(CLIENTS)/bin/python tests/clients/first_start.py
 	@touch $@

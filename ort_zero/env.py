@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from ort_zero.utils.cpu_count import usable_cores
@@ -34,12 +35,34 @@ def disabled() -> bool:
 
 
 def cache_dir() -> Path:
-    """Return the folder in which built extensions are kept."""
+    """Return the folder in which built extensions are kept.
+
+    Where the user's own folder cannot be written to (a home that is read-only, or none), it is one of this user's in
+    the folder for temporary files.
+    """
+    own = own_cache_dir()
+    if own is not None and (os.environ.get("ORT_ZERO_CACHE_DIR") or can_write(own)):
+        return own
+    return Path(tempfile.gettempdir()) / f"ort_zero-{os.geteuid()}"
+
+
+def own_cache_dir() -> Path | None:
+    """Return the folder that the user has for caches, whether or not it can be written to; None without a home."""
     explicit = os.environ.get("ORT_ZERO_CACHE_DIR")
-    if explicit:
-        return Path(explicit).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "ort_zero"
+    base = explicit or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        found = Path(base).expanduser()
+    except RuntimeError:  # neither HOME nor an entry of the user's
+        return None
+    return found if explicit else found / "ort_zero"
+
+
+def can_write(folder: Path) -> bool:
+    """Return whether `folder`, or the nearest folder above it that exists, can be written to."""
+    for place in (folder, *folder.parents):
+        if place.exists():
+            return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    return False
 
 
 def memory_trial_file() -> Path | None:

@@ -103,19 +103,29 @@ def extension_dir() -> Path:
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     key = f"{python}-torch{_torch_version()}-ort{_version('onnxruntime-training')}-{digest}"
+    own = env.own_cache_dir()
+    if own is not None and _has_all(own / "extensions" / key):
+        return own / "extensions" / key  # built before, though this process may not be able to write there
     return env.cache_dir() / "extensions" / key
 
 
 def built_paths() -> dict[str, Path]:
     """Return where each extension is, or will be once built, by name."""
-    directory = extension_dir()
+    return _paths_in(extension_dir())
+
+
+def _paths_in(directory: Path) -> dict[str, Path]:
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
     return {name: directory / f"{name}{suffix}" for name in _SOURCES}
 
 
 def is_built() -> bool:
     """Return True if every extension is in the cache, with its digest."""
-    return all(map(_is_complete, built_paths().values()))
+    return _has_all(extension_dir())
+
+
+def _has_all(directory: Path) -> bool:
+    return all(map(_is_complete, _paths_in(directory).values()))
 
 
 def _is_complete(path: Path) -> bool:
@@ -430,8 +440,14 @@ def _start(command: list[str], log: Path) -> subprocess.Popen:
         file.write(shlex.join(command) + "\n")
         file.flush()
         # A process group of its own, since g++ starts the real compiler as a child that would outlive it.
+        # The compiler's temporary files lie beside its result: TMPDIR may be small, or full.
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": str(Path(command[command.index("-o") + 1]).parent)},
         )
 
 

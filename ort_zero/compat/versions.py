@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -42,6 +43,10 @@ PYTHON = SpecifierSet(">=3.10")
 ORT_PYTHON = SpecifierSet(">=3.10,<3.12")
 """onnxruntime-training 1.19.2 has no wheel for a later Python; one built from source may be used with any."""
 ORT_PYTHON_CURE = "use Python 3.10 or 3.11 (onnxruntime-training 1.19.2 has no later wheel)"
+MUSL = (
+    "this Python is built for musl (Alpine), and torch and onnxruntime-training have wheels for glibc only: use a "
+    "system with glibc, such as Debian or Ubuntu"
+)
 
 REQUIREMENTS = (
     Requirement(
@@ -99,16 +104,24 @@ def installed(distribution: str) -> str | None:
     return None
 
 
+def on_musl() -> bool:
+    """Return whether this Python was made for musl (Alpine), for which torch and onnxruntime have no wheels."""
+    return "musl" in (sysconfig.get_config_var("SOABI") or "") or "musl" in (
+        sysconfig.get_config_var("HOST_GNU_TYPE") or ""
+    )
+
+
 def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     has_ort = installed("onnxruntime-training") is not None
     wanted = PYTHON if has_ort else ORT_PYTHON
+    foreign = on_musl() and not has_ort
     return Finding(
         name="python",
-        found=version,
-        needed=str(wanted),
-        ok=Version(version) in wanted,
-        cure=ORT_PYTHON_CURE,
+        found=f"{version} on musl" if foreign else version,
+        needed=f"{wanted} on glibc" if foreign else str(wanted),
+        ok=Version(version) in wanted and not foreign,
+        cure=MUSL if foreign else ORT_PYTHON_CURE,
         untested=has_ort and Version(version) not in ORT_PYTHON,
     )
 
@@ -143,6 +156,8 @@ def require(needed_for: str) -> tuple[str, ...]:
     for row in rows:
         if row.ok:
             continue
+        if row.name == "python" and on_musl():
+            raise UnsupportedVersionError(f"models cannot run in ONNX Runtime here: {MUSL}")
         if row.name == "python" and Version(str(row.found)) in PYTHON:
             raise UnsupportedVersionError(
                 f"models cannot run in ONNX Runtime on Python {row.found}, since onnxruntime-training has no wheel for "

@@ -142,7 +142,7 @@ def enable() -> None:
     """
     if env.disabled() or _engine_is_patched():
         return
-    from ort_zero.compat import versions
+    from ort_zero.compat import torch_extensions, versions
 
     registry.restore("refused_section")
     _enable_ortmodule()
@@ -150,6 +150,7 @@ def enable() -> None:
         return
     versions.say_untested(versions.require("zero"))
     _refuse_late()
+    torch_extensions.prepare()
     importlib.import_module(_HOOKED_MODULE)
     if _engine_is_patched():
         return  # the armed hook has just done it

@@ -85,8 +85,8 @@ def _proof(text: str, stage: int) -> None:
 
 def test_deepspeed_launcher_trains_and_saves_a_checkpoint(tmp_path):
     text = _run(
-        [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", str(free_port()), "examples/train_lm.py",
-         "--deepspeed_config", "configs/zero3.json", *SMALL, "--out", str(tmp_path / "out")]
+        [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", str(free_port()),
+         "examples/train_lm.py", "--deepspeed_config", "configs/zero3.json", *SMALL, "--out", str(tmp_path / "out")]
     )  # fmt: skip
     _proof(text, 3)
     report = verify(tmp_path / "out", progress=False)
@@ -103,8 +103,9 @@ def test_torchrun_trains_plain_deepspeed(stage):
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_accelerate_launch_with_the_shipped_yaml(stage):
-    command = [str(BIN / "accelerate"), "launch", "--config_file", f"configs/accelerate_zero{stage}.yaml",
-               "--main_process_port", str(free_port()), "examples/train_accelerate.py"]  # fmt: skip
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+               f"configs/accelerate_zero{stage}.yaml", "--main_process_port", str(free_port()),
+               "examples/train_accelerate.py"]  # fmt: skip
     _proof(_run([*command, *SMALL]), stage)
 
 

@@ -29,10 +29,10 @@ def _launch(launcher: str | None, out: Path, *arguments: str) -> str:
         return "".join(rank.stdout for rank in ranks)
     port = str(free_port())
     command = {
-        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", port],
-        "torchrun": [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", port],
-        "accelerate": [str(BIN / "accelerate"), "launch", "--config_file", "configs/accelerate_zero3.yaml",
-                       "--main_process_port", port],
+        "deepspeed": [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port],
+        "accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
+                       "configs/accelerate_zero3.yaml", "--main_process_port", port],
     }[launcher]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     done = subprocess.run(

@@ -80,3 +80,11 @@ def test_a_python_below_is_refused_even_so(installed):
     installed((3, 9, 18))
     with pytest.raises(UnsupportedVersionError, match=r"python 3\.9\.18; ort_zero works with python>=3\.10"):
         versions.require("ort")
+
+
+def test_musl_is_refused_in_words(installed, monkeypatch):
+    installed(onnxruntime_training=None)
+    monkeypatch.setattr(versions.sysconfig, "get_config_var", {"SOABI": "cpython-311-x86_64-linux-musl"}.get)
+    with pytest.raises(UnsupportedVersionError, match=r"musl \(Alpine\).*use a system with glibc, such as Debian"):
+        versions.require("ort")
+    assert next(row for row in versions.findings() if row.name == "python").found == "3.11.7 on musl"
