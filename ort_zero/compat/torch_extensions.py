@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import importlib.util
 import os
 import shutil
 import sys
 from pathlib import Path
 
 from ort_zero import env
+from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 
 def prepare() -> None:
@@ -24,3 +28,26 @@ def prepare() -> None:
     beside = os.path.dirname(sys.executable)
     if shutil.which("ninja") is None and shutil.which("ninja", path=beside) is not None:
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
+    _name_libraries_without_spaces()
+
+
+def _name_libraries_without_spaces() -> None:
+    """Let torch link through a link to its own libraries if their path has a space, for it does not quote that one."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return
+    libraries = Path(spec.origin).parent / "lib"
+    if not any(map(str.isspace, str(libraries))):
+        return
+    name = "torch-" + hashlib.sha256(os.fsencode(libraries)).hexdigest()[:12]
+    link = next((p for p in (env.cache_dir() / name, Path("/tmp") / f"ort_zero-{os.geteuid()}" / name)
+                 if not any(map(str.isspace, str(p)))), None)  # fmt: skip
+    if link is None:
+        return
+    from torch.utils import cpp_extension
+
+    link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # made by another rank, or in an earlier run
+        link.symlink_to(libraries)
+    if reason_not_to_trust(link) is None and link.resolve() == libraries.resolve():
+        cpp_extension.TORCH_LIB_PATH = str(link)
