@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from contextlib import suppress
 from dataclasses import dataclass
@@ -228,6 +229,7 @@ def _remove_left_overs(folder: Folder, ours: set[str]) -> None:
             folder.remove(name)
 
 
+@functools.cache
 def _version(name: str) -> str:
     """Return the version of an installed distribution, "unknown" for a copy that was not installed."""
     try:

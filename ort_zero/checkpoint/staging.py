@@ -6,7 +6,6 @@ that step waits for it, if it comes before the copy is done (the idea: CheckFreq
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,12 +13,11 @@ import numpy as np
 import torch
 
 from ort_zero.checkpoint.capture import Shard
+from ort_zero.checkpoint.host_memory import host_memory
 from ort_zero.checkpoint.records import BUFFER, WEIGHT
 from ort_zero.checkpoint.shard_writer import ShardEntry
 
 _ALIGN = 64
-_LARGE = 8 << 20
-"""Number of bytes from which memory is asked for in large pages."""
 
 
 class Staging:
@@ -72,22 +70,6 @@ class Staging:
                 _copy(*later.pop())
 
         return replace(shard, weights=parts[0], moments=parts[1], extra_tensors=extra), finish
-
-
-def host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a 1-D tensor in CPU memory, its values undefined; large ones in large pages, which are quicker to get.
-
-    Args:
-        elements: number of elements.
-        dtype: their type.
-    """
-    size = elements * dtype.itemsize
-    if size < _LARGE:
-        return torch.empty(elements, dtype=dtype)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype)
 
 
 def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
+from ort_zero.checkpoint.preallocation import reserve_blocks
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.masking import masked
 from ort_zero.utils.atomic_write import partial_name, removed_on_error
@@ -141,13 +142,14 @@ class Folder:
         raise NotImplementedError
 
     @contextmanager
-    def writing(self, name: str, token: str, durable: bool = False) -> Iterator[IO[bytes]]:
+    def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
         """Give a binary stream whose bytes appear as `name` only by :meth:`publish`; on an exception nothing is left.
 
         Args:
             name: final name.
             token: tells this writer from others who may write the same name.
             durable: have the bytes on the disk itself at the end; object stores always do.
+            size: number of bytes that will be written, if known: their room may be reserved at once.
         """
         raise NotImplementedError
 
@@ -155,10 +157,11 @@ class Folder:
     """True if several may write one file at the same time, see :meth:`writing_from`."""
 
     @contextmanager
-    def writing_from(self, name: str, token: str, offset: int) -> Iterator[IO[bytes]]:
+    def writing_from(self, name: str, token: str, offset: int, size: int = 0) -> Iterator[IO[bytes]]:
         """Give a stream into the file that :meth:`writing` would write, from `offset` bytes on; the rest stays.
 
         Several threads and ranks may do so at a time. The file stays after an exception: who began it discards it.
+        `size` is that of :meth:`writing`, from `offset` on.
         """
         raise NotImplementedError
 
@@ -348,11 +351,12 @@ class LocalFolder(Folder):
         self._root.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
-    def writing(self, name: str, token: str, durable: bool = False) -> Iterator[IO[bytes]]:
+    def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
         """Give an unbuffered stream into a hidden file beside the final place, which an exception removes."""
         path = self._root / partial_name(name, token)
         try:
             with removed_on_error(path, durable=durable, buffering=0) as raw:
+                reserve_blocks(raw.fileno(), 0, size)
                 yield cast(IO[bytes], _WholeWrites(raw))
         except OSError as error:
             raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
@@ -360,11 +364,12 @@ class LocalFolder(Folder):
     takes_ranges = True
 
     @contextmanager
-    def writing_from(self, name: str, token: str, offset: int) -> Iterator[IO[bytes]]:
+    def writing_from(self, name: str, token: str, offset: int, size: int = 0) -> Iterator[IO[bytes]]:
         """Give an unbuffered stream into the hidden file, which is made if nobody has yet."""
         try:
             descriptor = os.open(self._root / partial_name(name, token), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             with os.fdopen(descriptor, "wb", buffering=0) as raw:
+                reserve_blocks(descriptor, offset, size)
                 raw.seek(offset)
                 yield cast(IO[bytes], _WholeWrites(raw))
         except OSError as error:
@@ -413,6 +418,14 @@ class _WholeWrites:
         while done < len(view):
             done += self._raw.write(view[done:])
         return done
+
+    def writelines(self, views: Sequence[Any]) -> None:
+        """Write buffers of bytes, 1024 at most, by one call."""
+        done = os.writev(self._raw.fileno(), views) if views else 0
+        for view in views:
+            if done < len(view):
+                self.write(view[done:])
+            done = max(0, done - len(view))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._raw, name)
@@ -498,7 +511,7 @@ class RemoteFolder(Folder):
         self._fs.makedirs(self._root, exist_ok=True)
 
     @contextmanager
-    def writing(self, name: str, token: str, durable: bool = False) -> Iterator[IO[bytes]]:
+    def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
         """Give a stream into an object of its own, which is uploaded when the block ends and not if it raises."""
         path = self._at(partial_name(name, token))
         try:

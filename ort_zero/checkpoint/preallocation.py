@@ -1,0 +1,59 @@
+"""Gives a file its blocks before its bytes come, where that makes writing cheaper.
+
+Without it ext4 reserves each block of 4 KiB as it is written, and allocates it later: a third of the CPU time of a
+write. Other file systems were not measured, or (tmpfs) are slower so, and are left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import sys
+from typing import Any
+
+_EXT4 = 0xEF53
+"""``f_type`` of ext2, ext3 and ext4, see statfs(2)."""
+_LEAST = 1 << 20
+"""Number of bytes below which it does not pay."""
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def reserve_blocks(descriptor: int, offset: int, size: int) -> None:
+    """Allocate the blocks of a range of a file on ext4, which makes the file as long; does nothing elsewhere.
+
+    Args:
+        descriptor: the file, open for writing.
+        offset: first byte of the range.
+        size: number of bytes.
+
+    Raises:
+        OSError: the disk is too full.
+    """
+    libc = _libc() if size >= _LEAST else None
+    if libc is None or _type_of_file_system(libc, descriptor) != _EXT4:
+        return
+    # not os.posix_fallocate, which writes into every block where the file system cannot do it
+    if libc.fallocate(descriptor, 0, offset, size):
+        number = ctypes.get_errno()
+        if number not in _UNSUPPORTED:
+            raise OSError(number, os.strerror(number))
+
+
+@functools.cache
+def _libc() -> Any:
+    """Return the C library, None where it has no such functions."""
+    if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_long) != 8:
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "fallocate"):
+        return None
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return libc
+
+
+def _type_of_file_system(libc: Any, descriptor: int) -> int | None:
+    """Return the number of the file system's type, None if it is not known."""
+    record = (ctypes.c_long * 32)()  # struct statfs has 120 bytes and begins with it
+    return record[0] if libc.fstatfs(descriptor, record) == 0 else None

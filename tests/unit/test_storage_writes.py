@@ -1,0 +1,112 @@
+"""Files are written by few calls, whole whatever the kernel takes at a time, into room that is reserved before."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file
+
+from ort_zero.checkpoint import preallocation, shard_writer, storage
+from ort_zero.checkpoint.preallocation import reserve_blocks
+from ort_zero.checkpoint.shard_writer import ShardEntry, write_shard
+from ort_zero.checkpoint.storage import open_folder
+from ort_zero.errors import CheckpointError
+
+
+def entries(sizes: list[int]) -> list[ShardEntry]:
+    """Return entries of these numbers of elements, of two dtypes."""
+    dtypes = (torch.float32, torch.bfloat16)
+    return [
+        ShardEntry(name=f"t{n}", kind="master", start=0, tensor=torch.randn(size).to(dtypes[n % 2]))
+        for n, size in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 1 << 30], ids=lambda n: f"{n} bytes at a time")
+def test_a_shard_is_whole_however_much_the_kernel_takes(tmp_path, monkeypatch, taken):
+    monkeypatch.setattr(shard_writer, "_BLOCK", 64)
+    monkeypatch.setattr(shard_writer, "_MOST_BUFFERS", 3)
+    real = os.writev
+
+    def short(descriptor, views):
+        joined = b"".join(views)[:taken]
+        return real(descriptor, [joined])
+
+    monkeypatch.setattr(storage.os, "writev", short)
+    held = entries([5, 1, 0, 100, 3, 3, 3, 3, 40])
+    folder = open_folder(tmp_path)
+    file, pieces = write_shard(folder, "s.safetensors", held, {}, "token")
+    folder.publish("s.safetensors", "token")
+    content = (tmp_path / "s.safetensors").read_bytes()
+    assert len(content) == file.size and xxhash.xxh3_128_hexdigest(content) == file.xxh3_128
+    stored = load_file(tmp_path / "s.safetensors")
+    assert all(torch.equal(stored[entry.name], entry.tensor) for entry in held)
+    for item in pieces:
+        part = content[item.piece.offset : item.piece.offset + item.piece.length]
+        assert xxhash.xxh3_64_hexdigest(part) == item.piece.check
+
+
+def test_a_shard_takes_few_calls(tmp_path, monkeypatch):
+    calls = []
+    real = os.writev
+    monkeypatch.setattr(storage.os, "writev", lambda fd, views: calls.append(len(views)) or real(fd, views))
+    write_shard(open_folder(tmp_path), "s.safetensors", entries([1000] * 3000), {}, "token")
+    assert len(calls) <= 22 and sum(calls) == 3000
+
+
+def on(file_system: int, monkeypatch) -> list[tuple[int, int]]:
+    """Let files lie on a file system of that type; return what the kernel is asked for: (offset, bytes)."""
+    asked: list[tuple[int, int]] = []
+
+    class Libc:
+        def fallocate(self, descriptor, mode, offset, size):
+            asked.append((offset, size))
+            return 0
+
+    monkeypatch.setattr(preallocation, "_libc", Libc)
+    monkeypatch.setattr(preallocation, "_type_of_file_system", lambda libc, descriptor: file_system)
+    return asked
+
+
+@pytest.mark.parametrize("file_system, wanted", [(0xEF53, 1), (0x01021994, 0), (None, 0)], ids=["ext4", "tmpfs", "?"])
+def test_the_room_of_a_shard_is_reserved_where_that_pays(tmp_path, monkeypatch, file_system, wanted):
+    asked = on(file_system, monkeypatch)
+    file, _ = write_shard(open_folder(tmp_path), "s.safetensors", entries([1 << 18, 1 << 18]), {}, "token")
+    assert asked == [(0, file.size)] * wanted
+
+
+def test_small_files_reserve_nothing(tmp_path, monkeypatch):
+    asked = on(0xEF53, monkeypatch)
+    write_shard(open_folder(tmp_path), "s.safetensors", entries([100]), {}, "token")
+    assert asked == []
+
+
+def test_a_kernel_that_cannot_reserve_is_no_error(tmp_path, monkeypatch):
+    class Libc:
+        def fallocate(self, *_):
+            preallocation.ctypes.set_errno(number)
+            return -1
+
+    monkeypatch.setattr(preallocation, "_libc", Libc)
+    monkeypatch.setattr(preallocation, "_type_of_file_system", lambda *_: 0xEF53)
+    with open(tmp_path / "f", "wb") as file:
+        number = preallocation.errno.EOPNOTSUPP
+        reserve_blocks(file.fileno(), 0, 1 << 20)
+        number = preallocation.errno.ENOSPC
+        with pytest.raises(OSError, match="No space left"):
+            reserve_blocks(file.fileno(), 0, 1 << 20)
+
+
+def test_a_file_that_may_not_be_so_large_is_an_error_and_leaves_nothing(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match="File too large"):
+            write_shard(open_folder(tmp_path), "s.safetensors", entries([1 << 19]), {}, "token")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
