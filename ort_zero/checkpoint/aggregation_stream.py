@@ -215,9 +215,8 @@ class _Reader:
                     begin_at, end_at, end = read.at, read.at + read.length, read.offset + read.length
                     continue
                 self._read_views(name, start, views)
-            border = self._records.end_of_record(name, read.offset)
+            border, before = self._records.place_of(name, read.offset)
             views, used, start = [], 0, read.offset
-            before = self._records.end_before(name, read.offset)
             if before is not None and 0 < read.offset - before <= _LARGEST_GAP:
                 used, start = read.offset - before, before
                 views.append(self._scratch[:used])

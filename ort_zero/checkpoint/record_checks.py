@@ -33,20 +33,24 @@ class RecordChecks:
     """
 
     def __init__(self, files: Iterable[File]):
-        self._starts = {file.name: sorted(file.records) for file in files if file.records}
+        self._records = {file.name: sorted(file.records) for file in files if file.records}
+        self._starts = {name: [start for start, _, _ in records] for name, records in self._records.items()}
+        self._last: dict[str, tuple[int, int, int]] = {}
+        """The record of each file that was looked for last."""
         self._open: dict[tuple[str, int], Part] = {}
         self._closed: list[Part] = []
 
-    def end_of_record(self, name: str, offset: int) -> int | None:
-        """Return where the record ends that holds the byte `offset`; None for a file without records."""
-        record = self._record(name, offset)
-        return None if record is None else record[0] + record[1]
+    def place_of(self, name: str, offset: int) -> tuple[int | None, int | None]:
+        """Return where the record ends that holds the byte `offset`, and where reading ended in it before `offset`.
 
-    def end_before(self, name: str, offset: int) -> int | None:
-        """Return where reading ended before `offset` in the record that holds it, None if it was not read from."""
+        None for a file without records, and for a record of which nothing was read before.
+        """
         record = self._record(name, offset)
-        part = self._open.get((name, record[0])) if record is not None else None
-        return None if part is None or part.offset + part.length > offset else part.offset + part.length
+        if record is None:
+            return None, None
+        part = self._open.get((name, record[0]))
+        before = None if part is None or part.offset + part.length > offset else part.offset + part.length
+        return record[0] + record[1], before
 
     def add(self, name: str, offset: int, views: Iterable[Any]) -> None:
         """Take bytes that were read: `views`, one after the other from `offset` on, within one record."""
@@ -55,27 +59,36 @@ class RecordChecks:
             return
         key = (name, record[0])
         part = self._open.get(key)
-        if part is not None and part.offset + part.length != offset:
-            self._closed.append(part)
-            part = None
-        crc, length = (part.crc, part.length) if part is not None else (0, 0)
+        begin, crc, position = offset, 0, offset
+        if part is not None:
+            if part.offset + part.length == offset:
+                begin, crc = part.offset, part.crc
+            else:
+                self._closed.append(part)
         for view in views:
             crc = crc32(view, crc)
-            length += len(view)
-        self._open[key] = Part(name, record[0], offset if part is None else part.offset, length, crc)
+            position += len(view)
+        self._open[key] = Part(name, record[0], begin, position - begin, crc)
 
     def parts(self) -> list[Part]:
         """Return what was read."""
         return [*self._closed, *self._open.values()]
 
     def _record(self, name: str, offset: int) -> tuple[int, int, int] | None:
-        records = self._starts.get(name)
-        if records is None:
+        last = self._last.get(name)
+        if last is not None and last[0] <= offset < last[0] + last[1]:
+            return last
+        starts = self._starts.get(name)
+        if starts is None:
             return None
-        index = bisect_right(records, offset, key=lambda record: record[0]) - 1
-        if index < 0 or offset >= records[index][0] + records[index][1]:
+        index = bisect_right(starts, offset) - 1
+        if index < 0:
             return None
-        return records[index]
+        record = self._records[name][index]
+        if offset >= record[0] + record[1]:
+            return None
+        self._last[name] = record
+        return record
 
 
 def check_record(source: Folder, file: File, record: tuple[int, int, int], parts: Iterable[Part]) -> None:

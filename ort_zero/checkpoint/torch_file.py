@@ -61,7 +61,8 @@ class TorchFile:
 
 
 Known = dict[tuple, tuple[Any, frozenset[str]]]
-"""What pickles hold, by their bytes and the places of their storages: ranks write many files with the same pickle."""
+"""What pickles hold, by their bytes, the size of the file and the places of their storages: many files of a save have
+the same pickle."""
 
 
 def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False, known: Known | None = None) -> TorchFile:
@@ -92,10 +93,10 @@ def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False, known
     order = by_name.get("byteorder")
     if order is not None and folder.read(name, order.offset, order.length).decode(errors="replace") != sys.byteorder:
         raise CheckpointError(f"{path} was written on a machine of another byte order; convert it there")
-    content, opaque = _content(folder, name, by_name, trust_pickle, {} if known is None else known)
+    size = folder.size(name) or 0
+    content, opaque = _content(folder, name, size, by_name, trust_pickle, {} if known is None else known)
     checked = tuple((r.offset, r.length, r.crc) for r in records if r.crc is not None)
-    file = File(name=name, size=folder.size(name) or 0, records=checked)
-    _check_places(path, content, {record.offset: record.length for record in records}, file.size)
+    file = File(name=name, size=size, records=checked)
     return TorchFile(file, content, prefix, opaque)
 
 
@@ -188,11 +189,8 @@ def _data_offset(
     encoded = entry.filename.encode()
     gap = entry.header_offset - position
     length = gap + _LOCAL.size + len(encoded) + _MAX_EXTRA
-    damaged = CorruptCheckpointError(
-        f"{path} is damaged: the header of its record {entry.filename} does not fit the zip directory"
-    )
     if gap < 0 or gap > _MAX_EXTRA or position + gap + _LOCAL.size > size:
-        raise damaged
+        raise _damaged_header(path, entry)
     raw = read(position, min(length, size - position))
     if before is not None:
         _check_descriptor(path, before, raw[:gap])
@@ -215,8 +213,14 @@ def _data_offset(
         and entry.header_offset + _LOCAL.size + name_length + extra_length + entry.file_size <= size
     )
     if not fits:
-        raise damaged
+        raise _damaged_header(path, entry)
     return entry.header_offset + _LOCAL.size + name_length + extra_length
+
+
+def _damaged_header(path: str, entry: zipfile.ZipInfo) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{path} is damaged: the header of its record {entry.filename} does not fit the zip directory"
+    )
 
 
 def _is_extra(extra: bytes, length: int, known: bytes | None) -> bool:
@@ -250,22 +254,30 @@ def _check_descriptor(path: str, entry: zipfile.ZipInfo, raw: bytes) -> None:
 
 
 def _content(
-    folder: Folder, name: str, records: Mapping[str, _Record], trust_pickle: bool, known: Known
+    folder: Folder, name: str, size: int, records: Mapping[str, _Record], trust_pickle: bool, known: Known
 ) -> tuple[Any, frozenset[str]]:
-    """Return what the pickle of a file says, and the names of the classes of which only records are in it."""
+    """Return what the pickle of a file says, and the names of the classes of which only records are in it.
+
+    Its tensors lie in the file's records, and are no larger than the `size` bytes of the file.
+    """
     path = folder.path(name)
+    lengths = {record.offset: record.length for record in records.values()}
     try:
         if trust_pickle:
             from ort_zero.compat import torch_load
 
             with folder.open(name) as stream:
-                return torch_load.load_trusted(stream, _stored), frozenset()
+                content = torch_load.load_trusted(stream, _stored)
+            _check_places(path, content, lengths, size)
+            return content, frozenset()
         pickled = records[_PICKLE]
         data = folder.read(name, pickled.offset, pickled.length)
         places = {key.removeprefix(_DATA): (r.offset, r.length) for key, r in records.items() if key.startswith(_DATA)}
-        key = (data, *places.items())
+        key = (data, size, *places.items())
         if key not in known:
-            known[key] = pickle_rebuild.rebuild(pickle_machine.interpret(data), places, pickled.length)
+            content, opaque = pickle_rebuild.rebuild(pickle_machine.interpret(data), places, pickled.length)
+            _check_places(path, content, lengths, size)
+            known[key] = content, opaque
         return known[key]
     except pickle_machine.HostilePickleError as error:
         raise CheckpointError(

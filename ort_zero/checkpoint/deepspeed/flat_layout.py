@@ -69,26 +69,31 @@ class _Vector:
     """
 
     def __init__(self, parts: list[_Part | None], lengths: list[int]):
-        self._parts = parts
         self._ends = list(accumulate(lengths))
-        self._elements = [0 if part is None else part.elements for part in parts]
+        self._starts = [0, *self._ends]
+        self._parts = [
+            None if part is None else (part.file.name, part.stored.offset, part.stored.itemsize, part.elements)
+            for part in parts
+        ]
 
-    def cut(self, begin: int, end: int, first: int) -> Iterator[Piece]:
-        """Yield the pieces of the elements `begin` to `end`, which are a tensor's elements from `first` on."""
+    def cut(self, begin: int, end: int, first: int) -> list[Piece]:
+        """Return the pieces of the elements `begin` to `end`, which are a tensor's elements from `first` on."""
+        found: list[Piece] = []
         index = bisect_right(self._ends, begin)
         while begin < end and index < len(self._parts):
             part = self._parts[index]
             if part is None:
-                return
-            start = self._ends[index - 1] if index else 0
-            stop = min(end, self._ends[index], start + self._elements[index])
+                break
+            name, offset, size, elements = part
+            start = self._starts[index]
+            stop = min(end, self._ends[index], start + elements)
             if stop > begin:
-                size = part.stored.itemsize
-                yield Piece(part.file.name, part.stored.offset + (begin - start) * size, (stop - begin) * size, first)
+                found.append(Piece(name, offset + (begin - start) * size, (stop - begin) * size, first))
                 first, begin = first + stop - begin, stop
             if stop < min(end, self._ends[index]):
-                return  # a gap, which the check of the tensor's pieces reports
+                break  # a gap, which the check of the tensor's pieces reports
             index += 1
+        return found
 
 
 def flat_tensors(files: StateFiles, layout: FlatLayout, kind: str, flats: list[Flats]) -> Iterator[Tensor]:
