@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-3 hook functions, taken out of the code that defines them.
 
-DeepSpeed defines its hooks as functions nested in ``DeepSpeedZeRoOffload._register_deepspeed_module``, out of reach.
+DeepSpeed defines its hooks as functions nested in the method that registers them, out of reach.
 Their code objects are constants of the outer function; bound to new closures they are DeepSpeed's own hooks, without a
 copy of them here. What the outer function does around them (numbering modules, registering hooks) has no function of
 its own and is done by :func:`number_modules` and :mod:`ort_zero.zero3_hooks`. Hence two checks before anything is
@@ -10,110 +10,34 @@ uses no name that is not accounted for.
 
 from __future__ import annotations
 
+import importlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
-from ort_zero.compat import versions
-from ort_zero.errors import PatchError
+from ort_zero.compat.deepspeed_hook_shapes import MODULE, HookShape, probe, probe_setup, unknown_shape
 
-MODULE = "deepspeed.runtime.zero.parameter_offload"
 SETUP_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.setup_zero_stage3_hooks"
 DESTROY_TARGET = f"{MODULE}:DeepSpeedZeRoOffload.destroy"
 CONVERT_TARGET = f"{MODULE}:DeepSpeedZeRoOffload._convert_to_zero_parameters"
-REGISTER_TARGET = f"{MODULE}:DeepSpeedZeRoOffload._register_deepspeed_module"
-WORKING = "DeepSpeed 0.19.x"
+_REGISTER_NAMES = ("_register_deepspeed_module", "_register_hooks_recursively")
+"""The names of the method that registers the hooks: DeepSpeed 0.16.4 and later, and before."""
 BEFORE_BACKWARD = "pre_bwd_fn"
 """Attribute of a module through whose ``apply`` DeepSpeed's hook passes each output."""
 AFTER_BACKWARD = "post_bwd_fn"
 """Attribute of a module through whose ``apply`` DeepSpeed's hook passes each input."""
-
-_CO_VARARGS, _CO_VARKEYWORDS = 0x04, 0x08
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Function:
-    """A nested function that gets rebound."""
-
-    arguments: tuple[str, ...]
-    """Names of the parameters as the source has them, ``*name`` for the variadic one."""
-    wrapper: str | None = None
-    """The decorator DeepSpeed puts on it: ``"compile"`` (torch.compiler.disable), ``"nvtx"`` or none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Expectation:
-    functions: Mapping[str, _Function]
-    """Nested functions that must be there."""
-    classes: Mapping[str, tuple[frozenset[str], frozenset[str]]]
-    """Nested autograd Functions that ours replace: by name, the free variables and names that their methods may use."""
-    unused: frozenset[str]
-    """Nested functions that may be there and that nothing calls."""
-    names: frozenset[str]
-    """Globals and attributes that the outer function itself may use."""
-    arguments: tuple[str, ...]
-
-
-_METHODS = frozenset({"forward", "setup_context", "backward"})
-
-_REGISTER = _Expectation(
-    arguments=("self", "module", "count"),
-    functions={
-        "_pre_forward_module_hook": _Function(arguments=("module", "*args"), wrapper="compile"),
-        "_post_forward_module_hook": _Function(arguments=("module", "input", "output"), wrapper="nvtx"),
-        "_bwd_hook_unexpected_inputs_msg": _Function(arguments=("value",)),
-        "_pre_backward_module_hook": _Function(arguments=("module", "inputs", "output")),
-        "_post_backward_module_hook": _Function(arguments=("module", "inputs"), wrapper="compile"),
-        "_run_before_backward_function": _Function(arguments=("sub_module",), wrapper="nvtx"),
-        "_run_after_backward_function": _Function(arguments=("sub_module",), wrapper="nvtx"),
-    },
-    classes={
-        "PreBackwardFunctionForModule": (
-            frozenset({"module", "_run_before_backward_function"}),
-            frozenset("module pre_backward_function __dict__ hasattr applied_pre_backward_ref_cnt detach".split()),
-        ),
-        "PostBackwardFunctionModule": (
-            frozenset({"module", "_run_after_backward_function"}),
-            frozenset("module post_backward_function requires_grad ds_grads_remaining detach".split()),
-        ),
-    },
-    unused=frozenset({"_alternate_post_backward_module_hook"}),
-    names=frozenset(
-        "module get_param_coordinator is_invalid_trace _invalidate_trace ds_id set ds_recompute_parameters "
-        "z3_leaf_module parameters ds_z3_leaf_module children _register_deepspeed_module torch compiler disable "
-        "instrument_w_nvtx forward_hooks append register_forward_pre_hook register_forward_hook __dict__ hasattr "
-        "autograd Function pre_bwd_fn backward_hooks post_bwd_fn".split()
-    ),
-)
-
-_SETUP = _Expectation(
-    arguments=("self",),
-    functions={"_start_of_forward_hook": _Function(arguments=("module", "*args"), wrapper="nvtx")},
-    classes={},
-    unused=frozenset(),
-    names=frozenset(
-        "hierarchy instrument_w_nvtx module register_forward_pre_hook fwd_pre_hook _register_deepspeed_module "
-        "FWD_MODULE_STACK append".split()
-    ),
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HookShape:
-    """The result of a probe: code objects that are safe to rebind."""
-
-    function: FunctionType
-    codes: Mapping[str, CodeType]
-    """Code of each nested function that gets rebound, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RebindedHooks:
     """DeepSpeed's hook functions, bound to one ``DeepSpeedZeRoOffload``."""
 
-    start_of_forward: Callable[..., None]
+    start_of_forward: Callable[..., None] | None
+    """Forward pre-hook of the root; None where DeepSpeed (before 0.15) has the next one instead."""
+    end_of_forward: Callable[..., None] | None
+    """Forward hook of the root."""
     pre_forward: Callable[..., None]
     post_forward: Callable[[Any, Any, Any], None]
     pre_backward: Callable[[Any, Any, Any], Any]
@@ -124,24 +48,6 @@ class RebindedHooks:
     run_after_backward: Callable[[Any], None]
 
 
-def probe(registering_function: Callable) -> HookShape:
-    """Return the shape of ``_register_deepspeed_module`` if every part of it is known.
-
-    Raises:
-        PatchError: names the part that is not, the installed version, and the versions that work.
-    """
-    return _probe(registering_function, _REGISTER)
-
-
-def probe_setup(setup_function: Callable) -> HookShape:
-    """Return the shape of ``setup_zero_stage3_hooks`` if every part of it is known.
-
-    Raises:
-        PatchError: names the part that is not, the installed version, and the versions that work.
-    """
-    return _probe(setup_function, _SETUP)
-
-
 def rebind(offload: Any) -> RebindedHooks:
     """Return DeepSpeed's hook functions bound to `offload`, whether or not its class is patched at the moment.
 
@@ -149,10 +55,11 @@ def rebind(offload: Any) -> RebindedHooks:
         PatchError: the shape is unknown.
     """
     cls = type(offload)
-    register = _bind(probe(_original(cls._register_deepspeed_module)), offload, _REGISTER)
-    setup = _bind(probe_setup(_original(cls.setup_zero_stage3_hooks)), offload, _SETUP)
+    register = _bind(probe(_original(getattr(cls, register_name(cls)))), offload)
+    setup = _bind(probe_setup(_original(cls.setup_zero_stage3_hooks)), offload)
     return RebindedHooks(
-        start_of_forward=setup["_start_of_forward_hook"],
+        start_of_forward=setup.get("_start_of_forward_hook"),
+        end_of_forward=setup.get("_end_of_forward_hook"),
         pre_forward=register["_pre_forward_module_hook"],
         post_forward=register["_post_forward_module_hook"],
         pre_backward=register["_pre_backward_module_hook"],
@@ -162,11 +69,44 @@ def rebind(offload: Any) -> RebindedHooks:
     )
 
 
+def register_name(cls: type) -> str:
+    """Return the name of the method of ``DeepSpeedZeRoOffload`` that registers the hooks.
+
+    Raises:
+        PatchError: it has none under a known name.
+    """
+    for name in _REGISTER_NAMES:
+        if hasattr(cls, name):
+            return name
+    raise unknown_shape(cls.__name__, f"it has neither {' nor '.join(_REGISTER_NAMES)}")
+
+
+def register_target() -> str:
+    """Return the target of a patch of that method; imports DeepSpeed's module.
+
+    Raises:
+        PatchError: there is no such method.
+    """
+    return f"{MODULE}:DeepSpeedZeRoOffload.{register_name(importlib.import_module(MODULE).DeepSpeedZeRoOffload)}"
+
+
+def numbered_as_id() -> bool:
+    """Return whether DeepSpeed (before 0.16.4) keeps the number of a module as its attribute ``id``."""
+    cls = importlib.import_module(MODULE).DeepSpeedZeRoOffload
+    return "ds_id" not in _original(getattr(cls, register_name(cls))).__code__.co_names
+
+
 def invalidate_trace(offload: Any) -> None:
     """Make DeepSpeed record its fetch trace anew; it does so when the root is registered again."""
-    coordinator = offload.get_param_coordinator()
-    if coordinator is not None and not coordinator.is_invalid_trace():
-        coordinator._invalidate_trace()
+    for coordinator in _coordinators(offload):
+        if coordinator is not None and not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+
+
+def _coordinators(offload: Any) -> list[Any]:
+    """Return what decides which parameters `offload` gathers; DeepSpeed before 0.15 has one for each mode."""
+    by_mode = vars(offload).get("param_coordinators")
+    return [offload.get_param_coordinator()] if by_mode is None else list(by_mode.values())
 
 
 def number_modules(module: Any, count: list[int]) -> None:
@@ -176,6 +116,8 @@ def number_modules(module: Any, count: list[int]) -> None:
     of a leaf module left out, `count` carrying the last number over to the next call.
     """
     module.ds_id = count[0]
+    if numbered_as_id():
+        module.id = count[0]
     module.ds_recompute_parameters = set()
     if is_leaf(module):
         for parameter in module.parameters():
@@ -200,13 +142,29 @@ def shared_count(registering_function: Callable) -> list[int]:
 
 def register_root(offload: Any) -> None:
     """Register hooks on the whole model of `offload`, by whatever implementation its class has at the moment."""
-    offload._register_deepspeed_module(offload.module)
+    getattr(offload, register_name(type(offload)))(offload.module)
 
 
-def set_root_hook(offload: Any, handle: Any) -> None:
-    """Let `offload` begin with a new set of hooks, and remove the hook behind `handle` when it is destroyed."""
+def register_with_root(offload: Any, root: Any, hooks: RebindedHooks, is_paused: Callable[[], bool]) -> None:
+    """Let `offload` begin with a new set of hooks: the root's own, and those of all modules, in DeepSpeed's order.
+
+    Args:
+        offload: removes the hooks when it is destroyed.
+        root: module that carries them.
+        hooks: those of `offload`.
+        is_paused: while it returns True, the root's own does nothing.
+    """
     offload.hierarchy = 0
-    offload.fwd_pre_hook = handle
+    start, end = hooks.start_of_forward, hooks.end_of_forward
+    if start is not None:
+        handle = root.register_forward_pre_hook(lambda module, args: None if is_paused() else start(module, args))
+    register_root(offload)
+    if end is not None:
+        handle = root.register_forward_hook(lambda module, *args: None if is_paused() else end(module, *args))
+    if "fwd_pre_hook" in _original(type(offload)._remove_module_hooks).__code__.co_names:
+        offload.fwd_pre_hook = handle
+    else:
+        offload.forward_hooks.append(handle)
 
 
 def hand_over(offload: Any, forward: Iterable[Any], backward: Iterable[Any]) -> None:
@@ -247,11 +205,12 @@ def pop_root(root: Any) -> None:
 
 def forget_released(offload: Any) -> None:
     """Empty the cache of what to release after which module; DeepSpeed 0.19 never does, and it holds the modules."""
-    pending = [vars(type(offload.get_param_coordinator())).get("_PartitionedParameterCoordinator__params_to_release")]
+    classes = {type(coordinator) for coordinator in _coordinators(offload)}
+    pending = [vars(cls).get("_PartitionedParameterCoordinator__params_to_release") for cls in classes]
     for function in pending:  # the cache lies below decorators that do not all say what they wrap
         if hasattr(function, "cache_clear"):
             function.cache_clear()
-            return
+            continue
         pending += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
 
 
@@ -261,66 +220,7 @@ def _original(function: Any) -> Any:
     return function
 
 
-def _probe(function: Any, expected: _Expectation) -> HookShape:
-    code = getattr(function, "__code__", None)
-    name = getattr(function, "__qualname__", repr(function))
-    if code is None:
-        raise _unknown(name, "it is no Python function")
-    if _arguments(code) != expected.arguments:
-        raise _unknown(name, f"its arguments are {_joined(_arguments(code))}, not {_joined(expected.arguments)}")
-    if "count" in expected.arguments:
-        defaults = function.__defaults__
-        if not (defaults and len(defaults) == 1 and isinstance(defaults[0], list) and len(defaults[0]) == 1):
-            raise _unknown(name, f"the default of its argument count is {defaults!r}, not a list of one number")
-    nested = {const.co_name: const for const in code.co_consts if isinstance(const, CodeType)}
-    anonymous = {key for key in nested if key.startswith("<")}
-    for missing in (key for key in (*expected.functions, *expected.classes) if key not in nested):
-        raise _unknown(name, f"nothing named {missing} is nested in it (it has {_joined(nested)})")
-    for extra in sorted(set(nested) - set(expected.functions) - set(expected.classes) - expected.unused):
-        raise _unknown(name, f"{extra} is nested in it" + (", a comprehension or lambda" if extra in anonymous else ""))
-    for extra in sorted(set(code.co_names) - expected.names):
-        raise _unknown(name, f"it uses the name {extra}")
-    # Only what itself gets rebound can be supplied, and the object that all hooks belong to.
-    supplied = {"self", *expected.functions}
-    for key, wanted in expected.functions.items():
-        if _arguments(nested[key]) != wanted.arguments:
-            found = _joined(_arguments(nested[key]))
-            raise _unknown(name, f"the arguments of nested {key} are {found}, not {_joined(wanted.arguments)}")
-        for free in nested[key].co_freevars:
-            if free not in supplied:
-                raise _unknown(name, f"nested {key} has the free variable {free}")
-    for key, (free_allowed, names_allowed) in expected.classes.items():
-        _probe_class(name, key, nested[key], free_allowed, names_allowed)
-    return HookShape(function=function, codes={key: nested[key] for key in expected.functions})
-
-
-def _probe_class(
-    outer: str, name: str, code: CodeType, free_allowed: frozenset[str], names_allowed: frozenset[str]
-) -> None:
-    methods = {const.co_name: const for const in code.co_consts if isinstance(const, CodeType)}
-    # setup_context came within 0.19; before, forward itself kept the count.
-    if set(methods) not in (_METHODS, _METHODS - {"setup_context"}):
-        raise _unknown(outer, f"nested class {name} has the methods {_joined(methods)}")
-    for key, method in methods.items():
-        for free in sorted(set(method.co_freevars) - free_allowed):
-            raise _unknown(outer, f"nested {name}.{key} has the free variable {free}")
-        for used in sorted(set(method.co_names) - names_allowed):
-            raise _unknown(outer, f"nested {name}.{key} uses the name {used}")
-
-
-def _arguments(code: CodeType) -> tuple[str, ...]:
-    plain = code.co_argcount + code.co_kwonlyargcount
-    names = list(code.co_varnames)
-    found = names[:plain]
-    if code.co_flags & _CO_VARARGS:
-        found.append("*" + names[plain])
-        plain += 1
-    if code.co_flags & _CO_VARKEYWORDS:
-        found.append("**" + names[plain])
-    return tuple(found)
-
-
-def _bind(shape: HookShape, offload: Any, expected: _Expectation) -> dict[str, Callable]:
+def _bind(shape: HookShape, offload: Any) -> dict[str, Callable]:
     # A cell for each name first, content after: functions may refer to each other in any order.
     cells = {name: CellType() for name in shape.codes}
     cells["self"] = CellType(offload)
@@ -330,7 +230,7 @@ def _bind(shape: HookShape, offload: Any, expected: _Expectation) -> dict[str, C
         )
         function.__module__ = shape.function.__module__
         function.__qualname__ = f"{shape.function.__qualname__}.<locals>.{name}"
-        cells[name].cell_contents = _decorated(function, expected.functions[name].wrapper)
+        cells[name].cell_contents = _decorated(function, shape.wrappers[name])
     return {name: cells[name].cell_contents for name in shape.codes}
 
 
@@ -342,17 +242,3 @@ def _decorated(function: FunctionType, wrapper: str | None) -> Callable:
     if wrapper == "nvtx":
         return function.__globals__["instrument_w_nvtx"](function)
     return function
-
-
-def _unknown(function: str, what: str) -> PatchError:
-    installed = versions.installed("deepspeed")
-    version = f"DeepSpeed {installed}" if installed else "DeepSpeed (not installed)"
-    cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == "deepspeed")
-    return PatchError(
-        f"{MODULE}.{function} of {version} has an unknown shape: {what}. DeepSpeed was left as it is; "
-        f"ort_zero's ZeRO-3 hooks work with {WORKING}: {cure}"
-    )
-
-
-def _joined(names: Any) -> str:
-    return ", ".join(names) or "nothing"

@@ -68,7 +68,9 @@ _HEADERS: dict[str, str] = {
 #include <torch/version.h>
 """,
 }
-_FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-w", "-D_GLIBCXX_USE_CXX11_ABI=1")
+_FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-fPIC", "-shared", "-w")
+_OLD_ABI_SIGN = b"_ZN3c105ErrorC2ENS_14SourceLocationESs"
+"""A constructor that libc10 exports under this name where torch was compiled with the C++ ABI from before C++11."""
 _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
 _FAILURE = "last_failure.txt"
 _TAIL_LINES = 20
@@ -99,7 +101,7 @@ def extension_dir() -> Path:
     Raises:
         BuildError: torch or onnxruntime-training is not installed.
     """
-    recipe = repr((source_edits.table_hash(), _SOURCES, _HEADERS, _FLAGS, _LIBRARIES))
+    recipe = repr((source_edits.table_hash(), _SOURCES, _HEADERS, _FLAGS, _OLD_ABI_SIGN, _LIBRARIES))
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     key = f"{python}-torch{_torch_version()}-ort{_version('onnxruntime-training')}-{digest}"
@@ -345,6 +347,7 @@ def _command(name: str, folder: Path, output: Path) -> list[str]:
     return [
         *_compiler(),
         *_FLAGS,
+        f"-D_GLIBCXX_USE_CXX11_ABI={_cxx11_abi(torch)}",
         f"-DTORCH_EXTENSION_NAME={name}",
         *(f"-I{path}" for path in includes),
         str(folder / f"{name}.cpp"),
@@ -355,21 +358,29 @@ def _command(name: str, folder: Path, output: Path) -> list[str]:
     ]
 
 
+def _cxx11_abi(torch: Path) -> int:
+    """Return 1 if this torch was compiled with the C++11 ABI, 0 if with the one before (wheels up to torch 2.6)."""
+    try:
+        return int(_OLD_ABI_SIGN + b"\0" not in (torch / "lib" / "libc10.so").read_bytes())
+    except OSError:
+        return 1
+
+
 def _write_sources(name: str, folder: Path) -> None:
     """Put the edited copy of the extension's sources, and the unit that includes them, into `folder`."""
-    version = _torch_version()
+    headers = _package_dir("torch") / "include"
     copies = folder / name
     copies.mkdir()
     for source in sorted((_wheel_sources() / name).iterdir()):
         if source.suffix in {".cc", ".h"}:
-            edited = source_edits.apply_edits(source.name, source.read_text(encoding="utf-8"), version)
+            edited = source_edits.apply_edits(source.name, source.read_text(encoding="utf-8"), headers)
             (copies / source.name).write_text(edited, encoding="utf-8")
     missing = [source for source in _SOURCES[name] if not (copies / source).is_file()]
     if missing:
         raise BuildError(f"onnxruntime-training lacks the sources {', '.join(missing)} of {name}")
     unit = [f'#include "{name}/{source}"\n' for source in _SOURCES[name]]
     if name == "torch_interop_utils":
-        unit = ["#include <torch/extension.h>\n", source_edits.helpers(version), *unit]
+        unit = ["#include <torch/extension.h>\n", source_edits.helpers(), *unit]
     (folder / f"{name}.cpp").write_text("".join(unit), encoding="utf-8")
 
 

@@ -1,15 +1,15 @@
-"""Edits that make the C++ sources of ``torch_interop_utils`` in the wheel compile and load on newer torch.
+"""Edits that make the C++ sources of ``torch_interop_utils`` in the wheel compile and load on the installed torch.
 
-The edits are applied to a copy; the installed wheel is never modified. An edit that does not match exactly as often
-as expected stops the build, since a source that changed may need another edit than the one written down here.
+Which edits a torch needs is read from its headers. The edits are applied to a copy; the installed wheel is never
+modified. An edit that does not match exactly as often as expected stops the build, since a source that changed may need
+another edit than the one written down here.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-
-from packaging.version import Version
+from pathlib import Path
 
 from ort_zero.errors import BuildError
 
@@ -23,7 +23,8 @@ class Edit:
         find: text to find.
         replace: text to put in its place.
         why: reason, shown when the edit does not match.
-        since: first torch version that needs the edit.
+        header: header of torch that tells whether the edit is needed; empty if every torch needs it.
+        sign: the edit is needed where `header` has this text.
         count: how often `find` must occur; any other number is an error.
     """
 
@@ -31,9 +32,12 @@ class Edit:
     find: str
     replace: str
     why: str
-    since: str = "2.13"
+    header: str = ""
+    sign: str = ""
     count: int = 1
 
+
+_EDGE, _PYTHON_FUNCTION = "torch/csrc/autograd/edge.h", "torch/csrc/autograd/python_function.h"
 
 EDITS: tuple[Edit, ...] = (
     Edit(
@@ -41,24 +45,32 @@ EDITS: tuple[Edit, ...] = (
         "std::shared_ptr<torch::autograd::Node>>",
         "c10::intrusive_ptr<torch::autograd::Node>>",
         "autograd nodes are held by c10::intrusive_ptr",
+        header=_EDGE,
+        sign="c10::intrusive_ptr<Node> function",
     ),
     Edit(
         "custom_function_fw.cc",
         "const std::shared_ptr<torch::autograd::Node>& cdata",
         "const auto cdata",
         "autograd nodes are held by c10::intrusive_ptr",
+        header=_EDGE,
+        sign="c10::intrusive_ptr<Node> function",
     ),
     Edit(
         "custom_function_fw.cc",
         "py_fn->cdata.lock()",
         "py_fn->cdata",
         "THPFunction::cdata is an owning pointer",
+        header=_PYTHON_FUNCTION,
+        sign="c10::intrusive_ptr<torch::autograd::Node> cdata",
     ),
     Edit(
         "custom_function_fw.cc",
         "py_node_fn->obj;",
         "py_node_fn->pyobj();",
         "PyNode::obj was replaced by PyNode::pyobj()",
+        header=_PYTHON_FUNCTION,
+        sign="PyObject* pyobj() const",
         count=2,
     ),
     Edit(
@@ -95,8 +107,19 @@ _HELPERS = """\
 
 // Every PyNode is created together with its THPFunction and no other node has one, so the type of the Python object
 // tells the kind of the node as surely as the typeinfo would.
+template <typename N>
+static auto ort_zero_pyobj(const N* node, int) -> decltype(node->pyobj_slot()->load_pyobj()) {
+  return node->pyobj_slot()->load_pyobj();
+}
+
+// Older versions of torch keep the object in the node itself.
+template <typename N>
+static PyObject* ort_zero_pyobj(const N* node, long) {
+  return node->pyobj();
+}
+
 static torch::autograd::PyNode* ort_zero_as_py_node(torch::autograd::Node* node) {
-  PyObject* self = node == nullptr ? nullptr : node->pyobj_slot()->load_pyobj();
+  PyObject* self = node == nullptr ? nullptr : ort_zero_pyobj(node, 0);
   if (self == nullptr || !PyObject_TypeCheck(self, &THPFunctionType)) {
     return nullptr;
   }
@@ -117,23 +140,31 @@ static at::Tensor ort_zero_from_dlpack(PyObject* capsule) {
 """
 
 
-def _needed(edit: Edit, torch_version: str) -> bool:
-    return Version(torch_version).release >= Version(edit.since).release
+def _needed(edit: Edit, include: Path) -> bool:
+    if not edit.header:
+        return True
+    try:
+        return edit.sign in (include / edit.header).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError as error:
+        raise BuildError(
+            f"torch has no header {edit.header}, which tells whether {edit.file} of onnxruntime-training must be "
+            "edited: this torch is newer than every version that was tried; pip install 'torch==2.13.0'"
+        ) from error
 
 
-def apply_edits(name: str, text: str, torch_version: str) -> str:
-    """Return `text`, the content of the source file `name`, with its edits for `torch_version` applied.
+def apply_edits(name: str, text: str, include: Path) -> str:
+    """Return `text`, the content of the source file `name`, with the edits applied that the installed torch needs.
 
     Args:
         name: file name within the extension, such as ``ctx_pool.h``.
         text: content as found in the wheel.
-        torch_version: version of torch to compile for; edits for later versions are left out.
+        include: folder of the headers of torch to compile for; they tell which edits are needed.
 
     Raises:
-        BuildError: an edit does not match as often as expected.
+        BuildError: an edit does not match as often as expected, or torch lacks a header that tells.
     """
     for edit in EDITS:
-        if edit.file != name or not _needed(edit, torch_version):
+        if edit.file != name or not _needed(edit, include):
             continue
         found = text.count(edit.find)
         if found != edit.count:
@@ -145,9 +176,9 @@ def apply_edits(name: str, text: str, torch_version: str) -> str:
     return text
 
 
-def helpers(torch_version: str) -> str:
-    """Return the C++ functions that edited sources call; empty if `torch_version` needs no edit."""
-    return _HELPERS if any(_needed(edit, torch_version) for edit in EDITS) else ""
+def helpers() -> str:
+    """Return the C++ functions that edited sources call."""
+    return _HELPERS
 
 
 def table_hash() -> str:

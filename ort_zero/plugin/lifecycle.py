@@ -159,7 +159,7 @@ def enable() -> None:
     from ort_zero.utils.patching import PatchSet
     from ort_zero.zero3_hooks import patches as hook_patches
 
-    wanted = PatchSet("deepspeed", (*engine_patch.PATCHES, *hook_patches.PATCHES, *fp32_patch.patches()))
+    wanted = PatchSet("deepspeed", (*engine_patch.PATCHES, *hook_patches.patches(), *fp32_patch.patches()))
     wanted.apply()
     registry.patch_sets["deepspeed"] = wanted
     _state["auto_error"] = None

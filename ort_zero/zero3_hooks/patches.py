@@ -6,6 +6,7 @@ which are registered again later, as TRL and ``deepspeed.runtime.zero.unwrap_mod
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,21 +54,16 @@ def _build_setup(original: Callable) -> Callable:
             return
         from ort_zero.zero3_hooks.hook_manager import is_paused
 
-        start = _subscriber(self).hooks.start_of_forward
-
-        def start_of_forward(module: Any, args: tuple) -> None:
-            if not is_paused():
-                start(module, args)
-
-        deepspeed_hooks.set_root_hook(self, hooked_root(self).register_forward_pre_hook(start_of_forward))
-        deepspeed_hooks.register_root(self)
-        deepspeed_hooks.push_root(hooked_root(self))
+        root = hooked_root(self)
+        deepspeed_hooks.register_with_root(self, root, _subscriber(self).hooks, is_paused)
+        deepspeed_hooks.push_root(root)
 
     return setup_zero_stage3_hooks
 
 
 def _build_register(original: Callable) -> Callable:
-    def _register_deepspeed_module(self: Any, module: Any, count: list[int] | None = None) -> None:
+    @functools.wraps(original)
+    def register_hooks(self: Any, module: Any, count: list[int] | None = None) -> None:
         """Register hooks on `module` and below, for the backend that this offload was set up for."""
         if count is None:
             count = deepspeed_hooks.shared_count(original)
@@ -80,7 +76,7 @@ def _build_register(original: Callable) -> Callable:
         deepspeed_hooks.number_modules(module, count)
         _subscriber(self).register(module)
 
-    return _register_deepspeed_module
+    return register_hooks
 
 
 def _build_destroy(original: Callable) -> Callable:
@@ -112,29 +108,35 @@ def _guard(probe: Callable[[Callable], Any]) -> Callable[[Any], None]:
     return guard
 
 
-PATCHES: tuple[Patch, ...] = (
-    Patch(
-        target=deepspeed_hooks.SETUP_TARGET,
-        build=_build_setup,
-        why="ZeRO-3 hooks fit the engine that runs the model",
-        guard=_guard(deepspeed_hooks.probe_setup),
-    ),
-    Patch(
-        target=deepspeed_hooks.REGISTER_TARGET,
-        build=_build_register,
-        why="ZeRO-3 hooks that are registered again stay with that engine",
-        guard=_guard(deepspeed_hooks.probe),
-    ),
-    Patch(
-        target=deepspeed_hooks.DESTROY_TARGET,
-        build=_build_destroy,
-        why="a destroyed engine does not keep its model alive",
-        guard=defined_in(deepspeed_hooks.MODULE),
-    ),
-    Patch(
-        target=deepspeed_hooks.CONVERT_TARGET,
-        build=_build_convert,
-        why="a model does not keep a destroyed engine alive",
-        guard=defined_in(deepspeed_hooks.MODULE),
-    ),
-)
+def patches() -> tuple[Patch, ...]:
+    """Return the patches; imports DeepSpeed, whose names for what is patched changed over its releases.
+
+    Raises:
+        PatchError: DeepSpeed's hooks are registered by a method under no known name.
+    """
+    return (
+        Patch(
+            target=deepspeed_hooks.SETUP_TARGET,
+            build=_build_setup,
+            why="ZeRO-3 hooks fit the engine that runs the model",
+            guard=_guard(deepspeed_hooks.probe_setup),
+        ),
+        Patch(
+            target=deepspeed_hooks.register_target(),
+            build=_build_register,
+            why="ZeRO-3 hooks that are registered again stay with that engine",
+            guard=_guard(deepspeed_hooks.probe),
+        ),
+        Patch(
+            target=deepspeed_hooks.DESTROY_TARGET,
+            build=_build_destroy,
+            why="a destroyed engine does not keep its model alive",
+            guard=defined_in(deepspeed_hooks.MODULE),
+        ),
+        Patch(
+            target=deepspeed_hooks.CONVERT_TARGET,
+            build=_build_convert,
+            why="a model does not keep a destroyed engine alive",
+            guard=defined_in(deepspeed_hooks.MODULE),
+        ),
+    )

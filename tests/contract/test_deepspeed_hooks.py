@@ -14,11 +14,14 @@ from ort_zero.errors import PatchError  # noqa: E402
 from ort_zero.plugin import lifecycle  # noqa: E402
 from ort_zero.utils.patching import MARKER, PatchSet, resolve  # noqa: E402
 from ort_zero.zero3_hooks import backend_context  # noqa: E402
+from ort_zero.zero3_hooks import patches as hook_patches  # noqa: E402
 from ort_zero.zero3_hooks.hook_manager import paused  # noqa: E402
-from ort_zero.zero3_hooks.patches import PATCHES, backend_of  # noqa: E402
+from ort_zero.zero3_hooks.patches import backend_of  # noqa: E402
 from ort_zero.zero3_hooks.subscriber import AfterBackward, BackwardAction, BeforeBackward  # noqa: E402
 
 Offload = parameter_offload.DeepSpeedZeRoOffload
+REGISTER = deepspeed_hooks.register_name(Offload)
+PATCHES = hook_patches.patches()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,7 +88,7 @@ def patched():
 @pytest.fixture(autouse=True)
 def clean_state(monkeypatch):
     monkeypatch.setattr(parameter_offload, "print_rank_0", lambda *args, **kwargs: None)  # wants a process group
-    count = deepspeed_hooks.shared_count(Offload._register_deepspeed_module)
+    count = deepspeed_hooks.shared_count(getattr(Offload, REGISTER))
     stack, first = list(parameter_offload.FWD_MODULE_STACK), count[0]
     yield
     parameter_offload.FWD_MODULE_STACK[:] = stack
@@ -101,14 +104,14 @@ def hooks_on(module):
 
 
 def test_installed_code_passes_the_probe():
-    shape = deepspeed_hooks.probe(Offload._register_deepspeed_module)
+    shape = deepspeed_hooks.probe(getattr(Offload, REGISTER))
     assert shape.codes["_post_forward_module_hook"].co_freevars == ("self",)
     deepspeed_hooks.probe_setup(Offload.setup_zero_stage3_hooks)
 
 
 def test_rebound_functions_run_deepspeeds_code_with_closures_by_name():
     offload = Calls(net())
-    register = Offload._register_deepspeed_module
+    register = getattr(Offload, REGISTER)
     hooks = deepspeed_hooks.rebind(offload)
     constants = [const for const in register.__code__.co_consts if hasattr(const, "co_code")]
     assert hooks.pre_backward.__code__ in constants
@@ -160,7 +163,7 @@ def run(offload, inputs):
 
 def build(patches, use, leaf=False):
     torch.manual_seed(0)
-    deepspeed_hooks.shared_count(Offload._register_deepspeed_module)[0] = 0
+    deepspeed_hooks.shared_count(getattr(Offload, REGISTER))[0] = 0
     offload = Calls(net())
     if leaf:
         offload.module[1]._z3_leaf = True
@@ -222,7 +225,7 @@ def test_removal_leaves_nothing_and_registration_comes_back_the_same_way(patched
     assert hooks_on(offload.module) == 1  # the start-of-forward hook
     assert not any("pre_bwd_fn" in vars(m) or "post_bwd_fn" in vars(m) for m in offload.module.modules())
     offload.param_coordinator.invalid = False
-    offload._register_deepspeed_module(offload.module)  # outside of mode.use
+    getattr(offload, REGISTER)(offload.module)  # outside of mode.use
     assert offload.param_coordinator.invalid
     assert hooks_on(offload.module) == full
     assert isinstance(offload.module.pre_bwd_fn, BackwardAction)

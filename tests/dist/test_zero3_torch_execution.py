@@ -81,7 +81,8 @@ def _train(scenario, ours):
 
     from ort_zero.utils.patching import PatchSet
     from ort_zero.zero3_hooks import backend_context
-    from ort_zero.zero3_hooks.patches import PATCHES, backend_of
+    from ort_zero.zero3_hooks.patches import backend_of
+    from ort_zero.zero3_hooks.patches import patches as hook_patches
     from ort_zero.zero3_hooks.subscriber import BeforeBackward
 
     mlp, Reused = _models()
@@ -90,7 +91,7 @@ def _train(scenario, ours):
     if scenario == "leaf":
         # One that is called once: a leaf called several times is beyond DeepSpeed 0.19.8 (assertion in its reduction).
         deepspeed.utils.set_z3_leaf_module(model[2], True)
-    patches = PatchSet("zero3 hooks", PATCHES)
+    patches = PatchSet("zero3 hooks", hook_patches())
     if ours:
         patches.apply()
     try:

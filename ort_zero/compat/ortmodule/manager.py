@@ -23,6 +23,7 @@ from ort_zero.compat.ortmodule.sessions import (
     training_agent,
 )
 from ort_zero.compat.shape_inference import infer_shapes
+from ort_zero.compat.torch_onnx.exporter_modules import legacy_exporter
 from ort_zero.utils.patching import replaced
 
 
@@ -62,7 +63,7 @@ class Manager:
         m = self.manager
         flat = [inspect.Parameter("tensors", inspect.Parameter.VAR_KEYWORD)]
         # torch >= 2.9 would choose the dynamo exporter
-        more = {"dynamo": False, **m._graph_transition_manager._export_extra_kwargs}
+        more = {**legacy_exporter(), **m._graph_transition_manager._export_extra_kwargs}
         info = _io.parse_inputs_for_onnx_export(
             flat, (), dict(tensors), True, self.device, m._export_mode, m._logger, more
         )

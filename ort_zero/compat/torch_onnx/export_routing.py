@@ -44,11 +44,14 @@ class Router(Protocol):
 @contextlib.contextmanager
 def routing(router: Router) -> Iterator[None]:
     """Let `router` decide on every operator that is exported in the block."""
-    import torch
+    import torch.onnx
 
     utils = module_of("utils")
+    name = "_run_symbolic_function"
+    # the exporter's C++ part looks it up in the package, where it is there (torch 2.8 and before)
+    home = torch.onnx if hasattr(torch.onnx, name) else utils
     with (
-        replaced(utils, "_run_symbolic_function", lambda original: _routed(original, router, utils)),
+        replaced(home, name, lambda original: _routed(original, router, utils)),
         replaced(utils, "select_model_mode_for_export", _keeping_modes),
         replaced(torch._C, "_jit_pass_cse", _merging_no_stops),
     ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -23,8 +24,10 @@ _PUBLIC = ("_globals", "_type_utils", *(f"symbolic_opset{opset}" for opset in ra
 
 
 def module_of(name: str) -> ModuleType:
-    """Return a module of the exporter by the last part of its name."""
-    return importlib.import_module(f"{HOME}.{name}")
+    """Return a module of the exporter by the last part of its name, wherever this torch keeps it."""
+    if _is_there(name):
+        return importlib.import_module(f"{HOME}.{name}")
+    return importlib.import_module(f"torch.onnx._internal.{name}" if name in _INTERNAL else f"torch.onnx.{name}")
 
 
 @functools.cache
@@ -52,3 +55,10 @@ def _is_there(name: str) -> bool:
         return importlib.util.find_spec(f"{HOME}.{name}") is not None
     except ModuleNotFoundError:
         return False
+
+
+def legacy_exporter() -> dict[str, bool]:
+    """Return the arguments by which ``torch.onnx.export`` takes the TorchScript exporter; torch 2.4 has no other."""
+    import torch.onnx
+
+    return {"dynamo": False} if "dynamo" in inspect.signature(torch.onnx.export).parameters else {}
