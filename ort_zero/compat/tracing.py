@@ -59,6 +59,8 @@ _EQUALITIES: dict[Any, Any] = {
     **dict.fromkeys((torch.Tensor.allclose, torch.allclose), torch.isclose),
 }
 """Functions that compare tensors for Python, to those that do so for each element."""
+_COUNTING = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
+"""Functions by which a normalisation module counts its batches, in place."""
 _CHECKING = frozenset(function for name, function in vars(torch.nn.functional).items() if "dropout" in name)
 """Functions that compare their numbers with limits before they take them for Python numbers."""
 _STORAGES = frozenset({torch.Tensor.untyped_storage, torch.Tensor.storage})
@@ -166,6 +168,9 @@ class _Observer(TorchFunctionMode):
             self._note_used(given)
         self._refuse_arguments(given)
         self._refuse_untraceable(func, args, kwargs)
+        if func in _COUNTING and isinstance(module := self.running(), torch.nn.modules.batchnorm._NormBase):
+            if args[0] is module.num_batches_tracked:
+                self.normalised.append(module)
         if func in _EQUALITIES and have_one_shape(self.sizes, args[0], given[1]):
             same = _EQUALITIES[func](*args, **kwargs).all()
             self._guard_if_data(torch.Tensor.__bool__, same, "compares tensors for Python")
@@ -259,8 +264,6 @@ class _Observer(TorchFunctionMode):
         """Note that a module is called."""
         self._refuse_draws()
         self.modules.append(module)
-        if isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.training:
-            self.normalised.append(module)
 
     def end_module(self) -> None:
         """Note that the call of the innermost module is over."""

@@ -26,6 +26,7 @@ from ort_zero.runtime.export import left_behind, pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, can_be_input
 from ort_zero.runtime.export.attribute_paths import Place, PlaceFinder, is_number
 from ort_zero.runtime.export.attribute_reads import AttributeChangedError, StartValuesError
+from ort_zero.runtime.export.buffer_states import BufferStates
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.pytorch_calls import CALLS
 from ort_zero.runtime.export.random_states import GlobalStates, preserved
@@ -97,6 +98,8 @@ class ForwardCall:
         self._why_excluded = ""
         self._random_states: GlobalStates | None = None
         """States before the run of a graph that may not hold; None where nothing in PyTorch draws from them."""
+        self._buffer_states: BufferStates | None = None
+        """Buffers before the run of a graph that may not hold; None for other graphs."""
 
     def run(self, args: tuple, kwargs: dict) -> Any:
         """Return the result of the module. All ranks, as far as the scope of the call makes them agree."""
@@ -121,8 +124,7 @@ class ForwardCall:
                 graph = self._enter(observed)
                 action = self._ranks.advance(Entered(graph.digest, bool(graph.effects.guards)))
             elif isinstance(action, BuildAgain):
-                if self._random_states is not None:
-                    self._random_states.restore()
+                self._undo_run()
                 if action.failed_guard is not None:
                     guards = graph.effects.guards
                     if action.failed_guard < len(guards):
@@ -391,6 +393,8 @@ class ForwardCall:
         arguments = self._arguments
         may_draw = self._runtime.excluded.draw_random_numbers or any(read.random for _, read in graph.effects.guards)
         self._random_states = GlobalStates() if may_draw else None
+        may_repeat = graph.effects.guards or self._runtime.excluded.reasons
+        self._buffer_states = BufferStates(self._runtime.excluded) if may_repeat else None
         try:
             inputs = graph.info.construct_inputs(dict(zip(arguments.names, arguments.tensors, strict=True)))
             for call, _ in graph.effects.left:
@@ -409,6 +413,13 @@ class ForwardCall:
             self._force(reason)
             return [], self._ranks.advance(BuildAnew())
         return tensors, self._ranks.advance(Ran(failed))
+
+    def _undo_run(self) -> None:
+        """Take back what PyTorch's parts have done in a run that did not hold: the call runs another graph."""
+        if self._random_states is not None:
+            self._random_states.restore()
+        if self._buffer_states is not None:
+            self._buffer_states.restore()
 
     def _refuse_alone(self, error: BaseException) -> None:
         """Raise for a module that must run in PyTorch as of now where other ranks cannot know of it.

@@ -930,8 +930,6 @@ def test_operator(name, sizes):
         compare_gradients(module, reference, found, expected, size)
         exports.append(runtime.status()["graphs"]["training"]["exports"])
         for (key, buffer), other in zip(reference.named_buffers(), module.buffers(), strict=True):
-            if key.endswith("num_batches_tracked"):
-                continue
             torch.testing.assert_close(other, buffer, msg=lambda m, key=key: f"{key}: {m}")
     graph = runtime.status()["graphs"]["training"]
     assert runtime.status()["fallback_reason"] is None

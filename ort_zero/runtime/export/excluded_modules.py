@@ -21,6 +21,7 @@ from ort_zero.compat.torch_modules import (
     CALL,
     has_backward_hooks,
     inside_of_compiled,
+    is_batch_norm,
     is_compiled,
     is_scripted,
     on_scripted_functions,
@@ -54,6 +55,7 @@ class ExcludedModules:
                 self.reasons[path] = "TorchScript code, which is traced without the parameters of its module"
         self.host_functions = HostFunctions()
         """Functions that draw random numbers, each of which runs as an operator."""
+        self._changing: tuple[int, list[torch.nn.Module]] | None = None
         self._module_calls: list[ModuleCall] = []
         self._function_calls: list[FunctionCall] = []
         paths = list(self._paths.values())
@@ -95,6 +97,17 @@ class ExcludedModules:
     def draw_random_numbers(self) -> bool:
         """Whether code that runs in PyTorch inside the graph may draw from the generators of Python and NumPy."""
         return bool(self.reasons or self.host_functions)
+
+    def changing_buffers(self) -> list[torch.nn.Module]:
+        """Return the modules whose buffers change while a graph runs: normalisation, and what runs in PyTorch."""
+        if self._changing is None or self._changing[0] != len(self.reasons):
+            outside = [
+                module
+                for module, path in {self._root: "", **self._paths}.items()
+                if is_batch_norm(module) or any(f"{path}.".startswith(f"{other}.") for other in self.reasons)
+            ]
+            self._changing = len(self.reasons), [module for module in outside if not is_scripted(module)]
+        return self._changing[1]
 
     def own_path(self, module: torch.nn.Module | None) -> str:
         """Return the path of a submodule, "" for the model itself or a module outside of it."""
