@@ -21,6 +21,7 @@ from ort_zero.checkpoint.zero_to_fp32 import write_script
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
+from ort_zero.utils.garbage import collection_paused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +183,14 @@ def manifest_of(folder: Folder, job: SaveJob, parts: list[tuple], size: int) -> 
 
 def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: int) -> None:
     """Write the manifest of what each rank wrote, and what comes after it."""
-    document = manifest_of(folder, job, parts, size)
+    with collection_paused():
+        document = manifest_of(folder, job, parts, size)
+        content = manifest.dump(document)
     if job.durable:
         folder.settle()  # a manifest that outlives a loss of power must find its files
     write_script(job.path, job.save_id, job.durable)
     keep_beside(open_folder(job.path), folder, job.model.config, job.save_id)
-    folder.write(manifest.NAME, manifest.dump(document), job.save_id, durable=job.durable)
+    folder.write(manifest.NAME, content, job.save_id, durable=job.durable)
     _remove_left_overs(folder, {file.name for file in document.files})
     if job.save_latest:
         open_folder(job.path).write(manifest.LATEST, job.tag.encode(), job.save_id, durable=job.durable)

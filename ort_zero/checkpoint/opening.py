@@ -9,6 +9,7 @@ from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError
+from ort_zero.utils.garbage import collection_paused
 
 
 def format_in(folder: Folder) -> str | None:
@@ -42,13 +43,14 @@ def open_checkpoint(
         CheckpointError: nothing there that either reader knows.
         CorruptCheckpointError: files are missing, damaged, or do not belong together.
     """
-    folder = manifest.locate(path, tag)
-    ours = manifest.open_ours(folder)
-    if ours is not None:
-        return ours
-    if file_names.recognises(folder):
-        from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
-        from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
+    with collection_paused():
+        folder = manifest.locate(path, tag)
+        ours = manifest.open_ours(folder)
+        if ours is not None:
+            return ours
+        if file_names.recognises(folder):
+            from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
+            from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
 
-        return open_deepspeed(folder, trust_pickle, parse_rules(tp_split))
-    raise no_checkpoint(folder)
+            return open_deepspeed(folder, trust_pickle, parse_rules(tp_split))
+        raise no_checkpoint(folder)
