@@ -117,6 +117,10 @@ bench: $(READY) ## Run every benchmark
 zoo: $(READY) ## Try every architecture of the model zoo, alone and under ZeRO-3; writes docs/compatibility.md
 	$(BIN)/python benchmarks/model_zoo.py; one=$$?; $(BIN)/python benchmarks/model_zoo.py --zero3 && exit $$one
 
+.PHONY: matrix
+matrix: $(READY) ## Try other versions of torch, DeepSpeed, ... and Python (hours); writes docs/compatibility.md
+	$(BIN)/python tests/versions/matrix.py
+
 .PHONY: lint
 lint: $(READY) ## Check the style with ruff and the types with mypy; changes nothing
 	@$(BIN)/ruff check .; one=$$?; $(BIN)/ruff format --check . || one=$$?; $(BIN)/mypy || one=$$?; exit $$one

@@ -418,12 +418,13 @@ def zero3_section(rows: list[Row]) -> str:
 def write(path: Path, rows: list[Row], *, is_zero3: bool) -> None:
     """Write one part of the document and keep the other one."""
     old = path.read_text() if path.exists() else ""
+    old, mark, versions = old.partition("<!-- versions")  # written by tests/versions/matrix.py
     zoo, heading, rest = old.partition(ZERO3_HEADING)
     if is_zero3:
         rest = zero3_section(rows)
     else:
         zoo, rest = zoo_section(rows), heading + rest
-    path.write_text("\n".join(part.rstrip() + "\n" for part in (zoo, rest) if part.strip()))
+    path.write_text("\n".join(part.rstrip() + "\n" for part in (zoo, rest, mark + versions) if part.strip()))
 
 
 # -- command line -----------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import TensorWeakRef
 
 
@@ -64,3 +66,56 @@ class LeafInGraph:
         """Return True if the backward that runs at the moment comes, or came, to the leaf."""
         leaf = self._leaf()
         return leaf is not None and comes_to(leaf)
+
+
+class _Exit(torch.autograd.Function):
+    """A result without data in place of a tensor; in backward, hands on the gradient that lies in its box."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, box: list[torch.Tensor]) -> torch.Tensor:
+        ctx.box = box
+        return tensor.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.box.pop(), None
+
+
+class BackwardEnd:
+    """The place of a tensor in autograd's graph, from where a backward can start; it holds no data of the tensor.
+
+    Made in the block that records the graph. torch before 2.9 starts no backward at a place behind a Function of
+    Python code, so that there a result without data stands for the tensor.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self._box: list[torch.Tensor] = []
+        self._start: Any = get_gradient_edge(tensor) if _starts_at_edges() else _Exit.apply(tensor, self._box)
+
+    def start(self, gradient: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Return what :func:`torch.autograd.grad` takes as an output and as its gradient."""
+        if not isinstance(self._start, torch.Tensor):
+            return self._start, gradient
+        self._box[:] = [gradient]
+        return self._start, torch.zeros_like(self._start)
+
+
+def gradients(ends: Sequence[BackwardEnd], starts: Sequence[Any], given: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """Return the gradients at the edges `starts`, None where none comes, for the gradients `given` at `ends`."""
+    if not ends:
+        return [None] * len(starts)
+    outputs, values = zip(*(end.start(value) for end, value in zip(ends, given, strict=True)), strict=True)
+    return torch.autograd.grad(outputs, starts, values, allow_unused=True)
+
+
+@functools.cache
+def _starts_at_edges() -> bool:
+    """Return whether this torch starts a backward at the place of a Python Function's result."""
+    with torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        edge = get_gradient_edge(_Exit.apply(leaf, [torch.ones(())]))
+        try:
+            torch.autograd.grad([edge], [leaf], [torch.zeros(())])
+        except (RuntimeError, AttributeError, TypeError):
+            return False
+    return True

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from ort_zero.compat import torch_autograd
 from ort_zero.compat.deepspeed_gathering import whole_tensors
 from ort_zero.compat.torch_modules import is_zero_tensor
 
@@ -267,7 +268,7 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
         # an object of its own: ORT wants to hold the only reference to the context
         ctx.recording = _Recording(
             starts=starts,
-            ends=[get_gradient_edge(t) if t.requires_grad else None for t in outputs],
+            ends=[torch_autograd.BackwardEnd(t) if t.requires_grad else None for t in outputs],
             shapes=[(t.shape, t.dtype, t.device) for t in inputs],
             gathered_again=list(own.gathered_again.values()),
         )
@@ -292,7 +293,7 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch
             given.append(gradient)
     starts = list(recording.starts.values())
     with torch.no_grad(), _whole(recording.gathered_again):
-        found = torch.autograd.grad(ends, starts, given, allow_unused=True) if ends else [None] * len(starts)
+        found = torch_autograd.gradients(ends, starts, given)
     by_input = dict(zip(recording.starts, found, strict=True))
     foreign = {_address(t) for t in given}
     results = []
