@@ -187,6 +187,7 @@ def is_augmented_read(frame: FrameType) -> bool:
 READ, FILLED, ADDED_TO = "read", "filled", "added to"
 _FILLING = frozenset({"append", "appendleft", "extend", "extendleft", "insert", "update", "clear"})
 _PUSHING = frozenset({"LOAD_CONST", "LOAD_FAST", "LOAD_DEREF", "LOAD_NAME", "LOAD_CLOSURE"})
+_LOADING = frozenset({"LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST"})
 _JOINING = frozenset({"BUILD_STRING", "BUILD_TUPLE"})
 _LOADING_METHOD = frozenset({"LOAD_METHOD", "LOAD_ATTR"})
 _IN_PLACE = frozenset({"INPLACE_ADD", "INPLACE_SUBTRACT"})
@@ -206,8 +207,8 @@ def use_of_read(frame: FrameType) -> str:
 
 
 def is_only_filled(code: CodeType, name: str) -> bool:
-    """Return whether all that `code` does with the global `name` is to give the container more or other items."""
-    loads = [i.offset for i in _instructions(code) if i.opname == "LOAD_GLOBAL" and i.argval == name]
+    """Return whether all that `code` does with the variable `name` is to give the container more or other items."""
+    loads = [i.offset for i in _instructions(code) if i.opname in _LOADING and i.argval == name]
     return bool(loads) and all(_use_after(code, offset) == FILLED for offset in loads)
 
 

@@ -10,7 +10,7 @@ import builtins
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,15 +36,16 @@ _KINDS: dict[torch.dtype, type] = {torch.bool: bool, torch.int64: int}
 
 
 class SizeNumbers:
-    """Knows which tensors of one trace are numbers of sizes.
+    """Knows which tensors of one trace are Python numbers outside of it: sizes, and numbers among the inputs.
 
     Args:
         take: called with each such tensor whose number Python code takes.
+        inputs: the numbers that are inputs.
     """
 
-    def __init__(self, take: Callable[[torch.Tensor], None]):
+    def __init__(self, take: Callable[[torch.Tensor], None], inputs: Sequence[torch.Tensor] = ()):
         self._take = take
-        self._known: dict[int, torch.Tensor] = {}
+        self._known = {id(number): number for number in inputs}
         """By ``id()``; the tensors are held, or others could get their ids."""
         self._entered: list[dict[str, Any]] = []
         self._builtins = dict(zip(REPLACED_BUILTINS, (self._isinstance, _typing(self)), strict=True))

@@ -27,7 +27,7 @@ from ort_zero.compat.trace_origins import Origin, Origins
 from ort_zero.compat.trace_sizes import ELEMENTS, TRUTH, SizeReads
 from ort_zero.compat.trace_state import trace_goes_on
 from ort_zero.compat.trace_views import Views, changed_by
-from ort_zero.compat.traced_numbers import TracedNumbers
+from ort_zero.compat.traced_numbers import NumberReadError, TracedNumbers
 from ort_zero.compat.value_reads import Guard, ValueReadError
 
 _C: Any = torch._C
@@ -142,7 +142,7 @@ class _Observer(TorchFunctionMode):
         self.sizes = SizeReads(
             inputs.arguments, inputs.names, inputs.attributes, self.origins, self.running, self._guard_sizes
         )
-        self.size_numbers = SizeNumbers(self._take_number)
+        self.size_numbers = SizeNumbers(self._take_number, inputs.numbers)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -192,7 +192,10 @@ class _Observer(TorchFunctionMode):
         return result
 
     def _take_number(self, number: torch.Tensor) -> None:
-        """Note that Python code takes a number that is computed from sizes."""
+        """Note that Python code takes a number that is computed from sizes; raise for one that is an input."""
+        origins = self._numbers.among((number,), {})
+        if origins:
+            raise NumberReadError(origins, "takes it for a Python value")
         self._guard_if_data(torch.Tensor.item, number, "takes a size for a Python number")
         self.sizes.note(number, ELEMENTS)
 

@@ -21,8 +21,9 @@ from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError, RankError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltGraph
+from ort_zero.runtime.call_effects import carry_out
 from ort_zero.runtime.error_messages import cause_of, explain
-from ort_zero.runtime.export import left_behind, pytree
+from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, can_be_input
 from ort_zero.runtime.export.attribute_paths import Place, PlaceFinder, is_number
 from ort_zero.runtime.export.attribute_reads import AttributeChangedError, StartValuesError
@@ -136,7 +137,9 @@ class ForwardCall:
             else:
                 assert isinstance(action, Run)
                 tensors, action = self._run_graph(graph)
-        result = self._restore(graph, tensors)
+        result = carry_out(
+            graph, tensors, self._arguments, self._given, self._runtime.module, transitions.attribute_guard
+        )
         self._runtime.end_call(graph, result, args, kwargs)
         return result
 
@@ -447,26 +450,3 @@ class ForwardCall:
             return  # there is nothing smaller, and PyTorch trains it
         if self._runtime.guard_failures.changes_often(read):
             excluded.exclude(read)
-
-    def _restore(self, graph: BuiltGraph, tensors: Sequence[torch.Tensor]) -> Any:
-        """Do what the module does besides returning a result, and return that."""
-        effects, arguments = graph.effects, self._arguments
-        if effects.complex:
-            tensors = [torch.view_as_complex(t) if i in effects.complex else t for i, t in enumerate(tensors)]
-        first = effects.results + effects.written
-        with torch.no_grad():
-            for i, value in zip(effects.changed, tensors[first:], strict=False):
-                arguments.tensors[i].copy_(value)
-            for module in effects.counting:
-                tracked = module.num_batches_tracked
-                assert isinstance(tracked, torch.Tensor)
-                tracked.add_(1)  # an update in place that the exporter leaves out
-            first += len(effects.changed)
-            for (place, in_place), value in zip(effects.attributes, tensors[first:], strict=False):
-                self._transitions.attribute_guard.assign(place, value, in_place)
-            for change, value in zip(effects.buffers, tensors[first + len(effects.attributes) :], strict=False):
-                change.carry_out(value)
-        self._transitions.attribute_guard.write(effects.writes, tensors, arguments.tensors)
-        behind = effects.results + effects.written - sum(count for _, count in effects.left)
-        left_behind.fill(effects.left, tensors[behind:], lambda call: CALLS.numbered(call).take_left())
-        return graph.info.restore_outputs(tensors, arguments.objects)

@@ -192,7 +192,7 @@ def test_inputs_of_a_run_are_parameters_arguments_and_buffers_in_the_order_of_th
         buffer_for_ort_runs={"ids": None, "weight": "W", "buffer": None},
         data_accessor={"ids": lambda tensors: tensors["ids"], "buffer": lambda tensors: "B"},
         module_forward_output_schema="schema",
-        build_result=lambda tensors, schema, objects: (tensors, schema, objects),
+        build_result=lambda tensors, schema, objects, call, held: (tensors, schema, objects),
     )
     assert info.construct_inputs({"ids": 1, "unused": 2}) == [1, "W", "B"]
     assert info.construct_inputs({"ids": 3}) == [3, "W", "B"]  # and the call before is not kept

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-ATTRIBUTE, ITEM, CELL = "attribute", "item", "cell"
-MODULE, GLOBAL = "module", "global"
+ATTRIBUTE, ITEM, CELL, DEFAULT = "attribute", "item", "cell", "default"
+MODULE, GLOBAL, ARGUMENT = "module", "global", "argument"
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """The value of an attribute that is not there."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
@@ -30,7 +30,8 @@ class Place:
     """A place where Python code finds a value: names and keys that lead there from a module."""
 
     root: tuple[str, str]
-    """``("module", path in the module tree)``, or ``("global", name of a Python module)``."""
+    """``("module", path in the module tree)``, ``("global", name of a Python module)``, or ``("argument", "")`` for
+    ``(args, kwargs)`` of a call."""
     steps: tuple[tuple[str, Any], ...] = ()
     """(kind, key) of each step: ``("attribute", "config")``, ``("item", "temperature")``, ``("cell", "scale")``."""
 
@@ -50,10 +51,10 @@ class Place:
             model: name of the class of the model.
         """
         kind, start = self.root
-        text = start or (model if kind == MODULE else "")
+        text = start or (model if kind == MODULE else "argument " if kind == ARGUMENT else "")
         for step, key in self.steps:
             plain = step == ATTRIBUTE or (kind == GLOBAL and text == start)
-            text += f".{key}" if plain else f" ({key})" if step == CELL else f"[{key!r}]"
+            text += f".{key}" if plain else f" ({key})" if step in (CELL, DEFAULT) else f"[{key!r}]"
         return text
 
     def as_input(self, model: str) -> str:
@@ -142,11 +143,11 @@ def step_into(holder: Any, kind: str, key: Any) -> tuple[Any, Any, Any]:
             return holder[key], holder, key
         except (KeyError, IndexError, TypeError):
             return MISSING_STEP
-    if kind == CELL:
-        cells = CellsOf(holder)
+    if kind in (CELL, DEFAULT):
+        variables = CellsOf(holder) if kind == CELL else DefaultsOf(holder)
         try:
-            return cells[key], cells, key
-        except (KeyError, ValueError):
+            return variables[key], variables, key
+        except (KeyError, ValueError, AttributeError):
             return MISSING_STEP
     if isinstance(holder, type):
         owner = next((cls for cls in holder.__mro__ if key in vars(cls)), None)
@@ -215,6 +216,23 @@ class CellsOf:
         function.__closure__[function.__code__.co_freevars.index(name)].cell_contents = value
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class DefaultsOf:
+    """Looks up the default values of a function's parameters as items."""
+
+    function: Any
+
+    def __getitem__(self, name: str) -> Any:
+        return defaults_of(self.function)[name]
+
+
+def defaults_of(function: Any) -> dict[str, Any]:
+    """Return the default value of each parameter of a function that has one, by its name."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
+
+
 class PlaceFinder:
     """Finds the values at places of one model.
 
@@ -224,12 +242,16 @@ class PlaceFinder:
 
     def __init__(self, model: torch.nn.Module):
         self._modules = dict(model.named_modules())
+        self.call: tuple[tuple, dict] = (), {}
+        """Arguments of the call that runs."""
 
     def root_of(self, place: Place) -> Any:
         """Return the object that a place starts from, MISSING if it is gone."""
         kind, name = place.root
         if kind == MODULE:
             return self._modules.get(name, MISSING)
+        if kind == ARGUMENT:
+            return self.call
         return vars(sys.modules[name]) if name in sys.modules else MISSING
 
     def find(self, places: Sequence[Place] | Mapping[Place, Any]) -> Iterator[tuple[Place, Any, Any, Any]]:

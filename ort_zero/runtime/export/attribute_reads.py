@@ -47,6 +47,7 @@ from ort_zero.runtime.export import attribute_writes
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
     CELL,
+    DEFAULT,
     GLOBAL,
     ITEM,
     MISSING,
@@ -54,6 +55,7 @@ from ort_zero.runtime.export.attribute_paths import (
     Place,
     PlaceFinder,
     attributes_of,
+    defaults_of,
     is_number,
     is_plain,
     is_slot,
@@ -147,7 +149,7 @@ class AttributeReads:
         """Place of each attribute that was read, by the object's ``id()`` and the name; None if it does not count."""
         self._patched: dict[type, Callable[[], None]] = {}
         self._codes: set[CodeType] = set()
-        self._functions = dict(_functions_of(model))
+        self._functions = dict(functions_of(model))
         self._copies: list[tuple[Place, Any, Any]] = []
         """Place, container and a copy of what it held when it was read."""
         self._updated: dict[tuple[int, str], tuple[Any, bool]] = {}
@@ -372,7 +374,16 @@ class AttributeReads:
             with contextlib.suppress(ValueError):  # not set yet
                 value = cell.cell_contents
                 if not isinstance(value, (*_CODE, torch.nn.Module)):
+                    self._note_use(function, name, value)
                     self._add(place.then(CELL, name), value)
+        for name, value in defaults_of(function).items():
+            if isinstance(value, _CONTAINERS):
+                self._note_use(function, name, value)
+                self._add(place.then(DEFAULT, name), value)
+
+    def _note_use(self, function: Any, name: str, value: Any) -> None:
+        if isinstance(value, _CONTAINERS) and not is_only_filled(function.__code__, name):
+            self._looked_into.add(id(value))
 
     # -- afterwards ------------------------------------------------------------------------------------------------
 
@@ -446,7 +457,9 @@ class AttributeReads:
         for place, container, copy in self._copies:
             if id(container) in self._looked_into and id(container) in self.changed_containers():
                 then = at_start(place)
-                if _is_container(then) and not _same_items(copy, then, without=_items_among(inputs, place)):
+                if _is_container(then) and not attribute_writes.same_items(
+                    copy, then, without=_items_among(inputs, place)
+                ):
                     others.append(place)
         if others:
             raise StartValuesError(others)
@@ -467,7 +480,7 @@ class AttributeReads:
                 for key in carried.intersection(range(len(now)) if isinstance(now, list) else now):
                     if isinstance(copy, dict) and key in copy or isinstance(copy, list) and key < len(copy):
                         now[key] = copy[key]
-            if _same_items(now, copy):
+            if attribute_writes.same_items(now, copy):
                 continue
             how, value = attribute_writes.container_change(place, now if carried else container, copy)
             self.changes.append(attribute_writes.Change(place, how, value))
@@ -514,7 +527,9 @@ class AttributeReads:
         return {
             id(container): (container, copy)
             for _, container, copy in self._copies
-            if not _same_items(list(container) if type(container) is collections.deque else container, copy)
+            if not attribute_writes.same_items(
+                list(container) if type(container) is collections.deque else container, copy
+            )
         }
 
     @property
@@ -583,29 +598,25 @@ def _is_stored(obj: Any, name: str) -> bool:
     return False
 
 
-def _functions_of(model: torch.nn.Module) -> Iterator[tuple[CodeType, tuple[Place, Any]]]:
-    """Yield the code of each method that has variables of the functions around it, with a place to find it."""
+def functions_of(model: torch.nn.Module) -> Iterator[tuple[CodeType, tuple[Place, Any]]]:
+    """Yield the code of each method that holds values, with a place to find it.
+
+    The values are variables of the functions around it, and containers as default values of its parameters.
+    """
     for path, module in model.named_modules():
         for cls in type(module).__mro__:
             if is_foreign(getattr(sys.modules.get(cls.__module__), "__file__", None) or ""):
                 continue
             for name, value in vars(cls).items():
-                if isinstance(value, FunctionType) and value.__closure__:
+                if isinstance(value, FunctionType) and (
+                    value.__closure__ or any(isinstance(v, _CONTAINERS) for v in defaults_of(value).values())
+                ):
                     yield value.__code__, (Place((MODULE, path), ((ATTRIBUTE, name),)), value)
 
 
 def _is_users(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     return isinstance(file, str) and not is_foreign(file) and not is_installed(file)
-
-
-def _same_items(one: Any, other: Any, without: Collection[Any] = ()) -> bool:
-    """Return whether two containers hold the very same items, those with the keys or indices `without` left out."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, dict):
-        return all(key in other and (other[key] is value or key in without) for key, value in one.items())
-    return all(a is b or i in without for i, (a, b) in enumerate(zip(one, other, strict=True)))
 
 
 def _items_among(places: Collection[Place], container: Place) -> set[Any]:

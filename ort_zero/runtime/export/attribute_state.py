@@ -9,7 +9,7 @@ import collections
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator
-from types import SimpleNamespace
+from types import CellType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ort_zero.runtime.export.attribute_paths import (
     Place,
     PlaceFinder,
     attributes_of,
+    defaults_of,
     is_number,
     is_plain,
     step_into,
@@ -31,6 +32,7 @@ from ort_zero.runtime.export.attribute_reads import (
     MOST_ITEMS,
     AttributeChangedError,
     AttributeReads,
+    functions_of,
     has_readable_attributes,
 )
 
@@ -66,6 +68,12 @@ class AttributeState:
                 continue
             self._numbers.append((vars(source), {n: v for n, v in vars(source).items() if is_number(v)}))
             for value in vars(source).values():
+                if isinstance(value, (list, dict, collections.deque)):
+                    self._take(value, 1)
+
+        for _, function in dict(functions_of(model)).values():
+            cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+            for value in (*cells, *defaults_of(function).values()):
                 if isinstance(value, (list, dict, collections.deque)):
                     self._take(value, 1)
 

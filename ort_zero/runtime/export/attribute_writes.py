@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -124,6 +124,15 @@ def container_change(place: Place, container: Any, before: Any) -> tuple[str, An
     return REFILL, now
 
 
+def same_items(one: Any, other: Any, without: Collection[Any] = ()) -> bool:
+    """Return whether two containers hold the very same items, those with the keys or indices `without` left out."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(key in other and (other[key] is value or key in without) for key, value in one.items())
+    return all(a is b or i in without for i, (a, b) in enumerate(zip(one, other, strict=True)))
+
+
 def _starts_with(items: Sequence[Any], start: Sequence[Any]) -> bool:
     return len(items) >= len(start) and all(a is b for a, b in zip(items, start, strict=False))
 
@@ -137,7 +146,7 @@ class Outputs:
         constants: ``id()`` of the tensors that are written as the very objects they are: parameters, buffers, and what
             the containers held before.
         numbers: tells which attributes are Python numbers when PyTorch runs the module; None if nobody knows.
-        plain_key: returns a key of a dict with Python numbers in the place of sizes.
+        sizes: tells which tensors of the trace are numbers; None for none.
     """
 
     def __init__(
@@ -146,9 +155,9 @@ class Outputs:
         given: Sequence[torch.Tensor],
         constants: Collection[int],
         numbers: Numbers | None,
-        plain_key: Callable[[Any], Any] = lambda key: key,
+        sizes: pytree.SizesAsNumbers | None = None,
     ):
-        self._plain_key = plain_key
+        self._sizes = sizes
         self._first = len(results)
         self._sources = {id(tensor): (ARGUMENT, i) for i, tensor in enumerate(given)}
         for i, tensor in enumerate(results):
@@ -168,7 +177,7 @@ class Outputs:
             raise NotWritable(change, "caches of keys and values are left out in training")
         try:
             found, structure = pytree.flatten(
-                change.value, drop_caches=drop_caches, constants=self._constants, plain_key=self._plain_key
+                change.value, drop_caches=drop_caches, constants=self._constants, sizes=self._sizes
             )
         except TypeError as error:
             raise NotWritable(change, str(error)) from None

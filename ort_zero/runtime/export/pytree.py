@@ -16,7 +16,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -56,6 +56,22 @@ class _Number:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Given:
+    """The very tensor or container that the caller has given."""
+
+    path: tuple
+    """Keys that lead there from ``(args, kwargs)``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Held:
+    """A parameter or buffer of the module; its value is the i-th tensor too."""
+
+    index: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Size:
     """A ``torch.Size`` whose numbers the i-th tensor holds."""
 
@@ -69,6 +85,8 @@ class _Sequence:
     kind: type[Any]
     items: tuple
     """The structure of each item, in order."""
+    maxlen: int | None = None
+    """Maximum number of items of a deque, None for none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +121,20 @@ class _Reference:
 
 
 _NESTED = (_Sequence, _Mapping, _Object)
-Structure = _TensorLeaf | _Constant | _Number | _Size | _Sequence | _Mapping | _Object | _Reference
+Structure = _TensorLeaf | _Constant | _Number | _Given | _Held | _Size | _Sequence | _Mapping | _Object | _Reference
+
+
+class SizesAsNumbers(Protocol):
+    """Knows which tensors of a trace are Python numbers outside of it."""
+
+    def includes(self, value: Any) -> bool:
+        """Return whether a value is such a tensor."""
+
+    def kind_of(self, tensor: torch.Tensor) -> type:
+        """Return the type of the number."""
+
+    def plain(self, key: Any) -> Any:
+        """Return a key of a mapping with Python numbers in the place of such tensors."""
 
 
 def flatten(
@@ -112,9 +143,13 @@ def flatten(
     drop_caches: bool,
     known: Mapping[int, int] | None = None,
     constants: Collection[int] = (),
-    plain_key: Callable[[Any], Any] = lambda key: key,
+    sizes: SizesAsNumbers | None = None,
+    given: Mapping[int, tuple] | None = None,
+    held: Mapping[int, str] | None = None,
 ) -> tuple[list[torch.Tensor], Structure]:
     """Return the tensors in a module's result and the structure to put it together again.
+
+    A tensor that occurs twice is one tensor.
 
     Args:
         value: what the module returned.
@@ -122,24 +157,44 @@ def flatten(
             outputs they would keep every layer's keys and values alive.
         known: number by ``id()`` of the objects among the module's arguments.
         constants: ``id()`` of the tensors that are returned as the very objects they are.
-        plain_key: returns a key of a mapping with Python numbers in the place of sizes.
+        sizes: tells which tensors are numbers; None for none.
+        given: path by ``id()`` of the tensors and containers that come back as the caller's own.
+        held: name by ``id()`` of the parameters and buffers that come back as the module's own.
 
     Raises:
         TypeError: a tensor hides in an object that cannot be taken apart.
     """
-    flattener = _Flattener(drop_caches=drop_caches, known=known or {}, constants=constants, plain_key=plain_key)
+    flattener = _Flattener(
+        drop_caches=drop_caches, known=known or {}, constants=constants, sizes=sizes, given=given or {}, held=held or {}
+    )
     return flattener.tensors, flattener(value, "")
 
 
-def unflatten(tensors: Sequence[Any], structure: Structure, originals: Sequence[Any] = ()) -> Any:
+def unflatten(
+    tensors: Sequence[Any],
+    structure: Structure,
+    originals: Sequence[Any] = (),
+    call: tuple[tuple, dict] = ((), {}),
+    held: Callable[[str], torch.Tensor | None] = lambda name: None,
+) -> Any:
     """Return the value that `structure` describes, of the very types that the module returned.
 
     Args:
         tensors: the tensors in the order of :func:`flatten`.
         structure: from :func:`flatten`.
         originals: the caller's objects by number; a result that is one of them is that object, with new attributes.
+        call: positional and keyword arguments of the call.
+        held: returns a parameter or buffer by its name; None where its value stands among `tensors` only.
     """
-    return _Unflattener(tensors, originals, numbers=True)(structure)
+    return _Unflattener(tensors, originals, numbers=True, call=call, held=held)(structure)
+
+
+def value_in_call(call: tuple[tuple, dict], path: tuple) -> Any:
+    """Return what the keys of `path` lead to from ``(args, kwargs)``."""
+    value: Any = call
+    for key in path:
+        value = value[key]
+    return value
 
 
 def with_numbers(structure: Structure, like: Structure) -> Structure:
@@ -362,10 +417,14 @@ class _Flattener:
         drop_caches: bool = False,
         known: Mapping[int, int] | None = None,
         constants: Collection[int] = (),
-        plain_key: Callable[[Any], Any] = lambda key: key,
+        sizes: SizesAsNumbers | None = None,
+        given: Mapping[int, tuple] | None = None,
+        held: Mapping[int, str] | None = None,
     ):
         self._constants = constants
-        self._plain_key = plain_key
+        self._sizes = sizes
+        self._given = given or {}
+        self._held = held or {}
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         self.objects: list[Any] = []
@@ -376,6 +435,8 @@ class _Flattener:
         self._numbers: dict[int, int] = {}
 
     def __call__(self, item: Any, name: str, depth: int = 0) -> Structure:
+        if id(item) in self._given:
+            return _Given(self._given[id(item)])
         if isinstance(item, torch.Tensor):
             return _Constant(item) if id(item) in self._constants else self._tensor(item, name)
         if isinstance(item, _PLAIN):
@@ -387,12 +448,12 @@ class _Flattener:
         if depth > _MOST_LEVELS:
             return self._opaque(item, name)
         if isinstance(item, Mapping):
-            plain = ((self._plain_key(key), val) for key, val in item.items())
+            plain = ((self._sizes.plain(key) if self._sizes else key, val) for key, val in item.items())
             pairs = tuple((key, self(val, f"{name}_{key}", depth + 1)) for key, val in plain)
             return _Mapping(type(item), pairs, getattr(item, "default_factory", None))
         if isinstance(item, (list, tuple, collections.deque)):
             items = tuple(self(val, f"{name}_{i}", depth + 1) for i, val in enumerate(item))
-            return _Sequence(type(item), items)
+            return _Sequence(type(item), items, getattr(item, "maxlen", None))
         if id(item) in self._numbers:
             return _Reference(self._numbers[id(item)])
         if not _has_attributes(item) or not (self._inputs or _holds_tensors(item, set())):
@@ -400,17 +461,25 @@ class _Flattener:
         number = self._numbers[id(item)] = len(self.objects)
         self.objects.append(item)
         attributes: list[tuple[str, Structure]] = []
-        for attribute, value in _attributes(item):
+        for attribute, value in attributes_in(item):
             if isinstance(value, torch.nn.Parameter) and not self._inputs:
                 attributes.append((attribute, _Constant(value)))  # it belongs to the module and is no result
             else:
                 attributes.append((attribute, self(value, f"{name}_{attribute}", depth + 1)))
         return _Object(type(item), tuple(attributes), number, self._known.get(id(item)))
 
-    def _tensor(self, item: torch.Tensor, name: str) -> _TensorLeaf:
-        if not self._inputs:
+    def _result(self, item: torch.Tensor) -> Structure:
+        leaf = self._tensors.get(id(item))
+        if leaf is None:
+            leaf = self._tensors[id(item)] = _TensorLeaf(len(self.tensors))
             self.tensors.append(item)
-            return _TensorLeaf(len(self.tensors) - 1)
+        if self._sizes is not None and self._sizes.includes(item):
+            return _Number(leaf.index, self._sizes.kind_of(item))
+        return _Held(leaf.index, self._held[id(item)]) if id(item) in self._held else leaf
+
+    def _tensor(self, item: torch.Tensor, name: str) -> Structure:
+        if not self._inputs:
+            return self._result(item)
         leaf = self._tensors.get(id(item))
         if leaf is None:
             if item.layout != torch.strided:
@@ -443,7 +512,17 @@ class _Flattener:
 class _Unflattener:
     """Builds one value from tensors and a structure."""
 
-    def __init__(self, tensors: Sequence[Any], originals: Sequence[Any], *, numbers: bool = False):
+    def __init__(
+        self,
+        tensors: Sequence[Any],
+        originals: Sequence[Any],
+        *,
+        numbers: bool = False,
+        call: tuple[tuple, dict] = ((), {}),
+        held: Callable[[str], torch.Tensor | None] = lambda name: None,
+    ):
+        self._call = call
+        self._held = held
         self._tensors = tensors
         self._originals = originals
         self._numbers = numbers
@@ -456,10 +535,17 @@ class _Unflattener:
             return item.kind(self._tensors[item.index].item()) if self._numbers else self._tensors[item.index]
         if isinstance(item, _Constant):
             return item.value
+        if isinstance(item, _Given):
+            return value_in_call(self._call, item.path)
+        if isinstance(item, _Held):
+            own = self._held(item.name)
+            return self._tensors[item.index] if own is None else own
         if isinstance(item, _Size):
             return torch.Size(self._tensors[item.index].tolist())
         if isinstance(item, _Sequence):
             items = [self(part) for part in item.items]
+            if issubclass(item.kind, collections.deque):
+                return item.kind(items, item.maxlen)
             return item.kind._make(items) if hasattr(item.kind, "_make") else item.kind(items)
         if isinstance(item, _Mapping):
             return self._mapping(item)
@@ -523,7 +609,8 @@ def _has_attributes(item: Any) -> bool:
     return is_plain(type(item))
 
 
-def _attributes(item: Any) -> list[tuple[str, Any]]:
+def attributes_in(item: Any) -> list[tuple[str, Any]]:
+    """Return the (name, value) pairs of an object's attributes, those in slots first."""
     missing = object()
     slots = [(name, getattr(item, name, missing)) for name in _slots_of(type(item)) or ()]
     return [pair for pair in slots if pair[1] is not missing] + list(getattr(item, "__dict__", {}).items())
@@ -554,7 +641,7 @@ def _holds_tensors(item: Any, seen: set[int], depth: int = 6) -> bool:
     elif isinstance(item, (list, tuple, set, frozenset, collections.deque)):
         parts = list(item)
     else:
-        parts = [value for _, value in _attributes(item)]
+        parts = [value for _, value in attributes_in(item)]
     return any(_holds_tensors(part, seen, depth - 1) for part in parts)
 
 

@@ -11,23 +11,26 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from ort_zero.compat import tracing
+from ort_zero.compat.size_numbers import SizeNumbers
 from ort_zero.compat.torch_autograd import leaves_behind
 from ort_zero.compat.torch_modules import traceable_parametrizations, version_of
 from ort_zero.compat.trace_sizes import SizeReads
 from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.runtime.export import left_behind, pytree
+from ort_zero.runtime.export.argument_changes import ArgumentChanges
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
 from ort_zero.runtime.export.attribute_paths import Place
 from ort_zero.runtime.export.attribute_reads import AttributeReads
 from ort_zero.runtime.export.attribute_state import AttributeState
-from ort_zero.runtime.export.attribute_writes import AttributeWrite, NotWritable, Outputs
+from ort_zero.runtime.export.attribute_writes import AttributeWrite, Change, NotWritable, Outputs
 from ort_zero.runtime.export.buffer_changes import BufferChange, BufferChanges
 from ort_zero.runtime.export.random_draws import RandomDraws
 from ort_zero.statistics.collect import reader_marks
@@ -217,7 +220,7 @@ class Tracer:
         if state is not None:
             state.note_numbers()
         tensors, self._structure = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
-        return tensors, self._structure
+        return tensors[:1], self._structure  # the exporter names as many outputs, and the trace may have fewer
 
     def _run_traced(
         self, module: torch.nn.Module, given: tuple, inputs: tuple, args: tuple, kwargs: dict, known: dict
@@ -233,6 +236,7 @@ class Tracer:
         state = self._state()
         if state is not None:
             state.put_back(self._put_back)
+        containers = ArgumentChanges(args, kwargs, known, drop_caches=self.drop_caches)
         draws = RandomDraws(module)  # the first run may have made generators
         lines = draws.lines_followed() if self._has_drawn else contextlib.nullcontext()
         with placed, tracing.watched(traced, draws) as seen, lines, left_behind.collected() as left:
@@ -254,18 +258,23 @@ class Tracer:
             changed_buffers = buffers.found()
         self.sizes = seen.sizes
         seen.guards.sort(key=lambda guard: guard.read.of_attribute)  # those that all ranks have come first
-        plain_key = numbers_of_sizes.plain
-        tensors, schema = pytree.flatten(value, drop_caches=self.drop_caches, known=known, plain_key=plain_key)
+        changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]
+        changes = [*attributes.changes, *containers.found()]
+        paths = self._own_paths(containers, given, changed)
+        held = {id(t): name for name, t in chain(module.named_parameters(), module.named_buffers())}
+        taken = {"drop_caches": self.drop_caches, "known": known, "sizes": numbers_of_sizes, "held": held}
+        tensors, schema = pytree.flatten(value, **taken, given=paths)
+        writes, written = self._writes(module, tensors, given, attributes, changes, numbers_of_sizes)
+        if not tensors and not written:  # a graph has an output
+            written = pytree.flatten(value, **taken)[0][:1]
         if self._structure is not None:
             schema = pytree.with_numbers(schema, self._structure)
         self.schema = schema
         results = len(tensors)
-        writes, written = self._writes(module, tensors, given, attributes, plain_key)
         written += [tensor for _, found in left for tensor in found]
         tensors = tensors + written
         self._note_leaves(tensors, given)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
-        changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]
         self.effects = Effects(
             results=results,
             writes=writes,
@@ -284,19 +293,29 @@ class Tracer:
         more += reader_marks.joined_tokens(self.readers)
         return tensors + more, schema
 
+    def _own_paths(self, containers: ArgumentChanges, given: tuple, changed: Collection[int]) -> dict[int, tuple]:
+        """Return the paths of tensors and containers that the caller gets back as its own when they are results."""
+        others = {id(given[i]) for i in self.numbers.values()}
+        others |= {
+            id(given[i]) for i in changed if given[i].requires_grad
+        }  # it has a gradient that the caller's has not
+        return {key: path for key, path in containers.paths.items() if key not in others}
+
     def _writes(
         self,
         module: torch.nn.Module,
         results: list[torch.Tensor],
         given: tuple,
         attributes: AttributeReads,
-        plain_key: Callable[[Any], Any],
+        changes: Sequence[Change],
+        sizes: SizeNumbers,
     ) -> tuple[list[AttributeWrite], list[torch.Tensor]]:
-        """Return what the module has written into attributes, and the tensors of that which are no results."""
+        """Return what the module has written, into attributes and arguments, and the tensors of that which are no
+        results."""
         constants = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} | attributes.held_before
-        outputs = Outputs(results, given, constants, self._state(), plain_key)
+        outputs = Outputs(results, given, constants, self._state(), sizes)
         writes = []
-        for change in attributes.changes:
+        for change in changes:
             try:
                 writes.append(outputs.write(change, drop_caches=self.drop_caches))
             except NotWritable:

@@ -188,6 +188,10 @@ def _is_index(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _is_key(value: Any) -> bool:
+    return type(value) in (int, str, float, bool, type(None), tuple)
+
+
 def _is_structure(value: Any) -> bool:
     return type(value) in _STRUCTURES
 
@@ -237,7 +241,9 @@ def _check_operator(node: Any) -> bool:
 
 _CHECKS: dict[str, tuple[type, Callable[[Any], bool]]] = {
     "Slot": (pytree._TensorLeaf, lambda node: _is_index(node.index)),
-    "Number": (pytree._Number, lambda node: _is_index(node.index) and node.kind in (int, float)),
+    "Number": (pytree._Number, lambda node: _is_index(node.index) and node.kind in (int, float, bool)),
+    "Given": (pytree._Given, lambda node: _all(node.path, _is_key)),
+    "Held": (pytree._Held, lambda node: _is_index(node.index) and type(node.name) is str),
     "Constant": (pytree._Constant, lambda node: type(node.value) not in _TAGS),
     "Size": (pytree._Size, lambda node: _is_index(node.index)),
     "Sequence": (

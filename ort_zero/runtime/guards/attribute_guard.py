@@ -213,17 +213,26 @@ class AttributeGuard:
         return value.tensor if isinstance(value, TensorState) else value
 
     def write(
-        self, writes: Sequence[AttributeWrite], outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+        self,
+        writes: Sequence[AttributeWrite],
+        outputs: Sequence[torch.Tensor],
+        given: Sequence[torch.Tensor],
+        call: tuple[tuple, dict],
     ) -> None:
-        """Write what a run of the graph has computed for attributes and containers.
+        """Write what a run of the graph has computed for attributes and containers, those of the caller too.
 
         Args:
             writes: in the order of the forward.
             outputs: outputs of the graph.
             given: tensors of the call's arguments.
+            call: positional and keyword arguments of the call.
         """
-        for write in writes:
-            write.carry_out(self._finder, outputs, given)
+        self._finder.call = call
+        try:
+            for write in writes:
+                write.carry_out(self._finder, outputs, given)
+        finally:
+            self._finder.call = (), {}
 
     def assign(self, place: Place, value: torch.Tensor, in_place: bool) -> None:
         """Give an attribute the value that a run of the graph has computed for it.

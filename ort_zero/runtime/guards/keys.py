@@ -204,7 +204,7 @@ class PostExportProcessedModelInfo:
     """Takes an argument out of the tensors of a call, or a buffer out of its module, by input name."""
     module_forward_output_schema: Any
     """Pytree structure of what the module returns."""
-    build_result: Callable[[Sequence[Any], Any, Sequence[Any]], Any]
+    build_result: Callable[..., Any]
     """Puts tensors and schema together, with the caller's own objects."""
     _positions: tuple[tuple[int, Callable], ...] = field(init=False, repr=False)
 
@@ -223,11 +223,19 @@ class PostExportProcessedModelInfo:
             inputs[position] = accessor(tensors)
         return inputs
 
-    def restore_outputs(self, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
+    def restore_outputs(
+        self,
+        tensors: Sequence[Any],
+        objects: Sequence[Any] = (),
+        call: tuple[tuple, dict] = ((), {}),
+        held: Callable[[str], Any] = lambda name: None,
+    ) -> Any:
         """Return what the module would have returned, of the very types.
 
         Args:
             tensors: results of the graph.
             objects: the caller's own objects by number; a result that is one of them is that object.
+            call: positional and keyword arguments of the call.
+            held: returns a parameter or buffer by its name; None where a copy of the graph's takes its place.
         """
-        return self.build_result(tensors, self.module_forward_output_schema, objects)
+        return self.build_result(tensors, self.module_forward_output_schema, objects, call, held)

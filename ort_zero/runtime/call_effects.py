@@ -1,0 +1,67 @@
+"""Carries out what a forward does besides returning a result, after a run of its graph, and returns that result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ort_zero.compat.deepspeed_parameters import is_partitioned
+from ort_zero.compat.torch_modules import buffer_table
+from ort_zero.runtime.built_graph import BuiltGraph
+from ort_zero.runtime.export import left_behind, pytree
+from ort_zero.runtime.export.pytorch_calls import CALLS
+from ort_zero.runtime.guards.attribute_guard import AttributeGuard
+
+
+def carry_out(
+    graph: BuiltGraph,
+    tensors: Sequence[torch.Tensor],
+    arguments: pytree.Call,
+    call: tuple[tuple, dict],
+    module: torch.nn.Module,
+    attribute_guard: AttributeGuard,
+) -> Any:
+    """Do what the module does besides returning a result, and return that.
+
+    Args:
+        graph: the graph that has run.
+        tensors: its outputs.
+        arguments: the call, taken apart.
+        call: positional and keyword arguments of the call.
+        module: the user's module.
+        attribute_guard: finds attributes of the module.
+    """
+    effects = graph.effects
+    if effects.complex:
+        tensors = [torch.view_as_complex(t) if i in effects.complex else t for i, t in enumerate(tensors)]
+    first = effects.results + effects.written
+    with torch.no_grad():
+        for i, value in zip(effects.changed, tensors[first:], strict=False):
+            arguments.tensors[i].copy_(value)
+        for child in effects.counting:
+            tracked = child.num_batches_tracked
+            assert isinstance(tracked, torch.Tensor)
+            tracked.add_(1)  # an update in place that the exporter leaves out
+        first += len(effects.changed)
+        for (place, in_place), value in zip(effects.attributes, tensors[first:], strict=False):
+            attribute_guard.assign(place, value, in_place)
+        for change, value in zip(effects.buffers, tensors[first + len(effects.attributes) :], strict=False):
+            change.carry_out(value)
+
+    def held(name: str) -> torch.Tensor | None:
+        """Return a parameter or buffer; None where a gradient that reaches it from outside would be lost."""
+        path, _, key = name.rpartition(".")
+        owner = module.get_submodule(path)
+        table = buffer_table(owner)
+        if key in table:
+            return table[key]
+        parameter = owner.get_parameter(key)
+        return None if graph.executor is not None or is_partitioned(parameter) else parameter
+
+    result = graph.info.restore_outputs(tensors, arguments.objects, call, held)
+    attribute_guard.write(effects.writes, tensors, arguments.tensors, call)
+    behind = effects.results + effects.written - sum(count for _, count in effects.left)
+    left_behind.fill(effects.left, tensors[behind:], lambda number: CALLS.numbered(number).take_left())
+    return result
