@@ -35,6 +35,8 @@ class OrtModuleConfig(_Strict):
     """Folder of the export cache; None keeps no cache across runs."""
     cache_key: str | None = None
     """The user's own part of the export cache's key, for what the cache cannot see."""
+    ort_kernels: list[str] = Field(default_factory=list)
+    """Glob patterns of replaced kernels (``status()`` names them) that stay ONNX Runtime's own; "*" for all."""
     save_onnx: str | None = None
     """Folder into which rank 0 writes the graphs; None writes none."""
 

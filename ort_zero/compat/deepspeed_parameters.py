@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ort_zero.compat import deepspeed as ds_compat
+from ort_zero.compat.deepspeed_allocations import GatherAllocations
 
 
 class PlainParameters:
@@ -38,12 +40,17 @@ class PlainParameters:
 
 
 class DeepSpeedParameters(PlainParameters):
-    """Gathers, partitions and reduces through the methods that DeepSpeed puts on each parameter."""
+    """Gathers, partitions and reduces through the methods that DeepSpeed puts on each parameter.
 
-    def __init__(self) -> None:
+    Args:
+        take: returns the memory for what is gathered on the CPU: a number of elements of a type.
+    """
+
+    def __init__(self, take: Callable[[int, torch.dtype], torch.Tensor] | None = None) -> None:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         self._status = ZeroParamStatus
+        self._allocations = contextlib.nullcontext() if take is None else GatherAllocations(take)
 
     def partitioned(self, parameters: Sequence[Any]) -> list[Any]:
         """Return those whose data is not here and not on its way."""
@@ -55,11 +62,13 @@ class DeepSpeedParameters(PlainParameters):
 
     def start(self, parameters: Sequence[Any]) -> Any:
         """Begin to gather; all ranks of the partition group must call."""
-        return parameters[0].all_gather_coalesced(list(parameters))
+        with self._allocations:
+            return parameters[0].all_gather_coalesced(list(parameters))
 
     def wait(self, handle: Any) -> None:
         """Return when the data is there."""
-        handle.wait()
+        with self._allocations:
+            handle.wait()
 
     def release(self, parameters: Sequence[Any]) -> None:
         """Partition those that are whole; what was taken from them stays valid."""

@@ -37,7 +37,9 @@ nothing of the kind (core/providers/cpu/{math/matmul,math/gemm,reduction/reducti
 contrib_ops/cpu/fusedmatmul.cc, orttraining/training_ops/cpu/{tensor/gather_grad,nn/conv_grad,nn/layer_norm}.cc).
 The files were read at other commits than that of 1.19.2; a contract test runs the kernels of the installed version.
 """
-ATEN_NEW_MEMORY = frozenset(("embedding_backward", "aten::embedding_backward"))
+ATEN_NEW_MEMORY = frozenset(
+    ("embedding_backward", "aten::embedding_backward", "native_layer_norm_backward", "tensordot")
+)
 """Operators of ATen nodes that write each result into memory of its own; they return tensors of PyTorch's."""
 EFFECTS = frozenset((BARRIER, "PythonOp", "PythonOpGrad", "BatchNormalization", "BatchNormInternal"))
 """Operators that do something besides computing their results: Python code, running statistics that are changed in

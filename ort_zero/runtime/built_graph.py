@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import onnx
@@ -63,6 +63,8 @@ class BuiltGraph:
     """Number of nodes that run Python code: operators in PyTorch, gathers and reduces, readers."""
     memory: Decision | None = None
     """The decision on what the backward computes again; None if the configuration asks for no recomputation."""
+    kernels: Mapping[str, int] = field(default_factory=dict)
+    """How many nodes run another kernel than ORT's, by the entry of the table of kernels."""
 
     @property
     def effects(self) -> Effects:

@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -58,10 +59,13 @@ from ort_zero.runtime.guards.keys import (
     ProcessKey,
 )
 from ort_zero.runtime.guards.size_guard import NO_SIZES_READ, GuardedRead, SizeGuard
+from ort_zero.runtime.kernels.replace import replace_kernels
+from ort_zero.runtime.kernels.table import chosen
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy, infer_python_op
 from ort_zero.runtime.smaller_parts import SmallerParts
 from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Weight, plan_collectives, small_share
+from ort_zero.runtime.zero3.gather_memory import GatherMemory, slab_of
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.runtime.zero3.insert_collectives import insert_collectives
 from ort_zero.runtime.zero3.node_names import TRIGGER
@@ -376,8 +380,12 @@ class GraphBuilder:
         wanted, inputs = self._wanted(exported, process)
         model, info = built.model, built.info
         name_all_results(model)
+        kernels: Counter[str] = Counter()
         if manager.device.type == "cpu":
             unfuse_for_cpu(model)
+            info, kernels = replace_kernels(
+                model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())
+            )
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
         if self.memory is not None and ort_compat.has_gradients(model):
             with self._timed("memory plan"):
@@ -409,6 +417,7 @@ class GraphBuilder:
             nodes=len(model.graph.node),
             python_ops=sum(node.op_type == "PythonOp" for node in model.graph.node),
             memory=decision,
+            kernels=kernels,
         )
 
     def _recomputed(
@@ -479,8 +488,11 @@ class GraphBuilder:
     ) -> tuple:
         """Return the executor of the collectives, the graph with them, and the gradient of the trigger."""
         gather_reduce.register(ort_compat.register_function)
-        store = DeepSpeedParameters() if plan.gathers_weights else PlainParameters()
-        executor = gather_reduce.CollectiveExecutor(plan, parameters, store, self.prefetch_elements, self.sums)
+        memory = None
+        if plan.gathers_weights and self.manager.device.type == "cpu":
+            memory = GatherMemory(slab_of(self.module), len(plan.gathers()))
+        store = DeepSpeedParameters(memory and memory.take) if plan.gathers_weights else PlainParameters()
+        executor = gather_reduce.CollectiveExecutor(plan, parameters, store, self.prefetch_elements, self.sums, memory)
         if plan.gathers_weights:
             in_torch = {name for node in model.graph.node if node.op_type == "PythonOp" for name in node.input}
             executor.weights_read_in_torch = frozenset(in_torch & set(plan.weights))

@@ -103,7 +103,11 @@ def _graphs_of(
         else [],
         "inputs": len(current.info.onnx_graph_input_names) if current else 0,
         "seconds": round(built[-1].seconds, 3) if built else 0.0,
+        "kernels": dict(sorted(current.kernels.items())) if current else {},
         "bridge": current.bridge if current else None,
+        "gather_memory": current.executor.memory.status()
+        if current and current.executor is not None and current.executor.memory is not None
+        else None,
         "runs": dict(runs),
         **{name: counts[name] for name in ("gathers", "gathered_elements", "reduces")},
     }

@@ -36,7 +36,7 @@ OF_PYTHON = frozenset({"_asdict", "_fields", "_make", "_replace"})
 """Public in spite of the underscore: those of named tuples."""
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
 PUBLIC_IN_DISTRIBUTED = {"all_gather"}
-SPLIT = {"runtime": {"guards", "export", "operators", "zero3", "export_cache", "built_graph"},
+SPLIT = {"runtime": {"guards", "export", "operators", "kernels", "zero3", "export_cache", "built_graph"},
          "statistics": {"collect", "compare"}}  # fmt: skip
 """Packages in which a module or a package below stands for itself; the package's own name means the rest of it."""
 ALLOWED: dict[str, set[str]] = {
@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "onnx_edit": {"errors"},
     # ZeRO-3 in PyTorch, and in a graph of ONNX Runtime
     "zero3_hooks": {"compat", "utils"},
+    "runtime.kernels": {"compat", "onnx_edit"},
     "runtime.zero3": {"compat", "errors", "onnx_edit", "utils"},
     # what users collect, and how two runs are compared
     "statistics": {"errors", "utils"},
@@ -70,8 +71,8 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.export_cache": {"compat", "env", "errors", "log", "runtime.built_graph", "runtime.export",
                              "runtime.guards", "runtime.operators", "utils"},
     "runtime": {"compat", "config", "distributed", "env", "errors", "log", "recompute", "runtime.built_graph",
-                "runtime.export", "runtime.export_cache", "runtime.guards", "runtime.operators", "runtime.zero3",
-                "statistics.collect", "utils", "zero3_hooks"},
+                "runtime.export", "runtime.export_cache", "runtime.guards", "runtime.kernels", "runtime.operators",
+                "runtime.zero3", "statistics.collect", "utils", "zero3_hooks"},
     # what connects all this to DeepSpeed and to users
     "plugin": {"checkpoint", "compat", "config", "distributed", "env", "errors", "log", "recompute", "runtime",
                "runtime.operators", "runtime.zero3", "statistics.collect", "utils", "zero3_hooks"},
@@ -82,7 +83,8 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"__init__", "checkpoint", "compat", "distributed", "doctor", "env", "errors", "masking", "recompute",
             "statistics", "statistics.compare", "utils"},
     "__main__": {"cli"},
-    "testing": {"compat", "distributed", "errors", "plugin", "recompute", "runtime", "runtime.zero3", "utils"},
+    "testing": {"compat", "distributed", "errors", "plugin", "recompute", "runtime", "runtime.kernels", "runtime.zero3",
+                "utils"},
 }  # fmt: skip
 """What each package may import, at module level or later. No way leads back, and every entry is in use."""
 

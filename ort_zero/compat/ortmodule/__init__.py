@@ -7,7 +7,7 @@ site-packages is edited.
 """
 
 from ort_zero.compat.ortmodule.functions import onnx_type, register_function, with_all_gradients
-from ort_zero.compat.ortmodule.loading import import_ortmodule, is_ortmodule
+from ort_zero.compat.ortmodule.loading import import_ortmodule, is_ortmodule, run_aten_nodes
 from ort_zero.compat.ortmodule.manager import Manager
 from ort_zero.compat.ortmodule.patches import patches, symbolic_patches
 from ort_zero.compat.ortmodule.runner import ModelRunner, running
@@ -31,6 +31,7 @@ __all__ = [
     "onnx_type",
     "patches",
     "register_function",
+    "run_aten_nodes",
     "running",
     "symbolic_patches",
     "with_all_gradients",

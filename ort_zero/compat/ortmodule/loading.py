@@ -53,6 +53,16 @@ def _import() -> Any:
     return package
 
 
+def run_aten_nodes() -> None:
+    """Let every session of the process run ATen nodes, also one that belongs to no ORTModule."""
+    import_ortmodule()
+    from onnxruntime.training.ortmodule.torch_cpp_extensions.cpu.aten_op_executor import (
+        load_aten_op_executor_cpp_extension,
+    )
+
+    load_aten_op_executor_cpp_extension()
+
+
 def is_ortmodule(obj: Any) -> bool:
     """Return True if `obj` is an ORTModule; imports nothing."""
     return _package is not None and isinstance(obj, _package.ORTModule)

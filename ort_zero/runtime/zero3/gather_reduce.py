@@ -19,6 +19,7 @@ from ort_zero.compat.deepspeed_parameters import number_of
 from ort_zero.onnx_edit.python_op import register_once
 from ort_zero.runtime.zero3 import gathered_weights
 from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Gather, Phase, Reduce
+from ort_zero.runtime.zero3.gather_memory import GatherMemory
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.runtime.zero3.node_names import GATHER_FUNCTION, REDUCE_FUNCTION
 from ort_zero.runtime.zero3.parameter_store import GradientStore, ParameterStore
@@ -70,6 +71,7 @@ class CollectiveExecutor:
         store: gathers and reduces them; if the plan gathers nothing it only has to take gradients.
         prefetch_elements: how many elements may be gathered ahead of their use, within one phase.
         sums: shared by the executors of one model; a loss may hang on runs of several of its graphs.
+        memory: from which `store` takes what it gathers; None if that is not planned.
     """
 
     def __init__(
@@ -79,7 +81,9 @@ class CollectiveExecutor:
         store: ParameterStore | GradientStore,
         prefetch_elements: int = 0,
         sums: GradientSums | None = None,
+        memory: GatherMemory | None = None,
     ):
+        self.memory = memory
         self.number = next(_numbers)
         self.plan = plan
         # of a store that only takes gradients nothing else is asked: its plan gathers nothing
@@ -122,7 +126,11 @@ class CollectiveExecutor:
         parameters = self._parameters[index]
         sequence, at = self._position[index]
         if at == 0:
+            if self.memory is not None:
+                self.memory.begin_phase(forward=event.phase is Phase.FORWARD)
             self.drain()
+        if self.memory is not None:
+            self.memory.begin_event(index)
         mine: list[Any] = []
         try:
             mine += self._finish(index)
@@ -147,6 +155,8 @@ class CollectiveExecutor:
     def gather_again(self, parameters: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Return the full weights of `parameters`, outside of the plan's events. All ranks must call this."""
         mine: list[Any] = []
+        if self.memory is not None:
+            self.memory.begin_event(None)
         try:
             self._gather_missing(parameters, mine)
             return tuple(parameter.data.detach() for parameter in parameters)

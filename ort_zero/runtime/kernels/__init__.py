@@ -1,0 +1,1 @@
+"""Chooses the faster kernel for each node of a built gradient graph."""

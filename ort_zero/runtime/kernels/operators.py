@@ -1,0 +1,124 @@
+"""Operators of our own for ATen nodes, made of PyTorch's, which choose their vector code when the program runs.
+
+ORT's executor of ATen nodes cannot pass strings, and PyTorch has no cross entropy that keeps neither the
+log-probabilities nor their gradient; for these there is an operator here. All work on float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+NAMESPACE = "ort_zero_kernels"
+_BLOCK = 1 << 17
+"""Number of logits of which one thread computes the softmax before it goes on: 512 KiB stay in a core's cache."""
+
+_SCHEMAS = (
+    "gelu_tanh_backward(Tensor grad, Tensor x) -> Tensor",
+    "bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> Tensor",
+    "bias_gelu_tanh_backward(Tensor grad, Tensor x, Tensor bias) -> Tensor",
+    "cross_entropy(Tensor logits, Tensor labels, int ignored, bool mean) -> (Tensor, Tensor)",
+    "cross_entropy_backward(Tensor grad, Tensor logits, Tensor labels, Tensor scale, Tensor? other, int ignored)"
+    " -> Tensor",
+)
+
+
+def gelu_tanh_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of GELU in its tanh form at `x`."""
+    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+
+
+def bias_gelu_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of GELU at `x` + `bias`."""
+    return torch.ops.aten.gelu_backward(grad, x + bias)
+
+
+def bias_gelu_tanh_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of GELU in its tanh form at `x` + `bias`."""
+    return torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
+
+
+def cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, ignored: int, mean: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss, and the factor of a row in its gradient; nothing of the size of `logits` is kept.
+
+    Args:
+        logits: [rows, classes].
+        labels: [rows], integers.
+        ignored: the label of a row that has none.
+        mean: divide by the number of labels; else the loss is their sum.
+
+    Raises:
+        RuntimeError: a label is no class.
+    """
+    rows, classes = logits.shape
+    labels = labels.long()
+    counts = labels != ignored
+    picked = torch.where(counts, labels, 0).unsqueeze(1)
+    chosen = logits.new_empty(rows, 1)
+    size = _rows_at_once(classes)
+    scratch = logits.new_empty(min(size, rows), classes)
+    for at in range(0, rows, size):
+        part = logits[at : at + size]
+        probabilities = torch.log_softmax(part, 1, out=scratch[: part.shape[0]])
+        torch.gather(probabilities, 1, picked[at : at + size], out=chosen[at : at + size])
+    loss = torch.where(counts, chosen.squeeze(1), 0.0).sum(dtype=torch.float64).neg_()
+    scale = counts.sum().double().reciprocal_() if mean else torch.ones((), dtype=torch.float64)
+    return (loss * scale).float(), scale.float()
+
+
+def cross_entropy_backward(
+    grad: torch.Tensor,
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    scale: torch.Tensor,
+    other: torch.Tensor | None,
+    ignored: int,
+) -> torch.Tensor:
+    """Return the gradient of the logits.
+
+    Args:
+        grad: gradient of the loss, one element.
+        logits: [rows, classes].
+        labels: [rows], integers.
+        scale: factor of a row, see :func:`cross_entropy`.
+        other: gradient of the logits from elsewhere, to be added; one element stands for none.
+        ignored: the label of a row that has none.
+    """
+    rows, classes = logits.shape
+    labels = labels.long()
+    counts = labels != ignored
+    # a mean over no label at all: its factor is infinite, and no row has a gradient
+    factors = torch.where(counts, grad.reshape(()) * scale.reshape(()), 0.0).unsqueeze(1)
+    picked = torch.where(counts, labels, 0).unsqueeze(1)
+    result = torch.empty_like(logits)
+    added = None if other is None or other.numel() != logits.numel() else other.reshape(logits.shape)
+    size = _rows_at_once(classes)
+    for at in range(0, rows, size):
+        part, factor = logits[at : at + size], factors[at : at + size]
+        out = torch.softmax(part, 1, out=result[at : at + size])
+        out.mul_(factor).scatter_add_(1, picked[at : at + size], factor.neg())
+        if added is not None:
+            out.add_(added[at : at + size])
+    return result
+
+
+def _rows_at_once(classes: int) -> int:
+    return max(1, _BLOCK * torch.get_num_threads() // max(classes, 1))
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "DEF")
+    for schema in _SCHEMAS:
+        name = schema.partition("(")[0]
+        library.define(schema)
+        library.impl(name, globals()[name], "CPU")
+    return library
+
+
+def register() -> None:
+    """Let PyTorch, and so ORT's executor of ATen nodes, know the operators; once in a process."""
+    _library()

@@ -1,0 +1,127 @@
+"""Graphs of one or two nodes that the table of kernels replaces, for the parity tests and the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from ort_zero.compat.ortmodule import GraphInfo
+from ort_zero.runtime.kernels.replace import replace_kernels
+
+_MS = "com.microsoft"
+_NO_INFO = GraphInfo(
+    user_output_names=[],
+    output_grad_indices_non_differentiable=[],
+    output_grad_indices_require_full_shape=[],
+    module_output_indices_requires_save_for_backward=[],
+    frontier_node_arg_map={},
+    cached_node_arg_names=[],
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCase:
+    """A graph that holds what one entry of the table replaces, and values for its inputs."""
+
+    entry: str
+    label: str
+    model: onnx.ModelProto
+    feeds: dict[str, np.ndarray]
+
+    def replaced(self) -> onnx.ModelProto:
+        """Return the graph with the kernels of the table, whatever the processor is.
+
+        Raises:
+            ValueError: the entry replaces nothing in it.
+        """
+        model = onnx.ModelProto.FromString(self.model.SerializeToString())
+        _, counts = replace_kernels(model, _NO_INFO, frozenset((self.entry,)))
+        if not counts[self.entry]:
+            raise ValueError(f"{self.label}: nothing was replaced by {self.entry}")
+        return model
+
+
+def kernel_cases(rows: int = 512, width: int = 256, classes: int = 8000, seed: int = 0) -> Iterator[KernelCase]:
+    """Yield a case for each operator and form that the table takes.
+
+    Args:
+        rows: number of tokens.
+        width: size of a hidden state; that of an MLP is four times as large.
+        classes: number of classes of the cross entropy.
+        seed: of the values.
+    """
+    random = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, dtype=np.float32)
+
+    wide = 4 * width
+    for operator in ("FastGeluGrad", "GeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX"):
+        feeds = {"dy": normal(rows, wide), "x": 3 * normal(rows, wide)}
+        if operator.startswith("Bias"):
+            feeds["bias"] = normal(wide)
+        node = helper.make_node(operator, list(feeds), ["dx"], operator, domain=_MS)
+        yield _case("gelu_gradient", operator, [node], feeds, {"dx": [rows, wide]})
+    yield _layer_norm(normal, rows, width)
+    for m, n in ((width, width), (width, wide), (wide, width), (classes, width)):
+        feeds = {"a": normal(rows, m), "b": normal(rows, n)}
+        product = helper.make_node("Gemm", ["a", "b"], ["product"], "product", transA=1)
+        yield _case("weight_gradient", f"Gemm [{m}, {n}]", [product], feeds, {"product": [m, n]})
+    swap = helper.make_node("Transpose", ["product"], ["swapped"], "swap", perm=[1, 0])
+    feeds = {"a": normal(rows, wide), "b": normal(rows, width)}
+    product = helper.make_node("Gemm", ["a", "b"], ["product"], "product", transA=1)
+    yield _case("weight_gradient", f"Gemm, Transpose [{width}, {wide}]", [product, swap], feeds,
+                {"swapped": [width, wide]})  # fmt: skip
+    for reduction in ("mean", "sum"):
+        for ignored in (0.0, 0.5):
+            yield _cross_entropy(random, normal, rows, classes, reduction, ignored)
+
+
+def _layer_norm(normal, rows: int, width: int) -> KernelCase:
+    x = normal(rows, width)
+    mean = x.mean(1, keepdims=True)
+    feeds = {
+        "dy": normal(rows, width), "x": x, "scale": normal(width), "mean": mean,
+        "deviation": 1 / np.sqrt(x.var(1, keepdims=True) + 1e-5),
+    }  # fmt: skip
+    node = helper.make_node("LayerNormalizationGrad", list(feeds), ["dx", "dscale", "dbias"], "norm", domain=_MS)
+    shapes = {"dx": [rows, width], "dscale": [width], "dbias": [width]}
+    return _case("layer_norm_gradient", "LayerNormalizationGrad", [node], feeds, shapes)
+
+
+def _cross_entropy(random, normal, rows: int, classes: int, reduction: str, ignored: float) -> KernelCase:
+    labels = random.integers(0, classes, rows)
+    labels[random.random(rows) < ignored] = -100
+    feeds = {"logits": 2 * normal(rows, classes), "labels": labels, "grad": np.float32([1.5]).reshape(())}
+    ignore = helper.make_node("Constant", [], ["ignore"], "ignore", value=numpy_helper.from_array(np.array(-100)))
+    loss = helper.make_node("SoftmaxCrossEntropyLossInternal", ["logits", "labels", "", "ignore"], ["loss", "log"],
+                            "loss", domain=_MS, reduction=reduction, output_type=TensorProto.FLOAT)  # fmt: skip
+    gradient = helper.make_node("SoftmaxCrossEntropyLossInternalGrad", ["grad", "log", "labels", "", "ignore"],
+                                ["dlogits"], "gradient", domain=_MS, reduction=reduction,
+                                output_type=TensorProto.FLOAT)  # fmt: skip
+    label = f"cross entropy, {reduction}, {1 - ignored:.0%} labels"
+    shapes = {"loss": [], "dlogits": [rows, classes]}
+    return _case("cross_entropy", label, [ignore, loss, gradient], feeds, shapes)
+
+
+def _case(
+    entry: str,
+    label: str,
+    nodes: list[onnx.NodeProto],
+    feeds: dict[str, np.ndarray],
+    results: dict[str, list[int]],
+) -> KernelCase:
+    inputs = [
+        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+        for name, value in feeds.items()
+    ]
+    outputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in results.items()]
+    graph = helper.make_graph(nodes, "case", inputs, outputs)
+    versions = [("", 14), (_MS, 1), ("org.pytorch.aten", 1)]
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid(*version) for version in versions])
+    model.ir_version = 8
+    return KernelCase(entry, label, model, feeds)

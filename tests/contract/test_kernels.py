@@ -1,0 +1,120 @@
+"""Kernels that stand in for ORT's in a gradient graph: equal to ORT's, and to PyTorch in models."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from models import BATCH, SEQ, VOCAB, build
+from torch import nn
+from torch.nn import functional as F
+
+from ort_zero import config
+from ort_zero.compat.ortmodule import run_aten_nodes
+from ort_zero.plugin.wrap import wrap_model
+from ort_zero.runtime.kernels import operators
+from ort_zero.runtime.kernels.table import TABLE, chosen
+from ort_zero.testing.kernel_cases import KernelCase, kernel_cases
+
+CASES = {case.label: case for case in kernel_cases(rows=37, width=24, classes=131)}
+
+
+def results(case: KernelCase, model) -> list[np.ndarray]:
+    run_aten_nodes()
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, case.feeds)
+
+
+def test_every_entry_has_a_case():
+    assert {case.entry for case in CASES.values()} == {entry.name for entry in TABLE}
+    taken = {node.op_type for case in CASES.values() for node in case.model.graph.node}
+    assert {operator for entry in TABLE for operator in entry.operators} <= taken
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_a_kernel_computes_what_that_of_ort_computes(label):
+    case = CASES[label]
+    replaced = case.replaced()
+    gone = {operator for entry in TABLE if entry.name == case.entry for operator in entry.operators}
+    assert not gone & {node.op_type for node in replaced.graph.node}
+    for ours, theirs in zip(results(case, replaced), results(case, case.model), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_cross_entropy_without_any_label_and_with_one_that_is_no_class():
+    logits = torch.randn(5, 7)
+    labels = torch.full((5,), -100)
+    loss, scale = operators.cross_entropy(logits, labels, -100, True)
+    assert loss.isnan() and F.cross_entropy(logits, labels).isnan()
+    assert not operators.cross_entropy_backward(torch.ones(()), logits, labels, scale, None, -100).any()
+    labels[2] = 7
+    with pytest.raises((IndexError, RuntimeError)):
+        operators.cross_entropy(logits, labels, -100, True)
+
+
+def test_the_processor_and_the_configuration_choose():
+    every = {entry.name for entry in TABLE}
+    assert chosen([], "AVX2") == every
+    assert chosen([], "AVX512") == every - {"weight_gradient"} == chosen([], "DEFAULT")
+    assert chosen(["gelu*", "cross_entropy"], "AVX512") == {"layer_norm_gradient"}
+    assert chosen(["*"], "AVX2") == frozenset()
+
+
+def wrap(module: nn.Module, **section):
+    reference = copy.deepcopy(module)
+    return *wrap_model(module, config.OrtModuleConfig(**section), 0), reference
+
+
+def compare(wrapped: nn.Module, reference: nn.Module, inputs: dict, loss_of=lambda result: result.loss) -> None:
+    ours, theirs = loss_of(wrapped(**inputs)), loss_of(reference(**inputs))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for module, loss in ((wrapped, ours), (reference, theirs)):
+        module.zero_grad()
+        loss.backward()
+    for ours, theirs in zip(wrapped.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def tokens(seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, ::2] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def both(result):
+    return result.loss + 0.1 * result.logits.square().mean()
+
+
+@pytest.mark.parametrize("name", ["gpt2_eager", "bert"])
+def test_models_whose_loss_reads_the_logits_too_or_does_not(name):
+    runtime, wrapped, reference = wrap(build(name))
+    compare(wrapped, reference, tokens(0))
+    compare(wrapped, reference, tokens(1), both)
+    compare(wrapped, reference, tokens(2), lambda result: result.logits.square().mean())
+    compare(wrapped, reference, tokens(3))
+    status = runtime.status()
+    assert (status["backend"], status["fallbacks"]) == ("onnxruntime", 0)
+    assert status["graphs"]["training"]["kernels"].keys() == chosen([], torch.backends.cpu.get_cpu_capability()) - (
+        {"weight_gradient"} if name == "bert" else set()
+    )
+    assert status["graphs"]["training"]["kernels"]["cross_entropy"] == 2
+    # nobody fills a tensor of the logits' size with zeros for a gradient that nobody gives
+    assert 1 not in runtime.modes[True].current.session.info.output_grad_indices_require_full_shape
+
+
+def test_every_kernel_of_ort_can_be_kept():
+    runtime, wrapped, reference = wrap(build("gpt2_eager"), ort_kernels=["*"])
+    compare(wrapped, reference, tokens(0))
+    assert runtime.status()["graphs"]["training"]["kernels"] == {}
+    assert 1 in runtime.modes[True].current.session.info.output_grad_indices_require_full_shape
+    runtime, wrapped, reference = wrap(build("gpt2_eager"), ort_kernels=["cross_entropy"])
+    compare(wrapped, reference, tokens(0))
+    assert "cross_entropy" not in runtime.status()["graphs"]["training"]["kernels"]
+    assert runtime.status()["graphs"]["training"]["kernels"]["gelu_gradient"] > 0
