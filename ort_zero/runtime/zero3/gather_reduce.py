@@ -23,6 +23,7 @@ from ort_zero.runtime.zero3.gather_memory import GatherMemory
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.runtime.zero3.node_names import GATHER_FUNCTION, REDUCE_FUNCTION
 from ort_zero.runtime.zero3.parameter_store import GradientStore, ParameterStore
+from ort_zero.utils.heap import Heap
 
 BUCKET_ELEMENTS = 1 << 20
 """Maximum number of elements of a collective that small gathers started ahead share; a larger gather has its own."""
@@ -30,6 +31,8 @@ BUCKET_ELEMENTS = 1 << 20
 executors: weakref.WeakValueDictionary[int, CollectiveExecutor] = weakref.WeakValueDictionary()
 """The executors that some graph still holds, by their number."""
 _numbers = itertools.count()
+heap = Heap()
+"""The heap of this process, which gathers and gradients outside of ORT's arena would let grow."""
 
 
 @dataclass(slots=True)
@@ -109,6 +112,7 @@ class CollectiveExecutor:
 
     def new_trigger(self, device: Any) -> torch.Tensor:
         """Return the trigger of a run that starts now; it requires grad, so that autograd calls the run's backward."""
+        heap.check()
         trigger = torch.zeros(1, device=device).requires_grad_()
         if self._reduced and torch.is_grad_enabled():
             self.sums.expect_backward(
