@@ -11,6 +11,8 @@ from __future__ import annotations
 import posixpath
 import re
 
+from ort_zero.errors import CheckpointError
+
 CONFIG_FILES = (
     "config.json",
     "generation_config.json",
@@ -59,6 +61,10 @@ CONFIG_FILES = (
 """The names of the files that may lie beside the weights, in the order in which reports name them."""
 _VOCABULARIES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.(spm|tiktoken)")
 
+_LONGEST_TAG = 4096
+_MOST_SHOWN = 200
+"""Maximum number of characters of a strange name in a message."""
+
 
 def is_config_name(name: str) -> bool:
     """Return True if a checkpoint may bring a file of this name: :data:`CONFIG_FILES`, ``*.spm``, ``*.tiktoken``."""
@@ -66,10 +72,23 @@ def is_config_name(name: str) -> bool:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return True if `name` is the name of a file within one folder: no separator, not ``..``, no NUL character."""
+    """Return True if `name` is the name of a file within one folder: no separator, not ``..``, printable."""
     return (
         isinstance(name, str)
         and name == posixpath.basename(name)
         and name not in ("", ".", "..")
-        and not any(character in name for character in "\\\0")
+        and "\\" not in name
+        and name.isprintable()
     )
+
+
+def check_tag(tag: str) -> None:
+    """Refuse a tag that does not name a folder inside the folder of checkpoints.
+
+    Raises:
+        CheckpointError: it is empty, absolute, leads outside, or holds what cannot be shown.
+    """
+    if not tag or tag.startswith("/") or ".." in tag.split("/"):
+        raise CheckpointError(f"the tag {tag[:_MOST_SHOWN]!r} leads out of the folder of checkpoints")
+    if not tag.isprintable() or len(tag) > _LONGEST_TAG:
+        raise CheckpointError(f"the tag {tag[:_MOST_SHOWN]!r} cannot be the name of a folder")

@@ -17,7 +17,7 @@ from ort_zero.checkpoint.config_files import keep_beside
 from ort_zero.checkpoint.records import WEIGHT, File, Tensor
 from ort_zero.checkpoint.shard_writer import ShardEntry, WrittenPiece, write_shard
 from ort_zero.checkpoint.storage import Folder, open_folder
-from ort_zero.checkpoint.zero_to_fp32 import write_script
+from ort_zero.checkpoint.zero_to_fp32 import SCRIPT_NAME, write_script
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
@@ -192,8 +192,12 @@ def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: in
     keep_beside(open_folder(job.path), folder, job.model.config, job.save_id)
     folder.write(manifest.NAME, content, job.save_id, durable=job.durable)
     _remove_left_overs(folder, {file.name for file in document.files})
+    run = open_folder(job.path)
+    for name in run.names():  # what saves that were killed left of files beside the tags
+        if name.startswith((f".{manifest.LATEST}.", f".{SCRIPT_NAME}.")) and name.endswith(PARTIAL):
+            run.remove(name)
     if job.save_latest:
-        open_folder(job.path).write(manifest.LATEST, job.tag.encode(), job.save_id, durable=job.durable)
+        run.write(manifest.LATEST, job.tag.encode(), job.save_id, durable=job.durable)
 
 
 def _tensors(model: Model, written: list[WrittenPiece]) -> list[Tensor]:

@@ -6,11 +6,16 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ort_zero.checkpoint import json_text
 from ort_zero.checkpoint.records import MASTER, MOST_NAMED, Optimizer, Source
 from ort_zero.utils.text import shortened
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.manifest_schema import Manifest
+
+
+_FINITE = frozenset(("lr", "initial_lr", "eps", "weight_decay", "betas", "momentum", "dampening", "alpha"))
+"""Hyper-parameters that are finite in every optimizer."""
 
 
 def incomplete(manifest: Manifest, source: Source) -> Iterator[str]:
@@ -26,6 +31,9 @@ def incomplete(manifest: Manifest, source: Source) -> Iterator[str]:
         if not any(name.startswith(start) and name.endswith(".json") for name in names):
             yield f"it lists no extra file of rank {rank}, of {manifest.world_size} ranks"
             break
+    for name, text in manifest.config.items():
+        if name.endswith(".json") and not _is_json(text):
+            yield f"its {name} is no JSON"
     stored = source.weights()
     if not stored:
         yield "it lists no weights"
@@ -39,6 +47,14 @@ def incomplete(manifest: Manifest, source: Source) -> Iterator[str]:
         yield f"it lacks the frozen parameters {shortened(sorted(lost), MOST_NAMED)}"
     if source.optimizer is not None:
         yield from _incomplete_optimizer(source, source.optimizer)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json_text.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _incomplete_optimizer(source: Source, optimizer: Optimizer) -> Iterator[str]:
@@ -62,6 +78,11 @@ def _incomplete_optimizer(source: Source, optimizer: Optimizer) -> Iterator[str]
         short = sorted(name for name in own & masters.keys() if states.get(name, set()) != wanted)
         if short:
             yield f"parameter group {index} lacks optimizer states of {shortened(short, MOST_NAMED)}"
+        for key in _FINITE & group.options.keys():
+            value = group.options[key]
+            odd = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, float)]
+            if not all(map(math.isfinite, odd)):
+                yield f"{key} of parameter group {index} cannot be {value}"
         grouped |= own
     alone = sorted(masters.keys() - grouped)
     if alone and optimizer.groups:

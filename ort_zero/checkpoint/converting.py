@@ -12,16 +12,18 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ort_zero.checkpoint import convert_deepspeed, convert_ours, convert_universal, manifest
+from ort_zero.checkpoint.allowed_names import check_tag
 from ort_zero.checkpoint.checked_reads import check_records_of
 from ort_zero.checkpoint.conversion import Conversion, Wanted
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.dtypes import CHOICES, wanted
-from ort_zero.checkpoint.opening import format_in, open_checkpoint
+from ort_zero.checkpoint.finding import open_found
+from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.records import MOST_NAMED, Source
 from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder
 from ort_zero.distributed.process_group import RankGroup
@@ -77,6 +79,7 @@ def convert(
     sub_group_size: int = SUB_GROUP_SIZE,
     overwrite: bool = False,
     trust_pickle: bool = False,
+    tp_split: Sequence[str] = (),
     ranks: RankGroup | None = None,
     progress: bool = True,
 ) -> ConvertReport:
@@ -96,6 +99,7 @@ def convert(
         sub_group_size: DeepSpeed's option of that name, of the run that is to load a checkpoint of ZeRO-3.
         overwrite: replace a checkpoint of that tag.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
         ranks: ranks that share the files; all must call.
         progress: show a bar on a terminal.
 
@@ -109,7 +113,9 @@ def convert(
     prepared: Any = None
     with ranks.raise_on_all("preparing the conversion"):
         if ranks.rank == 0:
-            source = open_checkpoint(os.fspath(src), tag, trust_pickle)
+            source = open_found(os.fspath(src), tag, trust_pickle, tp_split)
+            if not source.weights():
+                raise CheckpointError(f"{source.root} holds no weights, so there is nothing to convert")
             choices = _choices(source, to, world_size, stage, dtype, sub_group_size)
             place = open_folder(dst).child(choices.tag)
             _refuse_place(place, source, overwrite)
@@ -173,7 +179,7 @@ def _choices(
     if not least <= number <= 3:
         raise CheckpointError(f"ZeRO-{number} cannot be written in the format {to}; give a stage from {least} to 3")
     tag = source.tag.rstrip("/").rpartition("/")[2]
-    manifest.check_tag(tag)
+    check_tag(tag)
     code = wanted(dtype, source.dtype or "F32")
     token = uuid.uuid4().hex[:16]
     return Wanted(to=to, world_size=size, stage=number, dtype=code, sub_group_size=sub_group_size, tag=tag, token=token)
@@ -209,9 +215,11 @@ def _make_target(parent: Folder, place: Folder, choices: Wanted) -> str:
         place.make()
         return place.url
     parent.make()
-    for name in parent.names():  # what runs that were killed have left
-        if re.fullmatch(rf"\.{re.escape(choices.tag)}\.[0-9a-f]{{16}}{re.escape(PARTIAL)}", name):
-            shutil.rmtree(parent.path(name), ignore_errors=True)
+    left = rf"\.({re.escape(choices.tag)}|latest|latest_universal)\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
+    for name in parent.names():  # of runs that were killed
+        if re.fullmatch(left, name):
+            path = parent.path(name)
+            shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else parent.remove(name)
     hidden = parent.child(f".{choices.tag}.{choices.token}{PARTIAL}")
     hidden.make()
     return hidden.url

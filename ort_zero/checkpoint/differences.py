@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -138,6 +138,7 @@ def diff(
     atol: float = 0.0,
     rtol: float = 0.0,
     trust_pickle: bool = False,
+    tp_split: Sequence[str] = (),
     progress: bool = True,
 ) -> DiffReport:
     """Return the tensors in which two checkpoints or models differ. Nothing is written.
@@ -153,6 +154,7 @@ def diff(
         atol: absolute distance up to which two values are the same.
         rtol: distance relative to the value in `b` that is added to it.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
         progress: show a bar, if stderr is a terminal.
 
     Raises:
@@ -162,7 +164,7 @@ def diff(
     if what is not None and what not in WHAT:
         raise CheckpointError(f"what is {what!r}, choose from {', '.join(WHAT)}")
     started = time.perf_counter()
-    sources = [open_any(os.fspath(path), tag, trust_pickle) for path, tag in ((a, tag_a), (b, tag_b))]
+    sources = [open_any(os.fspath(path), tag, trust_pickle, tp_split) for path, tag in ((a, tag_a), (b, tag_b))]
     holding = [source for source in sources if any(t.is_optimizer_state for t in source.tensors)]
     notes = [masked(note) for source in sources for note in source.notes]
     if what == "weights+optimizer" and len(holding) < 2:
@@ -194,7 +196,7 @@ def diff(
     )
 
 
-def open_any(path: str, tag: str | None = None, trust_pickle: bool = False) -> Source:
+def open_any(path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
     """Return the checkpoint or the model of safetensors at `path`.
 
     A folder that holds both, as the Trainer's ``checkpoint-N`` does, stands for its checkpoint.
@@ -203,6 +205,7 @@ def open_any(path: str, tag: str | None = None, trust_pickle: bool = False) -> S
         path: folder, file of safetensors, or fsspec URL.
         tag: which checkpoint of several.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
 
     Raises:
         CheckpointError: neither is there, or it cannot be read.
@@ -215,7 +218,7 @@ def open_any(path: str, tag: str | None = None, trust_pickle: bool = False) -> S
             is_model = safetensors_files.are_in(folder)
         if is_model:
             return safetensors_files.open_safetensors(path)
-    return open_found(path, tag, trust_pickle)
+    return open_found(path, tag, trust_pickle, tp_split)
 
 
 def _matched(one: _Side, other: _Side) -> tuple[list[tuple[str, Tensor, Tensor]], list[str], list[str]]:

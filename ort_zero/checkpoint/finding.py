@@ -78,30 +78,34 @@ def checkpoints_below(folder: Folder, depth: int = MAX_DEPTH, name: str = "") ->
         depth: how many folders deep.
         name: path of `folder` from where the search began.
     """
-    found = format_in(folder)
-    has_shards = any(_OF_INTERRUPTED_SAVE.fullmatch(entry) for entry in folder.names())
+    try:
+        found, entries = format_in(folder), folder.names()
+    except CheckpointError:  # of somebody else's folder nobody knows what is in it
+        return
+    has_shards = any(_OF_INTERRUPTED_SAVE.fullmatch(entry) for entry in entries)
     if found == "ort_zero" and not has_shards and not _is_manifest(folder):
         found = None  # many programs write a file of that name
     if found or has_shards:
-        yield Candidate(folder, name or folder.url.rsplit("/", 1)[-1], found)
+        yield Candidate(folder, name or folder.name, found)
     elif depth:
         for child in sorted(folder.folders(), key=_by_numbers):
             if not child.startswith("."):
                 yield from checkpoints_below(folder.child(child), depth - 1, f"{name}/{child}".lstrip("/"))
 
 
-def condition_of(candidate: Candidate, trust_pickle: bool = False) -> Condition:
+def condition_of(candidate: Candidate, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Condition:
     """Return whether a checkpoint is whole as far as its manifest, headers and sizes tell.
 
     Args:
         candidate: the checkpoint.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors.
     """
     folder = candidate.folder
     if candidate.format is None:
         return Condition(source=None, whole=False, reason=f"no {manifest.NAME}: the save was interrupted")
     try:
-        source = open_checkpoint(folder.url, trust_pickle=trust_pickle)
+        source = open_checkpoint(folder.url, trust_pickle=trust_pickle, tp_split=tp_split)
         wrong = _wrong_size(source, folder)
         if wrong:
             return Condition(source=source, whole=False, reason=wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ort_zero.checkpoint import manifest
@@ -41,28 +42,31 @@ class ListedCheckpoint:
     """Why it is not whole."""
 
 
-def list_checkpoints(path: str | os.PathLike, trust_pickle: bool = False) -> tuple[ListedCheckpoint, ...]:
+def list_checkpoints(
+    path: str | os.PathLike, trust_pickle: bool = False, tp_split: Sequence[str] = ()
+) -> tuple[ListedCheckpoint, ...]:
     """Return the checkpoints in `path` and in the folders in it; no tensor is read.
 
     Args:
         path: folder or fsspec URL: of runs, of one run, of checkpoints, or of one.
         trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
 
     Raises:
         CheckpointError: there is none.
     """
     folder = open_folder(path)
     now = time.time()
-    found = tuple(_listed(candidate, now, trust_pickle) for candidate in checkpoints_below(folder))
+    found = tuple(_listed(candidate, now, trust_pickle, tp_split) for candidate in checkpoints_below(folder))
     if not found:
         missing = "does not exist or is empty" if not folder.names() else "holds no checkpoint, nor do folders in it"
         raise CheckpointError(f"{folder.path()} {missing}")
     return found
 
 
-def _listed(candidate: Candidate, now: float, trust_pickle: bool) -> ListedCheckpoint:
+def _listed(candidate: Candidate, now: float, trust_pickle: bool, tp_split: Sequence[str]) -> ListedCheckpoint:
     folder = candidate.folder
-    condition = condition_of(candidate, trust_pickle)
+    condition = condition_of(candidate, trust_pickle, tp_split)
     source = condition.source
     names = [name for name in folder.names() if folder.exists(name)]
     times = [at for name in names if (at := folder.modified(name)) is not None]

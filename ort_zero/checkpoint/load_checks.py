@@ -10,7 +10,7 @@ import torch
 
 from ort_zero import log
 from ort_zero.checkpoint.records import Source
-from ort_zero.checkpoint.training_state import MOST_STEPS
+from ort_zero.checkpoint.shard_checks import MOST_STEPS
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened

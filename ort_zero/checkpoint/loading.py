@@ -6,6 +6,7 @@ have everything and nothing is wrong with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ort_zero import log
@@ -51,6 +52,7 @@ def load(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     trust_pickle: bool = False,
+    tp_split: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any]]:
     """Put a checkpoint of ours or of DeepSpeed's into `engine`. All ranks must call.
 
@@ -67,6 +69,7 @@ def load(
         load_lr_scheduler_states: the scheduler's state too.
         load_module_only: weights and buffers, nothing else.
         trust_pickle: unpickle whatever DeepSpeed's files hold. Only for files that you trust as you trust a program.
+        tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors, as for ``aggregate``.
 
     Returns:
         The path of the checkpoint, and the ``client_state`` that it was saved with.
@@ -78,7 +81,7 @@ def load(
     """
     saving.wait(engine)
     ranks = saving.all_ranks()
-    state, source = _open(engine, path, tag, trust_pickle, ranks)
+    state, source = _open(engine, path, tag, trust_pickle, tp_split, ranks)
     folder = open_folder(source.root)
     full = load_optimizer_states and not load_module_only
     saved = _read_training_state(folder, source, trust_pickle, ranks)
@@ -117,7 +120,9 @@ def load(
     return folder.path(), saved.client_state
 
 
-def _open(engine: Any, path: str, tag: str | None, trust_pickle: bool, ranks: RankGroup) -> tuple[EngineState, Source]:
+def _open(
+    engine: Any, path: str, tag: str | None, trust_pickle: bool, tp_split: Sequence[str], ranks: RankGroup
+) -> tuple[EngineState, Source]:
     """Return the engine's state, and the checkpoint as rank 0 sees it.
 
     Raises:
@@ -141,7 +146,7 @@ def _open(engine: Any, path: str, tag: str | None, trust_pickle: bool, ranks: Ra
             raise no_checkpoint(folder)
         if not texts and (ranks.rank == 0 or format_of_it == "ort_zero"):
             try:
-                found = open_checkpoint(folder.url, None, trust_pickle)
+                found = open_checkpoint(folder.url, None, trust_pickle, tp_split)
             except CorruptCheckpointError:
                 raise
             except CheckpointError as error:

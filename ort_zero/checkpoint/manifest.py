@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from ort_zero.checkpoint import json_text
+from ort_zero.checkpoint.allowed_names import check_tag
 from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Source, Tensor, check_cover
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -126,7 +128,9 @@ def read(folder: Folder) -> Manifest | None:
     Raises:
         CorruptCheckpointError, CheckpointError: see :func:`parse`.
     """
-    return parse(folder.read(NAME, limit=MAX_BYTES), folder.path(NAME)) if folder.exists(NAME) else None
+    if not folder.exists(NAME):
+        return None
+    return parse(json_text.read_object(folder, NAME, MAX_BYTES), folder.path(NAME))
 
 
 def source_of(manifest: Manifest, root: str) -> Source:
@@ -137,6 +141,8 @@ def source_of(manifest: Manifest, root: str) -> Source:
             has.
     """
     files = {f.name: File(name=f.name, size=f.size, xxh3_128=f.xxh3_128) for f in manifest.files}
+    _refuse_twice((file.name for file in manifest.files), "file", root)
+    _refuse_twice((f"{entry.kind} of {entry.name}" for entry in manifest.tensors), "tensor", root)
     tensors = []
     claimed: Counter[str] = Counter()
     for entry in manifest.tensors:
@@ -187,6 +193,14 @@ def source_of(manifest: Manifest, root: str) -> Source:
     )
 
 
+def _refuse_twice(names: Iterable[str], what: str, root: str) -> None:
+    """Raise CorruptCheckpointError if one of `names` is there twice: readers would differ in which one they take."""
+    counts = Counter(names)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise CorruptCheckpointError(f"{root}/{NAME}: it lists the {what} {twice[0]} twice")
+
+
 def _piece(manifest: Manifest, file: Any, offset: Any, length: Any, start: Any, check: Any) -> Piece:
     """Return one piece; raise TypeError for another type than the format has, IndexError for a file not listed."""
     if any(type(number) is not int or number < 0 for number in (file, offset, length, start)):
@@ -226,16 +240,6 @@ def resolve_tag(folder: Folder, tag: str | None) -> str:
         tags = ", ".join(_tags(folder)) or "none"
         raise CheckpointError(f"{origin}, but {folder.path(tag)} is not there; tags there: {tags}")
     return tag
-
-
-def check_tag(tag: str) -> None:
-    """Refuse a tag that does not name a folder inside the folder of checkpoints.
-
-    Raises:
-        CheckpointError: it is empty, absolute, or leads outside.
-    """
-    if not tag or tag.startswith("/") or ".." in tag.split("/") or "\0" in tag:
-        raise CheckpointError(f"the tag {tag!r} leads out of the folder of checkpoints")
 
 
 def _tags(folder: Folder) -> list[str]:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from ort_zero.checkpoint import dtypes
-from ort_zero.checkpoint.allowed_names import is_config_name, is_plain_name
+from ort_zero.checkpoint.allowed_names import check_tag, is_config_name, is_plain_name
+from ort_zero.errors import CheckpointError
 
 FORMAT: Final = "ort_zero.checkpoint"
 VERSION = 1
@@ -38,6 +39,31 @@ def _known_dtype(code: str) -> str:
 _Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
+def _tag(tag: str) -> str:
+    try:
+        check_tag(tag)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    return tag
+
+
+def _text(text: str) -> str:
+    if not text.isprintable():  # it is shown on terminals, where it could stand for something else
+        raise ValueError("holds characters that are not printable")
+    return text
+
+
+def _content(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("is no text that UTF-8 can hold") from None
+    return text
+
+
+_Name = Annotated[str, AfterValidator(_text)]
+
+
 class ManifestFile(_Strict):
     """A file of the checkpoint."""
 
@@ -49,8 +75,8 @@ class ManifestFile(_Strict):
 class ManifestTensor(_Strict):
     """A tensor, and the pieces that hold its bytes."""
 
-    name: str
-    kind: str
+    name: _Name
+    kind: _Name
     dtype: Annotated[str, AfterValidator(_known_dtype)]
     shape: Annotated[list[_Size], Field(max_length=64)]
     pieces: list[Annotated[list[Any], Field(min_length=5, max_length=5)]]
@@ -61,14 +87,14 @@ class ManifestTensor(_Strict):
 class ManifestGroup(_Strict):
     """A parameter group of the optimizer."""
 
-    names: list[str]
+    names: list[_Name]
     options: dict[str, Any]
 
 
 class ManifestOptimizer(_Strict):
     """The optimizer, but for the tensors of its state."""
 
-    class_name: str | None
+    class_name: _Name | None
     groups: list[ManifestGroup]
     scalars: dict[str, dict[str, float]]
 
@@ -78,7 +104,7 @@ class Manifest(_Strict):
 
     format: Literal["ort_zero.checkpoint"] = FORMAT
     version: int = VERSION
-    tag: str
+    tag: Annotated[str, AfterValidator(_tag)]
     step: _Size
     world_size: Annotated[int, Field(ge=1)]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
@@ -87,9 +113,9 @@ class Manifest(_Strict):
     run_id: str
     save_id: str
     versions: dict[str, str]
-    aliases: dict[str, str]
-    frozen: list[str]
+    aliases: dict[_Name, _Name]
+    frozen: list[_Name]
     optimizer: ManifestOptimizer | None
-    config: dict[Annotated[str, AfterValidator(_config_name)], str]
+    config: dict[Annotated[str, AfterValidator(_config_name)], Annotated[str, AfterValidator(_content)]]
     files: list[ManifestFile]
     tensors: list[ManifestTensor]

@@ -8,7 +8,7 @@ from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.storage import Folder
-from ort_zero.errors import CheckpointError
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.garbage import collection_paused
 
 
@@ -52,5 +52,13 @@ def open_checkpoint(
             from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
             from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
 
-            return open_deepspeed(folder, trust_pickle, parse_rules(tp_split))
+            rules = parse_rules(tp_split)
+            try:
+                return open_deepspeed(folder, trust_pickle, rules)
+            except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+                # a pickle holds anything; what everybody writes was looked at before, this is what a stranger wrote
+                said = f"{type(error).__name__}: {error}"
+                raise CorruptCheckpointError(
+                    f"{folder.path()} holds files whose content is not what DeepSpeed writes ({said})"
+                ) from error
         raise no_checkpoint(folder)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ort_zero import log
 from ort_zero.checkpoint import capture, manifest
+from ort_zero.checkpoint.allowed_names import check_tag
 from ort_zero.checkpoint.capture import Shard
 from ort_zero.checkpoint.checkpoint_writer import SaveJob, write_checkpoint
 from ort_zero.checkpoint.staging import Staging
@@ -151,7 +152,7 @@ def _save(
     with ranks.raise_on_all("preparing the checkpoint"):
         state = EngineState(engine)
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        manifest.check_tag(tag)
+        check_tag(tag)
     save_id, run_id, suffix = _agree(ranks, path, tag)
     with settled(state):
         with ranks.raise_on_all("preparing the checkpoint"):

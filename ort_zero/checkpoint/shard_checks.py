@@ -23,6 +23,10 @@ _OF_A_SAVE = re.compile(r"rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(
 _EXTRA = re.compile(r"_extra(\.[0-9a-f]{8})?\.safetensors$")
 EXTRA_KEYS = ("tensor_shapes", "counters", "client_state", "lr_scheduler", "loss_scaler", "extra_state")
 """Keys of a rank's JSON file that loading needs."""
+MOST_STEPS = 1 << 53
+"""Bound of what a count of steps or samples can be: beyond it a float is no exact count."""
+MAX_EXTRA_BYTES = 1 << 30
+"""Maximum size in bytes of a rank's JSON file that is read; tensors are not in it."""
 _MOST_NAMED = 3
 """Maximum number of damaged tensors of one file that a message names."""
 _buffers = threading.local()
@@ -71,6 +75,10 @@ def problems_of_shard(
         yield f"{path} is empty, the manifest says {file.size} bytes"
         return
     damaged = None
+    wrong = _wrong_extent(folder, file) if size == file.size else None
+    if wrong:
+        yield f"{path} is damaged: {wrong}"
+        return
     if size == file.size:
         digest = xxhash.xxh3_128()
         checks = _PieceChecks(pieces)
@@ -115,6 +123,11 @@ def is_of_another_save(folder: Folder, name: str, manifest: Manifest) -> bool:
     except CheckpointError:
         return False
     return save is not None and save != manifest.save_id
+
+
+def is_count(value: Any) -> bool:
+    """Return True for a number of steps or samples: a whole number below :data:`MOST_STEPS`."""
+    return type(value) is int and 0 <= value < MOST_STEPS
 
 
 def thread_buffer() -> memoryview:
@@ -180,6 +193,9 @@ def _disagreements(folder: Folder, file: File, manifest: Manifest, pieces: list[
             yield f"{path} and the manifest disagree: {key} is {metadata[key]} there, {stated} in the manifest"
     if file.name.endswith(".json"):
         yield from (f"{path} lacks {key!r}" for key in EXTRA_KEYS if key not in metadata)
+        counters = metadata.get("counters")
+        if isinstance(counters, dict) and not all(is_count(value) for value in counters.values()):
+            yield f"{path}: the counters cannot be {str(counters)[:200]}"
     elif not _EXTRA.search(file.name):
         listed = {(p.offset, p.length): (t.dtype, {t.name, f"{t.kind}/{t.name}"}) for t, p in pieces}
         stored = {(e.offset, e.nbytes): (e.dtype, e.name) for e in entries.values() if e.nbytes}
@@ -193,6 +209,18 @@ def _disagreements(folder: Folder, file: File, manifest: Manifest, pieces: list[
             yield f"{path} holds no tensor at byte {place[0]}, where {max(listed[place][1], key=len)} should be"
 
 
+def _wrong_extent(folder: Folder, file: File) -> str | None:
+    """Return why a file cannot have the size that it has: said before terabytes of nothing are read."""
+    if file.name.endswith(".json"):
+        return None if file.size <= MAX_EXTRA_BYTES else f"{file.size} bytes are too many for it"
+    try:
+        entries = safetensors_header.read(folder, file.name, file.size).entries.values()
+    except (ValueError, CorruptCheckpointError):
+        return None  # its checksum says more
+    end = max((entry.offset + entry.nbytes for entry in entries), default=file.size)
+    return None if end == file.size else f"its tensors end at byte {end}, it has {file.size}"
+
+
 def _read(folder: Folder, name: str, size: int) -> safetensors_header.Header:
     """Return what a file says of itself; a JSON file's values stand for its metadata.
 
@@ -201,7 +229,7 @@ def _read(folder: Folder, name: str, size: int) -> safetensors_header.Header:
     """
     if not name.endswith(".json"):
         return safetensors_header.read(folder, name, size)
-    value = json_text.loads(folder.read(name))
+    value = json_text.loads(json_text.read_object(folder, name, MAX_EXTRA_BYTES))
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     return safetensors_header.Header(value, {})

@@ -10,6 +10,7 @@ import math
 import struct
 import sys
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -86,6 +87,9 @@ def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False, known
     prefix = next((r.name[: -len(_PICKLE) - 1] for r in records if r.name.endswith(f"/{_PICKLE}")), None)
     if prefix is None:
         raise CorruptCheckpointError(f"{path} is a zip, but not one of torch.save: it holds no {_PICKLE}")
+    other = next((r.name for r in records if not r.name.startswith(f"{prefix}/")), None)
+    if other is not None:
+        raise CorruptCheckpointError(f"{path} is damaged: its record {other} does not lie in its folder {prefix}")
     by_name = {record.name.removeprefix(f"{prefix}/"): record for record in records}
     for key, record in by_name.items():
         if not key.startswith(_DATA) and not crc_is_right(folder, name, record):
@@ -151,6 +155,9 @@ def read_records(folder: Folder, name: str) -> list[_Record]:
     last = folder.read(name, max(0, size - _END.size), min(size, _END.size))
     if not last.startswith(b"PK\x05\x06"):
         raise CorruptCheckpointError(f"{path} is too long or damaged: it does not end with its zip directory")
+    twice = [name for name, count in Counter(entry.filename for entry in entries).items() if count > 1]
+    if twice:
+        raise CorruptCheckpointError(f"{path} is damaged: two of its records are named {twice[0]}")
     records, position = [], 0
     before: zipfile.ZipInfo | None = None
     for entry in entries:

@@ -11,13 +11,10 @@ import xxhash
 
 from ort_zero.checkpoint import json_text, manifest, values
 from ort_zero.checkpoint.records import Source
-from ort_zero.checkpoint.shard_checks import EXTRA_KEYS
+from ort_zero.checkpoint.shard_checks import EXTRA_KEYS, MAX_EXTRA_BYTES, is_count
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.errors import CorruptCheckpointError
-
-MOST_STEPS = 1 << 53
-"""Bound of what a count of steps or samples can be: beyond it a float is no exact count."""
 
 
 @dataclass(kw_only=True)
@@ -53,24 +50,36 @@ def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingSt
     names = {kind: _named(source, rank, f"_extra{end}") for kind, end in (("json", ".json"), ("st", ".safetensors"))}
     if names["json"] is None:
         raise CorruptCheckpointError(f"{folder.path(manifest.NAME)} lists no extra file of rank {rank}")
-    document = json_text.loads(_read_checked(folder, source, names["json"]))
+    path = folder.path(names["json"])
+    try:
+        document = json_text.loads(_read_checked(folder, source, names["json"], MAX_EXTRA_BYTES))
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(document, dict):
+        raise CorruptCheckpointError(f"{path} is damaged: it is no JSON object")
     tensors: list[Any] = []
     if names["st"] is not None:
+        from safetensors import SafetensorError
         from safetensors.torch import load as from_bytes
 
-        found = from_bytes(_read_checked(folder, source, names["st"]))
-        tensors = [found[f"extra/{i}"].view(shape) for i, shape in enumerate(document["tensor_shapes"])]
+        try:
+            found = from_bytes(_read_checked(folder, source, names["st"]))
+            tensors = [found[f"extra/{i}"].view(shape) for i, shape in enumerate(document["tensor_shapes"])]
+        except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
+            raise CorruptCheckpointError(f"{path} and {names['st']} do not belong together: {error}") from None
     wanted = [key for key in EXTRA_KEYS if key != "tensor_shapes"]
     wanted += [key for key in OPTIONAL_KEYS if key in document]
     try:
         found_state = {key: values.decode(document[key], tensors) for key in wanted}
     except KeyError as error:
-        raise CorruptCheckpointError(f"{folder.path(names['json'])} lacks {error}") from None
+        raise CorruptCheckpointError(f"{path} lacks {error}") from None
+    except (ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path} holds a value that cannot be read: {error}") from None
     for key, value in found_state.items():
         if value is None and key in ("counters", "client_state", "extra_state"):
             found_state[key] = {}
         elif value is not None and not isinstance(value, dict):
-            raise CorruptCheckpointError(f"{folder.path(names['json'])}: {key} cannot be a {type(value).__name__}")
+            raise CorruptCheckpointError(f"{path}: {key} cannot be a {type(value).__name__}")
     return TrainingState(**found_state)
 
 
@@ -81,13 +90,16 @@ def _named(source: Source, rank: int, end: str) -> str | None:
     return next((n for n in source.files if n.startswith(f"{start}.") and n.endswith(f".{extension}")), None)
 
 
-def _read_checked(folder: Folder, source: Source, name: str) -> bytes:
-    """Return a whole file.
+def _read_checked(folder: Folder, source: Source, name: str, limit: int | None = None) -> bytes:
+    """Return a whole file, of JSON if it has a limit of its bytes.
 
     Raises:
         CorruptCheckpointError: it is missing, or not what the manifest says.
     """
-    data = folder.read(name)
+    size, stated = folder.size(name), source.files[name].size
+    if size is not None and size != stated:
+        raise CorruptCheckpointError(f"{folder.path(name)} is damaged: it has {size} bytes, the manifest says {stated}")
+    data = folder.read(name) if limit is None else json_text.read_object(folder, name, limit)
     if xxhash.xxh3_128(data).hexdigest() != source.files[name].xxh3_128:
         raise CorruptCheckpointError(f"{folder.path(name)} is damaged: it does not match its checksum in the manifest")
     return data
@@ -100,7 +112,7 @@ def check_counters(counters: Any, state: EngineState, root: str) -> None:
     """Raise CorruptCheckpointError unless `counters` are whole numbers under the names that an engine has."""
     known = state.counters().keys()
     right = isinstance(counters, dict) and counters.keys() <= known
-    if not right or any(type(value) is not int or not 0 <= value < MOST_STEPS for value in counters.values()):
+    if not right or not all(is_count(value) for value in counters.values()):
         raise CorruptCheckpointError(f"{root}: the counters cannot be {str(counters)[:200]}")
 
 

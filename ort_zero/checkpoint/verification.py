@@ -13,7 +13,7 @@ from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.completeness import incomplete
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.finding import find, whole_ones_text
-from ort_zero.checkpoint.opening import format_in
+from ort_zero.checkpoint.opening import format_in, open_checkpoint
 from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.shard_checks import is_of_another_save, pieces_by_file, problems_of_shard, thread_buffer
 from ort_zero.checkpoint.storage import Folder
@@ -104,7 +104,7 @@ def verify(
     start = time.monotonic()
     meant = find(path, tag)
     folder = meant.folder
-    findings = _Findings(tag=folder.url.rsplit("/", 1)[-1], notes=list(meant.notes))
+    findings = _Findings(tag=folder.name, notes=list(meant.notes))
     name = format_in(folder)
     if name is None:
         raise CheckpointError(
@@ -175,11 +175,10 @@ def _verify_deepspeed(
     folder: Folder, findings: _Findings, workers: int, trust_pickle: bool, tp_split: Sequence[str], progress: bool
 ) -> None:
     """Check every record of every file of states, and whether the files belong together."""
-    from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
     from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
     from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
 
-    rules = parse_rules(tp_split)
+    parse_rules(tp_split)  # a wrong rule is the user's fault, not the checkpoint's
     names = [*file_names.state_file_names(folder), *file_names.universal_file_names(folder)]
     files = [File(name=name, size=folder.size(name) or 0) for name in names]
 
@@ -188,7 +187,7 @@ def _verify_deepspeed(
 
     _check_files(files, check, findings, workers, progress)
     try:
-        source = open_deepspeed(folder, trust_pickle, rules)
+        source = open_checkpoint(folder.url, trust_pickle=trust_pickle, tp_split=tp_split)
     except SplitUnknownError as error:
         findings.notes.append(f"its tensors cannot be put together yet: {error}")
         return

@@ -8,10 +8,11 @@ import sys
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.dtypes import CHOICES
-from ort_zero.cli import print_json
+from ort_zero.cli import TP_SPLIT_HELP, print_json
 from ort_zero.cli.aggregate import rendezvous_folder
 from ort_zero.distributed import gloo_exit
 from ort_zero.errors import CorruptCheckpointError, RankError
+from ort_zero.masking import masked
 from ort_zero.utils.sizes import decimal_size, size_in
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     )
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint DST/TAG")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
     return parser
 
 
@@ -64,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
             sub_group_size=SUB_GROUP_SIZE if args.sub_group_size is None else args.sub_group_size,
             overwrite=args.overwrite,
             trust_pickle=args.trust_pickle,
+            tp_split=args.tp_split,
             ranks=ranks,
         )
     except Exception as error:
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             raise
         # Rank 0 tells; a rank that failed itself adds which one it is.
         if not isinstance(error, RankError):
-            print(f"ort-zero convert: rank {ranks.rank}: {error}", file=sys.stderr)
+            print(f"ort-zero convert: rank {ranks.rank}: {masked(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, CorruptCheckpointError) else 2
     finally:
         ranks.close()

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import print_json
+from ort_zero.cli import TP_SPLIT_HELP, print_json
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.sizes import size_in
 from ort_zero.utils.tables import aligned
@@ -34,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--atol", type=_tolerance, default=0.0, help="values this close are the same (default: 0)")
     parser.add_argument("--rtol", type=_tolerance, default=0.0, help="likewise, relative to the value in B")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
     return parser
 
 
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
             atol=args.atol,
             rtol=args.rtol,
             trust_pickle=args.trust_pickle,
+            tp_split=args.tp_split,
         )
     except CorruptCheckpointError as error:
         raise CheckpointError(str(error)) from error  # status 1 would say that there is a difference

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ort_zero.cli import print_json
+from ort_zero.cli import TP_SPLIT_HELP, print_json
 from ort_zero.utils.sizes import decimal_size
 from ort_zero.utils.tables import aligned
 
@@ -27,6 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser = subparsers.add_parser("ls", help=text, description=text, epilog=_EPILOG)
     parser.add_argument("src", metavar="SRC", help="folder or URL of runs, of one run, of checkpoints, or of one")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
+    parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
     return parser
 
 
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the list and return 0."""
     from ort_zero.checkpoint.listing import list_checkpoints
 
-    found = list_checkpoints(args.src, trust_pickle=args.trust_pickle)
+    found = list_checkpoints(args.src, trust_pickle=args.trust_pickle, tp_split=args.tp_split)
     if args.json:
         print_json({"checkpoints": [dataclasses.asdict(checkpoint) for checkpoint in found]})
     else:

@@ -235,8 +235,20 @@ def from_launcher(shared_folder: str) -> RankGroup:
         os.makedirs(shared_folder, exist_ok=True)
         name = "".join(c if c.isalnum() else "_" for c in job)
         meeting = f"{os.path.abspath(shared_folder)}/{RENDEZVOUS}{name}"
-    method = meeting and f"file://{meeting}"
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
+    try:
+        _connect(rank, size, meeting)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"rank {rank} of {size} cannot reach the others, or one is gone: {_first_line(error)}"
+        ) from error
+    return TorchProcessGroup(owns_default=True)
+
+
+def _connect(rank: int, size: int, meeting: str | None) -> None:
+    """Make the default process group; ranks without ``MASTER_ADDR`` meet in the file `meeting`."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=meeting and f"file://{meeting}", rank=rank, world_size=size)
     if meeting:
         # torch's FileStore counts two things, one after the other: of ranks that end together none takes itself for
         # the last one, and the file stays. Nobody needs it once all are connected.
@@ -245,4 +257,3 @@ def from_launcher(shared_folder: str) -> RankGroup:
             with suppress(FileNotFoundError):
                 os.remove(meeting)
         dist.barrier()
-    return TorchProcessGroup(owns_default=True)

@@ -1,20 +1,29 @@
-"""Generated faults of both formats: an aggregation is refused or right, ``verify`` sees each, and nothing hangs."""
+"""Generated faults of both formats: aggregating and loading are refused or right, ``verify`` sees each, nothing hangs.
+
+A load that is refused leaves the engine as it was, bit by bit.
+"""
 
 from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import checkpoint_files
 import deepspeed_states
 import pytest
 import torch
+from checkpoint_engines import values_of
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import aggregate, verify
+from ort_zero.checkpoint import aggregate, load, verify
+from ort_zero.checkpoint.opening import open_checkpoint
+from ort_zero.checkpoint.records import BUFFER, MASTER
 from ort_zero.errors import CheckpointError
+from ort_zero.testing.ranks import free_port
 
 FAULTS = 600
 
@@ -77,10 +86,67 @@ def tensors_in(folder: Path) -> dict[str, bytes]:
             for name, value in found.items()}  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Make a process group of one rank, once: DeepSpeed keeps groups of it for the life of the process."""
+    own = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in own.items():
+            patch.setenv(key, str(value))
+        import deepspeed
+
+        deepspeed.init_distributed("gloo", verbose=False)
+        yield
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def engine_for(folder: Path) -> Iterator[Any]:
+    """Give an engine on one rank with the parameters and buffers that a checkpoint holds."""
+    import deepspeed
+
+    source = open_checkpoint(str(folder))
+    model = torch.nn.Module()
+    for name, tensor in source.weights().items():
+        *path, last = name.split(".")
+        place = model
+        for part in path:
+            if not hasattr(place, part):
+                place.add_module(part, torch.nn.Module())
+            place = getattr(place, part)
+        value = torch.zeros(tensor.shape, dtype=torch.int64 if tensor.dtype == "I64" else torch.float32)
+        if tensor.kind == BUFFER:
+            place.register_buffer(last, value)
+        else:
+            place.register_parameter(last, torch.nn.Parameter(value, requires_grad=tensor.kind == MASTER))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "ort_zero": {"ortmodule": {"enabled": False}},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        # which fails for parameters without dimensions
+        patch.setattr(deepspeed.DeepSpeedEngine, "_broadcast_model", lambda engine: None)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+        try:
+            yield engine
+        finally:
+            engine.destroy()
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Compare what an engine trains with, bit by bit."""
+    return one.keys() == other.keys() and all(
+        checkpoint_files.raw(value) == checkpoint_files.raw(other[key]) for key, value in one.items()
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("form", ["ours", "zero2", "zero3"])
-def test_generated_faults(tmp_path, form):
+def test_generated_faults(tmp_path, form, one_rank):
     seed = 16
     chance = random.Random(f"{form} {seed}")
     print(f"seed {form} {seed}")
@@ -92,30 +158,43 @@ def test_generated_faults(tmp_path, form):
     aggregate(tmp_path / "whole", tmp_path / "right", what="weights+optimizer", progress=False)
     right = tensors_in(tmp_path / "right")
     contents = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
-    refused = noticed = 0
-    for number in range(FAULTS // 3):
-        folder, out = tmp_path / "c", tmp_path / "out"
-        shutil.copytree(tmp_path / "whole", folder)
-        file = folder / chance.choice(sorted(contents))
-        kind = chance.choice(KINDS)
-        kind(file, chance)
-        changed = {path.name: path.read_bytes() for path in folder.iterdir()} != contents
-        where = f"{form} {seed}, fault {number}: {kind.__name__} of {file.name}"
-        harmless = False
-        try:
-            aggregate(folder, out, what="weights+optimizer", progress=False)
-            assert tensors_in(out) == right, f"{where}: the output is wrong"
-            harmless = form != "ours"  # the zip's directory has fields that nobody reads
-        except CheckpointError:
-            refused += 1
-            assert not out.exists() or not [path for path in out.iterdir() if not path.name.startswith(".")], where
-        try:
-            ok = verify(folder, progress=False).ok
-        except CheckpointError:
-            ok = False
-        assert not ok or harmless or not changed, f"{where}: verify calls it whole"
-        noticed += not ok
-        shutil.rmtree(folder)
-        shutil.rmtree(out, ignore_errors=True)
-    print(f"{refused} refused by aggregate, {noticed} noticed by verify")
-    assert refused > FAULTS // 12 and noticed > FAULTS // 6
+    counts = dict.fromkeys(("refused by aggregate", "refused by load", "noticed by verify"), 0)
+    with engine_for(tmp_path / "whole") as engine:
+        load(engine, str(tmp_path / "whole"))
+        loaded = values_of(engine)
+        load(engine, str(tmp_path / "other"))
+        before = values_of(engine)
+        assert not same(loaded, before)
+        for number in range(FAULTS // 3):
+            folder, out = tmp_path / "c", tmp_path / "out"
+            shutil.copytree(tmp_path / "whole", folder)
+            file = folder / chance.choice(sorted(contents))
+            kind = chance.choice(KINDS)
+            kind(file, chance)
+            changed = {path.name: path.read_bytes() for path in folder.iterdir()} != contents
+            where = f"{form} {seed}, fault {number}: {kind.__name__} of {file.name}"
+            harmless = False
+            try:
+                aggregate(folder, out, what="weights+optimizer", progress=False)
+                assert tensors_in(out) == right, f"{where}: the output is wrong"
+                harmless = form != "ours"  # the zip's directory has fields that nobody reads
+            except CheckpointError:
+                counts["refused by aggregate"] += 1
+                assert not out.exists() or not [path for path in out.iterdir() if not path.name.startswith(".")], where
+            try:
+                load(engine, str(folder))
+                assert same(values_of(engine), loaded), f"{where}: what was loaded is wrong"
+                load(engine, str(tmp_path / "other"))
+            except CheckpointError:
+                counts["refused by load"] += 1
+            assert same(values_of(engine), before), f"{where}: the engine was changed"
+            try:
+                ok = verify(folder, progress=False).ok
+            except CheckpointError:
+                ok = False
+            assert not ok or harmless or not changed, f"{where}: verify calls it whole"
+            counts["noticed by verify"] += not ok
+            shutil.rmtree(folder)
+            shutil.rmtree(out, ignore_errors=True)
+    print(f"{FAULTS // 3} faults of {form}: {counts}")
+    assert min(counts.values()) > FAULTS // 12 and counts["noticed by verify"] > FAULTS // 6

@@ -16,7 +16,10 @@ from parallel_checkpoints import ALL, SPLITS, STEPS, WORLD, Variant, resume, wri
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint.aggregation import aggregate
+from ort_zero.checkpoint.converting import convert
 from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
+from ort_zero.checkpoint.differences import diff
+from ort_zero.checkpoint.listing import list_checkpoints
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import MASTER, Source
 from ort_zero.checkpoint.verification import verify
@@ -87,6 +90,24 @@ def test_aggregate_and_verify(case, tmp_path):
     if MASTER in held:
         moments = load_file(tmp_path / "out" / "optimizer.safetensors")
         assert_same(moments, {f"{kind}/{n}": v for kind in ("exp_avg", "exp_avg_sq") for n, v in held[kind].items()})
+
+
+def test_convert_diff_and_ls(case, tmp_path):
+    variant, folder, held = case
+    expected = open_checkpoint(str(folder), tp_split=rules(variant))
+    if variant.train == "megatron":
+        with pytest.raises(SplitUnknownError, match="--tp-split"):
+            convert(folder, tmp_path / "ours", progress=False)
+        assert list_checkpoints(folder)[0].whole is None and not (tmp_path / "ours").exists()
+    convert(folder, tmp_path / "ours", world_size=3, tp_split=rules(variant), progress=False)
+    made = open_checkpoint(str(tmp_path / "ours"))
+    assert verify(str(tmp_path / "ours"), progress=False).ok and made.world_size == 3
+    for kind in {tensor.kind for tensor in expected.tensors}:
+        assert_same(values(made, kind), values(expected, kind))
+    assert (made.optimizer is None) == (MASTER not in held)
+    assert diff(folder, tmp_path / "ours", tp_split=rules(variant), progress=False).same
+    (listed,) = list_checkpoints(folder, tp_split=rules(variant))
+    assert listed.whole and (listed.step, listed.zero_stage) == (STEPS, variant.stage)
 
 
 @pytest.mark.parametrize("variant", UNIVERSAL, ids=lambda variant: variant.name)

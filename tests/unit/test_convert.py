@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import checkpoint_files
 import deepspeed_states
+import fsspec
 import pytest
 import torch
 from deepspeed_checkpoints import read
@@ -19,6 +22,31 @@ from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.verification import verify
 from ort_zero.cli.main import main
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+PEAKS = """
+import sys, threading, time
+from ort_zero.checkpoint.converting import convert
+import deepspeed
+
+def anonymous():
+    line = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))
+    return int(line.split()[1]) / 1024
+
+peak = anonymous()
+def watch():
+    global peak
+    while True:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+threading.Thread(target=watch, daemon=True).start()
+for to in ("ort_zero", "deepspeed", "universal"):
+    for size in ("small", "large"):
+        before = peak = anonymous()
+        convert(f"{sys.argv[1]}/{size}/t", f"{sys.argv[1]}/{to}_{size}", to=to, stage=2, world_size=2, progress=False)
+        print(peak - before)
+"""
+"""Prints by how many MiB the anonymous memory of the process grows in conversions of a small and a large checkpoint."""
 
 
 def values_of(source: Source) -> dict[tuple[str, str], torch.Tensor]:
@@ -53,6 +81,28 @@ def test_ours_to_deepspeeds_and_back(tmp_path, stage, world):
     convert(tmp_path / "theirs", tmp_path / "back", world_size=3)
     assert_same(theirs, open_checkpoint(str(tmp_path / "back")))
     assert not verify(str(tmp_path / "back"), progress=False).problems
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_universal_checkpoint_is_read_again_and_checked(tmp_path, stage):
+    tensors = {k: v for k, v in checkpoint_files.some_tensors().items() if k[1] not in ("none", "bn.mask")}
+    checkpoint_files.write(tmp_path / "ours" / "t", tensors)
+    convert(tmp_path / "ours" / "t", tmp_path / "out", to="universal", stage=stage, world_size=2, progress=False)
+    place = str(tmp_path / "out" / "global_step7")
+    assert_same(open_checkpoint(str(tmp_path / "ours" / "t")), open_checkpoint(place))
+    report = verify(place, progress=False)
+    assert report.ok and report.files == len([p for p in (tmp_path / "out").rglob("*.pt")])
+    convert(place, tmp_path / "back", progress=False)
+    assert_same(open_checkpoint(place), open_checkpoint(str(tmp_path / "back")))
+    second = tmp_path / "out" / "global_step7" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    data = bytearray(second.read_bytes())
+    data[data.index(checkpoint_files.raw(tensors["weight", "ice.weight"])[:30])] ^= 1
+    second.write_bytes(data)
+    assert second.name in "".join(verify(place, progress=False).problems)
+    content = torch.load(second, weights_only=False)
+    torch.save({**content, "global_steps": 8}, second)
+    with pytest.raises(CorruptCheckpointError, match=f"{second.name} is of another global step"):
+        open_checkpoint(place)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -108,6 +158,41 @@ def data_of(folder: Path) -> float:
     """Return a value of rank 1's moments."""
     source = open_checkpoint(str(folder))
     return read(source, source.by_name("exp_avg")["embed.weight"]).flatten()[-1].item()
+
+
+@pytest.mark.parametrize("to", ["ort_zero", "deepspeed", "universal"])
+def test_remote_folders(tmp_path, to):
+    remote = fsspec.filesystem("memory")
+    try:
+        checkpoint_files.write("memory://convert/ours/t", tag="t")
+        convert("memory://convert/ours/t", "memory://convert/out", to=to, stage=2, world_size=2, progress=False)
+        convert("memory://convert/ours/t", tmp_path, to=to, stage=2, world_size=2, progress=False)
+        assert_same(open_checkpoint("memory://convert/out/t"), open_checkpoint(str(tmp_path / "t")))
+        assert verify("memory://convert/out/t", progress=False).ok
+        assert not [path for path in remote.find("/convert") if path.endswith(".partial")]
+        with pytest.raises(CheckpointError, match="only local folders are replaced"):
+            convert("memory://convert/ours/t", "memory://convert/out", to=to, stage=2, overwrite=True, progress=False)
+        convert("memory://convert/out/t", tmp_path / "back", progress=False)
+        assert_same(open_checkpoint("memory://convert/out/t"), open_checkpoint(str(tmp_path / "back")))
+    finally:
+        remote.rm("/convert", recursive=True)
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    for name, millions in (("small", 2), ("large", 16)):
+        tensors = {(kind, f"w{i}"): torch.ones(1 << 20) for i in range(millions) for kind in ("master", "exp_avg")}
+        checkpoint_files.write(tmp_path / name / "t", tensors, aliases={}, tag="t")
+    command = [sys.executable, "-c", PEAKS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    peaks = [float(line) for line in done.stdout.splitlines()[-6:]]
+    # MiB; the large one has 128 MiB in its files
+    assert all(large < small + 12 and large < 80 for small, large in zip(peaks[::2], peaks[1::2])), peaks
+
+
+def test_the_checkpoint_is_found_where_people_point(tmp_path):
+    checkpoint_files.write(tmp_path / "run" / "checkpoint-7" / "global_step7", tag="global_step7")
+    report = convert(tmp_path / "run", tmp_path / "out", progress=False)
+    assert report.tag == "global_step7" and verify(str(tmp_path / "out"), progress=False).ok
 
 
 def test_bad_choices_are_refused(tmp_path):

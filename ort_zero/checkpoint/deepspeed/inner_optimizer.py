@@ -170,8 +170,16 @@ def _moments(
         flats: list[Flats] = [
             {n: state[kind] for n, state in enumerate(rank_states) if kind in state} for rank_states in states
         ]
-        if all(_is_per_element(flat[n], masters[rank][n]) for rank, flat in enumerate(flats) for n in flat):
+        parts = {(rank, n): _is_per_element(flat[n], masters[rank][n]) for rank, flat in enumerate(flats) for n in flat}
+        if all(parts.values()):
             found += flat_tensors(files, layout, kind, flats)
+        elif any(parts[place] for place in parts if masters[place[0]][place[1]].shape[0] > 1):
+            rank, n = next(place for place, right in parts.items() if not right)
+            shape = list(getattr(flats[rank][n], "shape", ()))
+            raise CorruptCheckpointError(
+                f"{files.path(files.optimizers[rank])} is damaged: its state {kind!r} has the shape {shape}, its part "
+                f"of the parameters {list(masters[rank][n].shape)}"
+            )
         else:
             files.notes.append(f"the optimizer's state {kind!r} has no value per element and is left out")
     return found

@@ -8,8 +8,9 @@ from ort_zero.checkpoint.deepspeed import zero3
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
 from ort_zero.checkpoint.pickled_values import StoredTensor
-from ort_zero.checkpoint.records import BUFFER, WEIGHT, Tensor
+from ort_zero.checkpoint.records import BUFFER, MOST_NAMED, WEIGHT, Tensor
 from ort_zero.errors import CheckpointError
+from ort_zero.utils.text import shortened
 
 
 class ModuleState:
@@ -28,6 +29,9 @@ class ModuleState:
         self._files = files
         self._trained = set(trained)
         module = files.module["module"]
+        lost = sorted(set(files.module.get("buffer_names") or ()) - module.keys())
+        if lost and module:  # that of a pipeline's stage is empty
+            files.notes.append(f"it holds no values of the buffers {shortened(lost, MOST_NAMED)}")
         self._buffers = [name for name in files.module.get("buffer_names") or () if name in module]
         self._values: dict[str, StoredTensor] = {n: v for n, v in module.items() if isinstance(v, StoredTensor)}
         self.aliases = self._noted_aliases()

@@ -47,7 +47,8 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
     layers = layer_files(names)
     is_universal = universal.recognises(folder, names)
     _refuse_mixed_kinds(folder, names, layers, is_universal)
-    by_rank = names_by_model_rank(names) or {0: []}
+    second = universal.second_modules(names) if is_universal else []
+    by_rank = names_by_model_rank(name for name in names if name not in second) or {0: []}
     pipeline = None if is_universal else bool(layers)
     files = {
         rank: open_state_files(folder, mine, trust_pickle, model_rank=rank, pipeline=pipeline)
@@ -55,14 +56,14 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
     }
     topology = find_topology(files, layers if not is_universal else {})
     if is_universal:
-        rank = universal.read_universal(folder, files, topology, trust_pickle, tp_split, _config(folder))
+        rank = universal.read_universal(folder, files, topology, trust_pickle, tp_split, _config(folder), second)
     else:
         rank = _joined(folder, names, files, layers, topology, trust_pickle, tp_split)
     notes = list(dict.fromkeys(rank.notes))
     return Source(
         format="deepspeed",
         root=folder.url,
-        tag=folder.url.rsplit("/", 1)[-1],
+        tag=folder.name,
         step=rank.module.get("global_steps"),
         world_size=rank.states.world_size * topology.model_ranks,
         zero_stage=rank.states.stage,

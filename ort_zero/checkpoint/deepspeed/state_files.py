@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ort_zero.checkpoint import dtypes
+from ort_zero.checkpoint.deepspeed.content_types import wrong_in_module_file
 from ort_zero.checkpoint.deepspeed.file_names import (
     MODULE_FILE,
     OPTIMIZER_FILE,
@@ -143,7 +144,7 @@ def open_state_files(
         raise CorruptCheckpointError(f"{folder.path(f'mp_rank_{model_rank:02d}_model_states.pt')} is missing")
     known: Known = {}
     opened = {
-        name: _open(folder, name, trust_pickle, pipeline, known)
+        name: open_states(folder, name, trust_pickle, pipeline, known)
         for name in (*whole, *rank_names.values(), *optimizer_names.values())
     }
     world_size = _world_size(folder, opened, max(len(optimizer_names), len(rank_names), 1))
@@ -160,6 +161,10 @@ def open_state_files(
         _check_own_name(folder, file)
     files.stage = _stage(files)
     check_one_save(files)
+    shapes = files.module.get("param_shapes")
+    other = next((file for file in files.modules if file.content.get("param_shapes") != shapes), None)
+    if other is not None:
+        raise files.foreign(other, "it names other parameters or shapes than rank 0's")
     files.notes += notes_on((*files.modules, *files.optimizers))
     return files
 
@@ -191,8 +196,17 @@ def open_part(folder: Folder, name: str, trust_pickle: bool) -> TorchFile:
     return file
 
 
-def _open(folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None, known: Known) -> TorchFile:
+def open_states(
+    folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None = None, known: Known | None = None
+) -> TorchFile:
     """Return one opened file of module or optimizer states.
+
+    Args:
+        folder: folder of the tag.
+        name: name of the file.
+        trust_pickle: unpickle whatever the file holds.
+        pipeline: see :func:`open_state_files`.
+        known: what the other files of the tag share with it.
 
     Raises:
         CorruptCheckpointError: damaged, not a file of states, or written under another name.
@@ -216,6 +230,10 @@ def _open(folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None, 
             f"{folder.path(name)} holds a whole module, so the files of a pipeline (layer_*) here are of another "
             "checkpoint"
         )
+    if key == "module":
+        wrong = wrong_in_module_file(file.content)
+        if wrong:
+            raise CorruptCheckpointError(f"{folder.path(name)} is not a file of DeepSpeed's module states: {wrong}")
     for where in ("ds_autoep_layers", "autoep_layers"):
         if file.content.get(where):
             raise CheckpointError(

@@ -14,11 +14,16 @@ from typing import Any
 
 from ort_zero.checkpoint.allowed_names import is_plain_name
 from ort_zero.checkpoint.deepspeed.experts import is_expert
-from ort_zero.checkpoint.deepspeed.file_names import UNIVERSAL_FOLDER, UNIVERSAL_OPTIMIZER_FILE
+from ort_zero.checkpoint.deepspeed.file_names import (
+    MODULE_FILE,
+    RANK_MODULE_FILE,
+    UNIVERSAL_FOLDER,
+    UNIVERSAL_OPTIMIZER_FILE,
+)
 from ort_zero.checkpoint.deepspeed.inner_optimizer import group_options, number_of
 from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, read_model_rank
 from ort_zero.checkpoint.deepspeed.split_rules import Rule
-from ort_zero.checkpoint.deepspeed.state_files import StateFiles
+from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.deepspeed.topology import Topology
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
@@ -43,6 +48,16 @@ def recognises(folder: Folder, names: Sequence[str]) -> bool:
     return UNIVERSAL_FOLDER in names and bool(folder.child(UNIVERSAL_FOLDER).names())
 
 
+def second_modules(names: Sequence[str]) -> list[str]:
+    """Return the names of ZeRO-3's files of module states that stand beside those of ZeRO-0 to 2 and say the same.
+
+    A universal checkpoint that is to serve every stage has both: ``convert`` writes it so.
+    """
+    if not any(MODULE_FILE.fullmatch(name) for name in names):
+        return []
+    return [name for name in names if RANK_MODULE_FILE.fullmatch(name)]
+
+
 @dataclass
 class _Parameter:
     """The files of one trained parameter."""
@@ -59,6 +74,7 @@ def read_universal(
     trust_pickle: bool,
     tp_split: Sequence[Rule],
     config: object,
+    second: Sequence[str] = (),
 ) -> ModelRank:
     """Return what a universal checkpoint holds.
 
@@ -69,6 +85,7 @@ def read_universal(
         trust_pickle: unpickle whatever the files hold.
         tp_split: the user's rules for tensors that are not trained.
         config: content of the model's ``config.json``, if there is one.
+        second: names of further files of module states, see :func:`second_modules`.
 
     Raises:
         CorruptCheckpointError: a parameter's file is missing, damaged or of another shape or step.
@@ -98,8 +115,22 @@ def read_universal(
     others.tensors = [*tensors, *others.tensors]
     others.files += [file for parameter in parameters.values() for file in parameter.files]
     others.files += [optimizer_file] if optimizer_file is not None else []
+    others.files += _opened_seconds(first, second, trust_pickle)
     others.optimizer = optimizer
     return others
+
+
+def _opened_seconds(first: StateFiles, names: Sequence[str], trust_pickle: bool) -> list[TorchFile]:
+    """Return further files of module states, opened.
+
+    Raises:
+        CorruptCheckpointError: one is damaged, or of another save than the first.
+    """
+    opened = [open_states(first.folder, name, trust_pickle) for name in names]
+    for what, key in (("global step", "global_steps"), ("set of parameters", "param_shapes")):
+        said = {file: file.content.get(key) for file in (*first.modules, *opened)}
+        first.check_same(what, said, first.module.get(key))
+    return opened
 
 
 def _trained_shapes(files: Iterable[StateFiles]) -> dict[str, tuple[int, ...]]:

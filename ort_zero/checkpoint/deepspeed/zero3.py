@@ -44,7 +44,7 @@ def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
     """Yield the parameters that the optimizer does not train, of which each rank's module file has a piece.
 
     Raises:
-        CorruptCheckpointError: a piece is missing, too short, or of another dtype.
+        CorruptCheckpointError: a piece is missing, of another length or dtype.
     """
     for name, shape in (files.module.get("frozen_param_shapes") or {}).items():
         pieces, codes = [], {}
@@ -52,7 +52,9 @@ def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
             zip(files.modules, _cuts(elements_of(shape), files.world_size), strict=True)
         ):
             stored = (file.content.get("frozen_param_fragments") or {}).get(name)
-            if not isinstance(stored, StoredTensor) or elements_of(stored.shape) < end - begin:
+            # the last pieces are filled up to the length of the others
+            length = elements_of(stored.shape) if isinstance(stored, StoredTensor) else -1
+            if length not in (end - begin, -(-elements_of(shape) // files.world_size)):
                 raise files.foreign(file, f"it does not hold rank {rank}'s piece of the frozen parameter {name}")
             codes[file] = files.dtype_code(file, stored, name)
             if end > begin:
