@@ -152,7 +152,8 @@ def test_options_are_frozen():
         "--overwrite", "--strict", "--tag", "--tp-split", "--trust-pickle", "--what", "--workers",
     ]  # fmt: skip
     convert = [
-        "--dtype", "--overwrite", "--stage", "--sub-group-size", "--tag", "--to", "--trust-pickle", "--world-size",
+        "--dtype", "--overwrite", "--stage", "--sub-group-size", "--tag", "--to", "--tp-split",
+        "--trust-pickle", "--world-size",
     ]  # fmt: skip
     plan = [
         "--budget", "--config", "--launcher", "--level", "--no-measure", "--out", "--overwrite", "--plot", "--script",
@@ -164,8 +165,8 @@ def test_options_are_frozen():
         "aggregate": sorted([*common, *aggregate]),
         "convert": sorted([*common, *convert]),
         "verify": sorted([*common, "--tag", "--tp-split", "--trust-pickle", "--workers"]),
-        "ls": sorted([*common, "--trust-pickle"]),
-        "diff": sorted([*common, "--atol", "--rtol", "--tag-a", "--tag-b", "--trust-pickle", "--what"]),
+        "ls": sorted([*common, "--tp-split", "--trust-pickle"]),
+        "diff": sorted([*common, "--atol", "--rtol", "--tag-a", "--tag-b", "--tp-split", "--trust-pickle", "--what"]),
         "stats": ["--help", "-h"],
         "stats compare": sorted([*common, "--html", "--reference", "--rtol"]),
         "stats merge": sorted([*common, "--ort_dir", "--output_dir", "--overwrite", "--pt_dir"]),
