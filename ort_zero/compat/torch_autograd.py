@@ -84,13 +84,18 @@ class _Exit(torch.autograd.Function):
 class BackwardEnd:
     """The place of a tensor in autograd's graph, from where a backward can start; it holds no data of the tensor.
 
-    Made in the block that records the graph. torch before 2.9 starts no backward at a place behind a Function of
+    torch before 2.9 starts no backward at a place behind a Function of
     Python code, so that there a result without data stands for the tensor.
     """
 
     def __init__(self, tensor: torch.Tensor):
         self._box: list[torch.Tensor] = []
-        self._start: Any = get_gradient_edge(tensor) if _starts_at_edges() else _Exit.apply(tensor, self._box)
+        self._start: Any
+        if _starts_at_edges():
+            self._start = get_gradient_edge(tensor)
+        else:
+            with torch.enable_grad():
+                self._start = _Exit.apply(tensor, self._box)
 
     def start(self, gradient: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Return what :func:`torch.autograd.grad` takes as an output and as its gradient."""
