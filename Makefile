@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # two launches of ranks side by side: while one waits, imports in a single process or exports, the other has the cores
 RANKS := -n 2 --dist loadfile
-FREE_PORT = $$($(BIN)/python -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
+FREE_PORT = $$("$(CURDIR)/$(BIN)/python" -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 
 .PHONY: help
 help: ## List the targets
@@ -120,6 +120,22 @@ zoo: $(READY) ## Try every architecture of the model zoo, alone and under ZeRO-3
 .PHONY: matrix
 matrix: $(READY) ## Try other versions of torch, DeepSpeed, ... and Python (hours); writes docs/compatibility.md
 	$(BIN)/python tests/versions/matrix.py
+
+# in an environment on top of the other, so that nothing of the checkout is on its path
+.PHONY: dist
+dist: $(READY) ## Build wheel and sdist, check both, and train from another folder with the installed wheel
+	@rm -rf dist build out/dist && mkdir -p out/dist
+	@$(BIN)/python -m venv --clear out/dist/venv
+	@out/dist/venv/bin/python -m pip install -qq build twine setuptools wheel
+	@out/dist/venv/bin/python -m build . >out/dist/build.log 2>&1 || { tail -20 out/dist/build.log; exit 1; }
+	@out/dist/venv/bin/python -m twine check --strict dist/*
+	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
+	  > "$$(out/dist/venv/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/below.pth"
+	@out/dist/venv/bin/python -m pip install -qq --no-deps --force-reinstall dist/*.whl
+	@cp -r examples configs out/dist/
+	@cd out/dist && $(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONPATH= venv/bin/python -m deepspeed.launcher.runner --quiet \
+	  --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py --deepspeed_config configs/zero3.json --steps 3 --out train --expect-ort
+	@sha256sum dist/*
 
 .PHONY: lint
 lint: $(READY) ## Check the style with ruff and the types with mypy; changes nothing

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from ort_zero import env
+from ort_zero import __version__, env
 from ort_zero.compat import extensions, versions
 from ort_zero.errors import BuildError
+from ort_zero.masking import masked
 from ort_zero.utils.cpu_count import usable_cores
+from ort_zero.utils.sizes import binary_size
 
 _ASK_PROVIDERS = "import onnxruntime; print('providers', *onnxruntime.get_available_providers())"
 _ASK_SECONDS = 120
+_PREFIXES = ("ORT_ZERO_", "ORTMODULE_", "DS_", "TORCH_EXTENSIONS", "TORCH_DEVICE", "CUDA_", "ROCM_")
+_NAMES = frozenset("CC CXX HOME LD_LIBRARY_PATH MALLOC_MMAP_THRESHOLD_ OMP_NUM_THREADS TMPDIR XDG_CACHE_HOME".split())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +58,16 @@ class Report:
     threads_per_rank: int
     entry_point: bool
     """True if ``import torch`` finds ort_zero."""
+    ort_zero: str
+    """Our own version."""
+    libc: str
+    """Name and version of the C library; "musl" or empty where it is not glibc."""
+    ninja: str | None
+    """Path of the ninja that torch compiles DeepSpeed's operators with."""
+    temporary: str
+    """Folder for temporary files, and how much is free there."""
+    environment: dict[str, str]
+    """The variables that change what ort_zero, ORTModule, DeepSpeed or torch do, as they are set; secrets masked."""
     problems: tuple[Problem, ...]
     first_fix: str | None
     """The command that cures the first problem."""
@@ -98,9 +114,27 @@ def examine() -> Report:
         cores=usable_cores(),
         threads_per_rank=env.threads_per_rank(),
         entry_point=entry_point,
+        ort_zero=__version__,
+        libc=" ".join(platform.libc_ver()).strip() or ("musl" if versions.on_musl() else ""),
+        ninja=shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable)),
+        temporary=_temporary(),
+        environment=_environment(),
         problems=tuple(problems),
         first_fix=problems[0].fix if problems else None,
     )
+
+
+def _temporary() -> str:
+    try:
+        folder = tempfile.gettempdir()
+        return f"{folder}, {binary_size(shutil.disk_usage(folder).free)} free"
+    except OSError as error:
+        return f"none: {error}"
+
+
+def _environment() -> dict[str, str]:
+    found = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIXES) or name in _NAMES}
+    return {name: masked(value) for name, value in found.items()}
 
 
 def _extensions() -> tuple[bool, Path | None]:

@@ -35,20 +35,24 @@ def text_of(report: doctor.Report) -> str:
     """Return the report as aligned lines."""
     rows = [("", "", "found", "needed")]
     for v in report.versions:
-        rows.append(("ok" if v.ok else "FIX", v.name, v.found or "missing", v.needed))
+        rows.append((("untested" if v.untested else "ok") if v.ok else "FIX", v.name, v.found or "missing", v.needed))
     for name, version in (("accelerate", report.accelerate), ("transformers", report.transformers)):
         rows.append(("ok" if version else "-", name, version or "missing", "(optional)"))
     lines = aligned(rows)
     extensions = f"{'built' if report.extensions_built else 'not built'}, {report.extensions_dir or 'nowhere yet'}"
     facts = {
+        "ort_zero": report.ort_zero,
         "python": report.python,
-        "platform": report.platform,
+        "platform": f"{report.platform}, {report.libc or 'unknown C library'}",
         "compiler": report.compiler or "none",
         "extensions": extensions,
+        "ninja": report.ninja or "none: DeepSpeed cannot compile its operators (pip install ninja)",
         "providers": ", ".join(report.providers) or "none",
         "cores": f"{report.cores}, {report.threads_per_rank} thread(s) per rank",
         "entry point": "installed" if report.entry_point else "not installed",
+        "temporary": report.temporary,
     }
+    facts |= {"environment" if i == 0 else " " * i: f"{n}={v}" for i, (n, v) in enumerate(report.environment.items())}
     lines.append("")
     lines += [f"{name.ljust(12)} {value}" for name, value in facts.items()]
     lines.append("")

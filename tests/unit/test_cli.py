@@ -40,6 +40,23 @@ def test_doctor_of_a_healthy_machine(healthy, capsys):
     assert "ready:" in out and "CPUExecutionProvider" in out and "/cache/x" in out
 
 
+def test_doctor_is_one_paste_for_a_report_and_masks_secrets(healthy, monkeypatch, capsys):
+    monkeypatch.setenv("ORTMODULE_LOG_LEVEL", "INFO")
+    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", "s3://key:hidden@host/x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert __version__ in out and "ORTMODULE_LOG_LEVEL=INFO" in out and " free" in out and "ninja" in out
+    assert "ORT_ZERO_CACHE_DIR=" in out and "hidden" not in out and "AWS" not in out
+
+
+def test_doctor_says_which_version_is_untested(healthy, monkeypatch, capsys):
+    later = versions.Finding(name="torch", found="2.31", needed=">=2.4", ok=True, cure="", untested=True)
+    monkeypatch.setattr(doctor.versions, "findings", lambda: (later,))
+    assert cli.main(["doctor"]) == 0
+    assert "untested" in capsys.readouterr().out
+
+
 def test_doctor_json_is_one_object(healthy, capsys):
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -76,7 +76,7 @@ ALLOWED: dict[str, set[str]] = {
     # what connects all this to DeepSpeed and to users
     "plugin": {"checkpoint", "compat", "config", "distributed", "env", "errors", "log", "recompute", "runtime",
                "runtime.operators", "runtime.zero3", "statistics.collect", "utils", "zero3_hooks"},
-    "doctor": {"compat", "env", "errors", "utils"},
+    "doctor": {"__init__", "compat", "env", "errors", "masking", "utils"},
     "__init__": {"plugin", "runtime.operators", "utils"},
     "graph": {"runtime.operators"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
