@@ -31,6 +31,7 @@ _END = struct.Struct("<4s4H2IH")
 """The last record of a zip without a comment, which torch never writes."""
 _HAS_DESCRIPTOR = 0x08
 _PADDING = 0x4246  # id of torch's extra field "FB", filled with "Z" so that the data begins at a multiple of 64
+_PADDING_START = _PADDING.to_bytes(2, "little")
 _MAX_EXTRA = 256
 _PICKLE = "data.pkl"
 _DATA = "data/"
@@ -201,27 +202,31 @@ def _data_offset(
     raw = read(position, min(length, size - position))
     if before is not None:
         _check_descriptor(path, before, raw[:gap])
-    header = raw[gap:]
-    magic, version, flags, method, time, date, *numbers, name_length, extra_length = _LOCAL.unpack_from(header)
-    rest = header[_LOCAL.size :]
-    late = flags & _HAS_DESCRIPTOR  # the numbers then follow after the data
+    begin = gap + _LOCAL.size
+    late = entry.flag_bits & _HAS_DESCRIPTOR  # the numbers then follow after the data
     size_field = min(entry.file_size, 0xFFFFFFFF)
+    year, month, day, hour, minute, second = entry.date_time
+    extra_length = int.from_bytes(raw[begin - 2 : begin], "little")
+    expected = _LOCAL.pack(
+        b"PK\x03\x04",
+        entry.extract_version,
+        entry.flag_bits,
+        entry.compress_type,
+        hour << 11 | minute << 5 | second >> 1,
+        year - 1980 << 9 | month << 5 | day,
+        *((0, 0, 0) if late else (entry.CRC, size_field, size_field)),
+        len(encoded),
+        extra_length,
+    )
+    end_of_name = begin + len(encoded)
     fits = (
-        magic == b"PK\x03\x04"
-        and version == entry.extract_version
-        and flags == entry.flag_bits
-        and (date >> 9) + 1980 == entry.date_time[0]
-        and (date >> 5 & 15, date & 31) == entry.date_time[1:3]
-        and (time >> 11, time >> 5 & 63, (time & 31) * 2) == entry.date_time[3:]
-        and method == entry.compress_type
-        and rest[:name_length] == encoded
-        and numbers == ([0, 0, 0] if late else [entry.CRC, size_field, size_field])
-        and _is_extra(rest[name_length : name_length + extra_length], extra_length, entry.extra if late else None)
-        and entry.header_offset + _LOCAL.size + name_length + extra_length + entry.file_size <= size
+        raw[gap:end_of_name] == expected + encoded
+        and _is_extra(raw[end_of_name : end_of_name + extra_length], extra_length, entry.extra if late else None)
+        and entry.header_offset + _LOCAL.size + len(encoded) + extra_length + entry.file_size <= size
     )
     if not fits:
         raise _damaged_header(path, entry)
-    return entry.header_offset + _LOCAL.size + name_length + extra_length
+    return entry.header_offset + _LOCAL.size + len(encoded) + extra_length
 
 
 def _damaged_header(path: str, entry: zipfile.ZipInfo) -> CorruptCheckpointError:
@@ -235,6 +240,8 @@ def _is_extra(extra: bytes, length: int, known: bytes | None) -> bool:
     if len(extra) != length:
         return False
     others = b""
+    if length >= 4 and extra == _PADDING_START + (length - 4).to_bytes(2, "little") + b"Z" * (length - 4):
+        extra = b""  # as nearly all are
     while extra:
         if len(extra) < 4:
             return False
