@@ -357,3 +357,44 @@ def by_feature(run: Run) -> Result:
 @ZERO_2_AND_3
 def test_by_feature(client, stage):
     client.compare(by_feature, stage, launcher="accelerate")
+
+
+def accumulation_plugin(run: Run) -> Result:
+    """`GradientAccumulationPlugin`, `autocast`, `clip_grad_norm_`, `join_uneven_inputs`, `save_state`, `load_state`"""
+    from accelerate.utils import GradientAccumulationPlugin
+
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=True)
+    accelerator = make_accelerator(gradient_accumulation_plugin=plugin)
+    model = small_bert()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = torch.utils.data.DataLoader(sentence_pairs(28), batch_size=4, collate_fn=padded)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    losses, norms = [], []
+
+    def epoch() -> None:
+        with accelerator.join_uneven_inputs([model]):
+            for batch in loader:
+                with accelerator.accumulate(model), accelerator.autocast():
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                        norms.append(None if norm is None else float(norm))
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                losses.append(accelerator.gather(loss.detach()).mean().item())
+
+    epoch()
+    accelerator.save_state(str(run.folder / "state"))
+    epoch()
+    accelerator.load_state(str(run.folder / "state"))
+    epoch()
+    assert losses[-4] == pytest.approx(losses[-8], abs=1e-5), losses
+    return Result(losses, alive=model, values={"norms": norms})
+
+
+@ZERO_2_AND_3
+def test_accumulation_plugin(client, stage):
+    client.compare(accumulation_plugin, stage, launcher="accelerate")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2_AND_3, Result, Run
+from harness import ZERO_2, ZERO_2_AND_3, Result, Run
 from small_data import VOCABULARY, tokens
 
 PACKAGES = ("peft", "transformers", "accelerate")
@@ -203,3 +203,53 @@ def context_tuning(run: Run) -> Result:
 @ZERO_2_AND_3
 def test_context_tuning(client, stage):
     client.compare(context_tuning, stage)
+
+
+def more_adapters(run: Run) -> Result:
+    """HRA, FourierFT, MiSS, RandLoRA, C3A, RoAd, PiSSA, LLaMA-Adapter, Poly, DeLoRA, GraLoRA, OSF, trainable tokens"""
+    import peft
+
+    q = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+    configs = [
+        peft.HRAConfig(r=4, **q),
+        peft.FourierFTConfig(n_frequency=20, **q),
+        peft.MissConfig(r=4, **q),
+        peft.RandLoraConfig(r=4, randlora_dropout=0.0, **q),
+        peft.C3AConfig(block_size=8, **q),
+        peft.RoadConfig(group_size=8, **q),
+        peft.LoraConfig(r=4, init_lora_weights="pissa", **q),
+        peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1),
+        peft.DeloraConfig(r=4, **q),
+        peft.GraloraConfig(r=4, gralora_k=2, **q),
+        peft.OSFConfig(**q),
+        peft.TrainableTokensConfig(token_indices=[5, 6, 7], target_modules=["embed_tokens"], task_type="CAUSAL_LM"),
+    ]
+    first = one_by_one(run, configs, steps=2, rate=2e-2)
+    poly = peft.PolyConfig(r=4, n_tasks=2, n_skills=2, **q)
+    second = one_by_one(run, [poly], steps=2, rate=2e-2, task_ids=torch.tensor([0, 1, 0, 1]))
+    return Result([*first.losses, *second.losses], alive=(first.alive, second.alive))
+
+
+@ZERO_2_AND_3
+def test_operators_alone_run_in_torch(client, stage):
+    for rank in client.compare(more_adapters, stage):
+        parts = {name for model in rank["ort"]["status"]["models"] for name in model["in_torch"]}
+        assert all("::" in name or name.startswith("peft.tuners.") for name in parts), parts
+
+
+def budget_of_ranks(run: Run) -> Result:
+    """AdaLoRA: its loss of orthogonality in the forward, which reads the sizes of its weights"""
+    from peft import AdaLoraConfig, get_peft_model
+
+    start()
+    torch.manual_seed(1)
+    ranks = {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1, "total_step": 6, "lora_dropout": 0.0}
+    model = get_peft_model(llama(), AdaLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **ranks))
+    engine, losses = trained(run, model, rate=2e-2)
+    return Result(losses, alive=engine)
+
+
+@ZERO_2  # torch's form of the loss takes no partitioned weights
+def test_budget_of_ranks(client, stage):
+    for rank in client.compare(budget_of_ranks, stage):
+        assert all("::" in name for model in rank["ort"]["status"]["models"] for name in model["in_torch"])

@@ -225,6 +225,25 @@ def reward_model(run: Run) -> Result:
     return trained(trainer)
 
 
+def dpo_losses(run: Run) -> Result:
+    """DPOTrainer with IPO, with a sum of two losses, and with logits of the reference computed before"""
+    from trl import DPOConfig, DPOTrainer
+
+    losses, trainers = [], []
+    for more in (
+        {"loss_type": ["ipo"]},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        {"precompute_ref_log_probs": True},
+    ):
+        trainer = DPOTrainer(
+            model=llama(), ref_model=llama(1), args=DPOConfig(**options(run, max_length=64, max_steps=3, **more)),
+            train_dataset=preferences(), processing_class=tokenizer(),
+        )  # fmt: skip
+        losses += trained(trainer).losses
+        trainers.append(trainer)
+    return Result(losses, alive=trainers)
+
+
 # -- generation and reward ---------------------------------------------------------------------------------------------
 
 
@@ -265,6 +284,26 @@ def grpo_lora(run: Run) -> Result:
         processing_class=tokenizer(), reward_funcs=distinct_words, peft_config=lora(),
     )  # fmt: skip
     return trained(trainer)
+
+
+def grpo_losses(run: Run) -> Result:
+    """GRPOTrainer with LoRA and two rewards: Dr. GRPO, and DAPO with masked truncated completions"""
+    from trl import GRPOConfig, GRPOTrainer
+
+    more = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "max_steps": 3}
+    losses, trainers = [], []
+    for kind in (
+        {"loss_type": "dr_grpo", "scale_rewards": False},
+        {"loss_type": "dapo", "epsilon_high": 0.3, "mask_truncated_completions": True},
+    ):
+        trainer = GRPOTrainer(
+            model=llama(), args=GRPOConfig(**options(run, beta=0.05, **more, **kind)),
+            train_dataset=rows(prompt=texts(16)), processing_class=tokenizer(), peft_config=lora(),
+            reward_funcs=[distinct_words, lambda completions, **_: [len(text) / 50 for text in completions]],
+        )  # fmt: skip
+        losses += trained(trainer).losses
+        trainers.append(trainer)
+    return Result(losses, alive=trainers)
 
 
 def rloo(run: Run) -> Result:
@@ -350,7 +389,18 @@ def test_the_fused_head_alone_runs_in_torch(client, program, stage):
 @ZERO_2_AND_3
 @pytest.mark.parametrize(
     "program",
-    [sft_conversations, sft_adapters, grpo_lora, grpo_reward_model, rloo, orpo_and_cpo, gkd, online_dpo],
+    [
+        sft_conversations,
+        sft_adapters,
+        grpo_lora,
+        grpo_reward_model,
+        rloo,
+        orpo_and_cpo,
+        gkd,
+        online_dpo,
+        dpo_losses,
+        grpo_losses,
+    ],
     ids=lambda program: program.__name__,
 )
 def test_other_forms(client, program, stage):

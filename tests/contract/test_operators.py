@@ -398,6 +398,10 @@ add(
         "tril and triu": lambda t: t.tril() + t.triu(1) + torch.tril(t, -1) * 2 + t.triu(-2),
         "meshgrid": lambda t: torch.stack(torch.meshgrid(t[0, 0], t[0, 1], indexing="ij")),
         "cartesian_prod": lambda t: torch.cartesian_prod(t[0, 0], t[0, 1]),
+        "eye out": lambda t: (
+            t[0] @ torch.eye(t.shape[2], out=torch.empty_like(t[0].T @ t[0])) * 2
+            + torch.eye(*t[0].shape, out=torch.empty_like(t[0]))
+        ),
         "block_diag": lambda t: torch.block_diag(t[0], t[0]),
         "kron": lambda t: torch.kron(t[0], t[0]),
         "pad": lambda t: F.pad(t, (1, 2)) + F.pad(t, (1, 2), value=3.0) + F.pad(t, (2, 1), "constant", 1),

@@ -205,6 +205,17 @@ def _as_integers(value: Any) -> list[int]:
     return Symbolic.integers(value, "dim") if Symbolic.is_list(value) else [Symbolic.integer(value, "dim")]
 
 
+def eye(g: Any, *arguments: Any) -> Any:
+    """Export ``aten::eye``, also where a tensor is given to write into: torch's own has no form for that."""
+    if len(arguments) > 3:
+        return Symbolic.original("aten::eye", g.opset)(g, *arguments)
+    *sizes, out = arguments
+    one = g.op("Constant", value_t=torch.tensor([1]))
+    axes = [g.op("Reshape", size, one) for size in (sizes if len(sizes) == 2 else sizes * 2)]
+    zeros = g.op("ConstantOfShape", g.op("Concat", *axes, axis_i=0), value_t=torch.zeros(1, dtype=Symbolic.dtype(out)))
+    return g.op("EyeLike", zeros)
+
+
 def repeat_interleave(g: Any, self: Any, repeats: Any, dim: Any = None, output_size: Any = None) -> Any:
     """Export ``aten::repeat_interleave``; torch's own changes the constant that holds a negative dimension, for all."""
     plain = Symbolic.original("aten::repeat_interleave", g.opset)
@@ -288,6 +299,7 @@ TABLE: dict[str, Callable] = {
     "::cumsum": cumsum,
     "::diff": diff,
     "::embedding": embedding,
+    "::eye": eye,
     "::flatten": flatten,
     "::layer_norm": layer_norm,
     "::permute": permute,
