@@ -109,10 +109,9 @@ def copied(func: Any, args: tuple, kwargs: dict) -> torch.Tensor | None:
         return None
     dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
     source = args[0].detach() if func is torch.tensor else args[0]
-    target = {"dtype": dtype or source.dtype, "device": kwargs.get("device") or source.device}
     if func is torch.tensor or kwargs.get("copy"):
         source = source.clone()
-    made = source.to(**target)
+    made = source.to(device=kwargs.get("device") or source.device, dtype=dtype or source.dtype)
     return made.requires_grad_() if kwargs.get("requires_grad") else made
 
 

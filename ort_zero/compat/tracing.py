@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -99,9 +99,8 @@ class Seen(Protocol):
 class Draws(Protocol):
     """Tells what the traced code draws from generators that the tracer does not know."""
 
-    @property
-    def function(self) -> FunctionType | None:
-        """The function that made tensors or arrays of what :meth:`since_last` told of last; None if unknown."""
+    function: Any
+    """The function that made tensors or arrays of what :meth:`since_last` told of last; None if unknown."""
 
     def since_last(self) -> tuple[str, str] | None:
         """Return what was drawn since the last call, and where ("" if unknown); None for nothing."""
@@ -273,7 +272,7 @@ class _Observer(TorchFunctionMode):
         self._refuse_draws()
         del self.modules[-1]
 
-    def refuse(self, what: str, where: str = "", function: FunctionType | None = None) -> None:
+    def refuse(self, what: str, where: str = "", function: Any = None) -> None:
         """Raise for code whose result no graph can hold; not for a submodule that runs in PyTorch inside the graph."""
         if torch.jit.is_tracing():
             read = ValueReadError(self.running(), what, where or user_line(), random=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import FunctionType
+from typing import Any
 
 import torch
 
@@ -24,8 +24,8 @@ class ValueReadError(BaseException):
         """Whether the value depends on nothing but sizes, which only a run of the graph can tell."""
         self.of_attribute = False
         """Whether the value depends on nothing but attributes that are inputs of the graph."""
-        self.function: FunctionType | None = None
-        """The function that draws the random numbers and returns tensors or arrays made of them; None if unknown."""
+        self.function: Any = None
+        """The function that draws the random numbers and makes tensors or arrays of them; None if unknown."""
 
     @classmethod
     def again(

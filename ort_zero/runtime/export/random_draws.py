@@ -34,8 +34,8 @@ class RandomDraws:
         self._first: tuple[str, str] | None = None
         self._drawing: list[FrameType] = []
         """The calls of the user's code that were under way when it drew, innermost first."""
-        self._function: FunctionType | None = None
-        self.function: FunctionType | None = None
+        self._function: Any = None
+        self.function: Any = None
         """The function that made an array or a tensor of what :meth:`since_last` told of last; None if unknown."""
 
     def any(self) -> bool:
