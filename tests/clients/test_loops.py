@@ -174,7 +174,9 @@ def stochastic_weight_averaging(run: Run) -> Result:
     from torch.optim.swa_utils import AveragedModel, update_bn
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(392, 4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 7 * 7, 4)
+    )
     engine = engine_of(run, model, rate=1e-2)
     average = AveragedModel(engine.module)
     rows, rank, losses, batches = images(64, size=16), torch.distributed.get_rank(), [], []

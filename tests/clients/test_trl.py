@@ -226,14 +226,13 @@ def reward_model(run: Run) -> Result:
 
 
 def dpo_losses(run: Run) -> Result:
-    """DPOTrainer with IPO, with a sum of two losses, and with logits of the reference computed before"""
+    """DPOTrainer with IPO, and with a sum of two losses"""
     from trl import DPOConfig, DPOTrainer
 
     losses, trainers = [], []
     for more in (
         {"loss_type": ["ipo"]},
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
-        {"precompute_ref_log_probs": True},
     ):
         trainer = DPOTrainer(
             model=llama(), ref_model=llama(1), args=DPOConfig(**options(run, max_length=64, max_steps=3, **more)),
