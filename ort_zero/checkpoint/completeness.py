@@ -80,8 +80,8 @@ def _incomplete_optimizer(source: Source, optimizer: Optimizer) -> Iterator[str]
             yield f"parameter group {index} lacks optimizer states of {shortened(short, MOST_NAMED)}"
         for key in _FINITE & group.options.keys():
             value = group.options[key]
-            odd = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, float)]
-            if not all(map(math.isfinite, odd)):
+            numbers = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, float)]
+            if not all(map(math.isfinite, numbers)):
                 yield f"{key} of parameter group {index} cannot be {value}"
         grouped |= own
     alone = sorted(masters.keys() - grouped)

@@ -101,7 +101,8 @@ class SizeNumbers:
         own = {name: vars(torch.Tensor).get(name) for name in methods}
         for name, method in methods.items():
             setattr(torch.Tensor, name, method)
-        is_tensor, torch.is_tensor = torch.is_tensor, self._is_tensor
+        is_tensor: Any = torch.is_tensor
+        torch.is_tensor = self._is_tensor  # type: ignore[assignment]
         try:
             yield
         finally:

@@ -133,7 +133,7 @@ def findings() -> tuple[Finding, ...]:
         found = installed(req.distribution)
         base = Version(found).base_version if found is not None else None
         ok = base is not None and base in SpecifierSet(req.specifier)
-        untested = ok and base not in SpecifierSet(req.tried)
+        untested = base is not None and ok and base not in SpecifierSet(req.tried)
         rows.append(
             Finding(name=req.distribution, found=found, needed=req.specifier, ok=ok, cure=req.cure, untested=untested)
         )

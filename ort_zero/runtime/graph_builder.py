@@ -491,7 +491,11 @@ class GraphBuilder:
         memory = None
         if plan.gathers_weights and self.manager.device.type == "cpu":
             memory = GatherMemory(slab_of(self.module), len(plan.gathers()))
-        store = DeepSpeedParameters(memory and memory.take) if plan.gathers_weights else PlainParameters()
+        store = (
+            DeepSpeedParameters(memory.take if memory is not None else None)
+            if plan.gathers_weights
+            else PlainParameters()
+        )
         executor = gather_reduce.CollectiveExecutor(plan, parameters, store, self.prefetch_elements, self.sums, memory)
         if plan.gathers_weights:
             in_torch = {name for node in model.graph.node if node.op_type == "PythonOp" for name in node.input}

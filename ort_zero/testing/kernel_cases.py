@@ -96,7 +96,7 @@ def _layer_norm(normal, rows: int, width: int) -> KernelCase:
 def _cross_entropy(random, normal, rows: int, classes: int, reduction: str, ignored: float) -> KernelCase:
     labels = random.integers(0, classes, rows)
     labels[random.random(rows) < ignored] = -100
-    feeds = {"logits": 2 * normal(rows, classes), "labels": labels, "grad": np.float32([1.5]).reshape(())}
+    feeds = {"logits": 2 * normal(rows, classes), "labels": labels, "grad": np.array(1.5, np.float32)}
     ignore = helper.make_node("Constant", [], ["ignore"], "ignore", value=numpy_helper.from_array(np.array(-100)))
     loss = helper.make_node("SoftmaxCrossEntropyLossInternal", ["logits", "labels", "", "ignore"], ["loss", "log"],
                             "loss", domain=_MS, reduction=reduction, output_type=TensorProto.FLOAT)  # fmt: skip

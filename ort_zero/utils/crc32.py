@@ -13,7 +13,7 @@ try:
 except ImportError:
     from zlib import crc32
 
-    def crc32_combine(first: int, second: int, length: int) -> int:
+    def crc32_combine(first: int, second: int, length: int, /) -> int:  # type: ignore[misc]
         """Return the CRC-32 of two pieces one after the other.
 
         Args:

@@ -53,8 +53,8 @@ def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
         ):
             stored = (file.content.get("frozen_param_fragments") or {}).get(name)
             # the last pieces are filled up to the length of the others
-            length = elements_of(stored.shape) if isinstance(stored, StoredTensor) else -1
-            if length not in (end - begin, -(-elements_of(shape) // files.world_size)):
+            lengths = end - begin, -(-elements_of(shape) // files.world_size)
+            if not isinstance(stored, StoredTensor) or elements_of(stored.shape) not in lengths:
                 raise files.foreign(file, f"it does not hold rank {rank}'s piece of the frozen parameter {name}")
             codes[file] = files.dtype_code(file, stored, name)
             if end > begin:

@@ -262,7 +262,12 @@ class Tracer:
         changes = [*attributes.changes, *containers.found()]
         paths = self._own_paths(containers, given, changed)
         held = {id(t): name for name, t in chain(module.named_parameters(), module.named_buffers())}
-        taken = {"drop_caches": self.drop_caches, "known": known, "sizes": numbers_of_sizes, "held": held}
+        taken: dict[str, Any] = {
+            "drop_caches": self.drop_caches,
+            "known": known,
+            "sizes": numbers_of_sizes,
+            "held": held,
+        }
         tensors, schema = pytree.flatten(value, **taken, given=paths)
         writes, written = self._writes(module, tensors, given, attributes, changes, numbers_of_sizes)
         if not tensors and not written:  # a graph has an output
