@@ -118,6 +118,17 @@ def copied(func: Any, args: tuple, kwargs: dict) -> torch.Tensor | None:
 _COPYING = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
 
+def computed_after(tensor: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the trace as a graph cannot compute it before `earlier`, whose node changes what others read.
+
+    ONNX Runtime would see through a mere change of its shape.
+    """
+    if not earlier.dim():
+        return tensor
+    nothing: Any = earlier.size(0) * 0  # a tensor while a trace is made
+    return tensor ^ (nothing != 0) if tensor.dtype == torch.bool else tensor + nothing.to(tensor.dtype)
+
+
 def complex_number(number: complex, like: torch.Tensor) -> torch.Tensor:
     """Return a complex number as a tensor without axes that nothing takes for a constant.
 

@@ -21,8 +21,8 @@ from ort_zero.compat.impure_calls import is_time, notice_time, noticed
 from ort_zero.compat.size_calls import counted_axis, have_one_shape, note_call, numbers_among, uses_of
 from ort_zero.compat.size_lists import with_open_lists
 from ort_zero.compat.size_numbers import SizeNumbers
-from ort_zero.compat.torch_modules import has_backward_hooks
-from ort_zero.compat.trace_operators import assign, complex_number, copied
+from ort_zero.compat.torch_modules import has_backward_hooks, is_batch_norm
+from ort_zero.compat.trace_operators import assign, complex_number, computed_after, copied
 from ort_zero.compat.trace_origins import Origin, Origins
 from ort_zero.compat.trace_sizes import ELEMENTS, TRUTH, SizeReads
 from ort_zero.compat.trace_state import trace_goes_on
@@ -137,6 +137,8 @@ class _Observer(TorchFunctionMode):
         self._draws = draws
         self._numbers = TracedNumbers(list(inputs.numbers))
         self._views = Views()
+        self._normalised: dict[torch.nn.Module, tuple[torch.Tensor, bool]] = {}
+        """Last result and mode of each module that keeps running statistics: its calls change them in turn."""
         self._sized = next((tensor for tensor in inputs.arguments if tensor.dim()), None)
         self.sizes = SizeReads(
             inputs.arguments, inputs.names, inputs.attributes, self.origins, self.running, self._guard_sizes
@@ -248,6 +250,8 @@ class _Observer(TorchFunctionMode):
             and not _is_called_by_us()
         ):
             problem = "puts a hook on the gradient of a tensor"
+        if _switches_gradients(func, args, kwargs) and not _is_called_by_us():
+            problem = "switches the gradient of a parameter on or off"
         if func in _STORAGES and _users_call(sys._getframe(1)):
             problem = "looks at the memory of a tensor"
         if problem is not None:
@@ -262,15 +266,23 @@ class _Observer(TorchFunctionMode):
         nothing: Any = sized.size(0) * 0  # a tensor while a trace is made
         return result ^ (nothing != 0) if result.dtype == torch.bool else result + nothing.to(result.dtype)
 
-    def begin_module(self, module: torch.nn.Module) -> None:
-        """Note that a module is called."""
+    def begin_module(self, module: torch.nn.Module, args: tuple) -> tuple:
+        """Note that a module is called; return the arguments for it."""
         self._refuse_draws()
+        earlier, mode = self._normalised.get(module, (None, module.training))
+        if mode != module.training:
+            raise ValueReadError(self.running(), "calls a normalisation module in train() and in eval()", user_line())
         self.modules.append(module)
+        if earlier is None or not args or not isinstance(args[0], torch.Tensor):
+            return args
+        return (computed_after(args[0], earlier), *args[1:])
 
-    def end_module(self) -> None:
+    def end_module(self, module: torch.nn.Module, result: Any) -> None:
         """Note that the call of the innermost module is over."""
         self._refuse_draws()
         del self.modules[-1]
+        if torch.jit.is_tracing() and is_batch_norm(module) and isinstance(result, torch.Tensor):
+            self._normalised[module] = result, module.training
 
     def refuse(self, what: str, where: str = "", function: Any = None) -> None:
         """Raise for code whose result no graph can hold; not for a submodule that runs in PyTorch inside the graph."""
@@ -375,6 +387,17 @@ class _Observer(TorchFunctionMode):
             self._guard(func, tensor, read)
 
 
+def _switches_gradients(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Return whether a call changes ``requires_grad`` of a parameter, which a trace does not follow."""
+    property_ = getattr(getattr(func, "__self__", None), "__name__", "")
+    setter = getattr(func, "__name__", "") == "__set__" and property_ == "requires_grad"
+    if not (setter or func is torch.Tensor.requires_grad_) or not isinstance(args[0], torch.nn.Parameter):
+        return False
+    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    with _C.DisableTorchFunction():
+        return bool(wanted) != args[0].requires_grad
+
+
 def _users_call(frame: FrameType | None) -> bool:
     """Return whether the user's code calls what the mode sees, for more than a message."""
     while frame is not None and frame.f_code.co_filename.endswith(_ON_THE_WAY):
@@ -476,16 +499,16 @@ def watched(inputs: TracedInputs = NO_INPUTS, draws: Draws | None = None) -> Ite
     observer = _Observer(inputs, draws)
     thread = threading.get_ident()
 
-    def begin(module: torch.nn.Module, args: tuple) -> None:
+    def begin(module: torch.nn.Module, args: tuple) -> tuple:
         if threading.get_ident() != thread:
-            return  # a module that another thread of the program runs meanwhile
+            return args  # a module that another thread of the program runs meanwhile
         if torch.jit.is_tracing() and has_backward_hooks(module):
             raise ValueReadError(module, "has hooks that see gradients", f"of {type(module).__name__}")
-        observer.begin_module(module)
+        return observer.begin_module(module, args)
 
     def end(module: torch.nn.Module, args: tuple, result: Any) -> None:
         if threading.get_ident() == thread:
-            observer.end_module()
+            observer.end_module(module, result)
 
     hooks = [
         torch_module.register_module_forward_pre_hook(begin),

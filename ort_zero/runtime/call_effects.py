@@ -36,6 +36,9 @@ def carry_out(
     effects = graph.effects
     if effects.complex:
         tensors = [torch.view_as_complex(t) if i in effects.complex else t for i, t in enumerate(tensors)]
+    if any(t.dtype != dtype for t, dtype in zip(tensors, effects.dtypes, strict=False)):
+        cast = [t.to(dtype) for t, dtype in zip(tensors, effects.dtypes, strict=False)]
+        tensors = [*cast, *tensors[len(cast) :]]
     first = effects.results + effects.written
     with torch.no_grad():
         for i, value in zip(effects.changed, tensors[first:], strict=False):

@@ -160,6 +160,8 @@ class AttributeReads:
         """Attributes that the forward writes: the value before, and the innermost module that ran."""
         self.changes: list[attribute_writes.Change] = []
         """The changes that the forward makes; those that are inputs of the graph are left out."""
+        self.times: list[Place] = []
+        """Attributes that the forward gives times that it has measured; no run takes as long."""
         self._before: ValuesBefore | None = None
         self.kinds: set[Place] = set()
         """Places of tensors of which only the kind counts: the trace has no use for their values."""
@@ -419,6 +421,7 @@ class AttributeReads:
         for place, value in written:
             if is_time(value):  # a measured time is nobody's to compute with, and no run takes as long
                 self._leave_out(place)
+                self.times.append(place)
         written = [(place, value) for place, value in written if not is_time(value)]
         self._note_updates(dict(written))
         if before is not None:

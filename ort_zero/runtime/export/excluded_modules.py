@@ -26,6 +26,7 @@ from ort_zero.compat.torch_modules import (
     is_scripted,
     on_scripted_functions,
 )
+from ort_zero.compat.trace_operators import computed_after
 from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.errors import ConfigError, ExportError
 from ort_zero.log import get_logger
@@ -187,6 +188,7 @@ class ExcludedModules:
         """Return a forward that runs `module` as one operator."""
         parameters = [] if is_scripted(module) else pytree.parameters_of(module.forward)
         own_forward = module.__dict__.get("forward", MISSING)
+        earlier: list[torch.Tensor] = []
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = pytree.flatten_call(args, kwargs, parameters)
@@ -194,7 +196,11 @@ class ExcludedModules:
             call = self._call(path, reason, module, list(weights), given.structure, drop_caches)
             call.own_forward = own_forward
             tensors = [*given.tensors, *weights.values()] or [torch.zeros(())]  # a node without inputs is no node
+            if earlier and torch.jit.is_tracing():
+                # its calls see each other's changes of buffers and attributes in turn
+                tensors[0] = computed_after(tensors[0], earlier[-1])
             found = torch.ops.ort_zero.submodule(tensors, call.number)
+            earlier[:] = [tensor for tensor in found[:1] if torch.jit.is_tracing()]
             left_behind.collect(call.number, list(found[call.count :]))
             return pytree.unflatten(found, call.results, given.objects)
 

@@ -56,6 +56,8 @@ class Effects:
     left: list[tuple[int, int]] = field(default_factory=list)
     """Number of the call of each node in PyTorch that leaves tensors with a gradient in its attributes, and the number
     of these; they come behind those of :attr:`writes`, and count as :attr:`written`."""
+    dtypes: list[torch.dtype] = field(default_factory=list)
+    """Dtype of each of these; ONNX Runtime computes some in another one."""
     complex: list[int] = field(default_factory=list)
     """Indices of the outputs that are complex numbers; the graph has pairs of real ones along a last axis."""
     guards: list[tuple[list, ValueReadError]] = field(default_factory=list)
@@ -269,7 +271,7 @@ class Tracer:
             "held": held,
         }
         tensors, schema = pytree.flatten(value, **taken, given=paths)
-        writes, written = self._writes(module, tensors, given, attributes, changes, numbers_of_sizes)
+        writes, written = self._writes(module, tensors, given, inputs, attributes, changes, numbers_of_sizes)
         if not tensors and not written:  # a graph has an output
             written = pytree.flatten(value, **taken)[0][:1]
         if self._structure is not None:
@@ -284,6 +286,7 @@ class Tracer:
             results=results,
             writes=writes,
             written=len(written),
+            dtypes=[tensor.dtype for tensor in tensors],
             complex=[i for i, tensor in enumerate(tensors) if tensor.is_complex()],
             left=[(call, len(found)) for call, found in left],
             changed=changed,
@@ -311,6 +314,7 @@ class Tracer:
         module: torch.nn.Module,
         results: list[torch.Tensor],
         given: tuple,
+        inputs: tuple,
         attributes: AttributeReads,
         changes: Sequence[Change],
         sizes: SizeNumbers,
@@ -318,6 +322,8 @@ class Tracer:
         """Return what the module has written, into attributes and arguments, and the tensors of that which are no
         results."""
         constants = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} | attributes.held_before
+        constants -= {id(tensor) for tensor in inputs}  # another one in the next call
+        self.not_written += attributes.times
         outputs = Outputs(results, given, constants, self._state(), sizes)
         writes = []
         for change in changes:

@@ -197,6 +197,7 @@ class Lookup:
             "buffers": [(paths[id(change.owner)], change.name) for change in effects.buffers],
             "written": effects.written,
             "complex": effects.complex,
+            "dtypes": [serialization.encode(dtype) for dtype in effects.dtypes],
             "writes": [_write(write) for write in effects.writes],
             "guards": [
                 (value, paths.get(id(read.module)), str(read), read.random, read.of_attribute)
@@ -228,6 +229,7 @@ class Lookup:
             writes=[_read_write(written) for written in meta.get("writes", ())],
             written=int(meta.get("written", 0)),
             complex=[int(i) for i in meta.get("complex", ())],
+            dtypes=[serialization.decode(dtype) for dtype in meta.get("dtypes", ())],
             guards=[
                 (value, ValueReadError.again(modules.get(path), words, *flags))
                 for value, path, words, *flags in meta["guards"]
