@@ -35,8 +35,9 @@ from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
 _OURS = re.compile(
-    r"(model|optimizer|adapter_model)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.safetensors|(model|optimizer)\.safetensors\.index\.json|optimizer\.json"
-    r"|(pytorch_model|adapter_model)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.bin|pytorch_model\.bin\.index\.json"
+    r"(model|optimizer|adapter_model|diffusion_pytorch_model)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.safetensors|(model|optimizer|diffusion_pytorch_model)\.safetensors\.index\.json|optimizer\.json"
+    r"|(pytorch_model|adapter_model|diffusion_pytorch_model)(-\d{5}-of-\d{5}(\.[0-9a-f]{8})?)?\.bin"
+    r"|(diffusion_)?pytorch_model\.bin\.index\.json"
 )
 _LEAST_OF_A_THREAD = 16 << 20
 """Bytes below which another thread does not pay."""

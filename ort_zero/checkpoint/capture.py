@@ -177,6 +177,9 @@ def _model_config(module: torch.nn.Module) -> dict[str, str]:
                 table.setdefault("architectures", None)
                 table["architectures"] = table["architectures"] or [type(module).__name__]
             found[name] = json.dumps(table, indent=2) + "\n"
+    own = getattr(module, "to_json_string", None)
+    if "config.json" not in found and callable(own) and getattr(module, "config_name", None) == "config.json":
+        found["config.json"] = str(own())  # diffusers': its configuration is a table
     return found | _adapter_config(module)
 
 

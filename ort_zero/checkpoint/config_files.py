@@ -68,6 +68,9 @@ def config_files_in(folder: Folder) -> dict[str, ConfigFile]:
     """Return the config files of one folder, and the remote code that they name; nothing if it is not a model's."""
     try:
         names = [name for name in folder.names() if is_config_name(name) and folder.exists(name)]
+    except CheckpointError:
+        return {}  # not ours to read
+    try:
         if not any(name in _DECIDING and _has_key(folder, name) for name in names):
             return {}
         if "config.json" in names and not _has_key(folder, "config.json"):
@@ -137,8 +140,8 @@ def with_dtype(config: bytes, plan: Plan) -> bytes:
         table = json_text.loads(config)
     except ValueError:
         return config  # not ours to judge
-    if not bytes_of or not isinstance(table, dict):
-        return config
+    if not bytes_of or not isinstance(table, dict) or ("_class_name" in table and "model_type" not in table):
+        return config  # diffusers has the dtype in the weights alone
     name = name_of(max(bytes_of, key=bytes_of.__getitem__))
     table.pop("torch_dtype", None)
     return (json.dumps({**table, "dtype": name}, indent=2) + "\n").encode()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ort_zero.checkpoint import adapters, json_text, renaming
+from ort_zero.checkpoint import adapters, composite_models, json_text, renaming
 from ort_zero.checkpoint.adapters import Merge
 from ort_zero.checkpoint.records import Source
 from ort_zero.errors import CheckpointError
@@ -63,14 +63,16 @@ def select(source: Source, choices: Choices, configs: Mapping[str, bytes]) -> Se
         part = adapters.adapter_part(source, _config(source, configs), choices.adapter)
         notes = renaming.hints(part, True)
         return Selected(source=_noted(part, notes), stem="adapter_model", left_out=_OF_BASE)
+    notes += composite_models.notes_on(source.weights(), configs)
+    stem = composite_models.stem_of(configs)
     if choices.merge_lora:
         whole, merges = adapters.merged(source, _config(source, configs), choices.adapter)
-        return Selected(source=_noted(whole, notes), merges=merges, left_out=(adapters.CONFIG,))
+        return Selected(source=_noted(whole, notes), merges=merges, stem=stem, left_out=(adapters.CONFIG,))
     if adapters.adapter_names(source):
         notes.append(
             "it holds adapters of PEFT: --what adapter writes them alone, --merge-lora adds LoRA to the weights"
         )
-    return Selected(source=_noted(source, notes))
+    return Selected(source=_noted(source, notes), stem=stem)
 
 
 def _config(source: Source, configs: Mapping[str, bytes]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
-from ort_zero.testing.ranks import run_on_ranks
+from ort_zero.checkpoint import aggregate, capture, diff, list_checkpoints, verify
+from ort_zero.checkpoint.records import MASTER
+from ort_zero.testing.ranks import free_port, run_on_ranks
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from checkpoint_files import write
 
 pytestmark = pytest.mark.clients
 
@@ -149,3 +155,62 @@ def test_peft(tmp_path):
         ours, theirs = merged.state_dict(), adapted.merge_and_unload().state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+
+
+def test_diffusers(tmp_path):
+    importlib.import_module("torchvision_operators")
+    from diffusers import UNet2DModel
+
+    torch.manual_seed(0)
+    model = UNet2DModel(
+        sample_size=8, in_channels=1, out_channels=1, block_out_channels=(32,), layers_per_block=1,
+        down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",), norm_num_groups=8,
+    )  # fmt: skip
+    masters = {(MASTER, name): value.detach() for name, value in model.named_parameters()}
+    write(tmp_path / "run" / "t", masters, tag="t", aliases={}, optimizer=None, config=capture._model_config(model))
+    aggregate(tmp_path / "run" / "t", tmp_path / "unet", max_shard_size=100_000, progress=False)
+    there = {path.name for path in (tmp_path / "unet").iterdir()}
+    assert {"config.json", "diffusion_pytorch_model.safetensors.index.json"} <= there, there
+    aggregate(tmp_path / "run" / "t", tmp_path / "unet", overwrite=True, progress=False)
+    assert not list((tmp_path / "unet").glob("*-of-*")) and not list((tmp_path / "unet").glob("*index*"))
+    loaded, about = UNet2DModel.from_pretrained(tmp_path / "unet", output_loading_info=True)
+    assert not about["missing_keys"] and not about["unexpected_keys"]
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+    # beside the whole pipeline, as its examples save it
+    (tmp_path / "run" / "model_index.json").write_text('{"_class_name": "DDPMPipeline", "unet": ["diffusers", "x"]}')
+    (tmp_path / "run" / "latest").write_text("t")
+    report = aggregate(tmp_path / "run", tmp_path / "again", progress=False)
+    assert any("one folder for each part" in text for text in report.warnings), report.warnings
+
+
+def test_sentence_transformers(tmp_path, monkeypatch):
+    own = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in own.items():
+        monkeypatch.setenv(name, str(value))
+    importlib.import_module("torchvision_operators")
+    from sentence_transformers import SentenceTransformer
+    from test_sentence_transformers import model_of, sentence
+
+    model = model_of(tmp_path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    expected = model.encode([sentence(i) for i in range(4)], convert_to_tensor=True)
+    # as its trainer does: the model's own files, and the engine's folder among them
+    run = tmp_path / "output" / "checkpoint-3"
+    model.save_pretrained(str(run))
+    masters = {(MASTER, name): value.detach().clone() for name, value in model.named_parameters()}
+    write(run / "global_step3", masters, tag="global_step3", aliases={}, optimizer=None, config={})
+    (run / "latest").write_text("global_step3")
+    out = tmp_path / "sentences"
+    (told,) = (t for t in aggregate(tmp_path / "output", out, progress=False).warnings if "SentenceTransformer" in t)
+    prefix = told.rpartition("--strip-prefix ")[2].split(";")[0]
+    assert "1_Pooling" in told and prefix.startswith("0.")
+    report = aggregate(tmp_path / "output", out, strip_prefix=[prefix], overwrite=True, progress=False)
+    assert any("1_Pooling" in text and "--strip-prefix" not in text for text in report.warnings)
+    for name in ("1_Pooling", "2_Normalize"):
+        if (run / name).exists():
+            shutil.copytree(run / name, out / name)
+    again = SentenceTransformer(str(out), device="cpu")
+    found = again.encode([sentence(i) for i in range(4)], convert_to_tensor=True)
+    assert torch.allclose(found, expected, atol=1e-6)
