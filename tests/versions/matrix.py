@@ -135,7 +135,8 @@ def _this_python() -> str:
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **own, "COLUMNS": "300"}  # pytest cuts the reasons of failures to the width
 
 
 def _today() -> str:
