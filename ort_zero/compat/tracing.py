@@ -510,8 +510,9 @@ def watched(inputs: TracedInputs = NO_INPUTS, draws: Draws | None = None) -> Ite
         if threading.get_ident() == thread:
             observer.end_module(module, result)
 
+    before: Any = begin  # torch declares its hooks without a result
     hooks = [
-        torch_module.register_module_forward_pre_hook(begin),
+        torch_module.register_module_forward_pre_hook(before),
         torch_module.register_module_forward_hook(end),
     ]
     _observers.append(observer)
