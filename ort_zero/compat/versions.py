@@ -31,7 +31,7 @@ class Requirement:
     specifier: str
     """The versions that are accepted."""
     tried: str
-    """The versions up to which the tests were run; a later one that is accepted counts as untested."""
+    """The versions with which all tests were run; another one that is accepted counts as untested."""
     cure: str
     """The command that brings a version that works."""
     needed_for: str
@@ -52,21 +52,21 @@ REQUIREMENTS = (
     Requirement(
         distribution="torch",
         specifier=">=2.4",
-        tried="<2.16",
+        tried=">=2.13,<2.14",
         cure="pip install 'torch==2.13.0'",
         needed_for="ort",
     ),
     Requirement(
         distribution="deepspeed",
         specifier=">=0.14.5",
-        tried="<0.20",
+        tried=">=0.19,<0.20",
         cure="pip install 'deepspeed==0.19.8'",
         needed_for="zero",
     ),
     Requirement(
         distribution="onnxruntime-training",
         specifier=">=1.19",
-        tried="<1.20",
+        tried=">=1.19,<1.20",
         cure="pip install 'onnxruntime-training==1.19.2'",
         needed_for="ort",
     ),
@@ -90,7 +90,7 @@ class Finding:
     ok: bool
     cure: str
     untested: bool = False
-    """True if the version is accepted, but later than every version that was tried."""
+    """True if the version is accepted, but the tests were not run with it."""
 
 
 def installed(distribution: str) -> str | None:
@@ -176,6 +176,6 @@ def say_untested(packages: tuple[str, ...]) -> None:
         from ort_zero.log import get_logger
 
         get_logger().warning(
-            "%s: later than every version that ort_zero was tested with; its probes found what they look for",
+            "%s: not among the versions with which all tests of ort_zero were run; its probes found what they look for",
             ", ".join(packages),
         )

@@ -160,7 +160,7 @@ def test_another_librarys_patch_is_refused_and_deepspeed_left_alone(target):
 _OLD = """
 from importlib import metadata
 true = metadata.version
-metadata.version = lambda name: "0.14.5" if name == "deepspeed" else true(name)
+metadata.version = lambda name: "0.13.5" if name == "deepspeed" else true(name)
 """
 
 
@@ -172,7 +172,7 @@ def test_unsupported_version_is_refused_in_one_line():
         before = snapshot()
         message = refused(ort_zero.enable)
         assert message.startswith("UnsupportedVersionError") and "\\n" not in message, message
-        assert "deepspeed 0.14.5" in message and "pip install" in message, message
+        assert "deepspeed 0.13.5" in message and "pip install" in message, message
         assert same(snapshot(), before)
         """),
         **NO_ENTRY_POINT,
@@ -185,7 +185,7 @@ def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
         + textwrap.dedent("""
         import torch, deepspeed, ort_zero
         status = ort_zero.status()
-        assert not status["enabled"] and "0.14.5" in status["reason"]
+        assert not status["enabled"] and "0.13.5" in status["reason"]
         from ort_zero.plugin import registry
         assert registry.patch_sets.keys() == {"refused_section"}
 
@@ -196,7 +196,7 @@ def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
         for section in ({}, {"ort_zero": {"enabled": False}}):
             assert type(engine({**config, **section}).module) is torch.nn.Linear
         message = refused(lambda: engine({**config, "ort_zero": {}}))
-        assert "0.14.5" in message and "section" in message and "\\n" not in message, message
+        assert "0.13.5" in message and "section" in message and "\\n" not in message, message
         ort_zero.disable()
         assert not patched()
         """),
