@@ -383,9 +383,10 @@ class GraphBuilder:
         kernels: Counter[str] = Counter()
         if manager.device.type == "cpu":
             unfuse_for_cpu(model)
-            info, kernels = replace_kernels(
-                model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())
-            )
+            if self.memory is None:  # the buffers of other kernels are not ORT's: a budget would not be kept
+                info, kernels = replace_kernels(
+                    model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())
+                )
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
         if self.memory is not None and ort_compat.has_gradients(model):
             with self._timed("memory plan"):

@@ -118,3 +118,10 @@ def test_every_kernel_of_ort_can_be_kept():
     compare(wrapped, reference, tokens(0))
     assert "cross_entropy" not in runtime.status()["graphs"]["training"]["kernels"]
     assert runtime.status()["graphs"]["training"]["kernels"]["gelu_gradient"] > 0
+
+
+def test_with_a_memory_plan_the_kernels_stay_whose_buffers_it_counts():
+    memory = config.MemoryConfig(recompute="all")
+    runtime, wrapped = wrap_model(build("gpt2_eager"), config.OrtModuleConfig(), 0, memory=memory)
+    wrapped(**tokens(0)).loss.backward()
+    assert runtime.status()["graphs"]["training"]["kernels"] == {}
