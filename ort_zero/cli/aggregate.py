@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import sys
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.dtypes import CHOICES
 from ort_zero.cli import TP_SPLIT_HELP, print_json
-from ort_zero.distributed import gloo_exit
-from ort_zero.errors import CorruptCheckpointError, RankError
-from ort_zero.masking import masked
+from ort_zero.cli.ranks import on_launched_ranks
 from ort_zero.utils.sizes import decimal_size, size_in
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.aggregation import AggregateReport
+    from ort_zero.distributed.process_group import RankGroup
 
 _EPILOG = """\
 Exit status: 0 = written; 1 = the source is damaged; 2 = anything else. Started by torchrun, deepspeed or mpirun, the
@@ -72,12 +69,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Aggregate, print the report on rank 0, and return 0."""
     from ort_zero.checkpoint.aggregation import aggregate
-    from ort_zero.distributed import process_group
 
-    gloo_exit.settle_at_exit()
-    ranks = process_group.from_launcher(rendezvous_folder(args.dst))
-    try:
-        report = aggregate(
+    def work(ranks: RankGroup) -> AggregateReport:
+        return aggregate(
             args.src,
             args.dst,
             tag=args.tag,
@@ -100,28 +94,11 @@ def run(args: argparse.Namespace) -> int:
             adapter=args.adapter,
             ranks=ranks,
         )
-    except Exception as error:
-        if ranks.rank == 0 or args.debug:
-            raise
-        # Rank 0 tells; a rank that failed itself adds which one it is.
-        if not isinstance(error, RankError):
-            print(f"ort-zero aggregate: rank {ranks.rank}: {masked(str(error))}", file=sys.stderr)
-        return 1 if isinstance(error, CorruptCheckpointError) else 2
-    finally:
-        ranks.close()
-    if ranks.rank == 0:
+
+    def tell(report: AggregateReport) -> None:
         print_json(dataclasses.asdict(report)) if args.json else print(text_of(report))
-    return 0
 
-
-def rendezvous_folder(dst: str) -> str:
-    """Return the nearest folder above `dst` that exists: ranks may meet there, and a dry run makes none."""
-    if "://" in dst:
-        return dst
-    path = os.path.abspath(dst)
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return path
+    return on_launched_ranks("aggregate", args, work, tell)
 
 
 def text_of(report: AggregateReport) -> str:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from typing import TYPE_CHECKING
 
 from ort_zero.checkpoint.dtypes import CHOICES
 from ort_zero.cli import TP_SPLIT_HELP, print_json
-from ort_zero.cli.aggregate import rendezvous_folder
-from ort_zero.distributed import gloo_exit
-from ort_zero.errors import CorruptCheckpointError, RankError
-from ort_zero.masking import masked
+from ort_zero.cli.ranks import on_launched_ranks
 from ort_zero.utils.sizes import decimal_size, size_in
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.converting import ConvertReport
+    from ort_zero.distributed.process_group import RankGroup
 
 _EPILOG = """\
 Exit status: 0 = written; 1 = the source is damaged; 2 = anything else. Started by torchrun, deepspeed or mpirun, the
@@ -50,12 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Convert, print the report on rank 0, and return 0."""
     from ort_zero.checkpoint.converting import SUB_GROUP_SIZE, convert
-    from ort_zero.distributed import process_group
 
-    gloo_exit.settle_at_exit()
-    ranks = process_group.from_launcher(rendezvous_folder(args.dst))
-    try:
-        report = convert(
+    def work(ranks: RankGroup) -> ConvertReport:
+        return convert(
             args.src,
             args.dst,
             to=args.to,
@@ -69,18 +63,11 @@ def run(args: argparse.Namespace) -> int:
             tp_split=args.tp_split,
             ranks=ranks,
         )
-    except Exception as error:
-        if ranks.rank == 0 or args.debug:
-            raise
-        # Rank 0 tells; a rank that failed itself adds which one it is.
-        if not isinstance(error, RankError):
-            print(f"ort-zero convert: rank {ranks.rank}: {masked(str(error))}", file=sys.stderr)
-        return 1 if isinstance(error, CorruptCheckpointError) else 2
-    finally:
-        ranks.close()
-    if ranks.rank == 0:
+
+    def tell(report: ConvertReport) -> None:
         print_json(dataclasses.asdict(report)) if args.json else print(text_of(report))
-    return 0
+
+    return on_launched_ranks("convert", args, work, tell)
 
 
 def text_of(report: ConvertReport) -> str:
