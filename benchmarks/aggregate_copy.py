@@ -36,26 +36,20 @@ RANKS_GOAL = 1 / 1.7
 BLOCK = 8 << 20
 
 
-def cpu_seconds() -> float:
-    """Return the CPU time of this process so far."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def run_aggregate(source: str, out: str, workers: int = 1) -> float:
     """Aggregate once for warming up and once measured; return the CPU seconds."""
     from ort_zero.checkpoint import aggregate
 
-    before = cpu_seconds()
+    before = time.process_time()
     aggregate(source, out, progress=False, workers=workers)
-    return cpu_seconds() - before
+    return time.process_time() - before
 
 
 def run_copy(size: int, source: str, out: str) -> float:
     """Copy `size` bytes of the optimizers' files into one; return the CPU seconds."""
     os.mkdir(out)
     names = sorted(Path(source).glob("*/*optim_states.pt")) or sorted(Path(source).glob("*/*_master.safetensors"))
-    before = cpu_seconds()
+    before = time.process_time()
     buffer = memoryview(bytearray(BLOCK))
     target = os.open(f"{out}/copy", os.O_WRONLY | os.O_CREAT)
     part = -(-size // len(names))
@@ -71,7 +65,7 @@ def run_copy(size: int, source: str, out: str) -> float:
             position += got
         os.close(descriptor)
     os.close(target)
-    return cpu_seconds() - before
+    return time.process_time() - before
 
 
 def copies(scratch: str, weights: int, rounds: int, counts: list[int]) -> list[Goal]:

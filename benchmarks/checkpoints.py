@@ -36,8 +36,8 @@ SLACK = 64 * MIB
 WAYS = ("deepspeed", "sync", "sync and fsync", "async first", "async later", "plain copy")
 
 
-def make_engine(precision: str, millions: int, hidden: int) -> Any:
-    """Return a ZeRO-2 engine around linear layers after one step, so that it has moments."""
+def make_engine(stage: int, precision: str, millions: int, hidden: int) -> Any:
+    """Return an engine around linear layers after one step, so that it has moments."""
     import deepspeed
     import torch
 
@@ -47,7 +47,7 @@ def make_engine(precision: str, millions: int, hidden: int) -> Any:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": stage},
         "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": False}},
     }
     if precision != "fp32":
@@ -99,7 +99,7 @@ def measure(root: str, precision: str, millions: int, hidden: int, shift: int) -
 
     from ort_zero import checkpoint
 
-    engine = make_engine(precision, millions, hidden)
+    engine = make_engine(2, precision, millions, hidden)
     rank = dist.get_rank()
 
     def save(way: str) -> None:

@@ -9,7 +9,6 @@ gathered from the masters, as ours and DeepSpeed's do. Without them it is measur
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
 import sys
 import tempfile
@@ -18,33 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 from aggregate import Goal, show
-from checkpoints import train_step
+from checkpoints import make_engine
 
 DCP = "torch.distributed.checkpoint"
 WAYS = ("deepspeed", "ours", "ours, of DeepSpeed's files", DCP, f"{DCP}, no weights")
 GOAL = 1.0
 """Largest ratio of our times to those of the others."""
-
-
-def make_engine(stage: int, precision: str, millions: int, hidden: int) -> Any:
-    """Return an engine around linear layers after one step, so that it has moments."""
-    import deepspeed
-    import torch
-
-    layers = max(1, round(millions * 1e6 / hidden**2))
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(hidden, hidden) for _ in range(layers)))
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": stage},
-        "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": False}},
-    }
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    train_step(engine, hidden)
-    return engine
 
 
 def measure(root: str, stage: int, precision: str, millions: int, hidden: int, rounds: int) -> dict[str, list]:
@@ -89,17 +67,12 @@ def measure(root: str, stage: int, precision: str, millions: int, hidden: int, r
     for number in range(rounds + 1):
         for way, load in ways.items():
             dist.barrier()
-            before, start = _cpu_seconds(), time.perf_counter()
+            before, start = time.process_time(), time.perf_counter()
             load()
             if number:  # the first opens connections and imports what is needed
-                found[way].append((time.perf_counter() - start, _cpu_seconds() - before))
+                found[way].append((time.perf_counter() - start, time.process_time() - before))
     engine.destroy()
     return found
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def main() -> int:
