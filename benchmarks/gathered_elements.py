@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from step_time import batch, build, make_engine
+from training_models import batch, build, make_engine
 
 STEPS = 4
 """DeepSpeed prefetches from the third step on, when it has seen the order of the modules."""

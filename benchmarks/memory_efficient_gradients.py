@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_time import batch, build
+from training_models import batch, build
 
 GOAL_SAVED = 0.6
 """Least share of the gradients' size by which the peak is to fall."""

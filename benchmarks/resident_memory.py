@@ -26,7 +26,7 @@ def resident_mib() -> float:
 def measure(ort: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Run on each rank: return the memory after each tenth of the steps, and what was planned for gathers."""
     import torch
-    from step_time import batch, build, make_engine
+    from training_models import batch, build, make_engine
 
     import ort_zero
 

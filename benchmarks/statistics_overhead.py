@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_time import batch, build
+from training_models import batch, build
 
 GOALS = {"on": 1.10, "out of range": 1.005}
 """Largest ratio to the step without statistics."""

@@ -1,101 +1,68 @@
-"""Measures the step time of ONNX Runtime and of PyTorch under ZeRO-1 and ZeRO-3, and what the ZeRO-3 bridge costs.
+"""Measures the step time of ONNX Runtime beside eager PyTorch and torch.compile, case by case.
 
-All engines of a model live in one process group and take turns of a few steps, in an order that rotates from round to
-round: whatever else the machine does meets all alike. The first step of a turn finds the caches full of another
-engine's data and is not counted. A step is forward, backward and optimizer step; its time is that of the slowest rank.
-Ratios are taken within a round and their median is printed with the smallest and the largest, so that drift between
-rounds cancels out. CPU time (all threads, mean of the ranks) tells more than wall time on a busy machine.
+A case is a model, a size and an engine: none (one process, forward and backward), ZeRO-1 or ZeRO-3 on several ranks
+(forward, backward and optimizer step; every weight is partitioned unless --threshold says otherwise). The variants of
+a case live in the same processes and take turns of a few steps, in an order that rotates: whatever else the machine
+does meets all alike. The first step of a turn finds the caches full of another variant's data and is not counted.
+Ratios to eager PyTorch are taken within a round; printed are their median, the smallest and the largest. CPU time (all
+threads, mean of the ranks) tells more than wall time (of the slowest rank) on a busy machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+from training_models import MODELS, batch, build, make_engine
 
-THRESHOLDS = {"0": 0, "default": None}
-"""Values of ``stage3_param_persistence_threshold`` by the name they are printed with; None leaves the key out."""
-GOAL = 1.15
-"""Largest ratio of ORT's ZeRO-3 step to ORT's ZeRO-1 step."""
-
-
-def build(name: str, options: dict[str, Any]) -> torch.nn.Module:
-    """Return the model `name`, the same at every call: ``"bert"`` or ``"gpt2"`` without dropout."""
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    hidden, layers, vocab, seq = (options[key] for key in ("hidden", "layers", "vocab", "seq"))
-    if name == "bert":
-        return BertForMaskedLM(
-            BertConfig(
-                vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
-                intermediate_size=4 * hidden, max_position_embeddings=seq, hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            )
-        )  # fmt: skip
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=vocab, n_embd=hidden, n_layer=layers, n_head=4, n_positions=seq, bos_token_id=0, eos_token_id=0,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        )
-    )  # fmt: skip
-
-
-def batch(options: dict[str, Any], rank: int) -> dict[str, torch.Tensor]:
-    """Return the keyword arguments of one training call on `rank`."""
-    generator = torch.Generator().manual_seed(100 + rank)
-    ids = torch.randint(0, options["vocab"], (options["batch"], options["seq"]), generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-
-
-def make_engine(model: torch.nn.Module, stage: int, *, ort: bool, batch_size: int, **zero: Any) -> tuple[Any, Any]:
-    """Return a DeepSpeed engine and its ort_zero runtime (None without the section)."""
-    import deepspeed
-
-    from ort_zero.plugin import registry
-
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": batch_size,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, **zero},
-    }
-    if ort:
-        config["ort_zero"] = {"ortmodule": {"enabled": True, "log_level": "ERROR"}}
-    before = registry.runtimes()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    made = [runtime for runtime in registry.runtimes() if runtime not in before]
-    assert len(made) == int(ort), "the engine was not made as the section says"
-    return engine, made.pop() if ort else None
+SIZES = {"4x256": {"layers": 4, "hidden": 256}, "8x512": {"layers": 8, "hidden": 512}}
+ENGINES = {"none": 0, "zero1": 1, "zero3": 3}
+"""ZeRO stage by the name of the engine; 0 for none."""
+VARIANTS = ("torch", "compile", "ort", "ort, own kernels")
+DEFAULT = ("torch", "compile", "ort")
 
 
 class Variant:
-    """One engine that takes turns with the others.
+    """One engine, or a bare model, that takes turns with the others.
 
     Args:
-        name: model, see :func:`build`.
-        stage: ZeRO stage.
-        ort: run in ONNX Runtime.
-        threshold: ``stage3_param_persistence_threshold``, None for DeepSpeed's default.
-        options: sizes.
+        name: of the model.
+        kind: one of :data:`VARIANTS`.
+        options: sizes, and ``stage``, ``threshold``, ``prefetch``.
     """
 
-    def __init__(self, name: str, stage: int, ort: bool, threshold: int | None, options: dict[str, Any]):
-        zero: dict[str, Any] = {}
-        if stage == 3:
-            if threshold is not None:
-                zero["stage3_param_persistence_threshold"] = threshold
-            if options["prefetch"] is not None:
+    def __init__(self, name: str, kind: str, options: dict[str, Any]):
+        model, self.stage = build(name, options), options["stage"]
+        if kind == "compile":
+            model.compile()
+        ort = kind.startswith("ort")
+        section = {"ort_kernels": ["*"]} if kind == "ort, own kernels" else {}
+        self.runtime: Any = None
+        if self.stage:
+            zero: dict[str, Any] = {}
+            if self.stage == 3 and options["threshold"] is not None:
+                zero["stage3_param_persistence_threshold"] = options["threshold"]
+            if self.stage == 3 and options["prefetch"] is not None:
                 zero["stage3_prefetch_bucket_size"] = options["prefetch"]
-        self.engine, self.runtime = make_engine(
-            build(name, options), stage, ort=ort, batch_size=options["batch"], **zero
-        )
-        # DeepSpeed replaces it for the whole process when the first ZeRO-3 model comes; ZeRO-1 alone would not have it
+            self.engine, self.runtime = make_engine(
+                model, self.stage, ort=ort, batch_size=options["batch"], section=section, **zero
+            )
+        else:
+            self.engine = model
+            if ort:
+                from ort_zero.config import OrtModuleConfig
+                from ort_zero.plugin.wrap import wrap_model
+
+                self.runtime, self.engine = wrap_model(model, OrtModuleConfig(log_level="ERROR", **section), 0)
+        self.engine.train()
+        # DeepSpeed replaces it for the whole process when a ZeRO-3 model comes
         self.linear = torch.nn.functional.linear
         self.steps = 0
 
@@ -103,10 +70,15 @@ class Variant:
         """Train one step and return its time and CPU time in seconds."""
         saved, torch.nn.functional.linear = torch.nn.functional.linear, self.linear
         try:
+            if not self.stage:
+                self.engine.zero_grad(set_to_none=True)
             start, cpu = time.perf_counter(), time.process_time()
             loss = self.engine(**inputs).loss
-            self.engine.backward(loss)
-            self.engine.step()
+            if self.stage:
+                self.engine.backward(loss)
+                self.engine.step()
+            else:
+                loss.backward()
             seconds = (time.perf_counter() - start, time.process_time() - cpu)
         finally:
             torch.nn.functional.linear = saved
@@ -114,135 +86,168 @@ class Variant:
         self.loss = loss.item()
         return seconds
 
-    def check(self) -> dict[str, Any] | None:
+    def report(self) -> dict[str, Any]:
         """Return what ran, after asserting that it was ORT if ORT was asked for."""
         if self.runtime is None:
-            return None
+            return {}
         status = self.runtime.status()
         graph = status["graphs"]["training"]
         assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0, status
         assert graph["runs"] == {"forward": self.steps, "backward": self.steps}, status
-        assert graph["exports"] == 1, status
-        return {key: graph[key] / self.steps for key in ("gathers", "gathered_elements", "reduces")}
+        done = {key: graph[key] / self.steps for key in ("gathers", "gathered_elements", "reduces")}
+        return {**done, "kernels": dict(graph["kernels"]), "nodes": graph["nodes"], "python_ops": graph["python_ops"]}
 
 
-def measure(name: str, thresholds: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Run on each rank: return the seconds of each round by variant, and what ORT did in a step."""
+def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Run on each rank: return wall and CPU seconds of each round by variant, losses, and what ORT did in a step."""
     import ort_zero
 
     ort_zero.enable()
-    import deepspeed
+    torch.set_num_threads(1)
+    rank = 0
+    if options["stage"]:
+        import deepspeed
 
-    deepspeed.init_distributed("gloo", verbose=False)
-    rank = torch.distributed.get_rank()
-    inputs = batch(options, rank)
-    variants = {}
-    for ort in (False, True):  # ZeRO-1 first, see Variant.linear
-        variants[("ort" if ort else "torch") + " zero1"] = Variant(name, 1, ort, None, options)
-    for key in thresholds:
-        for ort in (False, True):
-            label = f"{'ort' if ort else 'torch'} zero3 threshold {key}"
-            variants[label] = Variant(name, 3, ort, THRESHOLDS[key], options)
-    labels = list(variants)
-    for label in labels:
-        for _ in range(options["warmup"]):  # the first step exports; DeepSpeed's prefetch needs a traced step
-            variants[label].step(inputs)
-    times: dict[str, list[tuple[float, float]]] = {label: [] for label in labels}
-    for number in range(options["rounds"]):
-        shift = number % len(labels)
-        for label in labels[shift:] + labels[:shift]:
+        deepspeed.init_distributed("gloo", verbose=False)
+        rank = torch.distributed.get_rank()
+    inputs = batch(options, rank, name)
+    variants: dict[str, Variant] = {}
+    failed: dict[str, str] = {}
+    for kind in options["variants"]:
+        try:
+            variant = Variant(name, kind, options)
+            for _ in range(options["warmup"]):  # the first step exports; DeepSpeed's prefetch needs a traced step
+                variant.step(inputs)
+            variants[kind] = variant
+        except Exception as error:
+            if kind != "compile":
+                raise
+            failed[kind] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    order = list(variants)
+    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in order}
+    started = time.perf_counter()
+    for number in itertools.count():
+        if number >= options["rounds"] or (number >= 3 and _passed(started, options)):
+            break
+        shift = number % len(order)
+        for kind in order[shift:] + order[:shift]:
             turn = []
             for _ in range(options["turn"]):
-                torch.distributed.barrier()
-                turn.append(variants[label].step(inputs))
+                if options["stage"]:
+                    torch.distributed.barrier()
+                turn.append(variants[kind].step(inputs))
             counted = turn[1:] or turn
-            times[label].append(tuple(statistics.median(column) for column in zip(*counted, strict=True)))
+            times[kind].append(tuple(statistics.median(column) for column in zip(*counted, strict=True)))
     return {
         "times": times,
-        "losses": {label: variant.loss for label, variant in variants.items()},
-        "per_step": {label: variant.check() for label, variant in variants.items()},
+        "failed": failed,
+        "losses": {kind: variant.loss for kind, variant in variants.items()},
+        "did": {kind: variant.report() for kind, variant in variants.items()},
     }
 
 
-def summarize(reports: list[dict[str, Any]], thresholds: list[str]) -> dict[str, Any]:
-    """Return medians in milliseconds and ratios (median, smallest, largest of the rounds) from the ranks' reports."""
-    wall, cpu = {}, {}
-    for label in reports[0]["times"]:
-        rounds = list(zip(*(report["times"][label] for report in reports), strict=True))
-        wall[label] = [max(seconds for seconds, _ in ranks) for ranks in rounds]
-        cpu[label] = [statistics.mean(seconds for _, seconds in ranks) for ranks in rounds]
-    ratios = {"ort / torch, zero1": ("ort zero1", "torch zero1")}
-    for key in thresholds:
-        ort, plain = (f"{kind} zero3 threshold {key}" for kind in ("ort", "torch"))
-        ratios[f"ort / torch, zero3 threshold {key}"] = (ort, plain)
-        ratios[f"zero3 threshold {key} / zero1, ort"] = (ort, "ort zero1")
-        ratios[f"zero3 threshold {key} / zero1, torch"] = (plain, "torch zero1")
-    result: dict[str, Any] = {
-        "median_ms": {label: statistics.median(values) * 1e3 for label, values in wall.items()},
-        "fastest_ms": {label: min(values) * 1e3 for label, values in wall.items()},
-        "cpu_ms": {label: statistics.median(values) * 1e3 for label, values in cpu.items()},
-        "losses": reports[0]["losses"],
-        "per_step": {label: did for label, did in reports[0]["per_step"].items() if did},
-        "ratios": {},
-    }
-    for label, (above, below) in ratios.items():
-        rounds = [a / b for a, b in zip(wall[above], wall[below], strict=True)]
-        on_cpu = [a / b for a, b in zip(cpu[above], cpu[below], strict=True)]
-        result["ratios"][label] = {
-            "median": statistics.median(rounds),
-            "min": min(rounds),
-            "max": max(rounds),
-            "cpu": statistics.median(on_cpu),
+def _passed(started: float, options: dict[str, Any]) -> bool:
+    """Return whether the time for rounds is over, for all ranks alike."""
+    over = torch.tensor(float(time.perf_counter() - started > options["seconds"]))
+    if options["stage"]:
+        torch.distributed.broadcast(over, 0)
+    return bool(over)
+
+
+def summarize(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return milliseconds by variant and ratios to eager PyTorch (median, smallest, largest) from the ranks' reports."""
+    figures: dict[str, Any] = {}
+    clocks: dict[str, dict[str, list[float]]] = {}
+    for kind in reports[0]["times"]:
+        rounds = list(zip(*(report["times"][kind] for report in reports), strict=True))
+        clocks[kind] = {
+            "wall": [max(seconds for seconds, _ in ranks) for ranks in rounds],
+            "cpu": [statistics.mean(seconds for _, seconds in ranks) for ranks in rounds],
         }
-    result["bridge"] = {key: result["ratios"][f"zero3 threshold {key} / zero1, ort"]["median"] for key in thresholds}
-    return result
+    for kind, clock in clocks.items():
+        figures[kind] = {"loss": reports[0]["losses"][kind], **reports[0]["did"][kind]}
+        for which, values in clock.items():
+            ratios = [a / b for a, b in zip(values, clocks["torch"][which], strict=True)]
+            figures[kind][which] = {
+                "ms": statistics.median(values) * 1e3, "fastest_ms": min(values) * 1e3,
+                "ratio": statistics.median(ratios), "min": min(ratios), "max": max(ratios),
+                "of_fastest": min(values) / min(clocks["torch"][which]),
+            }  # fmt: skip
+    return {"rounds": len(next(iter(clocks.values()))["cpu"]), "variants": figures, "failed": reports[0]["failed"]}
 
 
-def show(name: str, result: dict[str, Any]) -> None:
-    """Print one model's figures."""
-    print(f"{name}")
-    for label, value in result["median_ms"].items():
-        did = result["per_step"].get(label)
-        extra = f"  {did['gathers']:.0f} gathers, {did['reduces']:.0f} reduces" if did and did["gathers"] else ""
-        fastest, cpu = result["fastest_ms"][label], result["cpu_ms"][label]
-        print(f"  {label:<38} {value:8.1f} ms (fastest {fastest:6.1f}, CPU {cpu:6.1f}){extra}")
-    for label, ratio in result["ratios"].items():
-        span = f"{ratio['min']:.3f} to {ratio['max']:.3f}"
-        print(f"  {label:<38} {ratio['median']:8.3f}    ({span}), of CPU time {ratio['cpu']:.3f}")
+def show(label: str, case: dict[str, Any]) -> None:
+    """Print the figures of one case."""
+    print(f"{label}, {case['rounds']} rounds", flush=True)
+    for kind, found in case["variants"].items():
+        cpu, wall = found["cpu"], found["wall"]
+        print(f"  {kind:18} CPU {cpu['ms']:8.1f} ms, {cpu['ratio']:.3f} of PyTorch's ({cpu['min']:.2f} to "
+              f"{cpu['max']:.2f}, fastest {cpu['of_fastest']:.2f}); wall {wall['ms']:8.1f} ms, {wall['ratio']:.3f} "
+              f"({wall['min']:.2f} to {wall['max']:.2f}); loss {found['loss']:.6f} {found.get('kernels') or ''}",
+              flush=True)  # fmt: skip
+    for kind, why in case["failed"].items():
+        print(f"  {kind:18} does not run: {why}")
+
+
+def show_means(cases: dict[str, Any]) -> None:
+    """Print the geometric means of the cases' ratios, to eager PyTorch and to torch.compile."""
+    for which in ("cpu", "wall"):
+        for kind in VARIANTS[1:]:
+            ratios = [c["variants"][kind][which]["ratio"] for c in cases.values() if kind in c["variants"]]
+            if ratios:
+                print(f"{kind} / torch, {which}: {statistics.geometric_mean(ratios):.3f} in the geometric mean of "
+                      f"{len(ratios)} cases, {max(ratios):.3f} at most")  # fmt: skip
+        both = [c["variants"] for c in cases.values() if {"ort", "compile"} <= c["variants"].keys()]
+        if both:
+            ratios = [v["ort"][which]["ratio"] / v["compile"][which]["ratio"] for v in both]
+            print(f"ort / compile, {which}: {statistics.geometric_mean(ratios):.3f} in the geometric mean")
 
 
 def main() -> int:
-    """Print the figures; return 1 if the bridge costs more than the goal in one of the cases."""
-    parser = argparse.ArgumentParser(description="Step times of ORT and PyTorch under ZeRO-1 and ZeRO-3.")
-    parser.add_argument("--models", nargs="+", choices=("bert", "gpt2"), default=["bert", "gpt2"])
-    parser.add_argument("--thresholds", nargs="+", choices=THRESHOLDS, default=list(THRESHOLDS))
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--turn", type=int, default=3, help="steps in a row of one engine; the first is not counted")
+    """Measure the cases, print their figures and add them to a file; return 0."""
+    parser = argparse.ArgumentParser(description="Step times of ORT beside eager PyTorch and torch.compile.")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x256"])
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(DEFAULT))
+    parser.add_argument("--ranks", type=int, default=2, help="under ZeRO")
+    parser.add_argument("--rounds", type=int, default=12, help="at most")
+    parser.add_argument("--seconds", type=float, default=100, help="for the rounds of a case; three rounds always run")
+    parser.add_argument("--turn", type=int, default=3, help="steps in a row of one variant; the first is not counted")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=8000)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--labels", type=float, default=1.0, help="share of tokens that have a label")
+    parser.add_argument("--threshold", type=int, default=0, help="stage3_param_persistence_threshold")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size; DeepSpeed's default if not given")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, help="JSON file to which the cases are added")
     args = parser.parse_args()
+    if "torch" not in args.variants:
+        parser.error("--variants needs torch, which the others are compared with")
     from ort_zero.testing.ranks import run_on_ranks
 
-    results = {}
-    for name in args.models:
-        reports = run_on_ranks(measure, args.ranks, name, args.thresholds, vars(args), timeout=args.timeout)
-        results[name] = summarize(reports, args.thresholds)
+    cases: dict[str, Any] = {}
+    for name, size, engine in itertools.product(args.models, args.sizes, args.engines):
+        options = {**vars(args), **SIZES[size], "stage": ENGINES[engine], "out": None}
+        label = f"{name} {size} {engine}"
+        if name in ("gpt2", "bert", "llama"):
+            label += f" vocab {args.vocab} {args.batch}x{args.seq} labels {args.labels:g}"
+        ranks = args.ranks if ENGINES[engine] else 1
+        reports = run_on_ranks(measure, ranks, name, options, timeout=args.timeout)
+        cases[label] = {**summarize(reports), "processor": torch.backends.cpu.get_cpu_capability()}
         if not args.json:
-            show(name, results[name])
-    bridge = max(ratio for result in results.values() for ratio in result["bridge"].values())
+            show(label, cases[label])
+        if args.out is not None:
+            known = json.loads(args.out.read_text()) if args.out.exists() else {}
+            args.out.write_text(json.dumps({**known, label: cases[label]}, indent=1, sort_keys=True) + "\n")
     if args.json:
-        print(json.dumps({"goal": GOAL, "models": results}))
-    else:
-        print(f"ORT's ZeRO-3 step over its ZeRO-1 step: {bridge:.3f} at most; goal: {GOAL} at most")
-    return int(bridge > GOAL)
+        print(json.dumps(cases))
+    elif len(cases) > 1:
+        show_means(cases)
+    return 0
 
 
 if __name__ == "__main__":
