@@ -155,7 +155,7 @@ def _passed(started: float, options: dict[str, Any]) -> bool:
 
 
 def summarize(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return milliseconds by variant and ratios to eager PyTorch (median, smallest, largest) from the ranks' reports."""
+    """Return milliseconds and ratios to eager PyTorch (median, smallest, largest) by variant."""
     figures: dict[str, Any] = {}
     clocks: dict[str, dict[str, list[float]]] = {}
     for kind in reports[0]["times"]:
