@@ -61,7 +61,7 @@ def describe(state: EngineState, exclude_frozen: bool) -> Model:
     shapes = {name: state.shape(name) for name in kept}
     shapes |= {name: tuple(buffer.shape) for name, buffer in state.buffers()}
     base = state.base_optimizer()
-    options = [{key: _plain(value) for key, value in group.items()} for group in state.group_options()]
+    options = [{k: _plain(v) for k, v in group.items() if _is_plain(v)} for group in state.group_options()]
     return Model(
         shapes=shapes,
         dtype=dtypes.code_of(state.dtype()),
@@ -145,6 +145,7 @@ def _extra(state: EngineState, client_state: Mapping[str, Any]) -> dict[str, Any
         "loss_scaler": scaler and {"class": type(scaler).__name__, "state": _numbers(scaler)},
         "extra_state": {prefix: module.get_extra_state() for prefix, module in state.extra_states()},
         **{key: part.state_dict() for key, part in _parts_with_state(state).items() if part is not None},
+        **({"lr_scheduler_class": type(scheduler).__name__} if hasattr(scheduler, "state_dict") else {}),
     }
 
 
@@ -157,13 +158,18 @@ def _numbers(scaler: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(scaler).items() if v is None or isinstance(v, (bool, int, float))}
 
 
+def _is_plain(value: Any) -> bool:
+    """Return True for a hyper-parameter that JSON has a value for; others are the configuration's."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str)) or torch.is_tensor(value)
+
+
 def _plain(value: Any) -> Any:
-    """Return a hyper-parameter as a JSON value; what is none is left out as None."""
+    """Return a plain hyper-parameter as a JSON value."""
     if torch.is_tensor(value):
         return value.item() if value.numel() == 1 else value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else None
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _model_config(module: torch.nn.Module) -> dict[str, str]:

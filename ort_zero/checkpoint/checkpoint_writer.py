@@ -16,7 +16,7 @@ from ort_zero.checkpoint.capture import Model, Shard
 from ort_zero.checkpoint.config_files import keep_beside
 from ort_zero.checkpoint.records import WEIGHT, File, Tensor
 from ort_zero.checkpoint.shard_writer import ShardEntry, WrittenPiece, write_shard
-from ort_zero.checkpoint.storage import Folder, open_folder
+from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.zero_to_fp32 import SCRIPT_NAME, write_script
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError
@@ -183,6 +183,7 @@ def manifest_of(folder: Folder, job: SaveJob, parts: list[tuple], size: int) -> 
 
 def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: int) -> None:
     """Write the manifest of what each rank wrote, and what comes after it."""
+    _check_that_all_are_here(folder, parts)
     with collection_paused():
         document = manifest_of(folder, job, parts, size)
         content = manifest.dump(document)
@@ -198,6 +199,20 @@ def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: in
             run.remove(name)
     if job.save_latest:
         run.write(manifest.LATEST, job.tag.encode(), job.save_id, durable=job.durable)
+
+
+def _check_that_all_are_here(folder: Folder, parts: list[tuple]) -> None:
+    """Raise CheckpointError if a rank wrote its files into another folder than this rank sees."""
+    if not isinstance(folder, LocalFolder):
+        return
+    for rank, (files, _, _) in enumerate(parts):
+        for file in files:
+            if folder.size(file.name) != file.size:
+                raise CheckpointError(
+                    f"{folder.path(file.name)} of rank {rank} is not there: the ranks do not write into one folder "
+                    "(a relative path in another working directory, or a disk of each machine's own); give one that "
+                    "all of them share. The checkpoint was not made"
+                )
 
 
 def _tensors(model: Model, written: list[WrittenPiece]) -> list[Tensor]:

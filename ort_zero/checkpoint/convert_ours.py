@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict
 from typing import Any
 
 from ort_zero.checkpoint import manifest, values
@@ -41,7 +40,7 @@ def write_rank(work: Conversion, rank: int) -> Part:
             (moments if tensor.is_optimizer_state else weights).append(entry)
     work.read(requests)
     tensors: list[Any] = []
-    state = asdict(work.training_state(rank))
+    state = vars(work.training_state(rank))
     extra = {
         key: values.encode(v, key, tensors) for key, v in state.items() if v is not None or key not in OPTIONAL_KEYS
     }

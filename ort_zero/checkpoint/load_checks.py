@@ -47,29 +47,40 @@ def refuse_misfit(state: EngineState, source: Source, strict: bool) -> None:
         problems.append(f"shapes differ: {shortened(wrong, _MOST_NAMED)}")
     if problems:
         raise CheckpointError(f"{source.root} does not fit the model: {'; '.join(problems)}")
+    _warn_of_differences(state, source, resolved)
 
 
-def refuse_other_optimizer(state: EngineState, source: Source) -> None:
-    """Raise CheckpointError if the checkpoint's optimizer has other states than the engine's."""
-    stored = {t.kind for t in source.tensors if t.is_optimizer_state}
-    if not stored and source.optimizer is not None and not source.step:
-        return  # saved before the first step, which makes the states
-    if not stored and state.base_optimizer() is not None:
-        raise CheckpointError(
-            f"{source.root} holds no optimizer state; load it with load_optimizer_states=False to take the weights only"
+def _warn_of_differences(state: EngineState, source: Source, resolved: dict[str, str]) -> None:
+    """Warn of what is loaded in another way than the names suggest.
+
+    Args:
+        state: state of the engine.
+        source: the checkpoint.
+        resolved: the name under which each parameter and buffer is stored, by its own.
+    """
+    stored = source.weights()
+    absent = [name for name, known in resolved.items() if known not in stored]
+    if absent:
+        log.get_logger().warning(
+            "%s lacks %s, which the optimizer does not train: they stay as they are",
+            source.root,
+            shortened(absent, _MOST_NAMED),
         )
-    for flat in state.flats():
-        kinds = set(state.elementwise(flat))
-        if kinds and kinds != stored:
-            raise CheckpointError(
-                f"{source.root} holds the optimizer states {sorted(stored)} of {_class_name(source)}, "
-                f"the engine's {type(state.base_optimizer()).__name__} has {sorted(kinds)}; "
-                "use the same optimizer, or load_optimizer_states=False"
-            )
-
-
-def _class_name(source: Source) -> str | None:
-    return None if source.optimizer is None else source.optimizer.class_name
+    split = [f"{name} and {known}" for name, known in resolved.items() if name != known and known in state.parameters]
+    if split:
+        log.get_logger().warning(
+            "%s holds one tensor for %s, which the model does not tie: both get its values and go on apart",
+            source.root,
+            shortened(split, _MOST_NAMED),
+        )
+    trained = state.optimized()
+    thawed = [name for name in resolved if name in trained and resolved[name] in source.frozen]
+    if thawed:
+        log.get_logger().warning(
+            "%s was saved while %s was not trained: its state of the optimizer starts anew",
+            source.root,
+            shortened(thawed, _MOST_NAMED),
+        )
 
 
 # -- numbers and hyper-parameters -------------------------------------------------------------------------------------
@@ -127,10 +138,14 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
             )
             continue
         for key, value in match.items():
-            if _is_number(live.get(key)) and not (_is_number(value) and math.isfinite(value)):
+            if _is_number_of_an_optimizer(live.get(key)) and not (_is_number(value) and math.isfinite(value)):
                 raise CorruptCheckpointError(f"{source.root}: {key} of parameter group {index} cannot be {value!r}")
         settings.options[index] = dict(match)
     return settings
+
+
+def _is_number_of_an_optimizer(value: Any) -> bool:
+    return _is_number(value) or (torch.is_tensor(value) and value.numel() == 1)
 
 
 def _is_number(value: Any) -> bool:
@@ -139,7 +154,8 @@ def _is_number(value: Any) -> bool:
 
 def restore_numbers(state: EngineState, settings: OptimizerSettings) -> None:
     """Put the numbers per parameter (``step``) into the optimizer's state."""
-    as_tensor = type(state.base_optimizer()).__module__.startswith("torch.")
+    kinds = type(state.base_optimizer()).__mro__
+    as_tensor = any(kind.__module__.startswith("torch.") and kind is not torch.optim.Optimizer for kind in kinds)
     for flat, numbers in zip(state.flats(), settings.numbers):
         live = state.state_of(flat)
         for key, value in numbers.items():

@@ -15,14 +15,15 @@ from ort_zero.checkpoint.checked_reads import CheckedReader, check_records_of
 from ort_zero.checkpoint.load_checks import (
     optimizer_settings,
     refuse_misfit,
-    refuse_other_optimizer,
     restore_numbers,
 )
 from ort_zero.checkpoint.opening import format_in, no_checkpoint, open_checkpoint
+from ort_zero.checkpoint.optimizer_fit import refuse_other_optimizer, refuse_other_scheduler
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.staged_state import StagedState
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.checkpoint.training_state import Restoration, TrainingState, check_counters, read_training_state
+from ort_zero.compat.deepspeed_accumulation import drop_accumulated_gradients, micro_steps_since_step
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -84,17 +85,24 @@ def load(
     state, source = _open(engine, path, tag, trust_pickle, tp_split, ranks)
     folder = open_folder(source.root)
     full = load_optimizer_states and not load_module_only
+    if full and source.format == "deepspeed" and not source.zero_stage and state.base_optimizer() is not None:
+        raise UnreadableCheckpointError(
+            f"{source.root} is of a run without ZeRO, whose optimizer state ort_zero does not read", source
+        )
     saved = _read_training_state(folder, source, trust_pickle, ranks)
     with ranks.raise_on_all(_WHAT):
         refuse_misfit(state, source, strict)
         if full:
             refuse_other_optimizer(state, source)
+        if load_lr_scheduler_states and not load_module_only:
+            refuse_other_scheduler(state, saved, source.root)
         settings = optimizer_settings(state, source, full)
         check_counters(saved.counters, state, folder.path())
         staged = StagedState(state, source, full)
         reader = CheckedReader(folder, source.files)
         reader.read(staged.requests())
     check_records_of(folder, source.files, reader.parts, ranks)
+    in_accumulation = micro_steps_since_step(engine) > 0
     restoration = Restoration(state)
     try:
         with ranks.raise_on_all(_WHAT):
@@ -113,6 +121,8 @@ def load(
         with ranks.raise_on_all(_WHAT):
             staged.put()
             restore_numbers(state, settings)
+            if in_accumulation:
+                drop_accumulated_gradients(engine)  # they are those of other weights
         state.loaded()
     if ranks.rank == 0:
         for note in source.notes:

@@ -27,6 +27,7 @@ from ort_zero.checkpoint.capture import Shard
 from ort_zero.checkpoint.checkpoint_writer import SaveJob, write_checkpoint
 from ort_zero.checkpoint.staging import Staging
 from ort_zero.checkpoint.storage import open_folder
+from ort_zero.compat.deepspeed_accumulation import micro_steps_since_step
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.distributed.process_group import RankGroup, interrupts_held
 from ort_zero.distributed.side_channel import SideChannelGroup
@@ -153,6 +154,13 @@ def _save(
         state = EngineState(engine)
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         check_tag(tag)
+    if micro_steps_since_step(engine):
+        log.get_logger().warning(
+            "%s is saved %d micro-steps after the optimizer's last step: no checkpoint holds gradients, a run that "
+            "resumes accumulates them anew",
+            tag,
+            micro_steps_since_step(engine),
+        )
     save_id, run_id, suffix = _agree(ranks, path, tag)
     with settled(state):
         with ranks.raise_on_all("preparing the checkpoint"):

@@ -13,6 +13,7 @@ from ort_zero.checkpoint import json_text, manifest, values
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.shard_checks import EXTRA_KEYS, MAX_EXTRA_BYTES, is_count
 from ort_zero.checkpoint.storage import Folder
+from ort_zero.compat.deepspeed_accumulation import at_last_step
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.errors import CorruptCheckpointError
 
@@ -26,6 +27,8 @@ class TrainingState:
     client_state: dict[str, Any]
     """The values that the user gave to the save."""
     lr_scheduler: dict[str, Any] | None = None
+    lr_scheduler_class: str | None = None
+    """Name of the scheduler's class, None if it is not known."""
     loss_scaler: dict[str, Any] | None = None
     """``{"class": name, "state": attributes}``."""
     extra_state: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +39,7 @@ class TrainingState:
     """State of the scheduler of DeepSpeed's random layerwise token dropping."""
 
 
-OPTIONAL_KEYS = ("data_sampler", "random_ltd")
+OPTIONAL_KEYS = ("data_sampler", "random_ltd", "lr_scheduler_class")
 """Keys of a rank's JSON file that earlier versions of ort_zero did not write."""
 
 
@@ -78,7 +81,7 @@ def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingSt
     for key, value in found_state.items():
         if value is None and key in ("counters", "client_state", "extra_state"):
             found_state[key] = {}
-        elif value is not None and not isinstance(value, dict):
+        elif value is not None and not isinstance(value, str if key == "lr_scheduler_class" else dict):
             raise CorruptCheckpointError(f"{path}: {key} cannot be a {type(value).__name__}")
     return TrainingState(**found_state)
 
@@ -165,7 +168,10 @@ class Restoration:
         scaler, stored = self._state.loss_scaler(), saved.loss_scaler
         if full and scaler is not None and stored and stored["class"] == type(scaler).__name__:
             self._attributes(scaler, stored["state"])
-        self._call(self._state.counters, self._state.set_counters, saved.counters)
+        counters = dict(saved.counters)
+        if "micro_steps" in counters:
+            counters["micro_steps"] = at_last_step(engine, counters["micro_steps"])
+        self._call(self._state.counters, self._state.set_counters, counters)
         self._attributes(engine, {"loaded_checkpoint_dp_world_size": world_size, "loaded_checkpoint_mp_world_size": 1})
 
     def undo(self) -> None:

@@ -7,6 +7,12 @@ their indices.
 from __future__ import annotations
 
 import argparse
+import collections
+import datetime
+import decimal
+import fractions
+import pathlib
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,8 +43,8 @@ def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     """Return `value` as JSON values; tensors are appended to `tensors`.
 
     Args:
-        value: None, bool, int, float, str, bytes, list, tuple, set, dict, tensor, numpy array or scalar, torch dtype,
-            torch device, ``argparse.Namespace``, and lists, dicts, tuples and sets of these.
+        value: None, bool, number, str, bytes, list, tuple, set, dict, deque, range, path, date, time, UUID, tensor,
+            numpy array or scalar, torch dtype, torch device, ``argparse.Namespace``, and containers of these.
         where: how the message names it, such as ``client_state``.
         tensors: list to which the tensors and arrays in `value` are appended, on the CPU and contiguous.
 
@@ -87,8 +93,34 @@ def _simplified(value: Any) -> Any:
         if isinstance(value, plain):
             return value if type(value) is plain else plain(value)
     if isinstance(value, (set, frozenset)):
-        return set(value)
+        return value if type(value) in (set, frozenset) else set(value)
+    if type(value) in _KEPT_MAPPINGS and _factory_name(value) is not None:
+        return value
     return dict(value) if isinstance(value, Mapping) else value
+
+
+_FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, bool, str, bytes)}
+"""Default factories that a name tells; with any other one a defaultdict becomes a dict."""
+_KEPT_MAPPINGS = (collections.OrderedDict, collections.defaultdict, collections.Counter)
+_LARGEST_NUMBER = 8
+"""Bytes of the largest number in an array that torch has too: it has nothing like numpy's long double."""
+
+
+def _factory_name(value: Any) -> str | None:
+    """Return the name of a defaultdict's factory, None if it is not in the table; empty for what has no factory."""
+    factory = getattr(value, "default_factory", None)
+    if factory is None:
+        return ""
+    return next((name for name, kind in _FACTORIES.items() if kind is factory), None)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.itemsize <= _LARGEST_NUMBER
+
+
+def _as_tensor(array: np.ndarray) -> torch.Tensor:
+    """Return the values of an array in the byte order of the machine."""
+    return torch.from_numpy(np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape))
 
 
 def _codec(tensors: list[torch.Tensor]) -> JsonCodec:
@@ -112,8 +144,8 @@ def _codec(tensors: list[torch.Tensor]) -> JsonCodec:
             ),
             TaggedType(
                 "ndarray",
-                lambda value: isinstance(value, np.ndarray) and value.dtype.kind in "biuf",
-                lambda value, where, encode: index_of(torch.from_numpy(np.ascontiguousarray(value))),
+                _is_array,
+                lambda value, where, encode: index_of(_as_tensor(value)),
                 lambda fields, decode: tensor_at(fields).numpy(),
                 ("index",),
             ),
@@ -131,6 +163,25 @@ def _read_dict(fields: dict[str, Any], decode: Decode) -> dict:
     return {decode(key): decode(item) for key, item in must_be(list, fields["items"])}
 
 
+def _write_mapping(value: Any, where: str, encode: Encode) -> dict[str, Any]:
+    return {**_write_dict(value, where, encode), "kind": type(value).__name__, "factory": _factory_name(value) or None}
+
+
+def _read_mapping(fields: dict[str, Any], decode: Decode) -> Any:
+    kind = {known.__name__: known for known in _KEPT_MAPPINGS}[fields["kind"]]
+    made = kind() if fields["factory"] is None else collections.defaultdict(_FACTORIES[fields["factory"]])
+    made.update(_read_dict(fields, decode))
+    return made
+
+
+def _write_deque(value: collections.deque, where: str, encode: Encode) -> dict[str, Any]:
+    return {"items": [encode(part, f"{where}[{i}]") for i, part in enumerate(value)], "most": value.maxlen}
+
+
+def _read_deque(fields: dict[str, Any], decode: Decode) -> collections.deque:
+    return collections.deque(map(decode, must_be(list, fields["items"])), fields["most"])
+
+
 _TYPES = (
     BYTES,
     DTYPE,
@@ -138,7 +189,41 @@ _TYPES = (
     TUPLE,
     as_items("set", set, iter, set),
     as_text("float", float, repr, float),
+    as_items("frozenset", frozenset, iter, frozenset),
+    as_items("range", range, lambda value: (value.start, value.stop, value.step), lambda numbers: range(*numbers)),
+    as_text("complex", complex, repr, complex),
+    as_text("decimal", decimal.Decimal, str, decimal.Decimal),
+    as_items(
+        "fraction",
+        fractions.Fraction,
+        lambda value: (value.numerator, value.denominator),
+        lambda numbers: fractions.Fraction(*(must_be(int, number) for number in numbers)),
+    ),
+    as_text("uuid", uuid.UUID, str, uuid.UUID),
+    as_text("datetime", datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
+    as_text("date", datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    as_text("time", datetime.time, datetime.time.isoformat, datetime.time.fromisoformat),
+    as_items(
+        "timedelta",
+        datetime.timedelta,
+        lambda value: (value.days, value.seconds, value.microseconds),
+        lambda numbers: datetime.timedelta(*numbers),
+    ),
+    TaggedType(
+        "path",
+        lambda value: isinstance(value, pathlib.PurePath),
+        lambda value, where, encode: {"value": str(value)},
+        lambda fields, decode: pathlib.Path(must_be(str, fields["value"])),
+    ),
     TaggedType("dict", exactly(dict), _write_dict, _read_dict, ("items",)),
+    TaggedType(
+        "mapping",
+        lambda value: type(value) in _KEPT_MAPPINGS,
+        _write_mapping,
+        _read_mapping,
+        ("items", "kind", "factory"),
+    ),
+    TaggedType("deque", exactly(collections.deque), _write_deque, _read_deque, ("items", "most")),
     TaggedType(
         "namespace",
         lambda value: isinstance(value, argparse.Namespace),

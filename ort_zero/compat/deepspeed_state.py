@@ -170,7 +170,7 @@ class EngineState:
         group = self.base_optimizer().param_groups[index]
         for key, value in options.items():
             if key in group and key != "params":
-                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+                group[key] = _in_the_form_of(group[key], value)
 
     def held(self) -> Iterator[Held]:
         """Yield what this rank holds of the parameters without master."""
@@ -310,6 +310,13 @@ class EngineState:
                 start, end = self.slice_of(tensor.numel(), rank)
                 if end > start:
                     dist.broadcast(tensor[start:end], src=rank)
+
+
+def _in_the_form_of(old: Any, value: Any) -> Any:
+    """Return a hyper-parameter in the form that the optimizer keeps it: a tensor or tuple stays one."""
+    if torch.is_tensor(old) and not torch.is_tensor(value) and value is not None:
+        return torch.as_tensor(value, dtype=old.dtype, device=old.device)
+    return tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
 
 
 def _flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:

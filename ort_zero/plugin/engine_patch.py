@@ -175,10 +175,13 @@ def _loaded_by_deepspeed(engine: Any, reason: Any, by_deepspeed: Callable[[], tu
     source = reason.source
     if source is not None:
         ours = ds_compat.world_size_and_stage(engine)
-        if (source.world_size, source.zero_stage) != ours:
+        if source.zero_stage == ours[1] == 0:
+            pass  # each rank has everything
+        elif (source.world_size, source.zero_stage) != ours:
             raise CheckpointError(
                 f"{reason}; and DeepSpeed's own loader needs {source.world_size} ranks and ZeRO-{source.zero_stage}, "
-                f"as when it was saved; here are {ours[0]} and ZeRO-{ours[1]}"
+                f"as when it was saved; here are {ours[0]} and ZeRO-{ours[1]} (load_optimizer_states=False takes the "
+                "weights alone)"
             ) from reason
     log.get_logger().info("DeepSpeed's own loader takes the checkpoint, without the checks of ort_zero: %s", reason)
     found = by_deepspeed()

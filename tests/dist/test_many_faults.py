@@ -23,7 +23,6 @@ from ort_zero.checkpoint import aggregate, load, verify
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import BUFFER, MASTER
 from ort_zero.errors import CheckpointError
-from ort_zero.testing.ranks import free_port
 
 FAULTS = 600
 
@@ -84,20 +83,6 @@ def tensors_in(folder: Path) -> dict[str, bytes]:
     found = {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
     return {name: value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
             for name, value in found.items()}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    """Make a process group of one rank, once: DeepSpeed keeps groups of it for the life of the process."""
-    own = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in own.items():
-            patch.setenv(key, str(value))
-        import deepspeed
-
-        deepspeed.init_distributed("gloo", verbose=False)
-        yield
-        torch.distributed.destroy_process_group()
 
 
 @contextmanager

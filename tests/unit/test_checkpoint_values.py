@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
-from collections import OrderedDict
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,12 +44,39 @@ def through_json(value):
         torch.device("cpu"),
         argparse.Namespace(lr=0.1, nested=argparse.Namespace(x=(1, 2))),
         math.inf,
+        {frozenset({1, 2}): {"a frozenset": frozenset()}},
+        range(3, 9, 2),
+        1.5 - 2j,
+        Decimal("0.10"),
+        Fraction(1, 3),
+        uuid.UUID(int=7),
+        datetime.datetime(2024, 2, 29, 12, 30, 1, 5, tzinfo=datetime.timezone.utc),
+        datetime.date(2024, 2, 29),
+        datetime.time(12, 30),
+        datetime.timedelta(days=-1, microseconds=3),
+        Path("runs/one"),
+        OrderedDict([("b", 1), ("a", OrderedDict())]),
+        Counter(a=3, b=1),
+        deque([1, 2], maxlen=2),
+        defaultdict(None, {"a": 1}),
     ],
     ids=repr,
 )
 def test_round_trip(value):
     found = through_json(value)
     assert found == value and type(found) is type(value)
+
+
+def test_a_defaultdict_keeps_its_factory_if_that_is_a_type_of_python():
+    found = through_json(defaultdict(list, a=[1]))
+    assert found == {"a": [1]} and found["new"] == []
+    assert through_json(defaultdict(lambda: 3, a=1)) == {"a": 1}
+    assert through_json(deque(range(9), maxlen=4)).maxlen == 4
+
+
+def test_arrays_in_the_other_byte_order_come_back_by_value():
+    found = through_json({"a": np.arange(3, dtype=">i4"), "z": np.array(2.5, dtype=">f8")})
+    assert found["a"].tolist() == [0, 1, 2] and found["z"].shape == () and float(found["z"]) == 2.5
 
 
 def test_numbers_of_numpy_and_subclasses_become_plain_ones():

@@ -57,9 +57,12 @@ def shard_of(tensors: dict[tuple[str, str], torch.Tensor], rank: int) -> Shard:
 
 
 def write(
-    path: Path, tensors: dict[tuple[str, str], torch.Tensor], without: str = "", **changes: Any
+    path: Path, tensors: dict[tuple[str, str], torch.Tensor], without: str = "", of_rank_1: str = "", **changes: Any
 ) -> list[BaseException | None]:
-    """Write a checkpoint and return what each rank raised; no rank holds the tensors that are named `without`."""
+    """Write a checkpoint and return what each rank raised; no rank holds the tensors that are named `without`.
+
+    Rank 1 writes into the folder `of_rank_1` in `path`.
+    """
     held = {key: value for key, value in tensors.items() if key[1] != without}
     trained = tuple(name for kind, name in tensors if kind == "exp_avg")
     model = Model(
@@ -76,7 +79,8 @@ def write(
     values, barrier = [None] * RANKS, threading.Barrier(RANKS)
 
     def one(rank: int) -> BaseException | None:
-        job = SaveJob(path=str(path), durable=False, model=model, shard=shard_of(held, rank), **fields)
+        place = str(path / of_rank_1 if rank else path)
+        job = SaveJob(path=place, durable=False, model=model, shard=shard_of(held, rank), **fields)
         try:
             write_checkpoint(job, ThreadGroup(rank, values, barrier))
         except BaseException as error:
@@ -119,6 +123,20 @@ def test_a_rank_that_cannot_write_leaves_everything_as_it_was(tmp_path, monkeypa
     assert isinstance(second, CheckpointError) and "No space left" in str(second)
     assert isinstance(first, RankError) and "rank 1: [Errno 28] No space left" in str(first)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == there
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new", "over another"])
+def test_ranks_that_do_not_write_into_one_folder_are_an_error(tmp_path, before):
+    if before:
+        write(tmp_path, some_tensors(1))
+    changes = {"save_id": "f" * 16, "suffix": ".ffffffff"} if before else {}
+    there = sorted(path.name for path in (tmp_path / "t").iterdir()) if before else []
+    first, second = write(tmp_path, some_tensors(), of_rank_1="elsewhere", **changes)
+    assert isinstance(first, CheckpointError) and isinstance(second, RankError)
+    assert "rank_00001_master" in str(first) and "do not write into one folder" in str(first)
+    assert not list((tmp_path / "elsewhere" / "t").iterdir())
+    assert sorted(path.name for path in (tmp_path / "t").iterdir()) == there
+    assert not before or verify(str(tmp_path), progress=False).ok
 
 
 def test_a_tag_that_is_saved_anew_loses_the_files_of_before(tmp_path):

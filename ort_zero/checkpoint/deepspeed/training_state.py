@@ -62,11 +62,19 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, tru
         counters=counters,
         client_state={key: read(v, f"client_state[{key!r}]") for key, v in content.items() if key not in _OWN_KEYS},
         lr_scheduler=read(content.get("lr_scheduler"), "lr_scheduler"),
+        lr_scheduler_class=_configured_scheduler(content.get("ds_config")),
         loss_scaler=_loss_scaler(_optimizer_content(folder, source, rank, trust_pickle)),
         extra_state=extra,
         data_sampler=read(content.get("data_sampler"), "data_sampler"),
         random_ltd=read(content.get("random_ltd"), "random_ltd"),
     )
+
+
+def _configured_scheduler(config: Any) -> str | None:
+    """Return the class of the scheduler that DeepSpeed made itself, None for one that the user gave."""
+    section = config.get("scheduler") if isinstance(config, dict) else None
+    name = section.get("type") if isinstance(section, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def is_extra_state(name: str) -> bool:

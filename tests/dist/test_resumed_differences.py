@@ -1,0 +1,256 @@
+"""What differs between the run that saved and the one that resumes: an error names it, or one warning does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_engines import Odd, differences, values_of
+
+from ort_zero.errors import CheckpointError
+
+STAGES = (0, 1, 2, 3)
+
+
+def made(
+    stage: int = 1,
+    optimizer: Callable[..., Any] = torch.optim.AdamW,
+    scheduler: Callable[[Any], Any] | None = None,
+    model: torch.nn.Module | None = None,
+    accumulate: int = 1,
+    sharded: bool = True,
+    groups: Callable[[Any], list] | None = None,
+    **options: Any,
+) -> Any:
+    """Return an engine around :class:`Odd` with one of torch's optimizers."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    model = model or Odd()
+    trained = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
+    own = optimizer(trained, **{"lr": 0.01, **options})
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulate,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}},
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=own, lr_scheduler=scheduler(own) if scheduler else None, config=config
+    )
+    return engine
+
+
+def step(engine: Any, seeds: range) -> None:
+    """Do a micro-step with each batch."""
+    for seed in seeds:
+        ids = torch.randint(13, (2, 6), generator=torch.Generator().manual_seed(seed))
+        engine.backward(engine(ids))
+        engine.step()
+
+
+def saved(folder: Any, micro_steps: int = 2, **options: Any) -> None:
+    """Train and save."""
+    engine = made(**options)
+    step(engine, range(micro_steps))
+    engine.save_checkpoint(str(folder), tag="t")
+    engine.destroy()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "rprop": (torch.optim.Rprop, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "tensor_lr": (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_goes_on_in_a_fresh_engine(name, stage, tmp_path, caplog):
+    kind, options = OPTIMIZERS[name]
+    engine = made(stage, kind, **options)
+    step(engine, range(2))
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    step(engine, range(2, 4))
+    after = values_of(engine)
+    engine.destroy()
+    engine = made(stage, kind, model=Odd(seed=1), **options)
+    assert engine.load_checkpoint(str(tmp_path))[0]
+    step(engine, range(2, 4))
+    assert not differences(engine, after) and not warnings_of(caplog)
+    assert name != "tensor_lr" or all(torch.is_tensor(g["lr"]) for g in engine.optimizer.param_groups)
+    engine.destroy()
+
+
+# DeepSpeed's own loader takes its checkpoints without ZeRO
+@pytest.mark.parametrize(("sharded", "stage"), [(True, 0), (True, 1), (True, 3), (False, 1), (False, 3)])
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("adamw", "sgd"), ("momentum", "adamw"), ("adamw", "nadam"), ("adamw", "momentum"), ("sgd", "adamw")],
+)
+def test_another_optimizer_is_refused_before_its_first_step(before, now, sharded, stage, tmp_path):
+    kinds = {**OPTIMIZERS, "adamw": (torch.optim.AdamW, {})}
+    kind, options = kinds[before]
+    saved(tmp_path, stage=stage, optimizer=kind, sharded=sharded, **options)
+    kind, options = kinds[now]
+    engine = made(stage, kind, **options)
+    untouched = values_of(engine)
+    with pytest.raises(CheckpointError, match="load_optimizer_states=False"):
+        engine.load_checkpoint(str(tmp_path))
+    assert not differences(engine, untouched)
+    assert engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)[0]
+    engine.destroy()
+
+
+def test_a_class_with_the_same_states_is_one_warning(tmp_path, caplog):
+    class Own(torch.optim.RMSprop):
+        pass
+
+    saved(tmp_path, optimizer=torch.optim.RMSprop)
+    engine = made(optimizer=Own)
+    engine.load_checkpoint(str(tmp_path))
+    (warning,) = warnings_of(caplog)
+    assert "RMSprop" in warning and "Own" in warning
+    step(engine, range(2, 3))  # "step" is a tensor, as torch's own class wants it
+    engine.destroy()
+
+
+def test_options_that_are_no_plain_values_stay_the_engines(tmp_path):
+    def adamw(parameters, **options):
+        optimizer = torch.optim.AdamW(parameters, **options)
+        optimizer.param_groups[0]["table"] = {"of": object()}
+        return optimizer
+
+    saved(tmp_path, optimizer=adamw)
+    engine = made(optimizer=adamw)
+    engine.load_checkpoint(str(tmp_path))
+    assert list(engine.optimizer.optimizer.param_groups[0]["table"]) == ["of"]
+    engine.destroy()
+
+
+# ---- the scheduler ---------------------------------------------------------------------------------------------------
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+
+def steps(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def test_another_scheduler_is_refused(tmp_path):
+    saved(tmp_path, scheduler=cosine)
+    engine = made(scheduler=steps)
+    before = engine.lr_scheduler.state_dict()
+    with pytest.raises(CheckpointError, match="CosineAnnealingLR, the engine has a StepLR.*load_lr_scheduler_states"):
+        engine.load_checkpoint(str(tmp_path))
+    assert engine.lr_scheduler.state_dict() == before and engine.global_steps == 0
+    assert engine.load_checkpoint(str(tmp_path), load_lr_scheduler_states=False)[0]
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "words"), [(cosine, None, "has no scheduler"), (None, cosine, "CosineAnnealingLR starts anew")]
+)
+def test_a_scheduler_on_one_side_only_is_one_warning(before, now, words, tmp_path, caplog):
+    saved(tmp_path, scheduler=before)
+    engine = made(scheduler=now)
+    engine.load_checkpoint(str(tmp_path))
+    (warning,) = warnings_of(caplog)
+    assert words in warning
+    engine.destroy()
+
+
+# ---- gradient accumulation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_after_resuming_has_the_gradients_of_all_its_micro_steps(stage, tmp_path, caplog):
+    saved(tmp_path, micro_steps=6, stage=stage, accumulate=4)
+    assert any("2 micro-steps after the optimizer's last step" in text for text in warnings_of(caplog))
+    found = []
+    for seeds in (range(0), range(50, 51), range(50, 53), range(50, 54)):  # what the engine has done before it loads
+        engine = made(stage, model=Odd(seed=1), accumulate=4)
+        step(engine, seeds)
+        engine.load_checkpoint(str(tmp_path))
+        assert engine.micro_steps == 4 and engine.global_steps == 1
+        step(engine, range(10, 14))
+        assert engine.global_steps == 2
+        found.append(values_of(engine))
+        for other in found:
+            assert not differences(engine, other)
+        engine.destroy()
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_that_are_no_longer_tied_are_one_warning(tmp_path, caplog):
+    saved(tmp_path)
+    model = Odd(seed=1)
+    model.head.weight = torch.nn.Parameter(model.embed.weight.detach().clone())
+    engine = made(model=model)
+    engine.load_checkpoint(str(tmp_path))
+    assert torch.equal(engine.module.head.weight, engine.module.embed.weight)
+    (warning,) = warnings_of(caplog)
+    assert "head.weight and embed.weight" in warning
+    engine.destroy()
+
+
+def test_a_frozen_parameter_that_is_not_there_is_one_warning(tmp_path, caplog):
+    saved(tmp_path)
+    model = Odd(seed=1)
+    model.more = torch.nn.Linear(2, 2).requires_grad_(False)
+    engine = made(model=model)
+    engine.load_checkpoint(str(tmp_path))
+    (warning,) = warnings_of(caplog)
+    assert "lacks more.weight, more.bias" in warning
+    engine.destroy()
+
+
+def test_a_parameter_that_is_trained_now_is_named(tmp_path, caplog):
+    saved(tmp_path)
+    model = Odd(seed=1)
+    model.frozen.requires_grad_(True)
+    engine = made(model=model)
+    engine.load_checkpoint(str(tmp_path))
+    assert any("frozen.weight, frozen.bias was not trained" in text for text in warnings_of(caplog))
+    engine.destroy()
+
+
+# ---- runs without ZeRO -----------------------------------------------------------------------------------------------
+
+
+def test_deepspeeds_checkpoint_without_zero_resumes(tmp_path, caplog):
+    engine = made(stage=0, sharded=False)
+    step(engine, range(2))
+    engine.save_checkpoint(str(tmp_path), tag="t", client_state={"epoch": 3})
+    step(engine, range(2, 4))
+    after = values_of(engine)
+    engine.destroy()
+    engine = made(stage=0, model=Odd(seed=1))
+    assert engine.load_checkpoint(str(tmp_path))[1]["epoch"] == 3
+    step(engine, range(2, 4))
+    assert not differences(engine, after)
+    engine.destroy()
+    engine = made(stage=1)
+    with pytest.raises(CheckpointError, match="without ZeRO.*needs 1 ranks and ZeRO-0.*load_optimizer_states=False"):
+        engine.load_checkpoint(str(tmp_path))
+    assert engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)[0]
+    engine.destroy()
