@@ -60,6 +60,12 @@ def describe(state: EngineState, exclude_frozen: bool) -> Model:
     kept = [name for name in state.parameters if name in optimized or not exclude_frozen]
     shapes = {name: state.shape(name) for name in kept}
     shapes |= {name: tuple(buffer.shape) for name, buffer in state.buffers()}
+    odd = next((name for name in shapes if not name.isprintable()), None)
+    if odd is not None:
+        raise CheckpointError(
+            f"{odd!r} holds characters that are not printable, which no name in a sharded checkpoint may have; set "
+            '"checkpoint": {"sharded": false}'
+        )
     base = state.base_optimizer()
     options = [{k: _plain(v) for k, v in group.items() if _is_plain(v)} for group in state.group_options()]
     return Model(

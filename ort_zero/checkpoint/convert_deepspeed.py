@@ -14,6 +14,7 @@ from ort_zero.checkpoint.reading import ReadRequest
 from ort_zero.checkpoint.records import Tensor
 from ort_zero.checkpoint.training_state import TrainingState
 from ort_zero.compat import deepspeed_files
+from ort_zero.errors import CheckpointError
 
 
 def write_rank(work: Conversion, rank: int) -> None:
@@ -180,6 +181,11 @@ def _module_content(
     }
     if "global_samples" in saved.counters:  # else DeepSpeed counts them from the steps
         content["global_samples"] = saved.counters["global_samples"]
+    clashing = sorted(content.keys() & saved.client_state.keys())
+    if clashing:
+        raise CheckpointError(
+            f"{work.source.root}: client_state has the key {clashing[0]!r}, under which DeepSpeed keeps its own value"
+        )
     return {**content, **saved.client_state}
 
 

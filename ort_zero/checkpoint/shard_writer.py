@@ -12,6 +12,7 @@ from ort_zero.checkpoint import dtypes, safetensors_header
 from ort_zero.checkpoint.records import MASTER, WEIGHT, File, Piece
 from ort_zero.checkpoint.safetensors_header import HeaderEntry
 from ort_zero.checkpoint.storage import CHUNK, Folder
+from ort_zero.errors import CheckpointError
 
 _BLOCK = 512 << 10
 """Number of bytes that are hashed and written at a time: the kernel copies them from the processor's cache."""
@@ -108,7 +109,10 @@ def _header(entries: Sequence[ShardEntry], metadata: dict[str, str]) -> tuple[by
     """Return the header of a shard and the bytes of the whole file."""
     rows, position = [], 0
     for entry in entries:
-        code = dtypes.code_of(entry.tensor.dtype)
+        try:
+            code = dtypes.code_of(entry.tensor.dtype)
+        except CheckpointError as error:
+            raise CheckpointError(f'{entry.key}: {error}; set "checkpoint": {{"sharded": false}}') from None
         rows.append(HeaderEntry(entry.key, code, (entry.tensor.numel(),), position, entry.nbytes))
         position += entry.nbytes
     header = safetensors_header.encode(rows, metadata, 'set "checkpoint": {"sharded": false}')

@@ -107,7 +107,11 @@ class StagedState:
                     held.tensor.view(-1).narrow(0, 0, held.length).copy_(self._held[held.name])
             for name, buffer in self._state.buffers():
                 if name in self._buffers:
-                    buffer.data.copy_(self._buffers[name].view(buffer.shape))
+                    read = self._buffers[name].view(buffer.shape)
+                    if _repeats_elements(buffer):  # it cannot be written into
+                        buffer.data = read.to(buffer.device)
+                    else:
+                        buffer.data.copy_(read)
 
     def _put_state(self, index: int, flat: Flat, kind: str) -> None:
         live = self._state.state_of(flat)
@@ -123,6 +127,11 @@ class StagedState:
     def _name(self, name: str) -> str:
         """Return the name under which a parameter is stored."""
         return self._source.aliases.get(name, name)
+
+
+def _repeats_elements(tensor: torch.Tensor) -> bool:
+    """Return True if elements of a tensor share memory, as those of an expanded one do."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def _extent(flat: Flat) -> tuple[int, int]:

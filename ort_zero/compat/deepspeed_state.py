@@ -84,9 +84,15 @@ class EngineState:
         return full_shape(self.parameters[name])
 
     def aliases(self) -> dict[str, str]:
-        """Return the tied parameters: every further name -> the name that :attr:`parameters` has."""
+        """Return what has several names: every further name -> the one in :attr:`parameters` or :meth:`buffers`."""
         every = self.module.named_parameters(remove_duplicate=False)
-        return {name: self.names[id(p)] for name, p in every if self.names[id(p)] != name}
+        found = {name: self.names[id(p)] for name, p in every if self.names[id(p)] != name}
+        firsts = {id(module): prefix for prefix, module in self.module.named_modules()}
+        for prefix, module in self.module.named_modules(remove_duplicate=False):
+            first = firsts[id(module)]
+            if first != prefix:
+                found.update((_joined(prefix, name), _joined(first, name)) for name, _ in _buffers_of(module))
+        return found
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the module's floating-point weights."""
@@ -189,9 +195,8 @@ class EngineState:
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the persistent buffers under their first names."""
         for prefix, module in self.module.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    yield (f"{prefix}.{name}" if prefix else name), buffer
+            for name, buffer in _buffers_of(module):
+                yield _joined(prefix, name), buffer
 
     def extra_states(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yield the modules that keep state of their own through ``get_extra_state``."""
@@ -310,6 +315,17 @@ class EngineState:
                 start, end = self.slice_of(tensor.numel(), rank)
                 if end > start:
                     dist.broadcast(tensor[start:end], src=rank)
+
+
+def _buffers_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers of a module itself."""
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _in_the_form_of(old: Any, value: Any) -> Any:

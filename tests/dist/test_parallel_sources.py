@@ -168,6 +168,7 @@ REMOVED = [
     ("experts_1", "layer_0_expert_3_mp_rank_00_model_states.pt"),
     ("experts_0", "layer_1_expert_1_mp_rank_00_model_states.pt"),
     ("experts_1", "zero_pp_rank_2_mp_rank_00_optim_states.pt"),
+    ("experts_0", "expp_rank_0_mp_rank_00_optim_states.pt"),
     ("megatron_2", "mp_rank_01_model_states.pt"),
     ("megatron_3", "zero_pp_rank_1_mp_rank_01_model_states.pt"),
     ("plain_3_universal", "zero/up.weight/fp32.pt"),
@@ -184,12 +185,34 @@ def test_a_missing_file_is_named(copy, name, file):
     assert len(report.problems) == 1 and f"{file} is missing" in report.problems[0]
 
 
+# without ZeRO nothing but the optimizer's states tells that there is another layer
+def test_the_last_layer_of_a_pipeline_without_zero_is_missed(copy):
+    folder = copy("pipeline_0")
+    sorted(folder.glob("layer_*"))[-1].unlink()
+    with pytest.raises(CorruptCheckpointError, match="layer.* is missing"):
+        open_checkpoint(str(folder))
+    report = verify(str(folder), progress=False)
+    assert len(report.problems) == 1 and "is missing" in report.problems[0]
+
+
+def test_the_optimizers_of_experts_without_zero_are_checked(copy):
+    folder = copy("experts_0")
+    assert any("saved without ZeRO, and is not read" in note for note in open_checkpoint(str(folder)).notes)
+    path = folder / "expp_rank_1_mp_rank_00_optim_states.pt"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    (problem,) = verify(str(folder), progress=False).problems
+    assert path.name in problem
+
+
 SWAPPED = [
     ("megatron_2", "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"),
     ("megatron_2", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
     ("pipeline_1_bf16", "layer_00-model_states.pt", "layer_01-model_states.pt"),
     ("experts_1", "layer_0_expert_0_mp_rank_00_model_states.pt", "layer_0_expert_2_mp_rank_00_model_states.pt"),
     ("experts_1", "zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ("experts_0", "expp_rank_0_mp_rank_00_optim_states.pt", "expp_rank_1_mp_rank_00_optim_states.pt"),
 ]
 
 

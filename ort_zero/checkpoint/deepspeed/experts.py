@@ -134,6 +134,7 @@ def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_
             f"{folder.path(next(iter(by_place.values())))} is an expert under ZeRO-3, which ort_zero does not read"
         )
     _check_complete(folder, by_place, files.module.get("num_experts"))
+    _check_optimizers(folder, optimizers)
     experts = Experts(files)
     for (layer, _), name in sorted(by_place.items()):
         file = open_part(folder, name, trust_pickle)
@@ -168,6 +169,15 @@ def _check_complete(folder: Folder, by_place: Mapping[tuple[int, int], str], sai
                 raise CorruptCheckpointError(
                     f"{folder.path(by_place[at, expert])} is one too many: the layer has {count} experts; remove it"
                 )
+
+
+def _check_optimizers(folder: Folder, names: Iterable[str]) -> None:
+    """Raise CorruptCheckpointError if the optimizer of an expert-parallel rank is missing before the last one."""
+    by_rank = {int(match[1]): name for name in names if (match := EXPERT_OPTIMIZER_FILE.fullmatch(name))}
+    for rank in range(max(by_rank, default=-1)):
+        if rank not in by_rank:
+            name = re.sub(r"^expp_rank_\d+", f"expp_rank_{rank}", by_rank[max(by_rank)])
+            raise CorruptCheckpointError(f"{folder.path(name)} is missing: there are files of later ranks")
 
 
 def is_expert(name: str) -> bool:

@@ -35,7 +35,7 @@ class ModuleState:
         self._buffers = [name for name in files.module.get("buffer_names") or () if name in module]
         self._values: dict[str, StoredTensor] = {n: v for n, v in module.items() if isinstance(v, StoredTensor)}
         self.aliases = self._noted_aliases()
-        self.aliases |= self._same_bytes({*trained, *self.aliases, *self._buffers})
+        self.aliases |= self._same_bytes({*trained, *self._buffers}, {*self.aliases})
         self.frozen = self._frozen_names()
 
     def weights(self) -> Iterator[Tensor]:
@@ -110,16 +110,22 @@ class ModuleState:
                 aliases[name] = target
         return aliases
 
-    def _same_bytes(self, skip: set[str]) -> dict[str, str]:
-        """Return the tied names whose values are the same bytes of the file, each with the first name of them."""
+    def _same_bytes(self, kept: set[str], tied: set[str]) -> dict[str, str]:
+        """Return the tied names whose values are the same bytes of the file, each with the name that is stored.
+
+        Args:
+            kept: names that are stored in any case.
+            tied: names that are known to be tied.
+        """
         first: dict[tuple, str] = {}
         aliases: dict[str, str] = {}
         if self._files.stage == 3:
             return aliases  # there the values are empty place holders
-        for name, stored in self._values.items():
-            if name in skip or 0 in stored.shape:
-                continue
+        values = {n: stored for n, stored in self._values.items() if n not in tied and 0 not in stored.shape}
+        # what is stored in any case comes first: a module that another one has twice is noted nowhere
+        for name in sorted(values, key=lambda name: name not in kept):
+            stored = values[name]
             target = first.setdefault((stored.offset, stored.shape, stored.strides, stored.dtype), name)
-            if target != name:
+            if target != name and name not in kept:
                 aliases[name] = target
         return aliases

@@ -7,7 +7,9 @@ them. In the whole model, as in ``PipelineModule.state_dict()``, they are named 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from ort_zero.checkpoint.deepspeed.compare_values import same_values
 from ort_zero.checkpoint.deepspeed.file_names import LAYER_FILE
@@ -84,6 +86,7 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
     notes = [note for stage in stages for note in stage.notes]
     tensors = _trained(stages, notes)
     _check_layers(first.folder, stages, tensors, opened)
+    _check_optimizers(first.folder, stages, opened)
     weights = {
         f"{number}.{own}": (file, stored)
         for number, file in opened.items()
@@ -162,6 +165,36 @@ def _check_layers(
             raise CorruptCheckpointError(
                 f"{folder.path(file.file.name)} belongs to another run: it does not hold {own} as the stages have it"
             )
+
+
+def _check_optimizers(folder: Folder, stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> None:
+    """Raise CorruptCheckpointError if optimizers without ZeRO keep states of parameters that no layer's file holds.
+
+    Without ZeRO nothing else in the files tells how many layers there are.
+    """
+    held = Counter(
+        stored.shape for file in opened.values() for stored in file.content.values() if isinstance(stored, StoredTensor)
+    )
+    trained = Counter(shape for stage in stages for shape in _trained_shapes(stage.module.get("optimizer")))
+    lost = list((trained - held).elements())
+    if lost:
+        raise CorruptCheckpointError(
+            f"{folder.path()}: a file of a layer (layer_*-model_states.pt) is missing: the optimizer keeps states of "
+            f"{len(lost)} parameters, such as one of shape {list(lost[0])}, that are in none of the files"
+        )
+
+
+def _trained_shapes(saved: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the shape of each parameter of which an optimizer without ZeRO saved states."""
+    if not isinstance(saved, dict) or "fp32_groups_flat" in saved:  # there its parameters are joined
+        return
+    inner = saved.get("optimizer_state_dict", saved)
+    states = inner.get("state") if isinstance(inner, dict) else None
+    for state in states.values() if isinstance(states, dict) else ():
+        values = state.values() if isinstance(state, dict) else ()
+        shape = next((value.shape for value in values if isinstance(value, StoredTensor) and value.shape), None)
+        if shape is not None:
+            yield shape
 
 
 def _of_layers(
