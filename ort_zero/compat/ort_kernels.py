@@ -37,6 +37,10 @@ nothing of the kind (core/providers/cpu/{math/matmul,math/gemm,reduction/reducti
 contrib_ops/cpu/fusedmatmul.cc, orttraining/training_ops/cpu/{tensor/gather_grad,nn/conv_grad,nn/layer_norm}.cc).
 The files were read at other commits than that of 1.19.2; a contract test runs the kernels of the installed version.
 """
+ONLY_READ = frozenset(
+    ("Shape", "Size", "SoftmaxCrossEntropyLossGrad", "SoftmaxCrossEntropyLossInternalGrad", "Gather", "ReduceMean")
+)
+"""More operators whose kernels never write a result into the memory of an input."""
 ATEN_NEW_MEMORY = frozenset(
     ("embedding_backward", "aten::embedding_backward", "native_layer_norm_backward", "tensordot")
 )

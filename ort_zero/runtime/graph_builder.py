@@ -27,6 +27,7 @@ from ort_zero.compat.torch_modules import buffer_table, without_infrastructure_h
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.log import get_logger
+from ort_zero.onnx_edit.own_results import copy_shared_results
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.optimizer import MemoryOptimizer
@@ -380,6 +381,7 @@ class GraphBuilder:
         wanted, inputs = self._wanted(exported, process)
         model, info = built.model, built.info
         name_all_results(model)
+        copy_shared_results(model)
         kernels: Counter[str] = Counter()
         if manager.device.type == "cpu":
             unfuse_for_cpu(model)

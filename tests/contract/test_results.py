@@ -74,3 +74,49 @@ def test_inference_mode():
     for model in (wrapped, reference):
         model(X).sum().backward()
     torch.testing.assert_close(runtime.module.layer.weight.grad, reference.layer.weight.grad)
+
+
+class Parts(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.flatten, self.function = nn.Linear(8, 8), nn.Flatten(0), function
+
+    def forward(self, x):
+        return self.function(self, self.linear(x))
+
+
+def with_use(result):
+    """Return a result, and another one that is computed of it, so that its memory is not the caller's alone."""
+    return result, (result * 3).sin()
+
+
+SHARED = {
+    "view": lambda model, y: with_use(y.view(-1, 2, 4)),
+    "tanh": lambda model, y: with_use((y * 2).tanh()),
+    "softmax": lambda model, y: with_use(y.softmax(-1)),
+    "residual": lambda model, y: with_use(y + model.linear(y).tanh()),
+    "sine": lambda model, y: (y, y.sin()),
+    "integers": lambda model, y: ((y > 0).long().view(-1, 2, 4), (y > 0).long().view(-1, 2, 4) * y.view(-1, 2, 4)),
+    "booleans": lambda model, y: ((y > 0).view(-1, 2, 4), ~(y > 0).view(-1, 2, 4), y),
+    "in PyTorch": lambda model, y: with_use(model.flatten((y * 2).tanh())),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("backward", [True, False], ids=["backward", "no-backward"])
+def test_results_stay_what_they_are(name, backward):
+    """Also after the backward, which frees and reuses memory, and in later calls where there was none."""
+    runtime, wrapped = wrap_model(Parts(SHARED[name]), config.OrtModuleConfig(exclude=["flatten"]), stage=0)
+    for _ in range(2):
+        results = wrapped(torch.randn(3, 8))
+        before = [tensor.detach().clone() for tensor in results]
+        if backward:
+            sum(tensor.sum() for tensor in results if tensor.requires_grad).backward()
+        else:
+            results = [tensor.detach() for tensor in results]
+            for _ in range(2):
+                sum(tensor.sum() for tensor in wrapped(torch.randn(3, 8)) if tensor.requires_grad).backward()
+        for tensor, expected in zip(results, before):
+            assert torch.equal(tensor, expected)
+    assert runtime.status()["backend"] == "onnxruntime"
