@@ -27,7 +27,6 @@ from ort_zero.compat.torch_modules import buffer_table, without_infrastructure_h
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.log import get_logger
-from ort_zero.onnx_edit.own_results import copy_shared_results
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.optimizer import MemoryOptimizer
@@ -63,6 +62,7 @@ from ort_zero.runtime.guards.size_guard import NO_SIZES_READ, GuardedRead, SizeG
 from ort_zero.runtime.kernels.replace import replace_kernels
 from ort_zero.runtime.kernels.table import chosen
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy, infer_python_op
+from ort_zero.runtime.own_results import copy_shared_results
 from ort_zero.runtime.smaller_parts import SmallerParts
 from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Weight, plan_collectives, small_share
