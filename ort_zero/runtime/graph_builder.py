@@ -59,10 +59,10 @@ from ort_zero.runtime.guards.keys import (
     ProcessKey,
 )
 from ort_zero.runtime.guards.size_guard import NO_SIZES_READ, GuardedRead, SizeGuard
+from ort_zero.runtime.kernels.own_results import copy_shared_results
 from ort_zero.runtime.kernels.replace import replace_kernels
 from ort_zero.runtime.kernels.table import chosen
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy, infer_python_op
-from ort_zero.runtime.own_results import copy_shared_results
 from ort_zero.runtime.smaller_parts import SmallerParts
 from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Weight, plan_collectives, small_share
