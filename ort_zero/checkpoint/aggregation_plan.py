@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import xxhash
+
 from ort_zero.checkpoint import safetensors_header
 from ort_zero.checkpoint.dtypes import CHOICES, itemsize, wanted
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source, Tensor
@@ -27,6 +29,8 @@ FORMATS = ("safetensors", "torch")
 OPTIMIZER_JSON = "optimizer.json"
 OPTIMIZER_FORMAT = "ort_zero.optimizer"
 OPTIMIZER_VERSION = 1
+SOURCE = "ort_zero_source"
+"""Key of a note in the headers of weights and optimizer states that were written together."""
 
 
 class OutputEntry(NamedTuple):
@@ -131,12 +135,13 @@ def make_plan(
         raise CheckpointError(f"{source.root} holds no weights to write")
     stem = stem or {"safetensors": "model", "torch": "pytorch_model"}[format]
     typed = [(t.name, t, wanted(dtype, t.dtype)) for t in weights]
-    files, texts = _files(stem, format, typed, limit, _aliases(source, weights))
+    marks = {SOURCE: _identity(source)} if what == "weights+optimizer" else {}
+    files, texts = _files(stem, format, typed, limit, _aliases(source, weights), marks)
     if what == "weights+optimizer":
         states = [t for t in source.tensors if t.is_optimizer_state and t.name not in left_out]
         texts[OPTIMIZER_JSON] = _optimizer_json(source, states)
         keyed = [(f"{t.kind}/{t.name}", t, t.dtype) for t in states]
-        more, index = _files("optimizer", "safetensors", keyed, limit, {})
+        more, index = _files("optimizer", "safetensors", keyed, limit, {}, marks)
         files, texts = files + more, {**index, **texts}
     parameters = sum(t.elements for t in weights if t.kind != BUFFER)
     return Plan(files=tuple(files), texts=texts, parameters=parameters)
@@ -154,14 +159,25 @@ def split(plan: Plan, rank: int, size: int) -> tuple[OutputFile, ...]:
     return tuple(file for file in plan.files if file.name in mine)
 
 
-def make_header(entries: Iterable[OutputEntry], aliases: Mapping[str, str]) -> bytes:
-    """Return the safetensors header of an output file; the tied names `aliases` are notes in it.
+def make_header(
+    entries: Iterable[OutputEntry], aliases: Mapping[str, str], marks: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the safetensors header of an output file; the tied names `aliases` and `marks` are notes in it.
 
     Raises:
         CheckpointError: it would be longer than the library reads.
     """
     rows = [HeaderEntry(e.name, e.dtype, e.tensor.shape, e.offset, e.nbytes) for e in entries]
-    return safetensors_header.encode(rows, {**aliases, "format": "pt"}, "choose a smaller --max-shard-size")
+    notes = {**aliases, **(marks or {}), "format": "pt"}
+    return safetensors_header.encode(rows, notes, "choose a smaller --max-shard-size")
+
+
+def _identity(source: Source) -> str:
+    """Return what tells the checkpoint from others: a digest of the sizes and checksums of its files."""
+    digest = xxhash.xxh3_128(source.tag.encode())
+    for name, file in sorted(source.files.items()):
+        digest.update(repr((name, file.size, file.xxh3_128, file.records)).encode())
+    return digest.hexdigest()
 
 
 def _check_names(source: Source) -> None:
@@ -172,7 +188,7 @@ def _check_names(source: Source) -> None:
     clashing += [f"a parameter and a buffer are named {n!r}" for k, n in counts if k == BUFFER and n in stored]
     clashing += [f"{n!r} is a tensor and an alias of {source.aliases[n]!r}" for n in source.aliases if n in stored]
     clashing += [f"no tensor may be named {n!r}" for n in ("__metadata__",) if n in stored]
-    clashing += [f"no tied parameter may be named {n!r}" for n in ("format",) if n in source.aliases]
+    clashing += [f"no tied parameter may be named {n!r}" for n in ("format", SOURCE) if n in source.aliases]
     if clashing:
         raise CheckpointError(f"name clash in {source.root}: {clashing[0]}")
 
@@ -191,7 +207,12 @@ def _aliases(source: Source, weights: list[Tensor]) -> dict[str, str]:
 
 
 def _files(
-    stem: str, format: str, tensors: list[tuple[str, Tensor, str]], limit: int, aliases: Mapping[str, str]
+    stem: str,
+    format: str,
+    tensors: list[tuple[str, Tensor, str]],
+    limit: int,
+    aliases: Mapping[str, str],
+    marks: Mapping[str, str],
 ) -> tuple[list[OutputFile], dict[str, str]]:
     """Return the files of one family and the index that names them, which a single file does not need."""
     end = {"safetensors": "safetensors", "torch": "bin"}[format]
@@ -206,7 +227,7 @@ def _files(
             OutputFile(
                 name=f"{stem}{part}.{end}",
                 format=format,
-                header=make_header(entries, own),
+                header=make_header(entries, own, marks),
                 entries=entries,
                 aliases=own,
             )
@@ -261,6 +282,7 @@ def _optimizer_json(source: Source, states: list[Tensor]) -> str:
     value = {
         "format": OPTIMIZER_FORMAT,
         "version": OPTIMIZER_VERSION,
+        "source": _identity(source),
         "class": optimizer.class_name,
         "groups": [{"names": list(g.names), "options": dict(g.options)} for g in optimizer.groups],
         "scalars": {key: dict(values) for key, values in optimizer.scalars.items()},

@@ -12,15 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ort_zero.checkpoint import json_text
-from ort_zero.checkpoint.aggregation_plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION
+from ort_zero.checkpoint.aggregation_plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION, SOURCE
 from ort_zero.checkpoint.allowed_names import is_plain_name
 from ort_zero.checkpoint.records import MOST_NAMED
 from ort_zero.checkpoint.storage import CHUNK, Folder, LocalFolder, open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
-_SINGLE = "optimizer.safetensors"
-_INDEX = "optimizer.safetensors.index.json"
 _OF_THE_RUN = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Keys of a parameter group that say how this process computes the step, not what the step is."""
 
@@ -44,7 +42,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLi
     folder = open_folder(path)
     about = _read_json(folder)
     with ExitStack() as stack:
-        stored = _Stored(folder, stack)
+        stored = _Stored(folder, stack, about["source"])
         names = _names(optimizer, model, about["aliases"])
         _check(optimizer, about, stored.shapes(), names, folder)
         optimizer.load_state_dict(_state_dict(optimizer, about, stored, names))
@@ -59,15 +57,24 @@ def _read_json(folder: Folder) -> dict[str, Any]:
         about = json_text.loads(folder.read(OPTIMIZER_JSON))
         if about.get("format") != OPTIMIZER_FORMAT or about.get("version") != OPTIMIZER_VERSION:
             raise ValueError(f"not version {OPTIMIZER_VERSION} of {OPTIMIZER_FORMAT}")
-        return {"aliases": about["aliases"], "groups": about["groups"], "scalars": about["scalars"]}
+        return {**{key: about[key] for key in ("aliases", "groups", "scalars")}, "source": about.get("source")}
     except (ValueError, AttributeError, KeyError) as error:
         raise CorruptCheckpointError(f"{folder.path(OPTIMIZER_JSON)} is damaged: {error}") from None
 
 
 class _Stored:
-    """The tensors of the state, read when asked for."""
+    """The tensors of the state, read when asked for.
 
-    def __init__(self, folder: Folder, stack: ExitStack):
+    Args:
+        folder: where the files are.
+        stack: closes them.
+        source: from which checkpoint ``optimizer.json`` is; None in files of earlier versions.
+
+    Raises:
+        CorruptCheckpointError: a file is missing, damaged, or of another checkpoint: writing was interrupted.
+    """
+
+    def __init__(self, folder: Folder, stack: ExitStack, source: str | None):
         self._open: dict[str, Any] = {}
         """Key in the file ("exp_avg/layer.weight") -> the file."""
         for name in self._files(folder):
@@ -77,18 +84,34 @@ class _Stored:
                 file = stack.enter_context(safe_open(_local(folder, name, stack), framework="pt"))
             except SafetensorError as error:
                 raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
+            self._refuse_other(folder, name, (file.metadata() or {}).get(SOURCE), source)
             self._open.update(dict.fromkeys(file.keys(), file))
+        for name in self._files(folder, "model"):
+            if isinstance(folder, LocalFolder) and folder.exists(name):
+                try:
+                    with safe_open(folder.path(name), framework="pt") as file:
+                        self._refuse_other(folder, name, (file.metadata() or {}).get(SOURCE), source)
+                except SafetensorError:
+                    continue  # the weights are not read here
 
-    def _files(self, folder: Folder) -> list[str]:
-        if not folder.exists(_INDEX):
-            return [_SINGLE]
+    def _refuse_other(self, folder: Folder, name: str, found: str | None, source: str | None) -> None:
+        if None not in (found, source) and found != source:
+            raise CorruptCheckpointError(
+                f"{folder.path(name)} and {OPTIMIZER_JSON} are of two checkpoints: writing was interrupted; aggregate "
+                "again"
+            )
+
+    def _files(self, folder: Folder, stem: str = "optimizer") -> list[str]:
+        index = f"{stem}.safetensors.index.json"
+        if not folder.exists(index):
+            return [f"{stem}.safetensors"]
         try:
-            names = set(json_text.loads(folder.read(_INDEX))["weight_map"].values())
+            names = set(json_text.loads(folder.read(index))["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CorruptCheckpointError(f"{folder.path(_INDEX)} is damaged: {error}") from None
+            raise CorruptCheckpointError(f"{folder.path(index)} is damaged: {error}") from None
         for name in names:
             if not is_plain_name(name):
-                raise CorruptCheckpointError(f"{folder.path(_INDEX)} names a file outside of its folder: {name!r}")
+                raise CorruptCheckpointError(f"{folder.path(index)} names a file outside of its folder: {name!r}")
         return sorted(names)
 
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:

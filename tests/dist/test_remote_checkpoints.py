@@ -11,9 +11,11 @@ from checkpoint_engines import (
     save_all,
 )
 
-from ort_zero.checkpoint import aggregate, verify
+from ort_zero.checkpoint import aggregate, diff, verify
+from ort_zero.checkpoint.converting import convert
 from ort_zero.checkpoint.storage import open_folder
-from ort_zero.errors import CorruptCheckpointError
+from ort_zero.distributed.process_group import from_launcher
+from ort_zero.errors import CheckpointError, CorruptCheckpointError, RankError
 from ort_zero.testing.ranks import free_port, run_on_ranks
 
 
@@ -84,3 +86,36 @@ def test_verify_finds_a_changed_object(saved):
     with pytest.raises(CorruptCheckpointError, match="rank_00001_master"):
         aggregate("s3://models/run", "s3://models/bad", tag="s2", progress=False)
     assert open_folder("s3://models/bad").names() == []
+
+
+def convert_together(scratch: str) -> list[str]:
+    """Convert from the bucket into it, into a folder and back, and what must fail, all on two ranks."""
+    ranks = from_launcher(scratch)
+    said = []
+    for src, dst, options in (
+        ("s3://models/run/s3", "s3://models/ours", {"world_size": 3}),
+        ("s3://models/run/s3", f"{scratch}/local", {"to": "deepspeed", "stage": 2, "world_size": 3}),
+        (f"{scratch}/local", "s3://models/back", {"world_size": 2}),
+        ("s3://models/run/s3", "s3://models/theirs", {"to": "deepspeed", "stage": 3, "world_size": 2}),
+        ("s3://models/run/s3", "s3://models/ours", {}),
+        ("s3://models/gone", "s3://models/none", {}),
+    ):
+        try:
+            convert(src, dst, ranks=ranks, progress=False, **options)
+            said.append("")
+        except (CheckpointError, RankError) as error:
+            said.append(str(error))
+    ranks.close()
+    return said
+
+
+def test_two_ranks_convert_from_and_to_the_store(saved, s3, tmp_path):
+    first, second = run_on_ranks(convert_together, 2, str(tmp_path), timeout=300, env=s3)
+    for said in (first, second):
+        assert said[:4] == [""] * 4, said
+        assert "exists already" in said[4] and "s3://models/gone" in said[5], said
+    for place in ("s3://models/ours", "s3://models/back", "s3://models/theirs", str(tmp_path / "local")):
+        assert verify(place, progress=False).ok, place
+        found = diff("s3://models/run/s3", place, progress=False)
+        assert found.same and found.compared > 10, place
+    assert open_folder("s3://models/none").names() == []
