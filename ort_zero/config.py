@@ -37,6 +37,9 @@ class OrtModuleConfig(_Strict):
     """The user's own part of the export cache's key, for what the cache cannot see."""
     ort_kernels: list[str] = Field(default_factory=list)
     """Glob patterns of replaced kernels (``status()`` names them) that stay ONNX Runtime's own; "*" for all."""
+    fuse_loss: Literal["auto", "on", "off"] = "auto"
+    """Whether a language-model head and its cross entropy become one node, which computes rows with a label alone and
+    never holds all logits; "auto" where there are 4,096 classes or more."""
     save_onnx: str | None = None
     """Folder into which rank 0 writes the graphs; None writes none."""
 

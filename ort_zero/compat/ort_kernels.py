@@ -42,7 +42,14 @@ ONLY_READ = frozenset(
 )
 """More operators whose kernels never write a result into the memory of an input."""
 ATEN_NEW_MEMORY = frozenset(
-    ("embedding_backward", "aten::embedding_backward", "native_layer_norm_backward", "tensordot")
+    (
+        "embedding_backward",
+        "aten::embedding_backward",
+        "native_layer_norm_backward",
+        "tensordot",
+        "ort_zero_loss::scaled",
+        "ort_zero_loss::scaled_sum",
+    )
 )
 """Operators of ATen nodes that write each result into memory of its own; they return tensors of PyTorch's."""
 EFFECTS = frozenset((BARRIER, "PythonOp", "PythonOpGrad", "BatchNormalization", "BatchNormInternal"))

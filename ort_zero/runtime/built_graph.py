@@ -14,6 +14,7 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.recompute.decision import Decision
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.tracer import Effects
+from ort_zero.runtime.fused_loss.rewrite import FusedLoss, ReturnedLogits
 from ort_zero.runtime.guards.keys import ExportedModelInfo, ExportKey, KnownGraph, PostExportProcessedModelInfo
 from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.statistics.collect import reader_marks
@@ -25,6 +26,8 @@ class BuiltModel:
 
     model: onnx.ModelProto
     info: ort_compat.GraphInfo
+    fused: FusedLoss | None = None
+    """What the node of head and loss has changed; None without one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +68,9 @@ class BuiltGraph:
     """The decision on what the backward computes again; None if the configuration asks for no recomputation."""
     kernels: Mapping[str, int] = field(default_factory=dict)
     """How many nodes run another kernel than ORT's, by the entry of the table of kernels."""
+
+    returned_logits: ReturnedLogits | None = None
+    """Where the results are from which the model's logits are computed; None for a graph that returns them."""
 
     @property
     def effects(self) -> Effects:

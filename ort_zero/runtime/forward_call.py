@@ -32,6 +32,7 @@ from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.pytorch_calls import CALLS
 from ort_zero.runtime.export.random_states import GlobalStates, preserved
 from ort_zero.runtime.export.tracer import ArgumentInputError
+from ort_zero.runtime.fused_loss.lazy_logits import put_logits
 from ort_zero.runtime.guards import value_guards
 from ort_zero.runtime.guards.keys import Action, Observed, Transition
 from ort_zero.runtime.operators import torch_fallback
@@ -404,6 +405,8 @@ class ForwardCall:
                 CALLS.numbered(call).take_left()  # of an export, or of a run that has failed
             tensors = self._manager.run(graph.session, inputs)
             torch_fallback.keep_saved_with(tensors)
+            if graph.returned_logits is not None:
+                tensors = put_logits(tensors, graph.returned_logits, self._transitions.logit_reads.note)
             first_guard = graph.effects.first_guard
             guards = graph.effects.guards
             # behind the values of the guards there may be a token

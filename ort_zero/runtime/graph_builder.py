@@ -50,6 +50,8 @@ from ort_zero.runtime.export.repeated_reads import asked_for_twice, without_grad
 from ort_zero.runtime.export.tracer import Tracer
 from ort_zero.runtime.export_cache.lookup import Lookup, session_of
 from ort_zero.runtime.export_cache.store import ExportCache
+from ort_zero.runtime.fused_loss import operators as fused_operators
+from ort_zero.runtime.fused_loss.rewrite import LARGE, FusedLoss, fuse_loss, without_zeros
 from ort_zero.runtime.guards.attribute_guard import NOTHING_READ, AttributeGuard, ReadValues
 from ort_zero.runtime.guards.keys import (
     ExportedModelInfo,
@@ -115,6 +117,8 @@ class GraphBuilder:
         self.manager = manager
         self.excluded = excluded
         self.functions = AutogradFunctions(module)
+        self.fuses_loss = manager.training and self.memory is None and config.fuse_loss != "off"
+        """Whether graphs may have head and loss in one node: a memory plan counts ORT's buffers alone."""
         self.sums = sums
         self.fallback_policy = FallbackPolicy(manager.training, ort_compat.register_function)
         self.smaller_parts = SmallerParts(module, excluded, self.fallback_policy)
@@ -175,6 +179,7 @@ class GraphBuilder:
                 self.attribute_guard,
                 self.attribute_inputs,
                 self.config.cache_key,
+                self.config.fuse_loss,
             )
             found = None if anew else self.lookup.find(self.fallback_policy)
         if found is not None:
@@ -383,12 +388,16 @@ class GraphBuilder:
         name_all_results(model)
         copy_shared_results(model)
         kernels: Counter[str] = Counter()
+        if built.fused is not None:
+            fused_operators.register()
         if manager.device.type == "cpu":
             unfuse_for_cpu(model)
             if self.memory is None:  # the buffers of other kernels are not ORT's: a budget would not be kept
                 info, kernels = replace_kernels(
                     model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())
                 )
+        if built.fused is not None:
+            kernels["fused_loss"] += 1
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
         if self.memory is not None and ort_compat.has_gradients(model):
             with self._timed("memory plan"):
@@ -421,6 +430,7 @@ class GraphBuilder:
             python_ops=sum(node.op_type == "PythonOp" for node in model.graph.node),
             memory=decision,
             kernels=kernels,
+            returned_logits=built.fused.returned if built.fused is not None else None,
         )
 
     def _recomputed(
@@ -455,7 +465,12 @@ class GraphBuilder:
         def build(more: frozenset[str] = frozenset()) -> BuiltModel:
             wanted, inputs = self._wanted(exported, process)
             asked = tuple(name for name in info.onnx_graph_input_names if name in more.union(wanted))
-            built = BuiltModel(*self.manager.build(info.exported_model, info.onnx_graph_input_names, asked, inputs))
+            model, fused = info.exported_model, None
+            if process.fused_loss:
+                model, fused = self._fused(model, asked, exported.effects.results)
+            built = BuiltModel(*self.manager.build(model, info.onnx_graph_input_names, asked, inputs), fused)
+            if fused is not None and fused.returned is not None:
+                built.info = without_zeros(built.info, fused.returned)
             without_gradients(built.model, more.difference(wanted))
             return built
 
@@ -472,6 +487,13 @@ class GraphBuilder:
                     raise
                 exported.only_read |= exported.unreached
                 return build()
+
+    def _fused(self, model: bytes, trained: Sequence[str], results: int) -> tuple[bytes, FusedLoss | None]:
+        """Return an exported model with head and loss in one node, and what that has changed; None where it has not."""
+        least = {"auto": LARGE, "on": 2}.get(self.config.fuse_loss, LARGE)
+        edited = onnx.load_model_from_string(model)
+        fused = fuse_loss(edited, frozenset(trained), results=results, least_classes=least)
+        return (model, None) if fused is None else (edited.SerializeToString(), fused)
 
     def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any], training: bool) -> CollectivePlan | None:
         """Return which collectives a graph needs and where, None if it needs none."""

@@ -154,7 +154,7 @@ class Runtime:
         torch_fallback.take_failure()
         self._begin_step()
         transitions = self.find_mode(manager)
-        transitions.calls += 1
+        transitions.begin_call()
         call = ForwardCall(self, manager, transitions)
         try:
             with torch_fallback.memory_owners(self._memory_owner_of()):

@@ -25,6 +25,7 @@ import torch
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.export import pytree
+from ort_zero.runtime.fused_loss.lazy_logits import LogitReads
 from ort_zero.runtime.graph_builder import GraphBuilder
 from ort_zero.runtime.guards.argument_numbers import ArgumentNumbers
 from ort_zero.runtime.guards.attribute_changes import AttributeChanges
@@ -37,6 +38,8 @@ from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 
 _BUILDING = threading.RLock()
 """Held while a graph is built: an export replaces functions of torch for the whole process."""
+MOST_READS = 3
+"""Number of calls in a row whose logits may be read before they become results of the graph."""
 MOST_TRANSITIONS = 1000
 """Maximum number of transitions of a model that are remembered; the oldest ones are forgotten."""
 
@@ -109,6 +112,9 @@ class GraphTransitionManager:
         self.capacity = capacity
         self.graphs: list[BuiltGraph] = []
         self.memory_plan = str(builder.memory.request) if builder.memory is not None else ""
+        self.logit_reads = LogitReads()
+        """Counts who reads logits that a graph does not hold."""
+        self._fuses_loss = builder.fuses_loss
         self.calls = 0
         self.exports = 0
         self.retired: Counter[str] = Counter()
@@ -153,8 +159,17 @@ class GraphTransitionManager:
                 memory_plan=self.memory_plan,
                 deterministic=torch.are_deterministic_algorithms_enabled(),
                 device=str(device),
+                fused_loss=self._fuses_loss and device.type == "cpu",
             ),
         )
+
+    def begin_call(self) -> None:
+        """Count a call; logits that are read call by call are computed in the graph from now on."""
+        self.calls += 1
+        self.logit_reads.begin_call()
+        if self.logit_reads.in_a_row >= MOST_READS and self.current is not None and self.current.executor is None:
+            # ranks that share the collectives of their graphs must go on with the same graph
+            self._fuses_loss = False
 
     def check(self, observed: Observed) -> Transition:
         """Return what has to be done before `observed` can run."""

@@ -36,7 +36,8 @@ OF_PYTHON = frozenset({"_asdict", "_fields", "_make", "_replace"})
 """Public in spite of the underscore: those of named tuples."""
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
 PUBLIC_IN_DISTRIBUTED = {"all_gather"}
-SPLIT = {"runtime": {"guards", "export", "operators", "kernels", "zero3", "export_cache", "built_graph"},
+SPLIT = {"runtime": {"guards", "export", "operators", "kernels", "fused_loss", "zero3", "export_cache",
+                     "built_graph"},
          "statistics": {"collect", "compare"}}  # fmt: skip
 """Packages in which a module or a package below stands for itself; the package's own name means the rest of it."""
 ALLOWED: dict[str, set[str]] = {
@@ -54,6 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     # ZeRO-3 in PyTorch, and in a graph of ONNX Runtime
     "zero3_hooks": {"compat", "utils"},
     "runtime.kernels": {"compat", "onnx_edit"},
+    "runtime.fused_loss": {"compat", "onnx_edit"},
     "runtime.zero3": {"compat", "errors", "onnx_edit", "utils"},
     # what users collect, and how two runs are compared
     "statistics": {"errors", "utils"},
@@ -66,13 +68,13 @@ ALLOWED: dict[str, set[str]] = {
     "runtime.export": {"compat", "env", "errors", "log", "statistics.collect", "utils", "zero3_hooks"},
     "runtime.operators": {"compat", "runtime.export"},
     "runtime.guards": {"compat", "log", "runtime.export", "utils"},
-    "runtime.built_graph": {"compat", "recompute", "runtime.export", "runtime.guards", "runtime.zero3",
-                            "statistics.collect"},
+    "runtime.built_graph": {"compat", "recompute", "runtime.export", "runtime.fused_loss", "runtime.guards",
+                            "runtime.zero3", "statistics.collect"},
     "runtime.export_cache": {"compat", "env", "errors", "log", "runtime.built_graph", "runtime.export",
-                             "runtime.guards", "runtime.operators", "utils"},
+                             "runtime.fused_loss", "runtime.guards", "runtime.operators", "utils"},
     "runtime": {"compat", "config", "distributed", "env", "errors", "log", "recompute", "runtime.built_graph",
-                "runtime.export", "runtime.export_cache", "runtime.guards", "runtime.kernels", "runtime.operators",
-                "runtime.zero3", "statistics.collect", "utils", "zero3_hooks"},
+                "runtime.export", "runtime.export_cache", "runtime.fused_loss", "runtime.guards", "runtime.kernels",
+                "runtime.operators", "runtime.zero3", "statistics.collect", "utils", "zero3_hooks"},
     # what connects all this to DeepSpeed and to users
     "plugin": {"checkpoint", "compat", "config", "distributed", "env", "errors", "log", "recompute", "runtime",
                "runtime.operators", "runtime.zero3", "statistics.collect", "utils", "zero3_hooks"},

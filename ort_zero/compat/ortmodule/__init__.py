@@ -6,7 +6,7 @@ execution manager, :mod:`.sessions` what runs a graph; :mod:`.functions` registe
 site-packages is edited.
 """
 
-from ort_zero.compat.ortmodule.functions import onnx_type, register_function, with_all_gradients
+from ort_zero.compat.ortmodule.functions import onnx_type, register_aten_gradient, register_function, with_all_gradients
 from ort_zero.compat.ortmodule.loading import import_ortmodule, is_ortmodule, run_aten_nodes
 from ort_zero.compat.ortmodule.manager import Manager
 from ort_zero.compat.ortmodule.patches import patches, symbolic_patches
@@ -30,6 +30,7 @@ __all__ = [
     "managers_of",
     "onnx_type",
     "patches",
+    "register_aten_gradient",
     "register_function",
     "run_aten_nodes",
     "running",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 SYMBOLICS = "onnxruntime.training.ortmodule._custom_op_symbolic_registry:CustomOpSymbolicRegistry._SYMBOLICS"
@@ -13,6 +14,24 @@ def register_function(name: str, function: type) -> None:
     from onnxruntime.capi import _pybind_state
 
     _pybind_state.register_torch_autograd_function(name, function)
+
+
+def register_aten_gradient(operator: str, nodes: Sequence[tuple[str, list[str], list[str]]]) -> None:
+    """Tell ORT's gradient builder the gradient of an ATen node.
+
+    Args:
+        operator: with its namespace.
+        nodes: operator, inputs and outputs of each ATen node of the gradient, in ORT's names: ``"GO(i)"`` is the
+            gradient of an output, ``"GI(i)"`` that of an input, ``"I(i)"`` and ``"O(i)"`` are the values.
+    """
+    from onnxruntime.capi import _pybind_state
+    from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
+
+    definition = _to_gradient_definition([
+        (("ATen", "org.pytorch.aten"), inputs, outputs, {"operator": {"value": name, "dtype": "string"}})
+        for name, inputs, outputs in nodes
+    ])  # fmt: skip
+    _pybind_state.register_gradient_definition(f"org.pytorch.aten::ATen::{operator}::", definition)
 
 
 def with_all_gradients(function: Any) -> type:

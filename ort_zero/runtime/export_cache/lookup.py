@@ -7,7 +7,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from ort_zero.runtime.export_cache.described import Describer
 from ort_zero.runtime.export_cache.serialization import NotStorable
 from ort_zero.runtime.export_cache.source_code import SourceCode, is_users
 from ort_zero.runtime.export_cache.store import ExportCache, Found, Missed
+from ort_zero.runtime.fused_loss.rewrite import FusedLoss, ReturnedLogits
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard, ReadValues
 from ort_zero.runtime.guards.keys import ExportedModelInfo, Observed
 from ort_zero.runtime.operators import aten_op
@@ -64,6 +65,7 @@ class Lookup:
         attribute_guard: guard on what the module's code reads besides its arguments.
         attribute_inputs: name of the graph input of each attribute that a new graph takes as an input.
         cache_key: the user's own part of the key, for what the cache cannot see.
+        fuse_loss: the section's key of that name.
 
     Attributes:
         outcome: what came of it, for the log: ``"hit: ..."`` or ``"miss: ..."``.
@@ -80,7 +82,9 @@ class Lookup:
         attribute_guard: AttributeGuard,
         attribute_inputs: Mapping[Place, str],
         cache_key: str | None = None,
+        fuse_loss: str = "off",
     ):
+        self._fuse_loss = fuse_loss
         self._attribute_guard = attribute_guard
         self._attribute_inputs = attribute_inputs
         self.cache = cache
@@ -118,6 +122,7 @@ class Lookup:
             "memory plan": process.memory_plan,
             "deterministic": process.deterministic,
             "device": process.device,
+            "fused loss": self._fuse_loss if process.fused_loss else "off",
             "default dtype": str(torch.get_default_dtype()),
             "autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off",
             "attribute inputs": sorted(self._attribute_inputs.values()),
@@ -209,6 +214,7 @@ class Lookup:
             "operators": _operators(built.model),
             "taken": routes.reasons,
             "info": asdict(built.info),
+            "fused loss": None if built.fused is None else _written_fused(built.fused),
         }
 
     def _restored(self, found: Found, routes: FallbackPolicy) -> tuple[ExportedModule, BuiltModel]:
@@ -236,7 +242,11 @@ class Lookup:
             ],
             counting=[modules[path] for path in meta["counting"]],
         )
-        built = BuiltModel(onnx.load_model_from_string(found.blobs["built"]), ort_compat.GraphInfo(**meta["info"]))
+        built = BuiltModel(
+            onnx.load_model_from_string(found.blobs["built"]),
+            ort_compat.GraphInfo(**meta["info"]),
+            _read_fused(meta.get("fused loss")),
+        )
         for name, written in meta["operators"].items():
             operator = serialization.decode(written)
             if aten_op.function_for(operator)[0] != name:
@@ -272,6 +282,18 @@ class Lookup:
             if now != then:
                 raise ValueError(f"{place.named(type(self.module).__name__)} is {now}, and was {then}")
         return read
+
+
+def _written_fused(fused: FusedLoss) -> list[int]:
+    """Return what a node of head and loss has changed as plain values."""
+    return [] if fused.returned is None else list(astuple(fused.returned))
+
+
+def _read_fused(written: list[int] | None) -> FusedLoss | None:
+    """Return what :func:`_written_fused` wrote."""
+    if written is None:
+        return None
+    return FusedLoss(ReturnedLogits(*(int(number) for number in written)) if written else None)
 
 
 def _attributes(read: ReadValues) -> dict[str, Any]:

@@ -10,7 +10,7 @@ subscribers that read values; an attribute or global that Python
 code read during the trace; torch's default dtype and autocast; a
 size, if Python code decides something else by it
 ``requires_grad`` of a parameter or argument; the memory plan;      re-process, or switch to the
-determinism; the device                                             graph of an earlier call
+determinism; the device; logits that are read call by call          graph of an earlier call
 ==================================================================  ============================
 
 Calls with gradients and calls without do not meet here: each kind has graphs of its own. ``train()`` and ``eval()``
@@ -93,6 +93,7 @@ def process_reasons(old: ProcessKey, new: ProcessKey) -> tuple[str, ...]:
         ("memory plan", old.memory_plan or "none", new.memory_plan or "none"),
         ("deterministic algorithms", old.deterministic, new.deterministic),
         ("device", old.device, new.device),
+        ("head and loss in one node", old.fused_loss, new.fused_loss),
     ):
         if was != now:
             found.append(f"{what}: {was} -> {now}")

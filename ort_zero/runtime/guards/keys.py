@@ -120,6 +120,8 @@ class ProcessKey:
     """The recomputation that the configuration asks for; empty for none."""
     deterministic: bool = False
     device: str = "cpu"
+    fused_loss: bool = False
+    """Whether a language-model head and its loss are one node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,29 @@
+"""Products of float32 matrices on the CPU, by that of PyTorch's libraries which is the faster one on this processor."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def _onednn() -> bool:
+    """Return whether oneDNN multiplies: with AVX-512 it is as fast as MKL on Intel's, twice as fast on AMD's."""
+    return (
+        torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return ``a @ b`` of two float32 matrices.
+
+    Args:
+        a: [m, k].
+        b: [k, n], dense or the transpose of a dense one: for others oneDNN has slow code only.
+    """
+    if _onednn() and a.shape[0] and b.shape[1] and a.shape[1]:
+        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return a @ b

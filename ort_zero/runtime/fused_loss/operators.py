@@ -1,0 +1,197 @@
+"""Operators of ATen nodes: a linear layer and the cross entropy of its results, with all gradients, in one.
+
+The forward computes the gradients as well, chunk by chunk of the rows that have a label; the backward multiplies them
+by the gradient of the loss. All work on float32 on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ort_zero.compat.ortmodule import register_aten_gradient
+from ort_zero.compat.torch_products import product
+
+NAMESPACE = "ort_zero_loss"
+COPY = f"{NAMESPACE}::copy"
+"""Name of the operator that copies its input."""
+CHUNK = 1 << 23
+"""Number of logits that exist at a time: 32 MiB. A smaller chunk makes the sum of the weight's gradient slower."""
+_BLOCK = 1 << 17
+"""Number of logits of which one thread computes the softmax before it goes on: 512 KiB stay in a core's cache."""
+_SLICE = 1 << 12
+"""Classes whose gradient is added to that of the weight at a time, in chunks after the first one."""
+
+_INPUTS = "Tensor labels, int ignored, bool mean, bool weight_gradient"
+_SCHEMAS = (
+    f"loss(Tensor hidden, Tensor weight, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+    f"loss_bias(Tensor hidden, Tensor weight, Tensor bias, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"loss_copies(Tensor hidden, Tensor weight, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"loss_bias_copies(Tensor hidden, Tensor weight, Tensor bias, {_INPUTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "copy(Tensor values) -> Tensor",
+    "scaled(Tensor grad, Tensor values) -> Tensor",
+    "scaled_sum(Tensor grad, Tensor values, Tensor other) -> Tensor",
+)
+
+
+def name_of(*, bias: bool, copies: bool) -> str:
+    """Return the name of the operator with its namespace.
+
+    Args:
+        bias: the linear layer has one.
+        copies: weight and bias are copied, for logits that are computed later.
+    """
+    return f"{NAMESPACE}::loss{'_bias' * bias}{'_copies' * copies}"
+
+
+def loss(hidden, weight, labels, ignored, mean, weight_gradient):
+    """Return the loss and the gradients of `hidden` and `weight`, see :func:`loss_and_gradients`."""
+    return loss_and_gradients(hidden, weight, None, labels, ignored, mean, weight_gradient)[:3]
+
+
+def loss_bias(hidden, weight, bias, labels, ignored, mean, weight_gradient):
+    """Return the loss and the gradients of `hidden`, `weight` and `bias`, see :func:`loss_and_gradients`."""
+    return loss_and_gradients(hidden, weight, bias, labels, ignored, mean, weight_gradient)
+
+
+def loss_copies(hidden, weight, labels, ignored, mean, weight_gradient):
+    """Return what :func:`loss` returns, and a copy of `weight`."""
+    return *loss(hidden, weight, labels, ignored, mean, weight_gradient), weight.clone()
+
+
+def loss_bias_copies(hidden, weight, bias, labels, ignored, mean, weight_gradient):
+    """Return what :func:`loss_bias` returns, and copies of `weight` and `bias`."""
+    found = loss_bias(hidden, weight, bias, labels, ignored, mean, weight_gradient)
+    return *found, weight.clone(), bias.clone()
+
+
+def copy(values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `values`."""
+    return values.clone()
+
+
+def scaled(grad: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return `values` times `grad`, a single element."""
+    return values * grad.reshape(())
+
+
+def scaled_sum(grad: torch.Tensor, values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return `values` times `grad`, plus `other`, of which one element of zero stands for none."""
+    result = scaled(grad, values)
+    return result.add_(other) if other.shape == values.shape else result
+
+
+def loss_and_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    ignored: int,
+    mean: bool,
+    weight_gradient: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the cross entropy of a linear layer, and the gradients of its input, weight and bias.
+
+    Args:
+        hidden: [..., width].
+        weight: [classes, width].
+        bias: [classes], or None.
+        labels: one for each row of `hidden`, integers.
+        ignored: the label of a row that has none; such rows are not computed.
+        mean: divide by the number of labels; else the loss is their sum.
+        weight_gradient: whether that of the weight is wanted; it is empty otherwise.
+
+    Raises:
+        RuntimeError: a label is no class, or there are not as many as rows.
+    """
+    classes, width = weight.shape
+    flat, labels = hidden.reshape(-1, width), labels.reshape(-1).long()
+    if len(labels) != len(flat):
+        raise RuntimeError(f"there are {len(labels)} labels for {len(flat)} rows of logits")
+    rows = torch.nonzero(labels != ignored).squeeze(1)
+    every = len(rows) == len(labels)
+    of_rows = torch.empty_like(flat) if every else flat.new_zeros(flat.shape)
+    of_weight = torch.empty_like(weight) if weight_gradient else weight.new_empty(0)
+    of_bias = weight.new_zeros(classes if bias is not None else 0)
+    total = torch.zeros((), dtype=torch.float64)
+    scale = 1 / len(rows) if mean and len(rows) else 1.0
+    size = max(1, CHUNK // classes)
+    for at in range(0, len(rows), size):
+        part = rows[at : at + size]
+        states = flat[at : at + size] if every else flat[part]
+        logits = product(states, weight.t())
+        if bias is not None:
+            logits += bias
+        total += _into_gradient(logits, labels[part], scale)
+        gradient = product(logits, weight)
+        if every:
+            of_rows[at : at + size] = gradient
+        else:
+            of_rows[part] = gradient
+        if weight_gradient:
+            _add_product(of_weight, logits, states, first=at == 0)
+        if bias is not None:
+            of_bias += logits.sum(0)
+        del logits
+    if not len(rows) and weight_gradient:
+        of_weight.zero_()
+    value = total * scale if len(rows) or not mean else total / 0  # PyTorch's mean over nothing is not a number
+    return value.float(), of_rows.reshape(hidden.shape), of_weight, of_bias
+
+
+def _into_gradient(logits: torch.Tensor, labels: torch.Tensor, scale: float) -> torch.Tensor:
+    """Put the gradient of the loss in the place of `logits`; return the sum of the rows' losses.
+
+    Args:
+        logits: [rows, classes].
+        labels: [rows].
+        scale: factor of each row's loss in the whole one.
+    """
+    rows, classes = logits.shape
+    picked, chosen = labels.unsqueeze(1), logits.new_empty(rows, 1)
+    less = logits.new_full((rows, 1), -scale)
+    size = max(1, _BLOCK * torch.get_num_threads() // classes)
+    for at in range(0, rows, size):
+        block, label = logits[at : at + size], picked[at : at + size]
+        log_probabilities = torch.log_softmax(block, 1)
+        torch.gather(log_probabilities, 1, label, out=chosen[at : at + size])
+        torch.exp(log_probabilities, out=block).mul_(scale).scatter_add_(1, label, less[at : at + size])
+    return chosen.sum(dtype=torch.float64).neg_()
+
+
+def _add_product(target: torch.Tensor, gradient: torch.Tensor, states: torch.Tensor, *, first: bool) -> None:
+    """Add the gradient of a weight by one chunk of rows to `target`; the first one is put there."""
+    for at in range(0, len(target), _SLICE):
+        part = product(gradient[:, at : at + _SLICE].t(), states)
+        if first:
+            target[at : at + _SLICE] = part
+        else:
+            target[at : at + _SLICE] += part
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    library = torch.library.Library(NAMESPACE, "DEF")
+    for schema in _SCHEMAS:
+        name = schema.partition("(")[0]
+        library.define(schema)
+        library.impl(name, globals()[name], "CPU")
+    register_aten_gradient(COPY, [(COPY, ["GO(0)"], ["GI(0)"])])
+    for bias in (False, True):
+        for copies in (False, True):
+            count = 3 if bias else 2
+            definition = [("scaled", ["GO(0)", "O(1)"], ["GI(0)"])]
+            for i in range(1, count):
+                given = [f"GO({count + i})"] if copies else []
+                name = "scaled_sum" if copies else "scaled"
+                definition.append((name, ["GO(0)", f"O({i + 1})", *given], [f"GI({i})"]))
+            nodes = [(f"{NAMESPACE}::{name}", inputs, outputs) for name, inputs, outputs in definition]
+            register_aten_gradient(name_of(bias=bias, copies=copies), nodes)
+    return library
+
+
+def register() -> None:
+    """Let PyTorch, ORT's executor of ATen nodes and ORT's gradient builder know the operators; once in a process."""
+    _library()
