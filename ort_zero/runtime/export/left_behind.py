@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,38 +43,63 @@ class Slot:
                 self._container[self._key] = value
 
 
-def slots_of(module: torch.nn.Module) -> list[Slot]:
-    """Return the places below `module` that hold tensors with a gradient; parameters do not count."""
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.grad_fn is not None
+
+
+def slots_of(module: torch.nn.Module, wanted: Callable[[torch.Tensor], bool] = _has_gradient) -> list[Slot]:
+    """Return the places below `module` that hold tensors that are `wanted`, besides its parameters and buffers."""
     slots: list[Slot] = []
     seen: set[int] = set()
     for child in module.modules():
         own = vars(child)
         for name in own.keys() - _INTERNAL:
-            _look(own, name, own[name], 0, seen, slots)
+            _look(own, name, own[name], 0, seen, slots, wanted)
     return slots
 
 
-def _look(container: Any, key: Any, value: Any, depth: int, seen: set[int], slots: list[Slot]) -> None:
+def put_back_weights(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put the parameters of `module` in the places where a run with other `weights` has left those behind.
+
+    The recurrent layers of torch keep lists of their weights.
+    """
+    names = {id(tensor): name for name, tensor in weights.items()}
+    own: dict[str, torch.Tensor] = {}
+    for slot in slots_of(module, lambda tensor: id(tensor) in names):
+        own = own or dict(module.named_parameters(remove_duplicate=False))
+        if isinstance(slot.value, torch.Tensor) and names[id(slot.value)] in own:
+            slot.fill(own[names[id(slot.value)]])
+
+
+def _look(
+    container: Any,
+    key: Any,
+    value: Any,
+    depth: int,
+    seen: set[int],
+    slots: list[Slot],
+    wanted: Callable[[torch.Tensor], bool],
+) -> None:
     if isinstance(value, torch.Tensor):
-        if value.grad_fn is not None:
+        if wanted(value):
             slots.append(Slot(container, key, value))
         return
     if isinstance(value, (str, int, float, torch.nn.Module)) or value is None or depth > _DEPTH or id(value) in seen:
         return
     if isinstance(value, tuple):
-        if any(tensor.grad_fn is not None for tensor in _tensors_in(value)):
+        if any(map(wanted, _tensors_in(value))):
             slots.append(Slot(container, key, value))
         return
     seen.add(id(value))
     if isinstance(value, (list, dict, collections.deque)):
         if len(value) <= MOST_ITEMS:
             for inner in list(value) if isinstance(value, dict) else range(len(value)):
-                _look(value, inner, value[inner], depth + 1, seen, slots)
+                _look(value, inner, value[inner], depth + 1, seen, slots, wanted)
     elif isinstance(value, SimpleNamespace) or (not isinstance(value, type) and has_readable_attributes(value)):
         own = attributes_of(value)
         for name in list(own or ()):
             assert own is not None
-            _look(own, name, own[name], depth + 1, seen, slots)
+            _look(own, name, own[name], depth + 1, seen, slots, wanted)
 
 
 def _tensors_in(value: tuple) -> Sequence[torch.Tensor]:

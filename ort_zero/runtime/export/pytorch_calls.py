@@ -23,7 +23,7 @@ from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_reads import unrecorded
 from ort_zero.runtime.export.checkpoint_marks import plain_calls
 from ort_zero.runtime.export.fake_weights import plain_access
-from ort_zero.runtime.export.left_behind import LeftBehind, Slot
+from ort_zero.runtime.export.left_behind import LeftBehind, Slot, put_back_weights
 from ort_zero.runtime.export.numbered_calls import NumberedCalls
 from ort_zero.zero3_hooks.hook_manager import paused
 
@@ -171,6 +171,7 @@ class ModuleCall(PyTorchCall):
             stack.enter_context(without_infrastructure_hooks(module))
             left = LeftBehind(module)
             result = functional_call(module, weights, args, kwargs)
+            put_back_weights(module, weights)
             self._slots = left.slots()
         return result
 

@@ -79,8 +79,8 @@ class InputKind:
 
 
 def _kind(value: Any) -> tuple:
-    if isinstance(value, TensorState):
-        tensor = value.tensor
+    if isinstance(value, (TensorState, torch.Tensor)):
+        tensor = value.tensor if isinstance(value, TensorState) else value
         return "tensor", tensor.dtype, tensor.dim(), tensor.requires_grad
     if is_number(value):
         return ("int" if isinstance(value, (int, np.integer)) else "float",)
@@ -184,6 +184,8 @@ class AttributeGuard:
         self._stale = True
         self._tree = 0
         self._values: list[Any] = []
+        self._own: set[int] = set()
+        """``id()`` of the parameters and buffers, inputs of every graph: only their identity counts."""
 
     def watch(
         self,
@@ -309,6 +311,7 @@ class AttributeGuard:
         self._copied: list[Any] = []
         self._copies: list[Any] = []
         self._tensors: list[torch.Tensor] = []
+        self._own = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         sized: dict[int, Any] = {}
         values: dict[Place, Any] = {}
         self._finder = PlaceFinder(self._module)
@@ -342,7 +345,8 @@ class AttributeGuard:
         if is_plain(value) or value is MISSING or place in self._whole:
             return value
         if isinstance(value, torch.Tensor):
-            return TensorState(value, version_of(value))
+            # what an optimizer does to a weight (of a list of weights, as in torch.nn.LSTM) changes no graph
+            return value if id(value) in self._own else TensorState(value, version_of(value))
         if isinstance(value, set):
             return Snapshot(set(value)) if all(map(is_plain, value)) else value
         if isinstance(value, (list, tuple, Mapping, collections.deque)):
