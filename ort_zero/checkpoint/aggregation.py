@@ -17,7 +17,7 @@ from ort_zero.checkpoint.adapters import Merge
 from ort_zero.checkpoint.aggregation_plan import OutputFile, Plan, make_plan, split
 from ort_zero.checkpoint.aggregation_ranges import shares
 from ort_zero.checkpoint.aggregation_stream import Findings, Streamer
-from ort_zero.checkpoint.allowed_names import is_config_name
+from ort_zero.checkpoint.allowed_names import is_config_name, is_module_config_name
 from ort_zero.checkpoint.config_files import ConfigFile, config_files_beside, with_dtype
 from ort_zero.checkpoint.finding import open_found
 from ort_zero.checkpoint.opening import format_in
@@ -186,10 +186,12 @@ def aggregate(
                 format=format,
                 exclude_frozen=exclude_frozen,
                 stem=selected.stem,
+                places=selected.places,
             )
             job = _prepare(selected, plan, beside, target, overwrite, model_card)
             if not dry_run:
-                _make(target)
+                for name in (*(file.name for file in plan.files), *job.publication.extras):
+                    _make(target.child(name.rpartition("/")[0]) if "/" in name else target)
     job = ranks.broadcast(job)
     folder = open_folder(job.root)
     sizes = {file.name: file.size for file in job.plan.files}
@@ -246,6 +248,8 @@ def _prepare(
     if _is_within(target.url, source.root):
         raise CheckpointError(f"the destination {target.path()} lies in the checkpoint {source.root}; choose another")
     there = _names(target)
+    for inner in dict.fromkeys(name.rpartition("/")[0] for name in (*_written(plan), *beside) if "/" in name):
+        there += [f"{inner}/{name}" for name in _names(target.child(inner))]
     others = [name for name in there if not _is_left_over(name) and name != output_record.NAME]
     if others and not overwrite:
         raise CheckpointError(
@@ -305,8 +309,8 @@ def _removable(target: Folder, there: list[str], plan: Plan, extras: Mapping[str
         CheckpointError: files that no record of ours names stand where files are written, or would be loaded with them.
     """
     ours = output_record.ours_among(target, there)
-    written = {file.name for file in plan.files} | plan.texts.keys()
-    foreign = [name for name in there if name not in ours and (name in written or _OURS.fullmatch(name))]
+    written = _written(plan)
+    foreign = [n for n in there if n not in ours and (n in written or _OURS.fullmatch(n.rpartition("/")[2]))]
     foreign += [n for n, data in extras.items() if n in there and n not in ours and not _holds(target, n, data)]
     if foreign:
         raise CheckpointError(
@@ -314,6 +318,11 @@ def _removable(target: Folder, there: list[str], plan: Plan, extras: Mapping[str
             f"since: {shortened(sorted(foreign), MOST_NAMED)}; move them away, or choose another destination"
         )
     return frozenset(n for n in there if n in ours or _is_left_over(n) or n in extras)
+
+
+def _written(plan: Plan) -> set[str]:
+    """Return the names of the files of a plan, the small ones too."""
+    return {file.name for file in plan.files} | plan.texts.keys()
 
 
 def _holds(target: Folder, name: str, content: bytes) -> bool:
@@ -404,12 +413,12 @@ def _warnings(ranks: RankGroup, findings: Findings) -> tuple[str, ...]:
 
 def _is_left_over(name: str) -> bool:
     """Return True for what a run that was killed left: nobody else writes such names."""
-    match = _LEFT_OVER.fullmatch(name)
+    match = _LEFT_OVER.fullmatch(name.rpartition("/")[2])
     if match is None:
         return False
     name = match["name"]
     return (
-        is_config_name(name)
+        is_module_config_name(name)
         or name in (output_record.NAME, model_card_stub.NAME)
         or name.endswith(".py")
         or bool(_OURS.fullmatch(name))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import xxhash
 
 from ort_zero.checkpoint import safetensors_header
+from ort_zero.checkpoint.composite_models import Place
 from ort_zero.checkpoint.dtypes import CHOICES, itemsize, wanted
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source, Tensor
 from ort_zero.checkpoint.safetensors_header import HeaderEntry
@@ -106,6 +107,7 @@ def make_plan(
     format: str = "safetensors",
     exclude_frozen: bool = False,
     stem: str | None = None,
+    places: Mapping[str, Place] | None = None,
 ) -> Plan:
     """Return what to write for `source`.
 
@@ -117,6 +119,7 @@ def make_plan(
         format: format of the weights, one of :data:`FORMATS`; optimizer state is always safetensors.
         exclude_frozen: leave out the parameters that the optimizer does not train.
         stem: beginning of the names of the files with weights; None for "model" or "pytorch_model".
+        places: folder and name of tensors that are not written into the model's own file under their own names.
 
     Raises:
         CheckpointError: an unknown choice, names that clash, no optimizer state although it is wanted.
@@ -134,9 +137,12 @@ def make_plan(
     if not weights:
         raise CheckpointError(f"{source.root} holds no weights to write")
     stem = stem or {"safetensors": "model", "torch": "pytorch_model"}[format]
-    typed = [(t.name, t, wanted(dtype, t.dtype)) for t in weights]
     marks = {SOURCE: _identity(source)} if what == "weights+optimizer" else {}
-    files, texts = _files(stem, format, typed, limit, _aliases(source, weights), marks)
+    files: list[OutputFile] = []
+    texts: dict[str, str] = {}
+    for folder, typed, aliases in _by_folder(weights, dtype, _aliases(source, weights), places or {}):
+        more, index = _files(stem, format, typed, limit, aliases, marks, folder)
+        files, texts = files + more, {**texts, **index}
     if what == "weights+optimizer":
         states = [t for t in source.tensors if t.is_optimizer_state and t.name not in left_out]
         texts[OPTIMIZER_JSON] = _optimizer_json(source, states)
@@ -145,6 +151,27 @@ def make_plan(
         files, texts = files + more, {**index, **texts}
     parameters = sum(t.elements for t in weights if t.kind != BUFFER)
     return Plan(files=tuple(files), texts=texts, parameters=parameters)
+
+
+def _by_folder(
+    weights: list[Tensor], dtype: str, aliases: Mapping[str, str], places: Mapping[str, Place]
+) -> Iterator[tuple[str, list[tuple[str, Tensor, str]], dict[str, str]]]:
+    """Yield for each folder its path with a slash, the tensors in it with name and dtype, and its tied names."""
+    folders: dict[str, list[tuple[str, Tensor, str]]] = {}
+    for tensor in weights:
+        folder, name = places.get(tensor.name, ("", tensor.name))
+        folders.setdefault(folder, []).append((name, tensor, wanted(dtype, tensor.dtype)))
+    for folder, typed in folders.items():
+        own = {tensor.name: name for name, tensor, _ in typed}
+        tied = {alias: own[name] for alias, name in aliases.items() if name in own}
+        if places:  # names of a module are told from those of the model by its number
+            starts = {name: name.removesuffix(key) for name, key in own.items()}
+            tied = {
+                alias.removeprefix(starts[name]): own[name]
+                for alias, name in aliases.items()
+                if name in own and alias.startswith(starts[name])
+            }
+        yield f"{folder}/" if folder else "", typed, tied
 
 
 def split(plan: Plan, rank: int, size: int) -> tuple[OutputFile, ...]:
@@ -213,6 +240,7 @@ def _files(
     limit: int,
     aliases: Mapping[str, str],
     marks: Mapping[str, str],
+    folder: str = "",
 ) -> tuple[list[OutputFile], dict[str, str]]:
     """Return the files of one family and the index that names them, which a single file does not need."""
     end = {"safetensors": "safetensors", "torch": "bin"}[format]
@@ -225,7 +253,7 @@ def _files(
         entries = _lay_out(shard)
         files.append(
             OutputFile(
-                name=f"{stem}{part}.{end}",
+                name=f"{folder}{stem}{part}.{end}",
                 format=format,
                 header=make_header(entries, own, marks),
                 entries=entries,
@@ -238,12 +266,12 @@ def _files(
     index = {
         "metadata": {"total_size": sum(file.data_bytes for file in files)},
         "weight_map": {
-            name: file.name
+            name: file.name.removeprefix(folder)
             for file in files
             for name in (*(e.name for e in file.entries), *(file.aliases if format == "torch" else ()))
         },
     }
-    return files, {f"{stem}.{end}.index.json": json.dumps(index, indent=2) + "\n"}
+    return files, {f"{folder}{stem}.{end}.index.json": json.dumps(index, indent=2) + "\n"}
 
 
 def _shards(tensors: list[tuple[str, Tensor, str]], limit: int) -> list[list[tuple[str, Tensor, str]]]:

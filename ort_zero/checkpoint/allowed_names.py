@@ -59,6 +59,8 @@ CONFIG_FILES = (
     "chat_template.json",
 )
 """The names of the files that may lie beside the weights, in the order in which reports name them."""
+_OF_MODULES = re.compile(r"[a-z][a-z0-9_]{0,63}_config\.json")
+"""Further configurations in the folder of one module of a model: ``lstm_config.json``."""
 _VOCABULARIES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.(spm|tiktoken)")
 
 _LONGEST_TAG = 4096
@@ -69,6 +71,22 @@ _MOST_SHOWN = 200
 def is_config_name(name: str) -> bool:
     """Return True if a checkpoint may bring a file of this name: :data:`CONFIG_FILES`, ``*.spm``, ``*.tiktoken``."""
     return name in CONFIG_FILES or _VOCABULARIES.fullmatch(name) is not None
+
+
+def is_module_config_name(name: str) -> bool:
+    """Return True if the folder of one module of a model may bring a file of this name."""
+    return is_config_name(name) or _OF_MODULES.fullmatch(name) is not None
+
+
+def is_module_folder(name: object) -> bool:
+    """Return True for the name of the folder of one module of a model: plain, not hidden, short."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", name) is not None
+
+
+def is_output_name(name: object) -> bool:
+    """Return True for the name of a file of an aggregated model: plain, or plain in the folder of a module."""
+    folder, slash, last = name.rpartition("/") if isinstance(name, str) else ("", "", "")
+    return is_plain_name(last) and (not slash or is_module_folder(folder))
 
 
 def is_plain_name(name: object) -> bool:

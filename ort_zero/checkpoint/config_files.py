@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ort_zero.checkpoint import json_text, remote_code
+from ort_zero.checkpoint import composite_models, json_text, remote_code
 from ort_zero.checkpoint.aggregation_plan import Plan
-from ort_zero.checkpoint.allowed_names import is_config_name
+from ort_zero.checkpoint.allowed_names import is_config_name, is_module_config_name
 from ort_zero.checkpoint.dtypes import is_floating, name_of
 from ort_zero.checkpoint.storage import Folder, open_folder
 from ort_zero.errors import CheckpointError
@@ -59,8 +59,22 @@ def config_files_beside(root: str, src: str) -> dict[str, ConfigFile]:
     """
     found: dict[str, ConfigFile] = {}
     for url in dict.fromkeys((root, *_run_folders(root, src))):
-        for name, file in config_files_in(open_folder(url)).items():
+        for name, file in _with_modules(open_folder(url)).items():
             found.setdefault(name, file)
+    return found
+
+
+def _with_modules(folder: Folder) -> dict[str, ConfigFile]:
+    """Return the config files of a folder and those of the modules that its ``modules.json`` names, by path."""
+    found = config_files_in(folder)
+    for inner in composite_models.module_folders({name: file.content for name, file in found.items()}):
+        place = folder.child(inner)
+        try:
+            for name in place.names():
+                if is_module_config_name(name) and place.exists(name):
+                    found[f"{inner}/{name}"] = ConfigFile(place.read(name, limit=MAX_BYTES), place.path())
+        except (CheckpointError, OSError):
+            continue  # not ours to read
     return found
 
 
@@ -99,11 +113,13 @@ def keep_beside(run: Folder, checkpoint: Folder, known: Mapping[str, str], token
         CheckpointError: one cannot be written.
     """
     try:
-        found = config_files_in(run)
+        found = _with_modules(run)
     except CheckpointError:  # a FIFO, or a file of gigabytes: no reason not to save
         return
     for name, file in found.items():
         if name not in known:
+            if "/" in name:
+                checkpoint.child(name.rpartition("/")[0]).make()
             checkpoint.write(name, file.content, token)
 
 

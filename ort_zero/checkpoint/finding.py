@@ -13,6 +13,7 @@ a folder of several with any other names       none: an error names them
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from typing import NamedTuple
 from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.opening import format_in, no_checkpoint, open_checkpoint
 from ort_zero.checkpoint.records import Source
-from ort_zero.checkpoint.storage import Folder, open_folder
+from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
@@ -70,14 +71,20 @@ class Found:
     """The folder whose file ``latest`` names it; None if it was found otherwise."""
 
 
-def checkpoints_below(folder: Folder, depth: int = MAX_DEPTH, name: str = "") -> Iterator[Candidate]:
+def checkpoints_below(
+    folder: Folder, depth: int = MAX_DEPTH, name: str = "", above: tuple[str, ...] = ()
+) -> Iterator[Candidate]:
     """Yield the checkpoints in `folder` and in the folders in it, those with numbers in the order of the numbers.
 
     Args:
         folder: where to look; hidden folders in it, and those in a checkpoint, are left out.
         depth: how many folders deep.
         name: path of `folder` from where the search began.
+        above: the folders through which the search came, without links: a link to one of them is not followed.
     """
+    place = os.path.realpath(folder.url) if isinstance(folder, LocalFolder) else folder.url
+    if place in above:
+        return
     try:
         found, entries = format_in(folder), folder.names()
     except CheckpointError:  # of somebody else's folder nobody knows what is in it
@@ -90,7 +97,8 @@ def checkpoints_below(folder: Folder, depth: int = MAX_DEPTH, name: str = "") ->
     elif depth:
         for child in sorted(folder.folders(), key=_by_numbers):
             if not child.startswith("."):
-                yield from checkpoints_below(folder.child(child), depth - 1, f"{name}/{child}".lstrip("/"))
+                inner = f"{name}/{child}".lstrip("/")
+                yield from checkpoints_below(folder.child(child), depth - 1, inner, (*above, place))
 
 
 def condition_of(candidate: Candidate, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Condition:
@@ -128,7 +136,7 @@ def find(path: str, tag: str | None = None) -> Found:
     """
     folder = open_folder(path)
     if not folder.names():
-        raise CheckpointError(f"{folder.path()} does not exist or is empty")
+        raise manifest.nothing_at(folder)
     if tag is None and format_in(folder):
         return Found(folder)
     named = folder.exists(manifest.LATEST)

@@ -187,14 +187,21 @@ class Folder:
             CheckpointError: it cannot be written; nothing is left of it.
         """
         try:
+            self._write(name, data, token, durable)
+        except FileNotFoundError:
+            # another process that saves there has taken the partial file for one that a killed save left
+            self._write(name, data, token, durable)
+        if durable:
+            self.settle()
+
+    def _write(self, name: str, data: bytes, token: str, durable: bool) -> None:
+        try:
             with self.writing(name, token, durable) as stream:
                 stream.write(data)
             self.publish(name, token)
         except BaseException:
             self.discard(name, token)
             raise
-        if durable:
-            self.settle()
 
     def settle(self) -> None:
         """Have the names that :meth:`publish` gave on the disk itself; object stores always do."""

@@ -6,6 +6,7 @@ save it belongs to, and a digest of itself, so that a changed bit in it is notic
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections import Counter
@@ -217,6 +218,12 @@ def _outside(tensor: Tensor, files: dict[str, File]) -> str | None:
     return None
 
 
+def tag_in(content: bytes) -> str:
+    """Return the tag that the content of a file ``latest`` names, whichever editor or shell wrote it."""
+    encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+    return content.decode(encoding, errors="replace").strip()
+
+
 def resolve_tag(folder: Folder, tag: str | None) -> str:
     """Return the tag to read in a folder of checkpoints: `tag`, or what ``latest`` names.
 
@@ -228,7 +235,7 @@ def resolve_tag(folder: Folder, tag: str | None) -> str:
             there = _tags(folder)
             hint = f"tags there: {', '.join(there)}" if there else "it holds no checkpoint"
             raise CheckpointError(f'{folder.path()} has no file "{LATEST}", give a tag; {hint}')
-        tag = folder.read(LATEST, limit=_MAX_LATEST_BYTES).decode(errors="replace").strip()
+        tag = tag_in(folder.read(LATEST, limit=_MAX_LATEST_BYTES))
         origin = f"{folder.path(LATEST)} names the tag {tag!r}"
     else:
         origin = f"tag {tag!r} was given"
@@ -256,6 +263,18 @@ def open_ours(folder: Folder) -> Source | None:
     return None if manifest is None else source_of(manifest, folder.url)
 
 
+def nothing_at(folder: Folder) -> CheckpointError:
+    """Return the error for a path at which no folder with anything in it is."""
+    above, _, name = folder.url.rpartition("/")
+    try:
+        is_file = bool(above and name) and open_folder(above).exists(name)
+    except CheckpointError:
+        is_file = False
+    if is_file:
+        return CheckpointError(f"{folder.path()} is a file; give the folder that it is in")
+    return CheckpointError(f"{folder.path()} does not exist or is empty")
+
+
 def locate(path: str, tag: str | None) -> Folder:
     """Return the folder of one checkpoint: `path` itself if it is one, else the tag's folder in it.
 
@@ -265,7 +284,7 @@ def locate(path: str, tag: str | None) -> Folder:
     folder = open_folder(path)
     names = folder.names()
     if not names:
-        raise CheckpointError(f"{folder.path()} does not exist or is empty")
+        raise nothing_at(folder)
     if tag is None and (NAME in names or any(n.endswith("_states.pt") for n in names)):
         return folder
     return folder.child(resolve_tag(folder, tag))

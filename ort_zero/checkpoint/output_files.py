@@ -34,7 +34,10 @@ class OutputFiles:
 
     def place_of(self, file: OutputFile) -> tuple[Folder, str]:
         """Return folder and name for the safetensors data of `file`."""
-        return (self._target, file.name) if file.format == "safetensors" else (self._scratch, f"{file.name}.data")
+        if file.format == "safetensors":
+            return self._target, file.name
+        # a folder of a module is not in the folder for what waits for a remote destination
+        return self._scratch, f"{file.name.replace('/', '.')}.data"
 
     def finish(self, file: OutputFile) -> None:
         """Make torch's file of the data, through a map of the data's file, so that no tensor is copied to memory."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from ort_zero.checkpoint import json_text
-from ort_zero.checkpoint.allowed_names import is_plain_name
+from ort_zero.checkpoint.allowed_names import is_output_name
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError
 
@@ -33,7 +33,7 @@ def read(folder: Folder) -> dict[str, int | None]:
         return {
             name: size
             for name, size in table["files"].items()
-            if is_plain_name(name) and (size is None or type(size) is int)
+            if is_output_name(name) and (size is None or type(size) is int)
         }
     except (CheckpointError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -79,7 +79,7 @@ def publish(job: Publication, mine: tuple[OutputFile, ...], target: Folder, rank
             if ranks.rank == 0:
                 for name, text in job.plan.texts.items():
                     if _is_index(name):
-                        target.write(name, _with_names(text, interim), job.token)
+                        target.write(name, _with_names(text, name, interim), job.token)
         with ranks.raise_on_all("publishing"):
             for file in mine:
                 if file.name in interim:
@@ -101,8 +101,11 @@ def _is_index(name: str) -> bool:
     return _INDEX.fullmatch(name) is not None
 
 
-def _with_names(text: str, interim: Mapping[str, str]) -> bytes:
-    """Return the text of an index that leads to the interim names."""
+def _with_names(text: str, index: str, interim: Mapping[str, str]) -> bytes:
+    """Return the text of an index that leads to the interim names, which are relative to its folder."""
     table = json.loads(text)
-    table["weight_map"] = {key: interim.get(name, name) for key, name in table["weight_map"].items()}
+    folder = index[: index.rfind("/") + 1]
+    table["weight_map"] = {
+        key: interim.get(folder + name, folder + name).removeprefix(folder) for key, name in table["weight_map"].items()
+    }
     return (json.dumps(table, indent=2) + "\n").encode()

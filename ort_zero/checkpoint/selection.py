@@ -8,6 +8,7 @@ from typing import Any
 
 from ort_zero.checkpoint import adapters, composite_models, json_text, renaming
 from ort_zero.checkpoint.adapters import Merge
+from ort_zero.checkpoint.composite_models import Place
 from ort_zero.checkpoint.records import Source
 from ort_zero.errors import CheckpointError
 
@@ -35,6 +36,8 @@ class Selected:
     """The checkpoint with the tensors that are written, under their new names."""
     stem: str | None = None
     """Beginning of the names of the files; None for the usual one."""
+    places: Mapping[str, Place] = field(default_factory=dict)
+    """Where tensors are written that do not lie in the model's own folder, or have another name there."""
     merges: Mapping[str, Merge] = field(default_factory=dict)
     """What is added to weights, by name."""
     left_out: tuple[str, ...] = ()
@@ -72,7 +75,8 @@ def select(source: Source, choices: Choices, configs: Mapping[str, bytes]) -> Se
         notes.append(
             "it holds adapters of PEFT: --what adapter writes them alone, --merge-lora adds LoRA to the weights"
         )
-    return Selected(source=_noted(source, notes), stem=stem)
+    places = composite_models.places_of(source.weights(), configs)
+    return Selected(source=_noted(source, notes), stem=stem, places=places)
 
 
 def _config(source: Source, configs: Mapping[str, bytes]) -> dict[str, Any]:

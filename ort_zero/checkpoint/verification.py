@@ -22,6 +22,8 @@ from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.progress import bar
 
 _OURS = re.compile(r"rank_.*|.*\.safetensors")
+_OF_MACOS = "._"
+"""Beginning of the names of files that macOS makes beside others on disks of other systems."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +150,7 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
         findings.add(manifest.NAME, f"{folder.path(manifest.NAME)}: {text}")
     files = list(source.files.values())
     for name in folder.names():
-        if name in source.files or name == manifest.NAME:
+        if name in source.files or name == manifest.NAME or name.startswith(_OF_MACOS):
             continue
         if name.endswith(PARTIAL):
             findings.notes.append(f"{folder.path(name)} is left over from an interrupted save and may be removed")

@@ -18,10 +18,11 @@ def partial_name(name: str, token: str) -> str:
     """Return the name under which an incomplete file lies beside its final place.
 
     Args:
-        name: the final name.
+        name: the final name, which may lead into a folder.
         token: tells this writer from others that may write the same file.
     """
-    return f".{name}.{token}{PARTIAL}"
+    folder, slash, last = name.rpartition("/")
+    return f"{folder}{slash}.{last}.{token}{PARTIAL}"
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from typing import Any
 import checkpoint_files
 import torch
 from safetensors.torch import load_file
+from save_until_killed import Patience
 
 from ort_zero.checkpoint import load_optimizer_state, storage, verify
 from ort_zero.checkpoint.aggregation import aggregate
@@ -38,8 +39,6 @@ from ort_zero.distributed.process_group import RankGroup, from_launcher
 from ort_zero.errors import CheckpointError, RankError
 from ort_zero.testing.ranks import free_port
 
-LIMIT = 60
-"""Seconds within which the survivors of a killed rank must end."""
 DONE, SURVIVED, WRONG = 0, 3, 4
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate", "shutil.rmtree"}
 _NAMES = ("a", "b", "c", "d")
@@ -386,8 +385,8 @@ def _launch(
             _rank(work, number, rank, size, port, output, last if rank == victim else None, all_)
         os.setpgid(pid, pids[0] if pids else pid)
         pids.append(pid)
-    started, codes = time.monotonic(), {}
-    while len(codes) < size and time.monotonic() < started + LIMIT:
+    started, codes, patience = time.monotonic(), {}, Patience()
+    while len(codes) < size and patience.wait():
         if after is not None and time.monotonic() > started + after:
             os.killpg(pids[0], signal.SIGKILL)
             after = None
@@ -396,7 +395,6 @@ def _launch(
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     codes[rank] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
     hanging = [rank for rank in range(size) if rank not in codes]
     for rank in hanging:
         os.kill(pids[rank], signal.SIGKILL)

@@ -173,6 +173,21 @@ def check_tags(folder: str) -> dict[str, Any]:
     return {"numbers": numbers, "latest": latest, "complete": complete, "cut": cut}
 
 
+class Patience:
+    """Time that this process waits, without the time for which all processes are stopped together."""
+
+    def __init__(self) -> None:
+        self._waited, self._last = 0.0, time.monotonic()
+
+    def wait(self) -> bool:
+        """Wait a moment; return False after :data:`LIMIT` seconds."""
+        time.sleep(0.002)
+        now = time.monotonic()
+        self._waited += min(now - self._last, 1.0)
+        self._last = now
+        return self._waited < LIMIT
+
+
 def rounds(how: str, count: int, folder: str, seed: int) -> dict[str, Any]:
     """Let 4 forked ranks save until they are ended at a random moment, `count` times; return what happened.
 
@@ -207,11 +222,10 @@ def rounds(how: str, count: int, folder: str, seed: int) -> dict[str, Any]:
             ranks.append(pid)
         codes: dict[int, int] = {}
         try:
-            deadline = time.monotonic() + LIMIT
+            patience = Patience()
             while not os.path.exists(f"{here}/{'lingers' if how == 'linger' else 'begun'}"):
                 _reap(ranks, codes)
-                assert not codes and time.monotonic() < deadline, f"{here}: ended before anything was killed: {codes}"
-                time.sleep(0.002)
+                assert not codes and patience.wait(), f"{here}: ended before anything was killed: {codes}"
             if how != "linger":
                 time.sleep(moments.uniform(0, 3 * float(Path(here, "begun").read_text())))
             one = how == "linger" or (how == "kill" and moments.random() < 0.5)
@@ -219,9 +233,9 @@ def rounds(how: str, count: int, folder: str, seed: int) -> dict[str, Any]:
             for rank in chosen:
                 os.kill(ranks[rank], signal.SIGINT if how == "interrupt" else signal.SIGKILL)
             killed = time.monotonic()
-            while len(codes) < 4 and time.monotonic() < killed + LIMIT:
+            patience = Patience()
+            while len(codes) < 4 and patience.wait():
                 _reap(ranks, codes)
-                time.sleep(0.002)
             expected = {r: -signal.SIGKILL if r in chosen else SURVIVED for r in range(4)}
             if how == "interrupt":
                 expected = dict.fromkeys(range(4), INTERRUPTED)

@@ -159,3 +159,58 @@ def test_ls_imports_no_torch(run):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=400)
     assert done.stderr == "", done.stderr
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"global_step10\r\n",
+        b"\xef\xbb\xbfglobal_step10\n",
+        "global_step10\r\n".encode("utf-16"),
+        b" ./global_step10/ \n",
+    ],
+    ids=["line end of Windows", "byte order mark", "UTF-16 of PowerShell", "path"],
+)
+def test_latest_as_editors_and_shells_write_it(run, content):
+    (run / "checkpoint-10" / "latest").write_bytes(content)
+    assert Path(found(run)) == Path("checkpoint-10/global_step10")
+
+
+def test_links_that_lead_back_are_not_followed(run):
+    (run / "again").symlink_to(run)
+    (run / "checkpoint-9" / "up").symlink_to(run)
+    (run / "gone").symlink_to(run / "nowhere")
+    assert len(list_checkpoints(run)) == 3
+    assert found(run) == "checkpoint-10/global_step10"
+
+
+def test_a_tag_that_is_a_link_is_one_like_the_others(run):
+    shutil.move(run / "checkpoint-10" / "global_step10", run.parent / "elsewhere")
+    (run / "checkpoint-10" / "global_step10").symlink_to(run.parent / "elsewhere")
+    assert found(run) == "checkpoint-10/global_step10" and verify(run, progress=False).ok
+    assert [row.whole for row in list_checkpoints(run)] == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["latest", f"global_step10/{SHARD}"])
+def test_a_file_in_the_place_of_a_folder_is_called_one(run, name):
+    with pytest.raises(CheckpointError, match="is a file; give the folder"):
+        aggregate(run / "checkpoint-10" / name, run.parent / "out", progress=False)
+    with pytest.raises(CheckpointError, match="does not exist or is empty"):
+        verify(run / "gone", progress=False)
+
+
+def test_files_that_macos_makes_are_no_part_of_a_checkpoint(run):
+    tag = run / "checkpoint-10" / "global_step10"
+    for path in list(tag.iterdir()):
+        (tag / f"._{path.name}").write_bytes(b"\0\5\x16\7")
+    (tag / ".DS_Store").write_bytes(b"x")
+    report = verify(run, progress=False)
+    assert report.ok and report.tag == "global_step10", report.problems
+
+
+@pytest.mark.parametrize("tag", ["\u0448\u0430\u0433 5", "a b#c", "100%", "q?x=1", "-rf", "[1]*", "x" * 200])
+def test_tags_of_any_names(tmp_path, tag):
+    checkpoint_files.write(tmp_path / "run" / tag, tag=tag)
+    (tmp_path / "run" / "latest").write_text(tag)
+    report = aggregate(tmp_path / "run", tmp_path / "out", progress=False)
+    assert report.tag == tag and verify(tmp_path / "run", tag, progress=False).ok
