@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from ort_zero.compat.frames import calls_cached_function, is_foreign, is_only_message, is_runtime
-from ort_zero.compat.trace_state import untraced
 from ort_zero.compat.traced_numbers import OUT_OF_PLACE
 
 _C: Any = torch._C
@@ -40,13 +39,22 @@ class SizeNumbers:
 
     Args:
         take: called with each such tensor whose number Python code takes.
+        value_of: returns the number that such a tensor stands for, in Python's precision.
         inputs: the numbers that are inputs.
     """
 
-    def __init__(self, take: Callable[[torch.Tensor], None], inputs: Sequence[torch.Tensor] = ()):
+    def __init__(
+        self,
+        take: Callable[[torch.Tensor], None],
+        value_of: Callable[[torch.Tensor], Any],
+        inputs: Sequence[torch.Tensor] = (),
+    ):
         self._take = take
+        self._value_of = value_of
         self._known = {id(number): number for number in inputs}
         """By ``id()``; the tensors are held, or others could get their ids."""
+        self.traced: set[int] = set()
+        """Numbers of the values of the trace that are such tensors."""
         self._entered: list[dict[str, Any]] = []
         self._builtins = dict(zip(REPLACED_BUILTINS, (self._isinstance, _typing(self)), strict=True))
 
@@ -72,6 +80,7 @@ class SizeNumbers:
         for number in found:
             if isinstance(number, torch.Tensor):
                 self._known[id(number)] = number
+                self.traced.add(_C._get_value_trace(number).unique())
 
     def _are_numbers(self, args: tuple) -> bool:
         tensors = [given for given in args if isinstance(given, torch.Tensor)]
@@ -79,8 +88,7 @@ class SizeNumbers:
 
     def number_in(self, tensor: torch.Tensor) -> Any:
         """Return the Python number that a tensor stands for."""
-        with untraced(), _C.DisableTorchFunction():
-            return tensor.item()
+        return self._value_of(tensor)
 
     def plain(self, key: Any) -> Any:
         """Return a key of a dict with Python numbers in the place of sizes."""

@@ -32,6 +32,8 @@ class Step:
     """Pairs (name, argument); the name is None for an argument that is given by position."""
     in_place: bool = False
     """Whether the operator may change the shape of its first argument."""
+    of_numbers: bool = False
+    """Whether the result is a number of Python's, so that it is computed in Python's precision."""
 
 
 class SizeProgram:
@@ -85,7 +87,7 @@ class Evaluation:
 
     def _result(self, step: Step) -> Any:
         given = [(name, self._built(argument)) for name, argument in step.arguments]
-        key = (step.operator, *(_key(value) for _, value in given))
+        key = (step.operator, step.of_numbers, *(_key(value) for _, value in given))
         found = self._results.get(key, self)
         if found is self:
             found = self._results[key] = self._share(self._run(step, given))
@@ -95,6 +97,8 @@ class Evaluation:
         positional = [value for name, value in given if name is None]
         if step.in_place:
             positional[0] = positional[0].clone()
+        if step.of_numbers:
+            positional = _in_double(step.operator, positional)
         own = _OWN.get(step.operator)
         if own is not None:
             return own(self._shapes, *positional)
@@ -129,6 +133,22 @@ def _operator(name: str) -> Any:
     space, _, operator = name.partition("::")
     operator, _, overload = operator.partition(".")
     return getattr(getattr(getattr(torch.ops, space), operator), overload or "default")
+
+
+def _in_double(operator: str, given: list[Any]) -> list[Any]:
+    """Return the operands of an operator with doubles in the place of integers where Python computes a float.
+
+    torch computes the quotient of two integers, and the product of an integer and a float, in its default precision.
+    """
+    floats = any(
+        isinstance(value, float) or isinstance(value, torch.Tensor) and value.is_floating_point() for value in given
+    )
+    if not floats and not (operator.startswith("aten::div.") and not any(isinstance(value, str) for value in given)):
+        return given
+    return [
+        value.double() if isinstance(value, torch.Tensor) and not value.dim() and value.dtype != torch.bool else value
+        for value in given
+    ]
 
 
 def _number(_: Any, tensor: Any) -> Any:

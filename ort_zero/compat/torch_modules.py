@@ -181,6 +181,14 @@ def version_of(tensor: Any) -> int:
         return 0
 
 
+def change_in_place(tensor: Any, change: Callable, *args: Any) -> None:
+    """Call a method that changes `tensor` in place, also one that was made under ``torch.inference_mode()``."""
+    import torch
+
+    with torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext():
+        change(tensor, *args)
+
+
 def is_zero_tensor(tensor: Any) -> bool:
     """Return True for a gradient of zeros that autograd did not put into memory."""
     return tensor._is_zerotensor()

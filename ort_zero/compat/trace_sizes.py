@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -53,6 +53,16 @@ _PATCHED = {
 """Methods of tensors that hand Python what a trace cannot follow."""
 
 
+_AS_NUMBER: dict[str, Callable[[Any], Any]] = {
+    "__bool__": bool,
+    "is_nonzero": bool,
+    "__int__": int,
+    "__index__": int,
+    "__float__": float,
+    "item": lambda number: number,
+    "tolist": lambda number: number,
+}
+"""What these methods return for a tensor that stands for a number."""
 _FORMATTING = frozenset({"__format__", "__repr__"})
 """Methods of tensors that make a text of a number."""
 
@@ -82,6 +92,16 @@ def result_of(kind: str, computed: Any) -> Any:
 def is_kind(kind: object) -> bool:
     """Return whether there is such a kind of what Python code takes."""
     return kind in _RESULTS
+
+
+class Numbers(Protocol):
+    """Knows which tensors are numbers of Python's outside of the trace."""
+
+    traced: set[int]
+    """Numbers of their values in the trace."""
+
+    def includes(self, value: Any) -> bool:
+        """Return whether a value is such a tensor."""
 
 
 class SizeReads:
@@ -114,7 +134,46 @@ class SizeReads:
             self.shapes = tuple(tensor.shape for tensor in arguments)
         """Shape of each argument in the trace."""
         self._evaluation = Evaluation(self._slices.program, self.shapes)
+        self._numbers: Numbers | None = None
         self._known: set[tuple[int, str]] = set()
+
+    @property
+    def numbers(self) -> Numbers | None:
+        """Knows which tensors are numbers of Python's outside of the trace."""
+        return self._numbers
+
+    @numbers.setter
+    def numbers(self, numbers: Numbers) -> None:
+        self._numbers = numbers
+        self._slices.numbers = numbers.traced
+
+    def number_step(self, tensor: torch.Tensor) -> int | None:
+        """Return the step that computes the elements of a tensor; None if no size of an argument decides about them.
+
+        Raises:
+            NotExpressibleError: they depend on more than sizes.
+        """
+        value = _traced(tensor)
+        with untraced(), _C.DisableTorchFunction():
+            return self._slices.step_of(value, elements=True)
+
+    def shape_step(self, tensor: torch.Tensor) -> int | None:
+        """Return the step that computes the shape of a tensor; see :meth:`number_step`."""
+        value = _traced(tensor)
+        with untraced(), _C.DisableTorchFunction():
+            return self._slices.step_of(value, elements=False)
+
+    def value_of(self, tensor: torch.Tensor) -> Any:
+        """Return the number that a tensor stands for, in Python's precision as far as sizes alone decide about it."""
+        try:
+            step = self.number_step(tensor)
+            if step is not None:
+                with untraced(), _C.DisableTorchFunction():
+                    return self._evaluation.result(step).item()
+        except Exception as error:
+            get_logger().debug("a number that only a run can tell: %s", error)
+        with untraced(), _C.DisableTorchFunction():
+            return tensor.item()
 
     @property
     def program(self) -> SizeProgram:
@@ -144,6 +203,8 @@ class SizeReads:
             result = original(tensor, *args, **kwargs)
             if _C._is_tracing() and not (is_runtime((frame := sys._getframe(1)).f_code.co_filename)):
                 self._note_if_decides(tensor, kind, frame)
+                if self._numbers is not None and kind in _OF_ELEMENTS and self._numbers.includes(tensor):
+                    return _AS_NUMBER.get(original.__name__, lambda _: result)(self.value_of(tensor))
             return result
 
         method.unobserved = original  # type: ignore[attr-defined]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class TraceSlices:
         self._done: dict[tuple[int, bool], Argument] = {}
         """What stands for a value: its elements (True) or its shape (False), by its number."""
         self._failed: dict[tuple[int, bool], str] = {}
+        self.numbers: Container[int] = ()
+        """Numbers of the values that are numbers of Python's outside of the trace."""
         self._depending: set[int] = set()
         """Indices of the steps that depend on sizes of arguments."""
 
@@ -202,7 +204,9 @@ class TraceSlices:
         if device is not None and device < len(operands):
             operands[device] = ("value", torch.device("cpu" if elements else "meta"))
         given = list(zip(schema.names, operands, strict=True))
-        return ("step", self._add(operator, given, in_place=kind.endswith("_") and not kind.endswith("__")))
+        in_place = kind.endswith("_") and not kind.endswith("__")
+        of_numbers = elements and all(out.unique() in self.numbers for out in node.outputs())
+        return ("step", self._add(operator, given, in_place, of_numbers))
 
     def _item(self, items: Argument, index: int) -> Argument:
         if items[0] == "items":
@@ -212,8 +216,14 @@ class TraceSlices:
     def _step(self, operator: str, *constants: Any) -> Argument:
         return ("step", self._add(operator, [(None, ("value", constant)) for constant in constants]))
 
-    def _add(self, operator: str, given: Sequence[tuple[str | None, Argument]], in_place: bool = False) -> int:
-        index = self.program.add(Step(operator, tuple(given), in_place))
+    def _add(
+        self,
+        operator: str,
+        given: Sequence[tuple[str | None, Argument]],
+        in_place: bool = False,
+        of_numbers: bool = False,
+    ) -> int:
+        index = self.program.add(Step(operator, tuple(given), in_place, of_numbers))
         if operator in (ARGUMENT, ARGUMENT_SIZE) or any(self._depends(argument) for _, argument in given):
             self._depending.add(index)
         return index

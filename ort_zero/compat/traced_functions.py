@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,13 +16,18 @@ _RULES = "symbolic", "infer_shape", "alias_input"
 
 
 @contextlib.contextmanager
-def calls_go_to(call: Callable[[type, Apply, tuple, dict], Any]) -> Iterator[None]:
+def calls_go_to(
+    call: Callable[[type, Apply, tuple, dict], Any],
+    around: Callable[[type, tuple, bool], AbstractContextManager],
+) -> Iterator[None]:
     """Have ``call(function, apply, args, kwargs)`` take the place of each ``apply`` that is traced in the block.
 
     Functions that are exported by rules of their own are called as ever: see :func:`has_own_export`.
 
     Args:
         call: returns what ``apply(*args, **kwargs)``, torch's own, would return.
+        around: makes the context in which a Function is called, of the Function, its arguments, and whether a node of
+            the graph is going to call it.
     """
 
     def wrapped(original: Any) -> Any:
@@ -29,9 +35,11 @@ def calls_go_to(call: Callable[[type, Apply, tuple, dict], Any]) -> Iterator[Non
             def own(*args: Any, **kwargs: Any) -> Any:
                 return original.__get__(None, cls)(*args, **kwargs)
 
-            if not torch.jit.is_tracing() or has_own_export(cls):
-                return own(*args, **kwargs)
-            return call(cls, own, args, kwargs)
+            traced = torch.jit.is_tracing()
+            with around(cls, args, traced and not hasattr(cls, "symbolic")):
+                if not traced or has_own_export(cls):
+                    return own(*args, **kwargs)
+                return call(cls, own, args, kwargs)
 
         return classmethod(apply)
 

@@ -22,6 +22,7 @@ from ort_zero.compat.size_calls import counted_axis, have_one_shape, note_call, 
 from ort_zero.compat.size_lists import with_open_lists
 from ort_zero.compat.size_numbers import SizeNumbers
 from ort_zero.compat.torch_modules import has_backward_hooks, is_batch_norm
+from ort_zero.compat.trace_aliases import Aliases
 from ort_zero.compat.trace_operators import assign, complex_number, computed_after, copied
 from ort_zero.compat.trace_origins import Origin, Origins
 from ort_zero.compat.trace_sizes import ELEMENTS, TRUTH, SizeReads
@@ -88,6 +89,8 @@ class Seen(Protocol):
     """What Python code took from sizes."""
     size_numbers: SizeNumbers
     """The tensors that are Python numbers outside of the trace."""
+    aliases: Aliases
+    """The tensors that share memory."""
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a result that depends on the arguments."""
@@ -143,7 +146,9 @@ class _Observer(TorchFunctionMode):
         self.sizes = SizeReads(
             inputs.arguments, inputs.names, inputs.attributes, self.origins, self.running, self._guard_sizes
         )
-        self.size_numbers = SizeNumbers(self._take_number, inputs.numbers)
+        self.size_numbers = SizeNumbers(self._take_number, self.sizes.value_of, inputs.numbers)
+        self.sizes.numbers = self.size_numbers
+        self.aliases = Aliases(self._number_step, self.sizes.shape_step)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -181,6 +186,7 @@ class _Observer(TorchFunctionMode):
         with trace_goes_on():
             result = self._called(func, args, kwargs)
         self._views.note(func, args, kwargs, result)
+        self.aliases.note(func, args, kwargs, result)
         note_call(self.sizes, func, args, kwargs, result, sizes)
         for number, before in uses:
             # the trace has no use of a tensor that was taken for a Python number
@@ -191,6 +197,9 @@ class _Observer(TorchFunctionMode):
         if origins:
             self._numbers.follow(func, args, kwargs, result, origins)
         return result
+
+    def _number_step(self, tensor: torch.Tensor) -> int | None:
+        return self.sizes.number_step(tensor) if self.size_numbers.includes(tensor) else None
 
     def _take_number(self, number: torch.Tensor) -> None:
         """Note that Python code takes a number that is computed from sizes; raise for one that is an input."""
@@ -271,7 +280,7 @@ class _Observer(TorchFunctionMode):
         self._refuse_draws()
         earlier, mode = self._normalised.get(module, (None, module.training))
         if mode != module.training:
-            raise ValueReadError(self.running(), "calls a normalisation module in train() and in eval()", user_line())
+            raise ValueReadError(module, "is called in train() and in eval()", user_line())
         self.modules.append(module)
         if earlier is None or not args or not isinstance(args[0], torch.Tensor):
             return args
@@ -281,7 +290,8 @@ class _Observer(TorchFunctionMode):
         """Note that the call of the innermost module is over."""
         self._refuse_draws()
         del self.modules[-1]
-        if torch.jit.is_tracing() and is_batch_norm(module) and isinstance(result, torch.Tensor):
+        in_graph = "forward" not in vars(module)  # else PyTorch runs it
+        if torch.jit.is_tracing() and in_graph and is_batch_norm(module) and isinstance(result, torch.Tensor):
             self._normalised[module] = result, module.training
 
     def refuse(self, what: str, where: str = "", function: Any = None) -> None:

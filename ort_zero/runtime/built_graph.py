@@ -66,6 +66,8 @@ class BuiltGraph:
     """Number of nodes that run Python code: operators in PyTorch, gathers and reduces, readers."""
     memory: Decision | None = None
     """The decision on what the backward computes again; None if the configuration asks for no recomputation."""
+    returned_weights: Mapping[int, str] = field(default_factory=dict)
+    """Name of the weight or buffer whose memory a result may lie in, by the index of the result."""
     kernels: Mapping[str, int] = field(default_factory=dict)
     """How many nodes run another kernel than ORT's, by the entry of the table of kernels."""
 

@@ -23,6 +23,8 @@ from torch.nn.modules import module as torch_module
 
 from ort_zero.log import get_logger
 
+EMPTY = "forward with a batch of size 0"
+"""Stands for the method in the counts of calls of the engine itself whose batch is empty."""
 _TORCH_FILE = torch_module.__file__
 
 
@@ -82,6 +84,13 @@ class CallsInTorch:
                 type(model).__name__,
                 what,
             )
+
+    def note_empty(self) -> None:
+        """Count a call of the engine whose batch is empty, which PyTorch runs; the first one is told."""
+        self.methods[EMPTY] += 1
+        model = self._model()
+        if self.methods[EMPTY] == 1 and model is not None:
+            get_logger().info("%s: batches of size 0 are run by PyTorch", type(model).__name__)
 
 
 @contextlib.contextmanager

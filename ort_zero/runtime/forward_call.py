@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from ort_zero.runtime.call_effects import carry_out
 from ort_zero.runtime.error_messages import cause_of, explain
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, can_be_input
-from ort_zero.runtime.export.attribute_paths import Place, PlaceFinder, is_number
+from ort_zero.runtime.export.attribute_paths import ATTRIBUTE, MODULE, Place, PlaceFinder, is_number
 from ort_zero.runtime.export.attribute_reads import AttributeChangedError, StartValuesError
 from ort_zero.runtime.export.buffer_states import BufferStates
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
@@ -84,13 +84,21 @@ class ForwardCall:
         runtime: runtime of the module.
         manager: ORT's, of the mode.
         transitions: holds the graphs of the mode.
+        in_torch: runs the module in PyTorch in the place of its graph; None for a call that the graph runs.
     """
 
-    def __init__(self, runtime: ModuleRuntime, manager: ort_compat.Manager, transitions: GraphTransitionManager):
+    def __init__(
+        self,
+        runtime: ModuleRuntime,
+        manager: ort_compat.Manager,
+        transitions: GraphTransitionManager,
+        in_torch: Callable[[], Any] | None = None,
+    ):
         self._runtime = runtime
         self._ranks = runtime.ranks
         self._manager = manager
         self._transitions = transitions
+        self._in_torch = in_torch
         self._transition = Transition(Action.EXPORT)
         self._given: tuple[tuple, dict] = (), {}
         self._new: BuiltGraph | None = None
@@ -137,6 +145,10 @@ class ForwardCall:
                 action = self._ranks.advance(Entered(graph.digest, bool(graph.effects.guards)))
             else:
                 assert isinstance(action, Run)
+                if self._in_torch is not None:
+                    result = self._in_torch()
+                    self._ranks.advance(Ran(None))
+                    return result
                 tensors, action = self._run_graph(graph)
         result = carry_out(
             graph, tensors, self._arguments, self._given, self._runtime.module, transitions.attribute_guard
@@ -359,12 +371,28 @@ class ForwardCall:
                 changes.add(place, read)
                 done.append(f"{name}, which the forward changes, is carried over from call to call")
             elif is_number(value) or excluded.own_path(read.module):
-                done.append(excluded.exclude(read))
+                done.append(self._leave_to_python(place, read))
             else:
                 transitions.builder.settled_attributes.add(place)
                 done.append(f"{name} stays what it was")
                 get_logger().warning("the forward %s; the graph takes it for a constant", read)
         return "; ".join(done)
+
+    def _leave_to_python(self, place: Place, read: ValueReadError) -> str:
+        """Let the submodule that reads a number, and changes it for the next call, stay in PyTorch.
+
+        Where that is the model's own forward, each value of the number has a graph of its own instead.
+
+        Raises:
+            ExportError: it is the model's own forward, and the number is no attribute.
+        """
+        builder = self._transitions.builder
+        if self._runtime.excluded.own_path(read.module) or place.steps[-1][0] != ATTRIBUTE or place.root[0] != MODULE:
+            return self._runtime.excluded.exclude(read)
+        builder.counted_by_value.add(place)
+        builder.start_values.add(place)
+        self._slow(f"the forward of {type(self._runtime.module).__name__} {read}")
+        return f"each value of {place.named(type(self._runtime.module).__name__)} has a graph of its own"
 
     def _no_input(self, places: Sequence[Place], why: str) -> str:
         """Take attributes out of the inputs of the graph; the submodules that read them stay in PyTorch instead."""
@@ -374,7 +402,7 @@ class ForwardCall:
         text = transitions.changes.refuse(places, why)
         for place in places:
             if place in transitions.changes.carried:
-                self._runtime.excluded.exclude(transitions.changes.carried[place])
+                self._leave_to_python(place, transitions.changes.carried[place])
                 continue
             readers = reads[place].readers if place in reads else []
             paths = [self._runtime.excluded.own_path(module) for module in readers] or [""]
@@ -400,7 +428,11 @@ class ForwardCall:
         may_repeat = graph.effects.guards or self._runtime.excluded.reasons
         self._buffer_states = BufferStates(self._runtime.excluded) if may_repeat else None
         try:
-            inputs = graph.info.construct_inputs(dict(zip(arguments.names, arguments.tensors, strict=True)))
+            given = list(arguments.tensors)
+            if self._manager.training:
+                for i in graph.effects.changed:
+                    given[i] = given[i].clone()  # the caller's memory changes, and a backward may need what it holds
+            inputs = graph.info.construct_inputs(dict(zip(arguments.names, given, strict=True)))
             for call, _ in graph.effects.left:
                 CALLS.numbered(call).take_left()  # of an export, or of a run that has failed
             tensors = self._manager.run(graph.session, inputs)

@@ -36,16 +36,18 @@ from ort_zero.runtime.export.attribute_inputs import AttributeInputs, as_tensor,
 from ort_zero.runtime.export.attribute_paths import Place
 from ort_zero.runtime.export.attribute_state import AttributeState, unchanged_attributes
 from ort_zero.runtime.export.autograd_functions import AutogradFunctions
+from ort_zero.runtime.export.callables import callables_in
 from ort_zero.runtime.export.captured_output import CapturedOutput
 from ort_zero.runtime.export.checkpoint_marks import CheckpointedCalls
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.fake_weights import fake_weights, unchanged_buffers
 from ort_zero.runtime.export.post_export_passes import (
     complete_dropout,
+    divide_sums,
     remove_casts_to_the_same_type,
     seed_dropout,
 )
-from ort_zero.runtime.export.post_optimize_passes import name_all_results, unfuse_for_cpu
+from ort_zero.runtime.export.post_optimize_passes import accept_empty_batches, name_all_results, unfuse_for_cpu
 from ort_zero.runtime.export.repeated_reads import asked_for_twice, without_gradients
 from ort_zero.runtime.export.tracer import Tracer
 from ort_zero.runtime.export_cache.lookup import Lookup, session_of
@@ -65,6 +67,7 @@ from ort_zero.runtime.kernels.own_results import copy_shared_results
 from ort_zero.runtime.kernels.replace import replace_kernels
 from ort_zero.runtime.kernels.table import chosen
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy, infer_python_op
+from ort_zero.runtime.own_memory import weights_returned
 from ort_zero.runtime.smaller_parts import SmallerParts
 from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Weight, plan_collectives, small_share
@@ -141,6 +144,8 @@ class GraphBuilder:
         """Attributes as they were before the export that runs."""
         self.settled_attributes: set[Place] = set()
         """Attributes whose changes by the forward itself do not count."""
+        self.counted_by_value: set[Place] = set()
+        """Numbers that the forward changes for the next call, and of which each value has a graph of its own."""
 
     # -- export ----------------------------------------------------------------------------------------------------
 
@@ -211,6 +216,7 @@ class GraphBuilder:
         with self._timed("shapes"):
             model = self.manager.process(model, infer_python_op)
         remove_casts_to_the_same_type(model)
+        divide_sums(model)
         names = tuple(given.name for given in model.graph.input)
         info = ExportedModelInfo(
             module_forward_output_schema=schema,
@@ -291,6 +297,7 @@ class GraphBuilder:
             settled=self.settled_attributes,
             state=lambda: self._state,
             put_back=self.start_values,
+            by_value=self.counted_by_value,
         )
 
     def _traced(self, tracer: Tracer) -> tuple:
@@ -303,6 +310,7 @@ class GraphBuilder:
             self.output.captured(),
             paused(),
             without_infrastructure_hooks(self.module),
+            tracer.unchanged_modes(self.module),
             checkpointed.traced(),
             self.excluded.as_operators(drop_caches=tracer.drop_caches),
             self.functions.as_operators(),
@@ -313,6 +321,7 @@ class GraphBuilder:
                 tracer.inputs.names if tracer.inputs else (),
                 lambda: tracer.attributes,
                 list(self.excluded.reasons),
+                callables_in(pytree.constants_in_call(tracer.call.structure)),
             ) as self._state,
             fake_weights(flattened),
             reader_marks.marking(tracer.readers),
@@ -396,6 +405,7 @@ class GraphBuilder:
                 info, kernels = replace_kernels(
                     model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())
                 )
+            accept_empty_batches(model)
         if built.fused is not None:
             kernels["fused_loss"] += 1
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
@@ -417,6 +427,9 @@ class GraphBuilder:
         run = self._model_info(exported, model, parameters, wanted, inputs, executor)
         self._save(model)
         session = self._session(run, model, info, gradient, in_order=decision is not None)
+        held = {*parameters, *dict(manager.flattened_module.named_buffers())}
+        logits = built.fused.returned if built.fused is not None else None
+        seen = exported.effects.results + exported.effects.written
         return BuiltGraph(
             known=KnownGraph(number, exported.key, process, exported.differentiable),
             exported=exported,
@@ -429,8 +442,9 @@ class GraphBuilder:
             nodes=len(model.graph.node),
             python_ops=sum(node.op_type == "PythonOp" for node in model.graph.node),
             memory=decision,
+            returned_weights=weights_returned(model, held, seen, logits),
             kernels=kernels,
-            returned_logits=built.fused.returned if built.fused is not None else None,
+            returned_logits=logits,
         )
 
     def _recomputed(

@@ -12,6 +12,7 @@ Who does what: :mod:`.forward_call` carries out one call, :mod:`.rank_protocol` 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -45,6 +46,7 @@ from ort_zero.runtime.guards.module_guard import ModuleGuard
 from ort_zero.runtime.guards.value_guards import GuardFailures
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.rank_agreement import RankAgreement
+from ort_zero.runtime.rank_protocol import Scope
 from ort_zero.runtime.transitions import GraphTransitionManager, TransitionHistory
 from ort_zero.runtime.zero3 import gathered_weights
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
@@ -155,7 +157,11 @@ class Runtime:
         self._begin_step()
         transitions = self.find_mode(manager)
         transitions.begin_call()
-        call = ForwardCall(self, manager, transitions)
+        in_torch = functools.partial(self._run_without_elements, run_in_torch)
+        without_elements = self._is_for_torch(args, kwargs)
+        if without_elements and self.ranks.state.scope is Scope.ALONE:
+            return in_torch()
+        call = ForwardCall(self, manager, transitions, in_torch if without_elements else None)
         try:
             with torch_fallback.memory_owners(self._memory_owner_of()):
                 return call.run(args, kwargs)
@@ -324,6 +330,23 @@ class Runtime:
         except TypeError:
             return False  # the call itself raises it, for all ranks
         return any(tensor.requires_grad for tensor in tensors)
+
+    def _is_for_torch(self, args: tuple, kwargs: dict) -> bool:
+        """Return whether PyTorch runs a call: a batch of size 0, for which many kernels of ORT fail or crash.
+
+        Not where the graph has collectives, for which the other ranks wait.
+        """
+        if self.stage == 3 or self.memory_efficient_gradients:
+            return False
+        tensor = pytree.first_tensor((args, kwargs))
+        return tensor is not None and tensor.numel() == 0
+
+    def _run_without_elements(self, run_in_torch: Callable[[], Any]) -> Any:
+        """Run a call whose batch is empty in PyTorch."""
+        for model in self._subscribed:
+            model.step -= 1  # PyTorch begins it anew
+        self.calls_in_torch.note_empty()
+        return run_in_torch()
 
     def _begin_step(self) -> None:
         self._subscribed = subscribed_models_in(self.module)

@@ -210,3 +210,45 @@ def test_numbers_that_a_forward_keeps_are_numbers():
         torch.testing.assert_close(wrapped(x_of(step), scale=1.5 + step), reference(x_of(step), scale=1.5 + step))
         assert module.noted == reference.noted
         assert list(map(type, module.noted.values())) == list(map(type, reference.noted.values()))
+
+
+def in_place(model, x):
+    x.mul_(2).add_(model.layer.weight.sum())
+    return model.layer(x), x
+
+
+def in_place_alone(model, x):
+    x.mul_(model.layer.weight[0])
+    return model.layer(x).sum()
+
+
+@pytest.mark.parametrize("function", [in_place, in_place_alone])
+@pytest.mark.parametrize("wants", [True, False])
+def test_an_argument_that_is_changed_in_place_has_the_new_gradient(function, wants):
+    runtime, wrapped, reference, module = both(function)
+    for step in range(3):
+        found = []
+        for model, own in ((reference, reference), (wrapped, module)):
+            model.zero_grad()
+            leaf = x_of(step).requires_grad_(wants)
+            x = leaf * 1
+            result = model(x)
+            assert not isinstance(result, tuple) or result[1] is x
+            (
+                sum(t.square().sum() for t in tensors_in(result if isinstance(result, tuple) else [result])) + x.sum()
+            ).backward()
+            found.append([x.detach(), own.layer.weight.grad, *([leaf.grad] if wants else [])])
+        torch.testing.assert_close(found[1], found[0])
+    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 3, "backward": 3}
+
+
+def test_a_backward_sees_the_argument_as_it_was():
+    def function(model, x):
+        hidden = model.layer(x.clone())
+        x.zero_()
+        return hidden.square().mean()
+
+    _, wrapped, reference, module = both(function)
+    for model in (reference, wrapped):
+        model(x_of(0)).backward()
+    torch.testing.assert_close(module.layer.weight.grad, reference.layer.weight.grad)

@@ -274,3 +274,33 @@ def test_a_list_that_the_forward_reads_keeps_its_module_in_pytorch():
         pair.step(lambda loss, m: loss, X + step)
         torch.testing.assert_close(pair.module.window.kept, pair.reference.window.kept)
     assert list(pair.runtime.status()["in_torch"]) == ["window"]
+
+
+class OnlyOnce(nn.Module):
+    """Does something else in its first calls, which the second run of an export does not see any more."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.first, self.calls, self.state = nn.Linear(4, 4), True, 0, {"warm": False}
+
+    def forward(self, x):
+        loss = self.layer(x).square().mean()
+        if self.first:
+            self.first = False
+            loss = loss * 2
+        if self.calls < 1:
+            self.calls += 1
+            loss = loss * 3
+        if not self.state["warm"]:
+            self.state["warm"] = True
+            loss = loss * 5
+        return loss
+
+
+def test_what_a_forward_does_only_once():
+    pair = Pair(OnlyOnce())
+    for _ in range(3):
+        pair.step(lambda loss, m: loss)
+        assert (pair.module.first, pair.module.calls, pair.module.state) == (False, 1, {"warm": True})
+    assert pair.status()["runs"] == {"forward": 3, "backward": 3}

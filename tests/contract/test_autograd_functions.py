@@ -366,3 +366,46 @@ def test_what_cannot_be_a_node_keeps_its_submodule_in_torch(inner, why):
         x = torch.randn(rows, 6)
         torch.testing.assert_close(step(wrapped, x), step(reference, x), atol=1e-5, rtol=1e-5)
     assert why in runtime.status()["in_torch"]["inner"]
+
+
+CALLED = []
+
+
+class Noting(torch.autograd.Function):
+    """Counts its calls in a list of the script."""
+
+    @staticmethod
+    def forward(ctx, x):
+        CALLED.append(len(CALLED))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Exported(Noting):
+    """Says how ORTModule is to export it."""
+
+    @staticmethod
+    def infer_shape(node, shapes, types):
+        return shapes, types
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function.apply(self.layer(x)).sum()
+
+
+@pytest.mark.parametrize("function", [Noting, Exported])
+def test_what_a_function_notes_it_notes_once_a_call(function):
+    CALLED.clear()
+    runtime, wrapped = wrap_model(Calls(function), config.OrtModuleConfig(), stage=0)
+    for step in range(4):
+        wrapped(torch.ones(2, 4))
+        assert CALLED == list(range(step + 1))
+    assert runtime.status()["graphs"]["training"]["runs"]["forward"] == 4

@@ -75,10 +75,9 @@ def test_running_statistics_change_in_the_order_of_the_calls():
     run(twice)
 
 
-def test_normalisation_in_both_modes_is_refused():
-    wrapped = wrap_model(Model(both_modes), config.OrtModuleConfig(), stage=0)[1]
-    with pytest.raises(ExportError, match=r"a normalisation module in train\(\) and in eval\(\)"):
-        wrapped(torch.ones(2, 6))
+def test_normalisation_in_both_modes_is_run_by_pytorch():
+    runtime, _ = run(both_modes)
+    assert "is called in train() and in eval()" in runtime.status()["in_torch"]["norm"]
 
 
 def test_a_module_in_pytorch_is_called_in_turn():

@@ -74,3 +74,40 @@ def test_statistics_and_counts_are_those_of_pytorch(kind, exclude, branches, gra
     graph = status["graphs"]["training" if gradients else "inference"]
     assert status["backend"] == "onnxruntime" and graph["runs"]["forward"] >= STEPS
     assert graph["exports"] > 1 if branches else graph["runs"]["forward"] == STEPS or kind == "cumulative average"
+
+
+class BothModes(nn.Module):
+    """Calls one normalisation in both modes, and leaves another one in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        x = self.layer(x)
+        noisy = self.norm(x)
+        self.norm.eval()
+        clean = self.norm(2 * x)
+        self.norm.train()
+        result = self.last(noisy + clean).pow(2).sum()
+        self.last.eval()
+        return result
+
+
+def test_a_normalisation_in_both_modes_of_one_forward():
+    module = BothModes()
+    reference = copy.deepcopy(module)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)
+    for step in range(4):
+        if step == 2:
+            module.train(), reference.train()
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        for model in (wrapped, reference):
+            model.zero_grad()
+            model(x).backward()
+        torch.testing.assert_close(dict(module.named_buffers()), dict(reference.named_buffers()))
+        torch.testing.assert_close(module.layer.weight.grad, reference.layer.weight.grad, atol=1e-4, rtol=1e-4)
+        assert [m.training for m in module.modules()] == [m.training for m in reference.modules()]
+    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 4, "backward": 4}
+    assert "norm" in runtime.status()["in_torch"]

@@ -120,3 +120,75 @@ def test_results_stay_what_they_are(name, backward):
         for tensor, expected in zip(results, before):
             assert torch.equal(tensor, expected)
     assert runtime.status()["backend"] == "onnxruntime"
+
+
+class InPlace(nn.Module):
+    """Changes its argument and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        x.add_(1)
+        self.total.add_(x.sum())
+        return self.norm(self.layer(x))
+
+
+def test_inference_mode_changes_arguments_and_buffers():
+    module = InPlace()
+    reference = copy.deepcopy(module)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)
+    for _ in range(3):
+        found = []
+        for model, own in ((wrapped, module), (reference, reference)):
+            with torch.inference_mode():
+                x = X * 2
+                found.append([model(x), x, dict(own.named_buffers())])
+        torch.testing.assert_close(found[0], found[1])
+    assert runtime.status()["graphs"]["inference"]["runs"]["forward"] == 3
+
+
+@pytest.mark.parametrize("q", [0.3, torch.tensor([0.1, 0.9])], ids=["number", "tensor"])
+def test_quantiles(q):
+    runtime, wrapped, reference = both(lambda y, _: (y.quantile(q), y.quantile(q, dim=-1)))
+    torch.testing.assert_close(wrapped(X), reference(X))
+    assert runtime.status()["graphs"]["training"]["runs"]["forward"] == 1
+
+
+class ReturnsAll(nn.Module):
+    """Returns what its backward reads, and could write into."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.layer(x)
+        probs = hidden.softmax(-1)
+        parts = [hidden.tanh(), hidden.sigmoid(), hidden.exp(), hidden.relu(), nn.functional.gelu(hidden)]
+        parts += [probs, probs.log(), self.norm(hidden), self.head(hidden * probs), hidden.abs().sqrt(), hidden / 2]
+        parts += [(probs[:, :1] - probs).square(), hidden.log_softmax(-1), torch.where(hidden > 0, probs, hidden)]
+        loss = sum((part * probs).square().mean() + (part * x).sum() for part in parts)
+        return loss, parts, hidden
+
+
+def test_a_backward_leaves_the_results_as_they_are():
+    module = ReturnsAll()
+    reference = copy.deepcopy(module)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)
+    for _ in range(2):
+        found = []
+        for model in (wrapped, reference):
+            model.zero_grad()
+            loss, parts, hidden = model(X)
+            before = [t.detach().clone() for t in (loss, *parts, hidden)]
+            (loss + parts[5].square().sum()).backward()
+            torch.testing.assert_close([loss, *parts, hidden], before, rtol=0, atol=0)
+            found.append(before)
+        torch.testing.assert_close(found[0], found[1])
+        torch.testing.assert_close(module.layer.weight.grad, reference.layer.weight.grad)
+    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 2, "backward": 2}

@@ -163,3 +163,21 @@ def test_bytes_of_the_memory_behind_a_tensor_are_pytorchs():
         x = torch.ones(rows, 6)
         torch.testing.assert_close(wrapped(x), inside(x))
     assert list(runtime.status()["in_torch"]) == ["0"]
+
+
+RATIOS = {0.1 * n: float(n) for n in LENGTHS}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model, x: RATIOS[x.shape[1] * 0.1],
+        lambda model, x: {4 / 3: 1.0, 12 / 7: 2.0}.get(x.shape[1] / (3 if x.shape[1] == 4 else 7), 3.0),
+        lambda model, x: 2.0 if x.shape[1] * 0.1 == 0.1 * x.shape[1] > 0.6000000000000001 else 1.0,
+        lambda model, x: float(len(f"{x.shape[1] / 3}")),
+        lambda model, x: int(x.shape[1] * 0.07 * 100) + (x.shape[1] / 7) ** 0.5,
+    ],
+    ids=["product as key", "quotient as key", "comparison", "text", "number"],
+)
+def test_fractions_of_sizes_have_pythons_precision(function):
+    run(function)

@@ -204,3 +204,19 @@ def test_torch_compile_of_a_wrapper_leaves_onnxruntime_in_place(caplog):
     assert "torch.compile has no effect on Net" in caplog.text
     wrapped(torch.randn(2, 4)).sum().backward()
     assert runtime.status()["graphs"]["training"]["runs"]["backward"] == 1
+
+
+def test_functional_call_with_other_parameters():
+    torch.manual_seed(0)
+    module = Net()
+    reference = copy.deepcopy(module)
+    _, wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)
+    x = torch.randn(3, 4)
+    found = []
+    for model in (wrapped, reference):
+        others = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters(remove_duplicate=False)}
+        others |= {name: 3 * buffer for name, buffer in model.named_buffers(remove_duplicate=False)}
+        result = torch.func.functional_call(model, others, (x,), {"twice": True})
+        result.sum().backward()
+        found.append([result, others["layer.weight"].grad, model(x)])
+    torch.testing.assert_close(found[0], found[1])

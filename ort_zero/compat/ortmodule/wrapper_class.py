@@ -84,6 +84,12 @@ def _base(upstream: Any) -> type:
                 "torch.compile has no effect on %s, which runs in ONNX Runtime", type(_module_of(self)).__name__
             )
 
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            return _module_of(self).named_parameters(*args, **kwargs)
+
+        def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            return _module_of(self).named_buffers(*args, **kwargs)
+
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             return _module_of(self).state_dict(*args, **kwargs)
 

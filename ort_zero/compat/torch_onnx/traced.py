@@ -220,6 +220,10 @@ class Schema:
         """Return True if an argument is a number, so that a tensor given for it is one number."""
         return _inner(self._arguments[position].type).kind() in _NUMBERS
 
+    def numbers_among(self, values: list[TracedValue]) -> int:
+        """Return how many of `values` are constant numbers where the overload wants numbers."""
+        return sum(self.wants_number(i) and value.constant_number is not None for i, value in enumerate(values))
+
     def takes(self, values: list[TracedValue]) -> bool:
         """Return True if `values` may be its arguments."""
         if len(values) != len(self._arguments):
@@ -303,10 +307,11 @@ class TracedNode:
         if text != "(no schema)":
             return Schema(torch._C.parse_schema(text))
         # the exporter's passes turn numbers into tensors, and then the node matches no schema any more
-        for known in torch._C._jit_get_schemas_for_operator(self.name):
-            found = Schema(known)
-            if not found.writes_into_argument and found.takes(self.inputs):
-                return found
+        schemas = map(Schema, torch._C._jit_get_schemas_for_operator(self.name))
+        fitting = [found for found in schemas if not found.writes_into_argument and found.takes(self.inputs)]
+        if fitting:
+            # of quantile(x, 0.3) the tensor is a double, which the overload for tensors does not take
+            return max(fitting, key=lambda found: found.numbers_among(self.inputs))
         raise TypeError(f"{self.name} has no overload for ({', '.join(value.kind for value in self.inputs)})")
 
     def argument(self, name: str) -> TracedValue | None:

@@ -68,6 +68,9 @@ class ArgumentChanges:
             if not attribute_writes.same_items(now, before):
                 yield attribute_writes.Change(place, *attribute_writes.container_change(place, container, before))
         for place, value, before in self._attributes:
-            for name, now in pytree.attributes_in(value):
+            here = dict(pytree.attributes_in(value))
+            for name in before.keys() - here.keys():
+                yield attribute_writes.Change(place.then(ATTRIBUTE, name), attribute_writes.DELETE, None)
+            for name, now in here.items():
                 if before.get(name, MISSING) is not now:
                     yield attribute_writes.Change(place.then(ATTRIBUTE, name), attribute_writes.SET, now)

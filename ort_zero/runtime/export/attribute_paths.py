@@ -10,14 +10,16 @@ import dataclasses
 import enum
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from ort_zero.runtime.export.named_objects import value_named
+
 ATTRIBUTE, ITEM, CELL, DEFAULT = "attribute", "item", "cell", "default"
-MODULE, GLOBAL, ARGUMENT = "module", "global", "argument"
+MODULE, GLOBAL, ARGUMENT, CALLABLE = "module", "global", "argument", "callable"
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """The value of an attribute that is not there."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
@@ -30,8 +32,8 @@ class Place:
     """A place where Python code finds a value: names and keys that lead there from a module."""
 
     root: tuple[str, str]
-    """``("module", path in the module tree)``, ``("global", name of a Python module)``, or ``("argument", "")`` for
-    ``(args, kwargs)`` of a call."""
+    """``("module", path in the module tree)``, ``("global", name of a Python module)``, ``("argument", "")`` for
+    ``(args, kwargs)`` of a call, or ``("callable", name)`` for a function or an object among these."""
     steps: tuple[tuple[str, Any], ...] = ()
     """(kind, key) of each step: ``("attribute", "config")``, ``("item", "temperature")``, ``("cell", "scale")``."""
 
@@ -52,6 +54,7 @@ class Place:
         """
         kind, start = self.root
         text = start or (model if kind == MODULE else "argument " if kind == ARGUMENT else "")
+        text = text.partition(":")[0] if kind == CALLABLE else text
         for step, key in self.steps:
             plain = step == ATTRIBUTE or (kind == GLOBAL and text == start)
             text += f".{key}" if plain else f" ({key})" if step in (CELL, DEFAULT) else f"[{key!r}]"
@@ -252,6 +255,9 @@ class PlaceFinder:
             return self._modules.get(name, MISSING)
         if kind == ARGUMENT:
             return self.call
+        if kind == CALLABLE:
+            value = value_named(name)
+            return MISSING if value is None else value
         return vars(sys.modules[name]) if name in sys.modules else MISSING
 
     def find(self, places: Sequence[Place] | Mapping[Place, Any]) -> Iterator[tuple[Place, Any, Any, Any]]:
@@ -266,6 +272,13 @@ class PlaceFinder:
                 value, container, key = step_into(found[holder], *place.steps[-1])
             found[place] = value
             yield place, value, container, key
+
+    def holders(self, places: Iterable[Place]) -> Iterator[tuple[Place, Any]]:
+        """Yield each place with the object that holds its value, MISSING if there is none; places without one not."""
+        found: dict[Place, Any] = {}
+        for place in places:
+            if place.steps:
+                yield place, self._value(place.holder, found)
 
     def value_at(self, place: Place) -> Any:
         """Return the value at one place, MISSING if there is none."""

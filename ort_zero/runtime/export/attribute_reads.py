@@ -6,12 +6,11 @@ The trace holds for the values that were read. :class:`ort_zero.runtime.export.t
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
@@ -30,7 +29,6 @@ import torch
 from ort_zero.compat.frames import (
     ADDED_TO,
     FILLED,
-    global_names,
     is_augmented_read,
     is_foreign,
     is_installed,
@@ -46,6 +44,7 @@ from ort_zero.log import get_logger
 from ort_zero.runtime.export import attribute_writes
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
+    CALLABLE,
     CELL,
     DEFAULT,
     GLOBAL,
@@ -59,6 +58,14 @@ from ort_zero.runtime.export.attribute_paths import (
     is_number,
     is_plain,
     is_slot,
+    same,
+)
+from ort_zero.runtime.export.callables import place_of
+from ort_zero.runtime.export.functions_with_values import (
+    CONTAINERS,
+    functions_of,
+    has_readable_attributes,
+    own_global_names,
 )
 from ort_zero.utils.profile_function import profile_function
 
@@ -66,7 +73,6 @@ MOST_ITEMS = 64
 """Maximum number of items of a container that are compared one by one; a larger one is compared as a whole."""
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 _CODE = (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType, property, classmethod, staticmethod)
-_CONTAINERS = (list, dict, collections.deque)
 
 
 @dataclass(slots=True)
@@ -116,6 +122,9 @@ class ValuesBefore(Protocol):
     def value_at(self, place: Place) -> Any:
         """Return the value of an attribute, or the copy of what a container held; MISSING if there was none."""
 
+    def values_at(self, places: Iterable[Place]) -> Iterator[tuple[Place, Any]]:
+        """Yield each of `places` with the value of :meth:`value_at`."""
+
     def number_type(self, place: Place) -> type | None:
         """Return the type of an attribute that is a number when PyTorch runs the module, None for all else."""
 
@@ -128,6 +137,7 @@ class AttributeReads:
         running: returns the innermost module that runs, None outside of all.
         enter: called with the globals of each function of the user's before it runs.
         plain_key: returns a key of a dict with Python numbers in the place of sizes.
+        callables: functions, and objects that are called, among the arguments; see :mod:`.callables`.
     """
 
     def __init__(
@@ -136,6 +146,7 @@ class AttributeReads:
         running: Callable[[], torch.nn.Module | None],
         enter: Callable[[dict[str, Any]], None] = lambda names: None,
         plain_key: Callable[[Any], Any] = lambda key: key,
+        callables: Iterable[Any] = (),
     ):
         self._enter = enter
         self._plain_key = plain_key
@@ -149,9 +160,20 @@ class AttributeReads:
         """Place of each attribute that was read, by the object's ``id()`` and the name; None if it does not count."""
         self._patched: dict[type, Callable[[], None]] = {}
         self._codes: set[CodeType] = set()
-        self._functions = dict(functions_of(model))
+        self._functions = {code: [found] for code, found in functions_of(model)}
+        """Functions that hold values, with their places, by their code."""
         self._copies: list[tuple[Place, Any, Any]] = []
         """Place, container and a copy of what it held when it was read."""
+        self._called: list[Any] = []
+        """Objects among the arguments whose attributes are recorded."""
+        for value in callables:
+            if isinstance(value, FunctionType):
+                self._functions.setdefault(value.__code__, []).append((place_of(value), value))
+            elif isinstance(value, CONTAINERS):
+                self._copies.append((place_of(value), value, dict(value) if isinstance(value, dict) else list(value)))
+            elif id(value) not in self._origins:
+                self._origins[id(value)] = place_of(value)
+                self._called.append(value)
         self._updated: dict[tuple[int, str], tuple[Any, bool]] = {}
         """Numbers that an augmented assignment takes, and whether it adds, by the object's ``id()`` and the name."""
         self._looked_into: set[int] = set()
@@ -177,6 +199,8 @@ class AttributeReads:
         _Active.reads = self
         try:
             self._patch(torch.nn.Module)
+            for value in self._called:
+                self._patch(type(value))
             with profile_function(self._entered):
                 yield
         finally:
@@ -191,6 +215,7 @@ class AttributeReads:
             return
         read: Any = kind.__getattribute__
         write: Any = kind.__setattr__
+        delete: Any = kind.__delattr__
 
         def __getattribute__(obj: Any, name: str) -> Any:
             reads = _Active.reads
@@ -212,13 +237,21 @@ class AttributeReads:
             if reads is not None:
                 # what is read from now on was written by the forward itself
                 reads._known.setdefault((id(obj), name), None)
-                reads._note_write(obj, name, value)
+                reads._note_write(obj, name)
             write(obj, name, value)
 
-        own = [(name, vars(kind).get(name, MISSING)) for name in ("__getattribute__", "__setattr__")]
+        def __delattr__(obj: Any, name: str) -> None:
+            reads = _Active.reads
+            if reads is not None:
+                reads._known.setdefault((id(obj), name), None)
+                reads._note_write(obj, name)
+            delete(obj, name)
+
+        patches = {"__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__}
+        own = [(name, vars(kind).get(name, MISSING)) for name in patches]
         try:
-            type.__setattr__(kind, "__getattribute__", __getattribute__)
-            type.__setattr__(kind, "__setattr__", __setattr__)
+            for name, method in patches.items():
+                type.__setattr__(kind, name, method)
         except TypeError:  # a class of C
             return
 
@@ -231,7 +264,7 @@ class AttributeReads:
 
         self._patched[kind] = undo
 
-    def _note_write(self, obj: Any, name: str, value: Any) -> None:
+    def _note_write(self, obj: Any, name: str) -> None:
         origin = self._origins.get(id(obj))
         if origin is None or name in _INTERNAL or BOOKKEEPING.match(name):
             return
@@ -254,7 +287,7 @@ class AttributeReads:
 
     def _note(self, obj: Any, name: str, value: Any) -> None:
         key = (id(obj), name)
-        if isinstance(value, _CONTAINERS) and use_of_read(sys._getframe(2)) != FILLED:
+        if isinstance(value, CONTAINERS) and use_of_read(sys._getframe(2)) != FILLED:
             self._looked_into.add(id(value))
         if key in self._known:
             place = self._known[key]
@@ -338,8 +371,7 @@ class AttributeReads:
         module = sys.modules.get(name) if isinstance(name, str) else None
         if module is not None and vars(module) is frame.f_globals:
             self._note_globals(code, module)
-        place, function = self._functions.get(code, (None, None))
-        if place is not None:
+        for place, function in self._functions.get(code, ()):
             self._note_closure(place, function)
 
     def _note_globals(self, code: CodeType, module: ModuleType) -> None:
@@ -350,7 +382,7 @@ class AttributeReads:
             value = vars(module)[name]
             if name in REPLACED_BUILTINS and callable(value):
                 continue
-            if isinstance(value, _CONTAINERS) and not is_only_filled(code, name):
+            if isinstance(value, CONTAINERS) and not is_only_filled(code, name):
                 self._looked_into.add(id(value))
             if isinstance(value, ModuleType):
                 if users and _is_users(value):
@@ -379,12 +411,12 @@ class AttributeReads:
                     self._note_use(function, name, value)
                     self._add(place.then(CELL, name), value)
         for name, value in defaults_of(function).items():
-            if isinstance(value, _CONTAINERS):
+            if isinstance(value, CONTAINERS):
                 self._note_use(function, name, value)
                 self._add(place.then(DEFAULT, name), value)
 
     def _note_use(self, function: Any, name: str, value: Any) -> None:
-        if isinstance(value, _CONTAINERS) and not is_only_filled(function.__code__, name):
+        if isinstance(value, CONTAINERS) and not is_only_filled(function.__code__, name):
             self._looked_into.add(id(value))
 
     # -- afterwards ------------------------------------------------------------------------------------------------
@@ -394,6 +426,7 @@ class AttributeReads:
         known: Collection[Place] = (),
         used: Collection[int] = (),
         before: ValuesBefore | None = None,
+        by_value: Collection[Place] = (),
     ) -> None:
         """Note what the forward has changed, and leave out of the reads what it has only filled.
 
@@ -401,6 +434,7 @@ class AttributeReads:
             known: attributes whose changes are known: they are inputs of the graph, or do not count.
             used: ``id()`` of the tensors that the trace has a use for.
             before: knows the attributes at the time of the call; None if the forward did not run in between.
+            by_value: numbers that the forward changes for the next call, and of which the graph holds for one value.
 
         Raises:
             StartValuesError: what the forward reads and writes was something else at the time of the call.
@@ -425,7 +459,7 @@ class AttributeReads:
         written = [(place, value) for place, value in written if not is_time(value)]
         self._note_updates(dict(written))
         if before is not None:
-            self._compare_start(dict(written), before.value_at, known)
+            self._compare_start(dict(written), before, known, finder)
         self._note_filled(known)
         changed: dict[Place, ValueReadError] = {}
         reads = dict(self.reads)
@@ -434,9 +468,13 @@ class AttributeReads:
             tensors = isinstance(value, torch.Tensor) and isinstance(read.value, torch.Tensor)
             if place in known or value is read.value and not (tensors and version_of(value) != read.version):
                 continue
+            if place in by_value:
+                continue
             if tensors and value is not read.value and id(read.value) not in used:
                 self.kinds.add(place)  # such as "is not None"
-            elif place.root[0] in (MODULE, GLOBAL) and (tensors or self._is_other_number(place, read.value, value)):
+            elif place.root[0] in (MODULE, GLOBAL, CALLABLE) and (
+                tensors or self._is_other_number(place, read.value, value)
+            ):
                 module = read.readers[0] if read.readers else None
                 name = place.named(type(self._model).__name__)
                 changed[place] = ValueReadError(module, f"reads {name}, and changes it for the next call", read.line)
@@ -447,10 +485,23 @@ class AttributeReads:
         self._note_assigned(written)
 
     def _compare_start(
-        self, written: Mapping[Place, Any], at_start: Callable[[Place], Any], inputs: Collection[Place]
+        self, written: Mapping[Place, Any], before: ValuesBefore, inputs: Collection[Place], finder: PlaceFinder
     ) -> None:
-        """Raise if the trace has started from other values than the call; inputs of the graph do not count."""
+        """Raise if the trace has started from other values than the call; inputs of the graph do not count.
+
+        What was not there at the call, such as a table that a module computes once, does not count either.
+        """
+        at_start = before.value_at
         others = []
+        unwritten = [
+            place
+            for place, now, _, _ in finder.find(self.reads)
+            if now is self.reads[place].value and place not in written and place not in inputs
+        ]
+        for place, then in before.values_at(unwritten):
+            now = self.reads[place].value
+            if is_plain(then) and (now is MISSING or is_plain(now)) and not same(now, then):
+                others.append(place)
         for place in written:
             if place in self.reads:
                 now, then = self.reads[place].value, at_start(place)
@@ -493,7 +544,11 @@ class AttributeReads:
     def _note_assigned(self, written: Sequence[tuple[Place, Any]]) -> None:
         for place, value in written:
             before, module = self._written[place]
-            if value is MISSING or isinstance(value, (*_CODE, torch.nn.Module)):
+            if value is MISSING:
+                if before is not MISSING:
+                    self.changes.append(attribute_writes.Change(place, attribute_writes.DELETE, None, module))
+                continue
+            if isinstance(value, (*_CODE, torch.nn.Module)):
                 continue
             adds = self._is_added_to(place) and self._is_number(place, value) and place not in self.reads
             how, value = (attribute_writes.ADD, value - before) if adds else (attribute_writes.SET, value)
@@ -568,25 +623,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, _CONTAINERS)
-
-
-def has_readable_attributes(value: Any) -> bool:
-    """Return whether a value is an instance of a class of the user's, or of a library, written in Python."""
-    kind = type(value)
-    if kind is argparse.Namespace:
-        return True
-    if kind.__new__ is not object.__new__ or isinstance(value, (BaseException, Iterator)):
-        return False
-    if not all(cls.__flags__ & (1 << 9) for cls in kind.__mro__[:-1]):  # Py_TPFLAGS_HEAPTYPE
-        return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return kind.__module__ == "__main__" or bool(file) and not is_foreign(file)
-
-
-def own_global_names(code: CodeType) -> tuple[set[str], set[str]]:
-    """Return the names that `code` itself looks up as globals, and those of its attributes."""
-    return global_names(code.replace(co_consts=tuple(c for c in code.co_consts if not isinstance(c, CodeType))))
+    return isinstance(value, CONTAINERS)
 
 
 def _is_stored(obj: Any, name: str) -> bool:
@@ -599,22 +636,6 @@ def _is_stored(obj: Any, name: str) -> bool:
             value = vars(cls)[name]
             return is_slot(value) or not (isinstance(value, _CODE) or hasattr(type(value), "__get__"))
     return False
-
-
-def functions_of(model: torch.nn.Module) -> Iterator[tuple[CodeType, tuple[Place, Any]]]:
-    """Yield the code of each method that holds values, with a place to find it.
-
-    The values are variables of the functions around it, and containers as default values of its parameters.
-    """
-    for path, module in model.named_modules():
-        for cls in type(module).__mro__:
-            if is_foreign(getattr(sys.modules.get(cls.__module__), "__file__", None) or ""):
-                continue
-            for name, value in vars(cls).items():
-                if isinstance(value, FunctionType) and (
-                    value.__closure__ or any(isinstance(v, _CONTAINERS) for v in defaults_of(value).values())
-                ):
-                    yield value.__code__, (Place((MODULE, path), ((ATTRIBUTE, name),)), value)
 
 
 def _is_users(module: ModuleType) -> bool:

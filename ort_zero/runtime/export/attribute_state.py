@@ -8,8 +8,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator
-from types import CellType, SimpleNamespace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,14 +17,15 @@ import torch
 from ort_zero.compat.frames import is_foreign, is_installed
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
+    CELL,
     ITEM,
     MISSING,
     MODULE,
+    CellsOf,
     Place,
     PlaceFinder,
     attributes_of,
     defaults_of,
-    is_number,
     is_plain,
     step_into,
 )
@@ -32,9 +33,8 @@ from ort_zero.runtime.export.attribute_reads import (
     MOST_ITEMS,
     AttributeChangedError,
     AttributeReads,
-    functions_of,
-    has_readable_attributes,
 )
+from ort_zero.runtime.export.functions_with_values import CONTAINERS, functions_of, has_readable_attributes
 
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 _DEPTH = 4
@@ -46,9 +46,10 @@ class AttributeState:
 
     Args:
         model: the user's module.
+        callables: functions, and objects that are called, among the arguments; see :mod:`.callables`.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, callables: Iterable[Any] = ()):
         self._model = model
         self._number_types: dict[tuple[int, str], type] = {}
         self._attributes: dict[int, tuple[dict, dict]] = {}
@@ -59,23 +60,27 @@ class AttributeState:
         for path, own in self._modules.items():
             self._path = path
             self._take_attributes(own, 0, without=_INTERNAL)
-        self._numbers: list[tuple[dict, dict[str, Any]]] = []
+        self._variables: dict[int, tuple[Any, dict[str, Any]]] = {}
+        """Plain values of globals and of the variables around functions, by the ``id()`` of what holds them."""
         self._path = ""
         for name in {type(module).__module__ for module in model.modules()}:
             source = sys.modules.get(name)
             file = getattr(source, "__file__", None) or ""
             if source is None or (file and (is_foreign(file) or is_installed(file))):
                 continue
-            self._numbers.append((vars(source), {n: v for n, v in vars(source).items() if is_number(v)}))
+            self._note_variables(vars(source), vars(source), vars(source))
             for value in vars(source).values():
                 if isinstance(value, (list, dict, collections.deque)):
                     self._take(value, 1)
-
         for _, function in dict(functions_of(model)).values():
-            cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-            for value in (*cells, *defaults_of(function).values()):
-                if isinstance(value, (list, dict, collections.deque)):
-                    self._take(value, 1)
+            self._take_function(function)
+        for value in callables:
+            if isinstance(value, FunctionType):
+                self._take_function(value)
+            elif isinstance(value, CONTAINERS):
+                self._take(value, 0)
+            elif (own := attributes_of(value)) is not None:
+                self._take_attributes(own, 0)
 
     def note_numbers(self) -> None:
         """Note which attributes are Python numbers at the moment, after a run that nobody traced."""
@@ -93,9 +98,22 @@ class AttributeState:
 
     def value_at(self, place: Place) -> Any:
         """Return the value of an attribute at that moment, of a container a copy; MISSING if there was none."""
-        holder = PlaceFinder(self._model).value_at(place.holder)
+        if not place.steps:
+            container = self._containers.get(id(PlaceFinder(self._model).value_at(place)))
+            return container[1] if container is not None else MISSING
+        return self._value_in(PlaceFinder(self._model).value_at(place.holder), place)
+
+    def values_at(self, places: Iterable[Place]) -> Iterator[tuple[Place, Any]]:
+        """Yield each place with the value of :meth:`value_at`."""
+        for place, holder in PlaceFinder(self._model).holders(places):
+            yield place, self._value_in(holder, place)
+
+    def _value_in(self, holder: Any, place: Place) -> Any:
         kind, key = place.steps[-1]
-        if kind == ITEM:
+        known = self._variables.get(id(holder)) if kind in (ITEM, CELL) else None
+        if known is not None and key in known[1]:
+            value = known[1][key]
+        elif kind == ITEM:
             container = self._containers.get(id(holder))
             items = container[1] if container is not None else holder
             value = step_into(items, kind, key)[0]
@@ -110,17 +128,22 @@ class AttributeState:
         """Give attributes and containers their values of that moment."""
         finder = PlaceFinder(self._model)
         for place in sorted(places, key=lambda place: len(place.steps)):
-            own = attributes_of(finder.value_at(place.holder)) if place.steps[-1][0] == ATTRIBUTE else None
+            kind, key = place.steps[-1] if place.steps else ("", None)
+            own = attributes_of(finder.value_at(place.holder)) if kind == ATTRIBUTE else None
             attributes = self._attributes.get(id(own))
-            key = place.steps[-1][1]
             if own is not None and attributes is not None:
                 if key in attributes[1]:
                     own[key] = attributes[1][key]
                 else:
                     own.pop(key, None)
-            container = self._containers.get(id(finder.value_at(place)))
-            if container is not None:
-                _refill(*container)
+            known = self._variables.get(id(finder.value_at(place.holder))) if place.steps else None
+            if known is not None and key in known[1]:
+                known[0][key] = known[1][key]
+            inside = kind == ITEM
+            for value in (finder.value_at(place), *([finder.value_at(place.holder)] if inside else ())):
+                container = self._containers.get(id(value))
+                if container is not None:
+                    _refill(*container)
 
     def restore(self, reads: AttributeReads | None, in_torch: Collection[str]) -> None:
         """Put back what a trace has written, all plain attributes, and all attributes of some submodules.
@@ -149,10 +172,25 @@ class AttributeState:
         for container, copy in (contents or {}).values():
             if id(container) not in self._containers:
                 _refill(container, copy)
-        for table, values in self._numbers:
+        for variables, values in self._variables.values():
             for name, value in values.items():
-                if is_number(table.get(name)):
-                    table[name] = value
+                with contextlib.suppress(LookupError, ValueError):
+                    if variables[name] is not value and is_plain(variables[name]):
+                        variables[name] = value
+
+    def _take_function(self, function: Any) -> None:
+        """Take what the variables around a function, and the defaults of its parameters, hold."""
+        names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        variables = {name: cell.cell_contents for name, cell in names if cell != CellType()}
+        for value in (*variables.values(), *defaults_of(function).values()):
+            if isinstance(value, CONTAINERS):
+                self._take(value, 1)
+        self._note_variables(function, CellsOf(function), variables)
+
+    def _note_variables(self, owner: Any, variables: Any, values: dict[str, Any]) -> None:
+        plain = {name: value for name, value in values.items() if is_plain(value)}
+        if plain:
+            self._variables[id(owner)] = variables, plain
 
     def _take_attributes(self, own: dict, depth: int, without: Collection[str] = ()) -> None:
         if id(own) in self._attributes:
@@ -204,6 +242,7 @@ def unchanged_attributes(
     inputs: Collection[Place] = (),
     trace: Callable[[], AttributeReads | None] = lambda: None,
     in_torch: Collection[str] = (),
+    callables: Iterable[Any] = (),
 ) -> Iterator[AttributeState]:
     """Put back what the trace in the block writes; after an error, everything.
 
@@ -214,11 +253,12 @@ def unchanged_attributes(
         inputs: attributes that are inputs of the graph.
         trace: returns what was recorded of the trace, None if there is nothing.
         in_torch: paths of submodules that PyTorch runs inside the graph.
+        callables: functions, and objects that are called, among the arguments.
 
     Yields:
         The state at the start.
     """
-    state = AttributeState(module)
+    state = AttributeState(module, callables)
     tensors = [
         (own, name, value, value.detach().clone(), Place((MODULE, path)).then(ATTRIBUTE, name))
         for path, own in ((path, vars(child)) for path, child in module.named_modules())

@@ -8,6 +8,7 @@ structure, as results are. After each run a forward call carries it out. ``self.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
@@ -24,9 +25,9 @@ from ort_zero.runtime.export.attribute_paths import (
     is_slot,
 )
 
-SET, ADD, EXTEND, UPDATE, REFILL = "set", "add", "extend", "update", "refill"
-"""An attribute gets a value; a number is added to it; a list gets more items; a dict gets other items; a container gets
-other contents altogether."""
+SET, ADD, DELETE, EXTEND, UPDATE, REFILL = "set", "add", "delete", "extend", "update", "refill"
+"""An attribute gets a value; a number is added to it; it is deleted; a list gets more items; a dict gets other items; a
+container gets other contents altogether."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Change:
 
     Attributes:
         place: of the attribute, or of the container.
-        how: one of :data:`SET`, :data:`ADD`, :data:`EXTEND`, :data:`UPDATE`, :data:`REFILL`.
+        how: one of :data:`SET`, :data:`ADD`, :data:`DELETE`, :data:`EXTEND`, :data:`UPDATE`, :data:`REFILL`.
         value: what is written, with tensors of the trace.
         module: the innermost module that ran; None if it is not known.
     """
@@ -71,6 +72,10 @@ class AttributeWrite:
             tensors.append(tensor if with_gradient or source == ARGUMENT else tensor.detach())
         holder = finder.value_at(self.place if self.how in (EXTEND, UPDATE, REFILL) else self.place.holder)
         if holder is MISSING:
+            return
+        if self.how == DELETE:
+            with contextlib.suppress(AttributeError, KeyError):  # the caller may have done so since
+                _delete(holder, *self.place.steps[-1])
             return
         value = pytree.unflatten(tensors, self.structure)
         if self.how in (SET, ADD):
@@ -192,6 +197,13 @@ class Outputs:
                 self.tensors.append(tensor)
             sources.append((*known, tensor.requires_grad))
         return AttributeWrite(change.place, change.how, structure, tuple(sources))
+
+
+def _delete(holder: Any, kind: str, key: Any) -> None:
+    if kind == ATTRIBUTE:
+        object.__delattr__(holder, key)
+    else:
+        del holder[key]
 
 
 def _put(holder: Any, kind: str, key: Any, value: Any, *, add: bool) -> None:

@@ -18,6 +18,8 @@ import torch
 
 from ort_zero.compat import traced_functions, tracing
 from ort_zero.compat.torch_modules import version_of
+from ort_zero.runtime.export.attribute_reads import unrecorded
+from ort_zero.runtime.export.function_effects import FunctionEffects
 from ort_zero.runtime.export.numbered_calls import NumberedCalls
 
 OPERATOR = "ort_zero::function"
@@ -107,13 +109,40 @@ class AutogradFunctions:
         self._root = root
         self._buffers: set[int] = set()
         self._calls: list[AutogradFunctionCall] = []
+        self._effects = FunctionEffects()
 
     @contextlib.contextmanager
     def as_operators(self) -> Iterator[None]:
         """Let the tracer see one operator in place of each call of an autograd Function."""
         self._buffers = {id(buffer) for buffer in self._root.buffers()}
-        with traced_functions.calls_go_to(self._traced):
+        self._effects = FunctionEffects()
+        try:
+            with traced_functions.calls_go_to(self._traced, self._without_effects):
+                yield
+        finally:
+            self._effects.put_back()
+
+    @contextlib.contextmanager
+    def _without_effects(self, function: type, args: tuple, is_node: bool) -> Iterator[None]:
+        """Let a Function that is called in the block leave nothing outside of the model when the export is over.
+
+        Args:
+            function: the autograd Function.
+            args: its arguments.
+            is_node: whether a node of the graph calls it: then nothing is left as soon as the block ends.
+        """
+        reached = [*(getattr(function, name) for name in ("forward", "setup_context")), *args]
+        self._effects.note(reached)
+        if not is_node:
             yield
+            return
+        effects = FunctionEffects()
+        effects.note(reached)
+        try:
+            with unrecorded():
+                yield
+        finally:
+            effects.put_back()
 
     def _traced(self, function: type, apply: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Call a Function as one operator of the trace.

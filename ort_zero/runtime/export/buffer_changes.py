@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ort_zero.compat.torch_modules import buffer_table, is_batch_norm, is_scripted, parameter_table, version_of
+from ort_zero.compat.torch_modules import (
+    buffer_table,
+    change_in_place,
+    is_batch_norm,
+    is_scripted,
+    parameter_table,
+    version_of,
+)
 from ort_zero.compat.trace_state import is_in_graph
 from ort_zero.compat.tracing import user_line
 from ort_zero.compat.value_reads import ValueReadError
@@ -27,7 +34,7 @@ class BufferChange:
         """Give the buffer its new value."""
         table = buffer_table(self.owner)
         if table[self.name].shape == value.shape:
-            table[self.name].copy_(value)
+            change_in_place(table[self.name], torch.Tensor.copy_, value)
         else:
             table[self.name] = value.detach().clone()
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
+import sys
 from collections.abc import Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from ort_zero.compat.deepspeed_parameters import full_size
+from ort_zero.compat.frames import is_foreign, is_installed
 from ort_zero.compat.torch_modules import (
     CALL,
     has_backward_hooks,
@@ -31,6 +34,7 @@ from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.errors import ConfigError, ExportError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export import left_behind, pytree
+from ort_zero.runtime.export.function_effects import FunctionEffects
 from ort_zero.runtime.export.host_functions import HostFunctions
 from ort_zero.runtime.export.pytorch_calls import MISSING, FunctionCall, ModuleCall, attribute_of
 
@@ -175,8 +179,11 @@ class ExcludedModules:
             for module in self._paths:
                 if is_compiled(module):  # its Python code can be traced, what was made of it cannot
                     replaced.enter_context(attribute_of(module, "forward", inside_of_compiled(module)))
+            effects = FunctionEffects()
+            replaced.callback(effects.put_back)
             for path, reason in self.reasons.items():
                 module = self._root.get_submodule(path)
+                effects.note(_methods_of(module))
                 if not any(path.startswith(f"{other}.") for other in self.reasons):
                     # hooks that see gradients run inside of the operator, and so do all hooks of such a module
                     name = CALL if has_backward_hooks(module) or is_scripted(module) else "forward"
@@ -194,6 +201,7 @@ class ExcludedModules:
             given = pytree.flatten_call(args, kwargs, parameters)
             weights = dict(module.named_parameters())
             call = self._call(path, reason, module, list(weights), given.structure, drop_caches)
+            call.modes = tuple(child.training for child in module.modules())
             call.own_forward = own_forward
             tensors = [*given.tensors, *weights.values()] or [torch.zeros(())]  # a node without inputs is no node
             if earlier and torch.jit.is_tracing():
@@ -218,10 +226,12 @@ class ExcludedModules:
         self, path: str, reason: str, module: torch.nn.Module, names: list[str], arguments: tuple, drop_caches: bool
     ) -> ModuleCall:
         for known in self._module_calls:
-            if known.module is module and (known.names, known.arguments, known.drop_caches) == (
+            modes = tuple(child.training for child in module.modules())
+            if known.module is module and (known.names, known.arguments, known.drop_caches, known.modes) == (
                 names,
                 arguments,
                 drop_caches,
+                modes,
             ):
                 known.results = None
                 return known
@@ -238,3 +248,12 @@ class ExcludedModules:
             if type(module).forward is not torch.nn.ModuleList.forward:
                 return module
         return None
+
+
+def _methods_of(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the methods that users have written for the classes of a module and of those in it."""
+    for kind in {type(child) for child in module.modules()}:
+        for cls in kind.__mro__:
+            file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+            if not (is_foreign(file) or is_installed(file)):
+                yield from (value for value in vars(cls).values() if isinstance(value, FunctionType))

@@ -14,7 +14,7 @@ import torch
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import deepspeed_gathering, trace_state
 from ort_zero.compat.deepspeed_parameters import full_shape, is_partitioned
-from ort_zero.compat.torch_modules import buffer_table, version_of
+from ort_zero.compat.torch_modules import buffer_table, change_in_place, version_of
 
 
 @contextlib.contextmanager
@@ -81,4 +81,4 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
                 if was_leaf and not buffer.is_leaf:
                     buffer.detach_()  # what was computed during the trace was written into it
                 if buffer.shape == value.shape:
-                    buffer.copy_(value)
+                    change_in_place(buffer, torch.Tensor.copy_, value)

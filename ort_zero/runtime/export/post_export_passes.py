@@ -78,6 +78,54 @@ def remove_casts_to_the_same_type(model: onnx.ModelProto) -> int:
     return len(sources)
 
 
+def divide_sums(model: onnx.ModelProto) -> int:
+    """Replace each mean over the first axis, or over all, by a sum and a division; return how many there were.
+
+    ORT's mean over nothing, as of ``loss[mask]`` with an empty mask, is 0 and has no gradient; PyTorch's is NaN.
+
+    Args:
+        model: with the types of its values inferred.
+    """
+    types = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.value_info)}
+    types |= {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    floats = onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE
+    nodes, replaced = [], 0
+    for node in model.graph.node:
+        source, axes = node.input[0] if node.input else "", _axes_of(node)
+        if node.op_type != "ReduceMean" or types.get(source) not in floats or (axes is not None and 0 not in axes):
+            nodes.append(node)
+            continue
+        replaced += 1
+        name = f"{node.name or node.output[0]}/ort_zero"
+        keep = next((a.i for a in node.attribute if a.name == "keepdims"), 1)
+        total, inputs, counted = f"{name}/sum", [source], f"{name}/count"
+        if axes is None:
+            nodes.append(helper.make_node("Size", [source], [counted], f"{name}/Size"))
+        else:
+            axes_value = numpy_helper.from_array(np.array(axes, np.int64))
+            nodes += [
+                helper.make_node("Constant", [], [f"{name}/axes"], f"{name}/Constant", value=axes_value),
+                helper.make_node("Shape", [source], [f"{name}/shape"], f"{name}/Shape"),
+                helper.make_node("Gather", [f"{name}/shape", f"{name}/axes"], [f"{name}/sizes"], f"{name}/Gather"),
+                helper.make_node("ReduceProd", [f"{name}/sizes"], [counted], f"{name}/ReduceProd", keepdims=0),
+            ]
+            inputs.append(f"{name}/axes")
+        nodes += [
+            helper.make_node("ReduceSum", inputs, [total], f"{name}/ReduceSum", keepdims=keep),
+            helper.make_node("Cast", [counted], [f"{counted}/cast"], f"{name}/Cast", to=types[source]),
+            helper.make_node("Div", [total, f"{counted}/cast"], list(node.output), f"{name}/Div"),
+        ]
+    if replaced:
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+    return replaced
+
+
+def _axes_of(node: onnx.NodeProto) -> list[int] | None:
+    """Return the axes that a ReduceMean names in its attribute, None for all of them."""
+    return next((list(a.ints) for a in node.attribute if a.name == "axes"), None) if len(node.input) < 2 else [-1]
+
+
 _SEEDS = 1 << 31
 
 

@@ -66,6 +66,24 @@ def unfuse_for_cpu(model: onnx.ModelProto) -> int:
     return replaced
 
 
+def accept_empty_batches(model: onnx.ModelProto) -> int:
+    """Replace each Gemm without a bias by a FusedMatMul, in place; return how many there were.
+
+    ORT's Gemm refuses to sum over nothing: the gradient of a layer's weight where the batch, or the part of it that a
+    mask has selected, is empty. Both are the same product of matrices.
+    """
+    replaced = 0
+    for node in model.graph.node:
+        if node.op_type == "Gemm" and not node.domain and (len(node.input) < 3 or not node.input[2]):
+            replaced += 1
+            del node.input[2:]
+            node.op_type, node.domain = "FusedMatMul", "com.microsoft"
+            kept = [attribute for attribute in node.attribute if attribute.name in ("alpha", "transA", "transB")]
+            del node.attribute[:]
+            node.attribute.extend(kept)
+    return replaced
+
+
 def _nothing_infinite(node: onnx.NodeProto, name: str) -> list[onnx.NodeProto]:
     """Return nodes that compute what an IsAllFinite does: whether none of its inputs has an infinite element, or NaN.
 

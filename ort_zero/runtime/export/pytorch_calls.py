@@ -150,6 +150,8 @@ class ModuleCall(PyTorchCall):
         self.owner, self.drop_caches = owner, drop_caches
         self.module = module
         self.names = names
+        self.modes: tuple[bool, ...] = ()
+        """Mode (``training``) of the module and of each one in it when it is called."""
         self.own_forward: Any = MISSING
         """The module's attribute ``forward``, if it has one besides that of its class."""
         self._slots: list[Slot] = []
@@ -163,7 +165,8 @@ class ModuleCall(PyTorchCall):
         if any(tensor.is_meta for tensor in tensors):
             module = _copy_of(module)  # a trial that finds out shapes is to leave no traces
         with contextlib.ExitStack() as stack:
-            for context in (unrecorded(), paused(), plain_calls(), plain_access(module), self._as_itself(module)):
+            contexts = unrecorded(), paused(), plain_calls(), plain_access(module), self._as_itself(module)
+            for context in (*contexts, _in_modes(module, self.modes)):
                 stack.enter_context(context)
             if is_scripted(module):
                 with scripted_weights(module, weights):
@@ -195,6 +198,19 @@ class ModuleCall(PyTorchCall):
             stack.enter_context(attribute_of(module, "forward", self.own_forward))
         stack.enter_context(attribute_of(module, CALL, MISSING))
         return stack
+
+
+@contextlib.contextmanager
+def _in_modes(module: torch.nn.Module, modes: Sequence[bool]) -> Iterator[None]:
+    """Let `module` and those in it be in the modes of the call: a forward may switch them in between."""
+    changed = [child for child, mode in zip(module.modules(), modes, strict=False) if child.training is not mode]
+    for child in changed:
+        child.training = not child.training
+    try:
+        yield
+    finally:
+        for child in changed:
+            child.training = not child.training
 
 
 def _copy_of(module: torch.nn.Module) -> torch.nn.Module:

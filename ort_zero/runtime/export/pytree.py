@@ -15,7 +15,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import ModuleType, SimpleNamespace
+from types import BuiltinMethodType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ import torch
 _MOST_LEVELS = 12
 """Maximum depth of nested containers and objects that are flattened; what lies deeper is one constant."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, slice)
+_COMPARED_BY_VALUE = (*_PLAIN, torch.Size, MethodType, BuiltinMethodType)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class _TensorLeaf:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Constant:
-    """A value that is no tensor. Plain values are compared by type and value, all others are the same or not."""
+    """A value that is no tensor. Plain values are compared by type and value, methods by their objects, all others are
+    the same or not."""
 
     value: Any
 
@@ -43,7 +45,7 @@ class _Constant:
             return NotImplemented
         if self.value is other.value:
             return True
-        same = type(self.value) is type(other.value) and isinstance(self.value, (*_PLAIN, torch.Size))
+        same = type(self.value) is type(other.value) and isinstance(self.value, _COMPARED_BY_VALUE)
         return same and self.value == other.value
 
 
@@ -280,6 +282,18 @@ def unflatten_call(tensors: Sequence[Any], structure: tuple) -> tuple[tuple, dic
     return args, kwargs, {id(built): number for number, built in unflattener.built.items()}
 
 
+def first_tensor(value: Any, depth: int = 4) -> torch.Tensor | None:
+    """Return the first tensor with an axis in nested containers; None if there is none."""
+    if isinstance(value, torch.Tensor):
+        return value if value.dim() else None
+    if depth and isinstance(value, (list, tuple, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            found = first_tensor(part, depth - 1)
+            if found is not None:
+                return found
+    return None
+
+
 def is_number(value: Any) -> bool:
     """Return whether `value` is a Python number, and no bool, which is a switch."""
     return type(value) in (int, float)
@@ -405,6 +419,17 @@ def types_in_call(structure: tuple) -> Iterator[type[Any]]:
     """Yield the type of each container, object and constant among the arguments of a call."""
     for _, item in _arguments(structure):
         yield from types_in(item)
+
+
+def constants_in_call(structure: tuple) -> Iterator[Any]:
+    """Yield the values among the arguments of a call that are neither tensors nor containers."""
+    stack = [item for _, item in _arguments(structure)]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, _Constant):
+            yield item.value
+        elif isinstance(item, _NESTED):
+            stack += [part for _, part in _parts(item)]
 
 
 class _Flattener:

@@ -21,6 +21,7 @@ from ort_zero.compat import tracing
 from ort_zero.compat.size_numbers import SizeNumbers
 from ort_zero.compat.torch_autograd import leaves_behind
 from ort_zero.compat.torch_modules import traceable_parametrizations, version_of
+from ort_zero.compat.trace_aliases import Evaluations
 from ort_zero.compat.trace_sizes import SizeReads
 from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.value_reads import ValueReadError
@@ -32,7 +33,9 @@ from ort_zero.runtime.export.attribute_reads import AttributeReads
 from ort_zero.runtime.export.attribute_state import AttributeState
 from ort_zero.runtime.export.attribute_writes import AttributeWrite, Change, NotWritable, Outputs
 from ort_zero.runtime.export.buffer_changes import BufferChange, BufferChanges
+from ort_zero.runtime.export.callables import callables_in
 from ort_zero.runtime.export.random_draws import RandomDraws
+from ort_zero.runtime.export.result_views import ResultViews, views_among
 from ort_zero.statistics.collect import reader_marks
 
 
@@ -45,6 +48,8 @@ class Effects:
     changed: list[int] = field(default_factory=list)
     """Indices of the tensor arguments that the module changes in place; their new values come after those of
     :attr:`writes`."""
+    changed_with_gradient: list[int] = field(default_factory=list)
+    """Those of them whose new value has a gradient."""
     attributes: list[tuple[Place, bool]] = field(default_factory=list)
     """Attributes that the module changes for the next call, and whether in place; their new values come after."""
     buffers: list[BufferChange] = field(default_factory=list)
@@ -56,6 +61,8 @@ class Effects:
     left: list[tuple[int, int]] = field(default_factory=list)
     """Number of the call of each node in PyTorch that leaves tensors with a gradient in its attributes, and the number
     of these; they come behind those of :attr:`writes`, and count as :attr:`written`."""
+    views: ResultViews | None = None
+    """Which of these are views of each other, of arguments or of weights; None for none."""
     dtypes: list[torch.dtype] = field(default_factory=list)
     """Dtype of each of these; ONNX Runtime computes some in another one."""
     complex: list[int] = field(default_factory=list)
@@ -64,6 +71,8 @@ class Effects:
     """Values that Python code took from tensors, and where; the values in a call come last."""
     counting: list[torch.nn.Module] = field(default_factory=list)
     """Normalisation modules that count their batches."""
+    modes: list[tuple[torch.nn.Module, bool]] = field(default_factory=list)
+    """Modules that the forward leaves in another mode (``training``)."""
 
     @property
     def first_guard(self) -> int:
@@ -100,6 +109,7 @@ class Tracer:
         settled: attributes whose changes by the forward itself do not count.
         state: returns the attributes as they were before the export.
         put_back: attributes and containers that have their values of before the export when the module is traced.
+        by_value: numbers that the forward changes for the next call, and of which the graph holds for one value.
     """
 
     def __init__(
@@ -116,9 +126,13 @@ class Tracer:
         settled: Collection[Place] = (),
         state: Callable[[], AttributeState | None] = lambda: None,
         put_back: Collection[Place] = (),
+        by_value: Collection[Place] = (),
     ):
         self._state = state
         self._put_back = put_back
+        self._by_value = by_value
+        self._modes: list[tuple[torch.nn.Module, bool]] = []
+        """Mode of each module at the time of the call."""
         self.inputs = inputs
         self.settled = settled
         self._pytorch_context = pytorch_context
@@ -151,7 +165,12 @@ class Tracer:
         self.users_error: BaseException | None = None
         """What the module raised when it ran as PyTorch would run it; None if nothing."""
         # the exporter takes copies of these, after the module has run on others once
-        self.arguments = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.tensors]
+        self.arguments = [
+            (tensor.clone() if tensor.is_inference() else tensor.detach()).requires_grad_(tensor.requires_grad)
+            for tensor in call.tensors
+        ]
+        self._computed = [i for i, t in enumerate(call.tensors) if t.requires_grad and not t.is_leaf]
+        """Indices of the arguments that the module may change in place although they want a gradient."""
 
     @property
     def graph_inputs(self) -> dict[str, torch.Tensor]:
@@ -167,6 +186,15 @@ class Tracer:
         return frozenset(
             name for name, argument in zip(self.call.names, self.arguments, strict=True) if argument.requires_grad
         )
+
+    @contextlib.contextmanager
+    def unchanged_modes(self, module: torch.nn.Module) -> Iterator[None]:
+        """Give `module` and all in it the modes (``training``) of before the block again."""
+        self._modes = [(child, child.training) for child in module.modules()]
+        try:
+            yield
+        finally:
+            self._put_modes_back()
 
     @contextlib.contextmanager
     def everything_trainable(self, module: torch.nn.Module) -> Iterator[None]:
@@ -187,18 +215,26 @@ class Tracer:
         count = len(self.call.names)
         tensors, attributes = tensors[:count], tensors[count:]
         if not torch.jit.is_tracing():
-            values = [t.item() if i in self.numbers.values() else t for i, t in enumerate(tensors)]
+            handed = self._handed(tensors)
+            values = [t.item() if i in self.numbers.values() else t for i, t in enumerate(handed)]
             args, kwargs, known = pytree.unflatten_call(values, self.call.structure)
-            return self._run_in_pytorch(module, tensors, args, kwargs, known)
-        args, kwargs, known = pytree.unflatten_call(tensors, self.call.structure)
+            return self._run_in_pytorch(module, handed, args, kwargs, known)
         if self.training:
             # the trace then tells what has a gradient; nothing needs to be kept for one
             with torch.enable_grad(), saved_tensors_hooks(keeps_nothing, _never_unpacked):
-                return self._run_traced(module, tensors, attributes, args, kwargs, known)
-        return self._run_traced(module, tensors, attributes, args, kwargs, known)
+                return self._run_traced(module, tensors, attributes)
+        return self._run_traced(module, tensors, attributes)
+
+    def _handed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what the module is given: the tensors, and of those that it may change in place copies.
+
+        An input of a trace is a leaf, and PyTorch lets nobody change a leaf that wants a gradient.
+        """
+        with torch.enable_grad():
+            return [t.clone() if i in self._computed and t.requires_grad else t for i, t in enumerate(tensors)]
 
     def _run_in_pytorch(
-        self, module: torch.nn.Module, given: tuple, args: tuple, kwargs: dict, known: dict
+        self, module: torch.nn.Module, given: Sequence[torch.Tensor], args: tuple, kwargs: dict, known: dict
     ) -> tuple[list, Any]:
         """Run the module as PyTorch would; an error here is the user's own."""
         versions = [version_of(tensor) for tensor in given]
@@ -211,6 +247,7 @@ class Tracer:
             self.users_error = error
             raise
         self._has_drawn = draws.any()
+        self._computed = [i for i in self._computed if version_of(given[i]) != versions[i]]
         if self.training and self.all_inputs:
             for argument, tensor, version in zip(self.arguments, given, versions, strict=True):
                 # PyTorch lets nobody change in place what is a leaf with gradient
@@ -224,11 +261,17 @@ class Tracer:
         tensors, self._structure = pytree.flatten(value, drop_caches=self.drop_caches, known=known)
         return tensors[:1], self._structure  # the exporter names as many outputs, and the trace may have fewer
 
-    def _run_traced(
-        self, module: torch.nn.Module, given: tuple, inputs: tuple, args: tuple, kwargs: dict, known: dict
-    ) -> tuple[list, Any]:
-        """Run the module for the tracer; what a graph does not do by itself becomes more outputs of it."""
-        versions = [version_of(tensor) for tensor in given]
+    def _run_traced(self, module: torch.nn.Module, given: tuple, inputs: tuple) -> tuple[list, Any]:
+        """Run the module for the tracer; what a graph does not do by itself becomes more outputs of it.
+
+        Args:
+            module: the user's module.
+            given: the tensors of the call as the tracer hands them out.
+            inputs: attributes that are inputs of the graph.
+        """
+        handed = self._handed(given)
+        args, kwargs, known = pytree.unflatten_call(handed, self.call.structure)
+        versions = [version_of(tensor) for tensor in handed]
         input_versions = [version_of(tensor) for tensor in inputs]
         numbers = [given[i] for i in self.numbers.values()]
         numbers += [inputs[i] for i in self.inputs.numbers] if self.inputs else []
@@ -239,12 +282,17 @@ class Tracer:
         if state is not None:
             state.put_back(self._put_back)
         containers = ArgumentChanges(args, kwargs, known, drop_caches=self.drop_caches)
+        self._put_modes_back()
         draws = RandomDraws(module)  # the first run may have made generators
         lines = draws.lines_followed() if self._has_drawn else contextlib.nullcontext()
         with placed, tracing.watched(traced, draws) as seen, lines, left_behind.collected() as left:
             numbers_of_sizes = seen.size_numbers
             attributes = self.attributes = AttributeReads(
-                module, seen.running, numbers_of_sizes.enter, numbers_of_sizes.plain
+                module,
+                seen.running,
+                numbers_of_sizes.enter,
+                numbers_of_sizes.plain,
+                callables_in(pytree.constants_in_call(self.call.structure)),
             )
             try:
                 with attributes.recording(), traceable_parametrizations():
@@ -255,14 +303,15 @@ class Tracer:
             except NumberReadError as error:
                 raise self._no_inputs(error) from None
             settled = {*self.settled, *(self.inputs.names if self.inputs else ())}
-            attributes.finish(settled, seen.used, state)
+            attributes.finish(settled, seen.used, state, self._by_value)
             states = self.inputs.changed(inputs, input_versions) if self.inputs else []
             changed_buffers = buffers.found()
+        modes = [(child, child.training) for child, mode in self._modes if child.training is not mode]
         self.sizes = seen.sizes
         seen.guards.sort(key=lambda guard: guard.read.of_attribute)  # those that all ranks have come first
-        changed = [i for i, tensor in enumerate(given) if version_of(tensor) != versions[i]]
+        changed = [i for i, tensor in enumerate(handed) if version_of(tensor) != versions[i]]
         changes = [*attributes.changes, *containers.found()]
-        paths = self._own_paths(containers, given, changed)
+        paths = self._own_paths(containers, handed)
         held = {id(t): name for name, t in chain(module.named_parameters(), module.named_buffers())}
         taken: dict[str, Any] = {
             "drop_caches": self.drop_caches,
@@ -271,49 +320,54 @@ class Tracer:
             "held": held,
         }
         tensors, schema = pytree.flatten(value, **taken, given=paths)
-        writes, written = self._writes(module, tensors, given, inputs, attributes, changes, numbers_of_sizes)
+        writes, written = self._writes(module, tensors, handed, inputs, attributes, changes, numbers_of_sizes)
         if not tensors and not written:  # a graph has an output
             written = pytree.flatten(value, **taken)[0][:1]
         if self._structure is not None:
             schema = pytree.with_numbers(schema, self._structure)
         self.schema = schema
         results = len(tensors)
+        outputs = tensors + written
+        views, bases = views_among(outputs, handed, held, seen.aliases)
+        written += bases
         written += [tensor for _, found in left for tensor in found]
         tensors = tensors + written
-        self._note_leaves(tensors, given)
+        self._note_leaves([*tensors, *(handed[i] for i in changed)], given)
         tensors = [seen.anchored(tensor, given) for tensor in tensors]
         self.effects = Effects(
             results=results,
             writes=writes,
             written=len(written),
+            views=ResultViews(views, Evaluations(self.sizes.program)) if views else None,
             dtypes=[tensor.dtype for tensor in tensors],
             complex=[i for i, tensor in enumerate(tensors) if tensor.is_complex()],
             left=[(call, len(found)) for call, found in left],
             changed=changed,
+            changed_with_gradient=[i for i in changed if handed[i].requires_grad],
             attributes=[(place, in_place) for place, in_place, _ in states],
             buffers=[change for change, _ in changed_buffers],
             guards=[(guard.value, guard.read) for guard in seen.guards],
+            modes=modes,
             counting=[m for m in seen.normalised if m.num_batches_tracked is not None],
         )
-        more = [given[i].detach() for i in changed] + [seen.anchored(value, given) for *_, value in states]
+        more = [seen.anchored(handed[i], given) for i in changed] + [
+            seen.anchored(value, given) for *_, value in states
+        ]
         more += [seen.anchored(value, given) for _, value in changed_buffers]
         more += [guard.tensor.detach().flatten() for guard in seen.guards]
         more += reader_marks.joined_tokens(self.readers)
         return tensors + more, schema
 
-    def _own_paths(self, containers: ArgumentChanges, given: tuple, changed: Collection[int]) -> dict[int, tuple]:
+    def _own_paths(self, containers: ArgumentChanges, given: Sequence[torch.Tensor]) -> dict[int, tuple]:
         """Return the paths of tensors and containers that the caller gets back as its own when they are results."""
         others = {id(given[i]) for i in self.numbers.values()}
-        others |= {
-            id(given[i]) for i in changed if given[i].requires_grad
-        }  # it has a gradient that the caller's has not
         return {key: path for key, path in containers.paths.items() if key not in others}
 
     def _writes(
         self,
         module: torch.nn.Module,
         results: list[torch.Tensor],
-        given: tuple,
+        given: Sequence[torch.Tensor],
         inputs: tuple,
         attributes: AttributeReads,
         changes: Sequence[Change],
@@ -332,6 +386,12 @@ class Tracer:
             except NotWritable:
                 self.not_written.append(change.place)
         return writes, outputs.tensors
+
+    def _put_modes_back(self) -> None:
+        """Give all modules the mode that they have at the time of the call."""
+        for child, mode in self._modes:
+            if child.training is not mode:
+                child.training = mode
 
     def _note_leaves(self, results: list[torch.Tensor], given: tuple) -> None:
         """Note where a backward through the results would lead."""

@@ -188,6 +188,10 @@ class Lookup:
 
     def _meta(self, exported: ExportedModule, built: BuiltModel, routes: FallbackPolicy) -> dict[str, Any]:
         info, effects = exported.info, exported.effects
+        if effects.views is not None:
+            raise NotStorable("a result of the forward is a view of another tensor")
+        if effects.modes:
+            raise NotStorable("the forward leaves a module in another mode")
         paths = {id(child): path for path, child in self.module.named_modules()}
         return {
             "result": serialization.encode(info.module_forward_output_schema, "result"),
@@ -198,6 +202,7 @@ class Lookup:
             "unreached": sorted(exported.unreached),
             "results": effects.results,
             "changed": effects.changed,
+            "changed with gradient": effects.changed_with_gradient,
             "carried over": [(_written(place), in_place) for place, in_place in effects.attributes],
             "buffers": [(paths[id(change.owner)], change.name) for change in effects.buffers],
             "written": effects.written,
@@ -230,6 +235,7 @@ class Lookup:
         effects = Effects(
             results=int(meta["results"]),
             changed=[int(i) for i in meta["changed"]],
+            changed_with_gradient=[int(i) for i in meta.get("changed with gradient", ())],
             attributes=[(_place(*written), in_place) for written, in_place in meta["carried over"]],
             buffers=[BufferChange(modules[path], name) for path, name in meta["buffers"]],
             writes=[_read_write(written) for written in meta.get("writes", ())],

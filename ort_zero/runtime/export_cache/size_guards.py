@@ -20,7 +20,7 @@ def written(guard: SizeGuard) -> Any:
         NotStorable: a constant of the program has no lasting name.
     """
     reads = [(read.step, read.kind, read.seen, read.expression, read.line, read.path) for read in guard.reads]
-    steps = [(step.operator, step.arguments, step.in_place) for step in guard.program.steps]
+    steps = [(step.operator, step.arguments, step.in_place, step.of_numbers) for step in guard.program.steps]
     plain = (tuple(map(tuple, guard.shapes)), tuple(steps), tuple(reads))
     return serialization.encode(plain, "size")
 
@@ -42,8 +42,8 @@ def read(plain: Any) -> SizeGuard:
     return SizeGuard(tuple(torch.Size(shape) for shape in shapes), program, found)
 
 
-def _step(operator: str, arguments: tuple, in_place: bool) -> Step:
+def _step(operator: str, arguments: tuple, in_place: bool, of_numbers: bool = False) -> Step:
     named = type(operator) is str and re.fullmatch(r"(aten|prim)::\w+(\.\w+)?", operator, re.ASCII)
     if not (is_own(operator) or (named and is_known(operator))):
         raise ValueError(f"{operator} is no operator of PyTorch")
-    return Step(operator, arguments, bool(in_place))
+    return Step(operator, arguments, bool(in_place), bool(of_numbers))

@@ -32,8 +32,9 @@ from ort_zero.runtime.export.attribute_paths import (
     same,
     shown,
 )
-from ort_zero.runtime.export.attribute_reads import MOST_ITEMS, has_readable_attributes
+from ort_zero.runtime.export.attribute_reads import MOST_ITEMS
 from ort_zero.runtime.export.attribute_writes import AttributeWrite
+from ort_zero.runtime.export.functions_with_values import has_readable_attributes
 
 HOOKS, METHODS = Place(("hooks", "")), Place(("methods", ""))
 """Stand for the hooks of all modules of the tree, and for the methods that are replaced on their instances."""
