@@ -42,6 +42,7 @@ from ort_zero.runtime.export.checkpoint_marks import CheckpointedCalls
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.fake_weights import fake_weights, unchanged_buffers
 from ort_zero.runtime.export.post_export_passes import (
+    anchor_constant_results,
     complete_dropout,
     divide_sums,
     remove_casts_to_the_same_type,
@@ -217,6 +218,7 @@ class GraphBuilder:
             model = self.manager.process(model, infer_python_op)
         remove_casts_to_the_same_type(model)
         divide_sums(model)
+        anchor_constant_results(model)
         names = tuple(given.name for given in model.graph.input)
         info = ExportedModelInfo(
             module_forward_output_schema=schema,

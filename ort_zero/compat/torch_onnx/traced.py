@@ -165,6 +165,12 @@ class TracedValue:
         return _PAIRS.get(name, name)
 
 
+def _requires_grad(value) -> bool:
+    if value.node().kind() == "prim::ListConstruct":
+        return any(map(_requires_grad, value.node().inputs()))
+    return bool(value.type().kind() == "TensorType" and value.requiresGrad())
+
+
 def _may_have_gradient(value) -> bool:
     kind = value.type().kind()
     return value.requiresGrad() if kind == "TensorType" else kind in ("ListType", "TupleType")
@@ -290,9 +296,21 @@ class TracedNode:
 
     def stops_gradient(self, out: TracedValue) -> bool:
         """Return True if `out` has no gradient although an input has one: ``detach``, or inside of ``no_grad``."""
-        if not out.is_floating or out.requires_grad or _FACTORY.search(self.name):
+        if not out.is_floating or out.requires_grad or _FACTORY.search(self.name) or self._is_inside(out):
             return False
         return any(leaf.requires_grad for value in self.inputs for leaf in (value.items or [value]))
+
+    def _is_inside(self, out: TracedValue) -> bool:
+        """Return True if `out` is a value inside of one call of PyTorch's, whose result has a gradient.
+
+        The trace of a convolution without a batch holds an unsqueeze, a convolution and a squeeze; only the last one
+        is marked as having a gradient.
+        """
+        call = self._node.sourceRange()
+        for use in out._traced.uses():
+            if use.user.sourceRange() == call and any(map(_requires_grad, use.user.outputs())):
+                return not any(_requires_grad(value) for value in use.user.inputs())
+        return False
 
     @functools.cached_property
     def schema(self) -> Schema:

@@ -126,6 +126,51 @@ def _axes_of(node: onnx.NodeProto) -> list[int] | None:
     return next((list(a.ints) for a in node.attribute if a.name == "axes"), None) if len(node.input) < 2 else [-1]
 
 
+def anchor_constant_results(model: onnx.ModelProto) -> int:
+    """Let PyTorch copy each result that no input of the graph leads to, in place; return how many there are.
+
+    ``x.new_ones(3)`` is one. ORT's optimizer computes constants once and for all, and its gradient builder takes no
+    result that is a constant.
+    """
+    producers = {name: node for node in model.graph.node for name in node.output}
+    inputs = {given.name for given in model.graph.input}
+    anchored = 0
+    for result in model.graph.output:
+        node = producers.get(result.name)
+        if node is None or not _is_constant(result.name, producers, inputs):
+            continue
+        source = f"{result.name}_constant"
+        for other in model.graph.node:
+            for names in (other.input, other.output):
+                for i, name in enumerate(names):
+                    if name == result.name:
+                        names[i] = source
+        # ORT does not compute what an operator of a domain that it does not know returns
+        model.graph.node.append(
+            helper.make_node(
+                "ATen", [source, ""], [result.name], source, domain="org.pytorch.aten", operator="aten::clone"
+            )
+        )
+        anchored += 1
+    return anchored
+
+
+def _is_constant(name: str, producers: dict[str, onnx.NodeProto], inputs: set[str]) -> bool:
+    seen, left = {name}, [name]
+    while left:
+        name = left.pop()
+        if name in inputs:
+            return False
+        node = producers.get(name)
+        if node is not None and node.domain:
+            return False  # Python code, or an operator that ORT does not compute ahead
+        for given in node.input if node is not None else ():
+            if given not in seen:
+                seen.add(given)
+                left.append(given)
+    return True
+
+
 _SEEDS = 1 << 31
 
 

@@ -1,0 +1,71 @@
+"""Calls and results of unusual shapes: layers without a batch, results that are constants."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ort_zero import config
+from ort_zero.plugin.wrap import wrap_model
+
+
+class Model(nn.Module):
+    """Returns what a function makes of the result of a layer."""
+
+    def __init__(self, layer, function):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+def compare(layer, sizes, function=lambda y: y):
+    """Compare results and gradients with PyTorch's for two inputs; return the runtime."""
+    torch.manual_seed(0)
+    module = Model(layer(), function)
+    reference = copy.deepcopy(module)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)
+    for step in range(2):
+        given = torch.randn(*sizes[:1], sizes[1] + step, *sizes[2:])
+        results = []
+        for model in (wrapped, reference):
+            model.zero_grad()
+            result = model(given)
+            result = result if isinstance(result, tuple) else (result,)
+            sum(tensor.square().sum() for tensor in result if tensor.requires_grad).backward()
+            results.append(result)
+        torch.testing.assert_close(results[0], results[1])
+        for ours, expected in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-5)
+    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 2, "backward": 2}
+    return runtime
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        (lambda: nn.Conv1d(2, 4, 3), (2, 9)),
+        (lambda: nn.Conv2d(2, 4, 3), (2, 9, 8)),
+        (lambda: nn.Conv3d(2, 4, 2), (2, 5, 4, 3)),
+        (lambda: nn.ConvTranspose2d(2, 4, 3), (2, 9, 8)),
+        (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.MaxPool2d(2), nn.InstanceNorm2d(4)), (2, 9, 8)),
+    ],
+    ids=["1d", "2d", "3d", "transposed", "stack"],
+)  # fmt: skip
+def test_convolutions_without_a_batch(layer, sizes):
+    compare(layer, sizes)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda y: (y, y.new_ones(3)), lambda y: (y, y.new_full((2,), 3.0), torch.ones(2))]
+)
+def test_results_that_are_constants(function):
+    compare(lambda: nn.Linear(4, 4), (3, 3, 4), function)
+
+
+def test_norms_of_matrices():
+    compare(lambda: nn.Linear(4, 4), (3, 3, 4), torch.linalg.matrix_norm)
