@@ -221,7 +221,8 @@ def _outside(tensor: Tensor, files: dict[str, File]) -> str | None:
 def tag_in(content: bytes) -> str:
     """Return the tag that the content of a file ``latest`` names, whichever editor or shell wrote it."""
     encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
-    return content.decode(encoding, errors="replace").strip()
+    tag = content.decode(encoding, errors="replace").strip()
+    return tag.removeprefix("./").rstrip("/") or tag
 
 
 def resolve_tag(folder: Folder, tag: str | None) -> str:

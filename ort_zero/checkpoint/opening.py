@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.deepspeed import file_names
@@ -27,6 +28,18 @@ def no_checkpoint(folder: Folder) -> CheckpointError:
     )
 
 
+def note_on_other(folder: Folder) -> tuple[str, ...]:
+    """Return one sentence if DeepSpeed has written a checkpoint beside one of ours, under the same tag."""
+    others = file_names.state_file_names(folder)
+    if not others:
+        return ()
+    note = (
+        f"{folder.path(others[0])} is of a checkpoint that DeepSpeed wrote under the same tag, and is not read; if it "
+        f"is the newer one, move {manifest.NAME} away"
+    )
+    return (note,)
+
+
 def open_checkpoint(
     path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()
 ) -> Source:
@@ -47,7 +60,7 @@ def open_checkpoint(
         folder = manifest.locate(path, tag)
         ours = manifest.open_ours(folder)
         if ours is not None:
-            return ours
+            return replace(ours, notes=(*ours.notes, *note_on_other(folder)))
         if file_names.recognises(folder):
             from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
             from ort_zero.checkpoint.deepspeed.split_rules import parse_rules

@@ -13,7 +13,7 @@ from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.completeness import incomplete
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.finding import find, whole_ones_text
-from ort_zero.checkpoint.opening import format_in, open_checkpoint
+from ort_zero.checkpoint.opening import format_in, note_on_other, open_checkpoint
 from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.shard_checks import is_of_another_save, pieces_by_file, problems_of_shard, thread_buffer
 from ort_zero.checkpoint.storage import Folder
@@ -148,6 +148,7 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
     findings.tag, findings.tensors = source.tag, len(source.tensors)
     for text in incomplete(found, source):
         findings.add(manifest.NAME, f"{folder.path(manifest.NAME)}: {text}")
+    findings.notes += note_on_other(folder)
     files = list(source.files.values())
     for name in folder.names():
         if name in source.files or name == manifest.NAME or name.startswith(_OF_MACOS):

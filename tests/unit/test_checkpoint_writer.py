@@ -18,6 +18,7 @@ from ort_zero.checkpoint.capture import Model, Shard
 from ort_zero.checkpoint.checkpoint_writer import SaveJob, write_checkpoint
 from ort_zero.checkpoint.records import WEIGHT, ParamGroup
 from ort_zero.checkpoint.shard_writer import ShardEntry
+from ort_zero.checkpoint.storage import LocalFolder
 from ort_zero.checkpoint.verification import verify
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, RankError
@@ -153,3 +154,18 @@ def test_a_parameter_that_no_rank_holds_makes_no_checkpoint(tmp_path):
     first, second = write(tmp_path / "c", some_tensors(), without="a.bias")
     assert isinstance(first, CheckpointError) and "no rank holds a.bias" in str(first)
     assert isinstance(second, RankError) and not list((tmp_path / "c" / "t").iterdir())
+
+
+def test_another_process_that_takes_a_partial_file_for_a_left_over_harms_no_save(tmp_path, monkeypatch):
+    """Two runs that save into one folder: each removes what killed saves left of the small files beside the tags."""
+    real, seen = LocalFolder.publish, []
+
+    def publish(self: LocalFolder, name: str, token: str, to: str | None = None) -> None:
+        if name == manifest.LATEST and not seen:
+            seen.append(name)
+            self.discard(name, token)
+        real(self, name, token, to)
+
+    monkeypatch.setattr(LocalFolder, "publish", publish)
+    assert write(tmp_path / "c", some_tensors()) == [None, None]
+    assert seen and (tmp_path / "c" / manifest.LATEST).read_text() == "t"

@@ -214,3 +214,12 @@ def test_tags_of_any_names(tmp_path, tag):
     (tmp_path / "run" / "latest").write_text(tag)
     report = aggregate(tmp_path / "run", tmp_path / "out", progress=False)
     assert report.tag == tag and verify(tmp_path / "run", tag, progress=False).ok
+
+
+def test_a_checkpoint_of_deepspeeds_under_the_same_tag_is_named(run):
+    tag = run / "checkpoint-10" / "global_step10"
+    (tag / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    report = aggregate(run, run.parent / "out", progress=False)
+    (warning,) = report.warnings
+    assert "mp_rank_00_model_states.pt is of a checkpoint that DeepSpeed" in warning
+    assert any("DeepSpeed wrote under the same tag" in note for note in verify(run, progress=False).notes)
