@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -63,10 +64,10 @@ def write_checkpoint(job: SaveJob, ranks: RankGroup) -> None:
             for name in names:
                 folder.publish(name, job.save_id)
         rank_0_may_publish = True
-        parts = ranks.gather((files, written, job.shard.scalars))
+        parts = ranks.gather(pickle.dumps((files, written, job.shard.scalars)))  # which only rank 0 has to unpack
         with ranks.raise_on_all(f"saving {folder.path()}"):
             if ranks.rank == 0:
-                _publish_manifest(folder, job, parts, ranks.size)
+                _publish_manifest(folder, job, [pickle.loads(part) for part in parts], ranks.size)
     except BaseException:
         # With another rank gone nobody but rank 0 knows whether it is just about to write the manifest.
         unknown = rank_0_may_publish and ranks.broken and ranks.rank != 0

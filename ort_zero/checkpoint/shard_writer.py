@@ -15,7 +15,10 @@ from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CheckpointError
 
 _BLOCK = 512 << 10
-"""Number of bytes that are hashed and written at a time: the kernel copies them from the processor's cache."""
+"""Number of bytes that are hashed and written at a time: the kernel copies them from the processor's cache.
+
+A write ends at a multiple of it in the file, since a page of the file's cache is as large as its position is aligned.
+"""
 _MOST_BUFFERS = 1000
 """Maximum number of buffers of one write; the kernel takes 1024."""
 
@@ -83,19 +86,18 @@ def write_shard(
     written = []
     position = len(header)
     with folder.writing(name, token, durable, size) as stream:
-        stream.write(header)
-        unwritten: list[memoryview] = []
-        waiting = 0
+        unwritten = [memoryview(header)]
         for entry in ordered:
             own = xxhash.xxh3_64()
-            for block in _blocks(entry.tensor):
+            end = position
+            for block in _blocks(entry.tensor, position):
                 own.update(block)
                 whole.update(block)
                 unwritten.append(block)
-                waiting += len(block)
-                if waiting >= _BLOCK or len(unwritten) == _MOST_BUFFERS:
+                end += len(block)
+                if end % _BLOCK == 0 or len(unwritten) == _MOST_BUFFERS:
                     stream.writelines(unwritten)
-                    unwritten, waiting = [], 0
+                    unwritten = []
             piece = Piece(name, position, entry.nbytes, entry.start, own.hexdigest())
             written.append(
                 WrittenPiece(name=entry.name, kind=entry.kind, dtype=dtypes.code_of(entry.tensor.dtype), piece=piece)
@@ -119,10 +121,20 @@ def _header(entries: Sequence[ShardEntry], metadata: dict[str, str]) -> tuple[by
     return header, len(header) + position
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a 1-D tensor as views where it lies in CPU memory, else as copies of one chunk at a time."""
+def _blocks(tensor: torch.Tensor, position: int) -> Iterator[memoryview]:
+    """Yield the bytes of a 1-D tensor as views where it lies in CPU memory, else as copies of one chunk at a time.
+
+    Args:
+        tensor: the elements.
+        position: where they begin in the file, in bytes; no block goes beyond a multiple of :data:`_BLOCK` there.
+    """
     step = tensor.numel() if tensor.device.type == "cpu" else CHUNK // tensor.element_size()
     for start in range(0, tensor.numel(), max(1, step)):
         data = tensor[start : start + step].detach().cpu().view(torch.uint8).numpy().data
-        for position in range(0, len(data), _BLOCK):
-            yield data[position : position + _BLOCK]
+        begin = 0
+        while begin < len(data):
+            end = begin + _BLOCK - position % _BLOCK
+            block = data[begin:end]
+            yield block
+            begin += len(block)
+            position += len(block)

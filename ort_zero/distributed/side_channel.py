@@ -19,6 +19,10 @@ from ort_zero.distributed.process_group import PeerGroup
 
 _numbers = itertools.count()
 _TIMEOUT = datetime.timedelta(minutes=30)
+_FIRST = 1024
+"""Bytes of the first message, which has room for the length and for most values; a second one takes what is left."""
+_LENGTH = 8
+"""Bytes of the length."""
 
 
 class SideChannel:
@@ -35,18 +39,24 @@ class SideChannel:
         Raises:
             RuntimeError: a rank is gone.
         """
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._all_gather(lengths, torch.tensor([data.numel()]))
-        longest = max(int(n) for n in lengths)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: data.numel()] = data
-        everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self._all_gather(everyone, mine)
-        return [pickle.loads(t.numpy()[: int(n)].tobytes()) for t, n in zip(everyone, lengths)]
+        data = pickle.dumps(value)
+        room = _FIRST - _LENGTH
+        firsts = self._all_gather(len(data).to_bytes(_LENGTH, "little") + data[:room], _FIRST)
+        lengths = [int.from_bytes(first[:_LENGTH], "little") for first in firsts]
+        parts = [first[_LENGTH:] for first in firsts]
+        longest = max(lengths)
+        if longest > room:
+            rests = self._all_gather(data[room:], longest - room)
+            parts = [part + rest for part, rest in zip(parts, rests)]
+        return [pickle.loads(part) for part in parts]  # which ends where the pickle does
 
-    def _all_gather(self, outputs: list[torch.Tensor], mine: torch.Tensor) -> None:
-        self._group.allgather([outputs], [mine]).wait()
+    def _all_gather(self, data: bytes, size: int) -> list[bytes]:
+        """Return the bytes of every rank, filled up to `size`."""
+        mine = torch.zeros(size, dtype=torch.uint8)
+        mine.numpy()[: len(data)] = memoryview(data)
+        everyone = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
+        self._group.allgather([everyone], [mine]).wait()
+        return [one.numpy().tobytes() for one in everyone]
 
 
 class SideChannelGroup(PeerGroup):

@@ -55,7 +55,22 @@ def test_a_shard_takes_few_calls(tmp_path, monkeypatch):
     real = os.writev
     monkeypatch.setattr(storage.os, "writev", lambda fd, views: calls.append(len(views)) or real(fd, views))
     write_shard(open_folder(tmp_path), "s.safetensors", entries([1000] * 3000), {}, "token")
-    assert len(calls) <= 22 and sum(calls) == 3000
+    assert len(calls) <= 26 and 3000 <= sum(calls) <= 3030  # a few tensors lie across the end of a write
+
+
+def test_writes_end_where_large_pages_of_a_file_do(tmp_path, monkeypatch):
+    ends = [0]
+    real = os.writev
+
+    def writev(descriptor, views):
+        written = real(descriptor, views)
+        ends.append(ends[-1] + written)
+        return written
+
+    monkeypatch.setattr(storage.os, "writev", writev)
+    file, _ = write_shard(open_folder(tmp_path), "s.safetensors", entries([1000, 1 << 19, 77, 1 << 20]), {}, "token")
+    assert file.size == ends[-1] > 3 << 20
+    assert all(end % (512 << 10) == 0 for end in ends[:-1]) and len(ends) <= file.size // (512 << 10) + 2
 
 
 def on(file_system: int, monkeypatch) -> list[tuple[int, int]]:
