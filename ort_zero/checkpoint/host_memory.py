@@ -17,7 +17,8 @@ _PAGE = 2 << 20
 """Bytes of a large page."""
 _SLOW = 1_000_000
 """Nanoseconds of CPU time: as many as the small pages in the place of a large one take."""
-_MOST_SLOW = 2
+_SUCCESSION = 16
+"""Number of pages within which two slow ones are the last ones."""
 
 
 def host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -33,30 +34,44 @@ def host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(_mapped(size), dtype=dtype)
 
 
-def filled_host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a 1-D tensor in CPU memory, its values undefined, whose large pages are there already.
+class FilledHostMemory:
+    """Makes 1-D tensors in CPU memory whose large pages are there already, for as long as these come quickly.
 
-    Where they come slowly the rest is left to small pages, which come as they are first used.
-
-    Args:
-        elements: number of elements.
-        dtype: their type.
+    A page now and then that comes slowly is no reason to do without the others; two in quick succession are the
+    beginning of memory that the host has taken back. What is asked for after that has small pages, which come as they
+    are first used.
     """
-    size = elements * dtype.itemsize
-    if size < _LARGE:
-        return torch.empty(elements, dtype=dtype)
-    memory = _mapped(size)
-    slow = 0
-    for position in range(0, size, _PAGE):
-        before = time.thread_time_ns()
-        memory[position] = 0
-        slow += time.thread_time_ns() - before > _SLOW
-        if slow == _MOST_SLOW:
-            rest = position + _PAGE
-            if rest < size and hasattr(mmap, "MADV_NOHUGEPAGE"):
-                memory.madvise(mmap.MADV_NOHUGEPAGE, rest)
-            break
-    return torch.frombuffer(memory, dtype=dtype)
+
+    def __init__(self) -> None:
+        self._slow = 0
+        """Number of pages from now on within which a slow one would be the second."""
+        self._large = True
+
+    def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor, its values undefined.
+
+        Args:
+            elements: number of elements.
+            dtype: their type.
+        """
+        size = elements * dtype.itemsize
+        if size < _LARGE or not self._large:
+            return torch.empty(elements, dtype=dtype)
+        memory = _mapped(size)
+        for position in range(0, size, _PAGE):
+            before = time.thread_time_ns()
+            memory[position] = 0
+            if time.thread_time_ns() - before <= _SLOW:
+                self._slow = max(0, self._slow - 1)
+            elif not self._slow:
+                self._slow = _SUCCESSION
+            else:
+                self._large = False
+                rest = position + _PAGE
+                if rest < size and hasattr(mmap, "MADV_NOHUGEPAGE"):
+                    memory.madvise(mmap.MADV_NOHUGEPAGE, rest)
+                break
+        return torch.frombuffer(memory, dtype=dtype)
 
 
 def _mapped(size: int) -> mmap.mmap:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ort_zero.checkpoint.host_memory import filled_host_memory
+from ort_zero.checkpoint.host_memory import FilledHostMemory
 from ort_zero.checkpoint.reading import ReadRequest
 from ort_zero.checkpoint.records import Source, Tensor
 from ort_zero.compat.deepspeed_state import EngineState, Flat, Span
@@ -33,6 +33,7 @@ class StagedState:
         self._moments = {kind: source.by_name(kind) for kind in dict.fromkeys(kinds)}
         self._starts_anew = full and not kinds
         """True for a checkpoint from before the first step: the optimizer has no state then."""
+        self._memory = FilledHostMemory()
         self._masters: dict[int, torch.Tensor] = {}
         """By the index of the flat buffer; from its first element that belongs to a parameter to its last."""
         self._states: dict[tuple[int, str], torch.Tensor] = {}
@@ -48,16 +49,16 @@ class StagedState:
         for held in self._state.held():
             name = self._name(held.name)
             if name in self._stored and held.length:
-                self._held[held.name] = filled_host_memory(held.length, held.tensor.dtype)
+                self._held[held.name] = self._memory.tensor(held.length, held.tensor.dtype)
                 yield _request(self._stored[name], held.start, held.length, self._held[held.name])
         for name, buffer in self._state.buffers():
             if buffer.numel():
-                self._buffers[name] = filled_host_memory(buffer.numel(), buffer.dtype)
+                self._buffers[name] = self._memory.tensor(buffer.numel(), buffer.dtype)
                 yield _request(self._stored[self._name(name)], 0, buffer.numel(), self._buffers[name])
 
     def _requests_of_flat(self, index: int, flat: Flat) -> Iterator[ReadRequest]:
         first, end = _extent(flat)
-        master = self._masters[index] = filled_host_memory(end - first, flat.master.dtype)
+        master = self._masters[index] = self._memory.tensor(end - first, flat.master.dtype)
         for span in flat.spans:
             target = master.narrow(0, span.offset - first, span.length)
             yield _request(self._stored[self._name(span.name)], span.start, span.length, target)
@@ -70,7 +71,7 @@ class StagedState:
         """Yield those of one state of the optimizer; parameters of which none is stored start at zero."""
         live = self._state.known_state_of(flat).get(kind)
         origin, end = (0, flat.master.numel()) if self._may_replace(flat, live) else _extent(flat)
-        staged = filled_host_memory(end - origin, live.dtype if torch.is_tensor(live) else flat.key.dtype)
+        staged = self._memory.tensor(end - origin, live.dtype if torch.is_tensor(live) else flat.key.dtype)
         self._states[index, kind] = staged
         position = 0
         for span in flat.spans:
