@@ -31,6 +31,7 @@ from ort_zero.distributed.process_group import RENDEZVOUS, RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.masking import masked
 from ort_zero.utils.atomic_write import PARTIAL
+from ort_zero.utils.garbage import collection_paused
 from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
@@ -102,6 +103,7 @@ class _Job:
         return self.publication.token
 
 
+@collection_paused()
 def aggregate(
     src: str | os.PathLike,
     dst: str | os.PathLike,

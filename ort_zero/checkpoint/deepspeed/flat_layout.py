@@ -85,12 +85,16 @@ class _Vector:
             if part is None:
                 break
             name, offset, size, elements = part
-            start = self._starts[index]
-            stop = min(end, self._ends[index], start + elements)
+            start, wanted = self._starts[index], self._ends[index]
+            if end < wanted:  # no min(): this runs for each piece of a checkpoint
+                wanted = end
+            stop = start + elements
+            if wanted < stop:
+                stop = wanted
             if stop > begin:
                 found.append(Piece(name, offset + (begin - start) * size, (stop - begin) * size, first))
                 first, begin = first + stop - begin, stop
-            if stop < min(end, self._ends[index]):
+            if stop < wanted:
                 break  # a gap, which the check of the tensor's pieces reports
             index += 1
         return found
