@@ -8,10 +8,13 @@ import resource
 import pytest
 import torch
 import xxhash
+from checkpoint_files import write
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import preallocation, shard_writer, storage
+from ort_zero.checkpoint.aggregation import aggregate
 from ort_zero.checkpoint.preallocation import reserve_blocks
+from ort_zero.checkpoint.records import MASTER
 from ort_zero.checkpoint.shard_writer import ShardEntry, write_shard
 from ort_zero.checkpoint.storage import open_folder
 from ort_zero.errors import CheckpointError
@@ -92,6 +95,35 @@ def test_the_room_of_a_shard_is_reserved_where_that_pays(tmp_path, monkeypatch, 
     asked = on(file_system, monkeypatch)
     file, _ = write_shard(open_folder(tmp_path), "s.safetensors", entries([1 << 18, 1 << 18]), {}, "token")
     assert asked == [(0, file.size)] * wanted
+
+
+@pytest.mark.parametrize("file_system", [0xEF53, 0x01021994], ids=["ext4", "tmpfs"])
+def test_the_room_of_each_range_of_an_aggregation_is_reserved_where_that_pays(tmp_path, monkeypatch, file_system):
+    write(tmp_path / "c", {(MASTER, f"t{number}"): torch.full((1 << 18,), float(number)) for number in range(8)})
+    asked = on(file_system, monkeypatch)
+    aggregate(tmp_path / "c", tmp_path / "out", workers=2)
+    (first, second) = sorted(asked) or [(0, 0)] * 2
+    if file_system == 0xEF53:
+        assert first[0] == 0 and second[0] == first[1] and min(first[1], second[1]) > 3 << 20
+        assert sum(second) == (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert (len(asked) == 2) == (file_system == 0xEF53)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert all((found[f"t{number}"] == number).all() for number in range(8))
+
+
+def test_an_aggregation_whose_room_is_not_there_leaves_nothing(tmp_path, monkeypatch):
+    write(tmp_path / "c", {(MASTER, "t"): torch.ones(1 << 20)})
+
+    class Libc:
+        def fallocate(self, descriptor, mode, offset, size):
+            preallocation.ctypes.set_errno(preallocation.errno.ENOSPC)
+            return -1
+
+    monkeypatch.setattr(preallocation, "_libc", Libc)
+    monkeypatch.setattr(preallocation, "_type_of_file_system", lambda *_: 0xEF53)
+    with pytest.raises(CheckpointError, match="cannot write .*No space left"):
+        aggregate(tmp_path / "c", tmp_path / "out", workers=2)
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_small_files_reserve_nothing(tmp_path, monkeypatch):
