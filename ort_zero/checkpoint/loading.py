@@ -92,12 +92,12 @@ def load(
     saved = _read_training_state(folder, source, trust_pickle, ranks)
     with ranks.raise_on_all(_WHAT):
         refuse_misfit(state, source, strict)
+        check_counters(saved.counters, state, folder.path())
         if full:
-            refuse_other_optimizer(state, source)
+            refuse_other_optimizer(state, source, saved)
         if load_lr_scheduler_states and not load_module_only:
             refuse_other_scheduler(state, saved, source.root)
         settings = optimizer_settings(state, source, full)
-        check_counters(saved.counters, state, folder.path())
         staged = StagedState(state, source, full)
         reader = CheckedReader(folder, source.files)
         reader.read(staged.requests())

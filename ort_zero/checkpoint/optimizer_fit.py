@@ -17,12 +17,13 @@ _VARIANT = re.compile(r"^(mu(?=adam|sgd))?(deepspeed)?(cpu|fused|torch)?")
 """Matches what tells implementations of one optimizer apart at the beginning of their names in lower case."""
 
 
-def refuse_other_optimizer(state: EngineState, source: Source) -> None:
+def refuse_other_optimizer(state: EngineState, source: Source, saved: TrainingState) -> None:
     """Raise if the engine's optimizer cannot go on from the checkpoint's states; warn of another class with the same.
 
     Args:
         state: state of the engine.
         source: the checkpoint.
+        saved: what it holds besides; its counters are right.
 
     Raises:
         CheckpointError: the checkpoint's optimizer has other states than the engine's.
@@ -33,8 +34,9 @@ def refuse_other_optimizer(state: EngineState, source: Source) -> None:
     engine_class = type(base).__name__
     stored = {t.kind for t in source.tensors if t.is_optimizer_state}
     numbers = set(source.optimizer.scalars) if source.optimizer is not None else set()
-    if source.optimizer is not None and not stored and not source.step:
-        return  # saved before the first step, which makes the states
+    steps = saved.counters.get("global_steps", 0) - saved.counters.get("skipped_steps", 0)
+    if source.optimizer is not None and not stored and not steps:
+        return  # saved before the first step that was not skipped, which makes the states
     live = _live_states(state)
     way_out = "load it with load_optimizer_states=False to take the weights only"
     if source.optimizer is None or (not stored and (live is None or live.elementwise)):

@@ -260,10 +260,16 @@ class _WholeWrites:
 
 
 def open_folder(url: str | os.PathLike) -> Folder:
-    """Return the folder behind a local path or an fsspec URL; it need not exist yet."""
+    """Return the folder behind a local path or an fsspec URL; it need not exist yet.
+
+    Raises:
+        CheckpointError: the path is empty, which would be the root of the file system.
+    """
     text = os.fspath(url)
     if text.startswith("file://"):
         text = text.removeprefix("file://")
+    if not text.strip():
+        raise CheckpointError("no folder was given: the path is empty")
     if "://" not in text:
         return LocalFolder(text)
     from ort_zero.checkpoint.remote_storage import RemoteFolder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +128,33 @@ def test_a_class_with_the_same_states_is_one_warning(tmp_path, caplog):
     (warning,) = warnings_of(caplog)
     assert "RMSprop" in warning and "Own" in warning
     step(engine, range(2, 3))  # "step" is a tensor, as torch's own class wants it
+    engine.destroy()
+
+
+def test_a_run_whose_steps_were_all_skipped_resumes(tmp_path):
+    """As those of fp16 are, until the loss scale is found."""
+    engine = made()
+    engine.global_steps = engine.skipped_steps = 3
+    engine.save_checkpoint(str(tmp_path))
+    step(engine, range(2))
+    after = values_of(engine)
+    engine.destroy()
+    engine = made(model=Odd(seed=1))
+    engine.load_checkpoint(str(tmp_path))
+    assert (engine.global_steps, engine.skipped_steps) == (3, 3)
+    step(engine, range(2))
+    assert not differences(engine, after)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("path", ["", " ", "file://"])
+def test_an_empty_path_is_not_the_root_of_the_file_system(path, tmp_path):
+    engine = made()
+    for action in (engine.save_checkpoint, engine.load_checkpoint):
+        if path or action == engine.save_checkpoint:  # DeepSpeed's own loader takes an empty one
+            with pytest.raises(CheckpointError, match="the path is empty"):
+                action(path, tag="ort_zero_must_not_be_here")
+    assert not list(Path("/").glob("ort_zero_must_not*"))
     engine.destroy()
 
 
