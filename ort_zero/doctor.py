@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 from ort_zero import __version__, env
-from ort_zero.compat import extensions, versions
+from ort_zero.compat import deepspeed_programs, extensions, versions
 from ort_zero.errors import BuildError
 from ort_zero.masking import masked
 from ort_zero.utils.cpu_count import usable_cores
@@ -99,6 +99,11 @@ def examine() -> Report:
         providers, trouble = _providers()
         if trouble is not None:
             problems.append(trouble)
+    program = deepspeed_programs.missing_program()
+    if program is not None:
+        problems.append(
+            Problem(what=f"this DeepSpeed needs the program {program} on CPUs", fix=f"apt-get install {program}")
+        )
     entry_point = _has_entry_point()
     problems += _switched_off(entry_point)
     return Report(
