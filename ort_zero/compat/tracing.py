@@ -27,6 +27,7 @@ from ort_zero.compat.trace_operators import assign, complex_number, computed_aft
 from ort_zero.compat.trace_origins import Origin, Origins
 from ort_zero.compat.trace_sizes import ELEMENTS, TRUTH, SizeReads
 from ort_zero.compat.trace_state import trace_goes_on
+from ort_zero.compat.trace_switches import GradientSwitches
 from ort_zero.compat.trace_views import Views, changed_by
 from ort_zero.compat.traced_numbers import NumberReadError, TracedNumbers
 from ort_zero.compat.value_reads import Guard, ValueReadError
@@ -91,6 +92,8 @@ class Seen(Protocol):
     """The tensors that are Python numbers outside of the trace."""
     aliases: Aliases
     """The tensors that share memory."""
+    switches: GradientSwitches
+    """The parameters whose ``requires_grad`` was switched."""
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a result that depends on the arguments."""
@@ -124,6 +127,8 @@ class TracedInputs:
     """Attributes that are inputs of the graph."""
     numbers: Sequence[torch.Tensor] = ()
     """Those of both kinds that stand for numbers of Python: tensors without axes."""
+    frozen: frozenset[int] = frozenset()
+    """``id()`` of the parameters that want no gradient."""
 
 
 NO_INPUTS = TracedInputs()
@@ -140,6 +145,7 @@ class _Observer(TorchFunctionMode):
         self._draws = draws
         self._numbers = TracedNumbers(list(inputs.numbers))
         self._views = Views()
+        self.switches = GradientSwitches(inputs.frozen)
         self._normalised: dict[torch.nn.Module, tuple[torch.Tensor, bool]] = {}
         """Last result and mode of each module that keeps running statistics: its calls change them in turn."""
         self._sized = next((tensor for tensor in inputs.arguments if tensor.dim()), None)
@@ -153,6 +159,13 @@ class _Observer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         func = getattr(func, "unobserved", func)
+        switched = _switched(func, args, kwargs)
+        if switched is None:
+            args, kwargs = self.switches.put_into(args, kwargs)
+        elif torch.jit.is_tracing() and not _is_called_by_us():
+            problem = self.switches.note(args[0], switched)
+            if problem is not None:
+                raise ValueReadError(self.running(), problem, user_line())
         if func in _TAKE_NO_BOOLS:
             # the exporter's passes know no such operator with a Python bool
             args = tuple(int(a) if isinstance(a, bool) else a for a in args)
@@ -259,8 +272,6 @@ class _Observer(TorchFunctionMode):
             and not _is_called_by_us()
         ):
             problem = "puts a hook on the gradient of a tensor"
-        if _switches_gradients(func, args, kwargs) and not _is_called_by_us():
-            problem = "switches the gradient of a parameter on or off"
         if func in _STORAGES and _users_call(sys._getframe(1)):
             problem = "looks at the memory of a tensor"
         if problem is not None:
@@ -397,15 +408,13 @@ class _Observer(TorchFunctionMode):
             self._guard(func, tensor, read)
 
 
-def _switches_gradients(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Return whether a call changes ``requires_grad`` of a parameter, which a trace does not follow."""
+def _switched(func: Any, args: tuple, kwargs: dict) -> bool | None:
+    """Return what a call makes of ``requires_grad`` of a parameter; None if it does nothing of the kind."""
     property_ = getattr(getattr(func, "__self__", None), "__name__", "")
     setter = getattr(func, "__name__", "") == "__set__" and property_ == "requires_grad"
     if not (setter or func is torch.Tensor.requires_grad_) or not isinstance(args[0], torch.nn.Parameter):
-        return False
-    wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
-    with _C.DisableTorchFunction():
-        return bool(wanted) != args[0].requires_grad
+        return None
+    return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
 
 
 def _users_call(frame: FrameType | None) -> bool:

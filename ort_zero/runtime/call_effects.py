@@ -59,6 +59,8 @@ def carry_out(
             change_in_place(tracked, torch.Tensor.add_, 1)  # an update that the exporter leaves out
         for child, mode in effects.modes:
             child.training = mode
+        for name, wanted in effects.switched:
+            module.get_parameter(name).requires_grad_(wanted)
         first += len(effects.changed)
         for (place, in_place), value in zip(effects.attributes, tensors[first:], strict=False):
             attribute_guard.assign(place, value, in_place)

@@ -149,6 +149,20 @@ def test_a_policy_that_allows_it_lets_pytorch_run_it_and_shows_why(ortmodule, mo
     assert manager._raised_fallback_exception != retry
 
 
+def test_a_graph_of_the_export_cache_is_no_way_around_a_policy(ortmodule, monkeypatch, tmp_path):
+    from onnxruntime.training.ortmodule import _fallback
+
+    monkeypatch.setenv("ORTMODULE_CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        model, args = case("operator")
+        ortmodule.ORTModule(model)(*args)
+    assert "hit" in report()["transitions"][-1]["cache"]
+    monkeypatch.setenv("ORTMODULE_FALLBACK_POLICY", "FALLBACK_DISABLE")
+    model, args = case("operator")
+    with pytest.raises(_fallback.ORTModuleONNXModelException, match="aten::cross"):
+        ortmodule.ORTModule(model)(*args)
+
+
 def test_a_policy_that_the_program_sets_counts_like_the_variable(ortmodule, monkeypatch):
     from onnxruntime.training.ortmodule import _fallback
 

@@ -120,12 +120,45 @@ def test_times_that_are_not_written_are_named():
 
 def freezes(model, x):
     model.linear.requires_grad_(False)
-    y = model.linear(x)
+    first = model.linear(x)
+    model.linear.weight.requires_grad = True
+    return first + 2 * model.linear(x) + model.norm(x)
+
+
+def leaves_frozen(model, x):
+    first = model.linear(x)
+    model.linear.bias.requires_grad_(False)
+    return first + model.linear(2 * x) + model.norm(x)
+
+
+@pytest.mark.parametrize("function", [freezes, leaves_frozen])
+def test_parameters_whose_gradient_a_forward_switches_off(function):
+    module = Model(function)
+    reference = copy.deepcopy(module)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)
+    for step in range(4):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        for model, own in ((wrapped, module), (reference, reference)):
+            own.linear.bias.requires_grad_(step != 2)
+            model.zero_grad()
+            model(x).square().sum().backward()
+        for one, other in zip(module.parameters(), reference.parameters()):
+            assert one.requires_grad == other.requires_grad
+            none = torch.zeros_like(one)
+            torch.testing.assert_close(
+                none if one.grad is None else one.grad, none if other.grad is None else other.grad
+            )
+    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 4, "backward": 4}
+
+
+def thaws(model, x):
     model.linear.requires_grad_(True)
-    return y + model.norm(x)
+    return model.linear(x) + model.norm(x)
 
 
-def test_parameters_whose_gradient_a_forward_switches_are_refused():
-    wrapped = wrap_model(Model(freezes), config.OrtModuleConfig(), stage=0)[1]
-    with pytest.raises(ExportError, match=r"switches the gradient of a parameter .*test_calls_in_turn.py"):
+def test_parameters_that_a_forward_thaws_are_refused():
+    module = Model(thaws)
+    module.linear.requires_grad_(False)
+    wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)[1]
+    with pytest.raises(ExportError, match=r"switches the gradient of a frozen parameter on .*test_calls_in_turn.py"):
         wrapped(torch.ones(2, 6))

@@ -73,6 +73,8 @@ class Effects:
     """Normalisation modules that count their batches."""
     modes: list[tuple[torch.nn.Module, bool]] = field(default_factory=list)
     """Modules that the forward leaves in another mode (``training``)."""
+    switched: list[tuple[str, bool]] = field(default_factory=list)
+    """Names of the parameters that the forward freezes, or frees, and whether they want gradients then."""
 
     @property
     def first_guard(self) -> int:
@@ -133,6 +135,10 @@ class Tracer:
         self._by_value = by_value
         self._modes: list[tuple[torch.nn.Module, bool]] = []
         """Mode of each module at the time of the call."""
+        self._frozen: frozenset[int] = frozenset()
+        """``id()`` of the parameters that are frozen at the time of the call."""
+        self._trainable: list[tuple[torch.nn.Parameter, bool]] = []
+        """Whether each parameter wants a gradient when the module is run."""
         self.inputs = inputs
         self.settled = settled
         self._pytorch_context = pytorch_context
@@ -198,17 +204,18 @@ class Tracer:
 
     @contextlib.contextmanager
     def everything_trainable(self, module: torch.nn.Module) -> Iterator[None]:
-        """Let all floating-point weights of `module` want gradients in the block, if the graph has gradients."""
-        frozen = [p for p in module.parameters() if not p.requires_grad and p.is_floating_point()]
-        if not self.training:
-            frozen = []
+        """Let all floating-point weights of `module` want gradients in the block, if the graph has gradients.
+
+        What the module itself switches does not outlast the block.
+        """
+        before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        self._frozen = frozenset(id(parameter) for parameter, wanted in before if not wanted)
+        self._trainable = [(p, wanted or self.training and p.is_floating_point()) for p, wanted in before]
         try:
-            for parameter in frozen:
-                parameter.requires_grad_(True)
+            _set_trainable(self._trainable)
             yield
         finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
+            _set_trainable(before)
 
     def run_module(self, module: torch.nn.Module, tensors: tuple) -> tuple[list[torch.Tensor], Any]:
         """Run the module on its arguments, put together; return the tensors of the result, and its structure."""
@@ -275,7 +282,13 @@ class Tracer:
         input_versions = [version_of(tensor) for tensor in inputs]
         numbers = [given[i] for i in self.numbers.values()]
         numbers += [inputs[i] for i in self.inputs.numbers] if self.inputs else []
-        traced = tracing.TracedInputs(arguments=given, names=self.call.names, attributes=inputs, numbers=numbers)
+        traced = tracing.TracedInputs(
+            arguments=given,
+            names=self.call.names,
+            attributes=inputs,
+            numbers=numbers,
+            frozen=self._frozen if self.training else frozenset(),
+        )
         placed = self.inputs.placed(inputs) if self.inputs else contextlib.nullcontext()
         buffers = BufferChanges(module)
         state = self._state()
@@ -283,6 +296,7 @@ class Tracer:
             state.put_back(self._put_back)
         containers = ArgumentChanges(args, kwargs, known, drop_caches=self.drop_caches)
         self._put_modes_back()
+        _set_trainable(self._trainable)
         draws = RandomDraws(module)  # the first run may have made generators
         lines = draws.lines_followed() if self._has_drawn else contextlib.nullcontext()
         with placed, tracing.watched(traced, draws) as seen, lines, left_behind.collected() as left:
@@ -348,6 +362,11 @@ class Tracer:
             buffers=[change for change, _ in changed_buffers],
             guards=[(guard.value, guard.read) for guard in seen.guards],
             modes=modes,
+            switched=[
+                (held[key], p.requires_grad)
+                for key, (p, wanted) in seen.switches.first.items()
+                if key in held and p.requires_grad is not wanted
+            ],
             counting=[m for m in seen.normalised if m.num_batches_tracked is not None],
         )
         more = [seen.anchored(handed[i], given) for i in changed] + [
@@ -424,3 +443,9 @@ def _never_unpacked(nothing: None) -> torch.Tensor:
             "the graph does not write it at each step: return it from forward instead"
         )
     raise RuntimeError("the module computes gradients inside its forward, which an ONNX graph cannot contain")
+
+
+def _set_trainable(parameters: Sequence[tuple[torch.nn.Parameter, bool]]) -> None:
+    for parameter, wanted in parameters:
+        if parameter.requires_grad is not wanted:
+            parameter.requires_grad_(wanted)

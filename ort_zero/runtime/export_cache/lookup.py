@@ -190,8 +190,8 @@ class Lookup:
         info, effects = exported.info, exported.effects
         if effects.views is not None:
             raise NotStorable("a result of the forward is a view of another tensor")
-        if effects.modes:
-            raise NotStorable("the forward leaves a module in another mode")
+        if effects.modes or effects.switched:
+            raise NotStorable("the forward leaves a module in another mode, or a parameter frozen")
         paths = {id(child): path for path, child in self.module.named_modules()}
         return {
             "result": serialization.encode(info.module_forward_output_schema, "result"),
@@ -218,6 +218,7 @@ class Lookup:
             "sizes": size_guards.written(exported.key.size_guard),
             "operators": _operators(built.model),
             "taken": routes.reasons,
+            "without symbolic": routes.without_symbolic,
             "info": asdict(built.info),
             "fused loss": None if built.fused is None else _written_fused(built.fused),
         }
@@ -269,6 +270,7 @@ class Lookup:
             raise ValueError("it is for other sizes")
         key = dataclasses.replace(self.observed.export, attributes=self._read_values(meta["attributes"]), sizes=sizes)
         routes.reasons.update(meta["taken"])
+        routes.without_symbolic.update(meta.get("without symbolic", {}))
         unreached = frozenset(meta.get("unreached", ()))
         return ExportedModule(key, info, effects, frozenset(meta["differentiable"]), unreached=unreached), built
 
