@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
-from ort_zero.compat.frames import Frame, is_foreign, is_only_message, is_ours, users_line
 from ort_zero.compat.impure_calls import is_time, notice_time, noticed
 from ort_zero.compat.size_calls import counted_axis, have_one_shape, note_call, numbers_among, uses_of
 from ort_zero.compat.size_lists import with_open_lists
@@ -29,52 +25,27 @@ from ort_zero.compat.trace_sizes import ELEMENTS, TRUTH, SizeReads
 from ort_zero.compat.trace_state import trace_goes_on
 from ort_zero.compat.trace_switches import GradientSwitches
 from ort_zero.compat.trace_views import Views, changed_by
+from ort_zero.compat.traced_calls import (
+    BOOKKEEPING,
+    CHECKING,
+    COUNTING,
+    COUNTS,
+    EQUALITIES,
+    MOST_VALUES,
+    READS,
+    STORAGES,
+    TAKE_NO_BOOLS,
+    forward_line,
+    is_called_by_us,
+    is_read_by_ort,
+    is_users_call,
+    switched,
+    user_line,
+)
 from ort_zero.compat.traced_numbers import NumberReadError, TracedNumbers
 from ort_zero.compat.value_reads import Guard, ValueReadError
 
 _C: Any = torch._C
-_TAKE_NO_BOOLS = frozenset(
-    {torch.Tensor.ne, torch.Tensor.eq, torch.ne, torch.eq, torch.Tensor.__eq__, torch.Tensor.__ne__}
-    | {torch.Tensor.masked_fill, torch.Tensor.masked_fill_, torch.masked_fill, torch.Tensor.fill_}
-    | {torch.Tensor.index_fill, torch.Tensor.index_fill_, torch.index_fill, torch.Tensor.scatter, torch.scatter}
-)
-"""Functions whose Python numbers decide nothing about the type of the result."""
-_ON_THE_WAY = (os.path.join("compat", "tracing.py"), "overrides.py", "_tensor.py")
-"""Ends of the names of the files between the user's code and a function that the mode sees."""
-MOST_VALUES = 256
-"""Maximum number of elements of a tensor that Python may read as a setting; a larger tensor is data."""
-_READS: dict[Any, str] = {
-    torch.Tensor.__bool__: "takes a tensor for a Python bool",
-    torch.Tensor.__int__: "takes a tensor for a Python int",
-    torch.Tensor.__float__: "takes a tensor for a Python float",
-    torch.Tensor.__index__: "takes a tensor for a Python int",
-    torch.Tensor.item: "takes a tensor for a Python number",
-    torch.Tensor.__complex__: "takes a tensor for a Python number",
-    torch.Tensor.__contains__: "looks for a value in a tensor",
-    torch.Tensor.tolist: "takes a tensor for a Python list",
-    **dict.fromkeys((torch.Tensor.is_nonzero, torch.is_nonzero), "takes a tensor for a Python bool"),
-    **dict.fromkeys((torch.Tensor.numpy, torch.Tensor.__array__), "takes a tensor for a NumPy array"),
-    torch.Tensor.__dlpack__: "hands the memory of a tensor to another library",
-}
-_EQUALITIES: dict[Any, Any] = {
-    **dict.fromkeys((torch.Tensor.equal, torch.equal), torch.eq),
-    **dict.fromkeys((torch.Tensor.allclose, torch.allclose), torch.isclose),
-}
-"""Functions that compare tensors for Python, to those that do so for each element."""
-_COUNTING = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
-"""Functions by which a normalisation module counts its batches, in place."""
-_CHECKING = frozenset(function for name, function in vars(torch.nn.functional).items() if "dropout" in name)
-"""Functions that compare their numbers with limits before they take them for Python numbers."""
-_STORAGES = frozenset({torch.Tensor.untyped_storage, torch.Tensor.storage})
-_BOOKKEEPING = frozenset({"_version", "requires_grad", "grad_fn", "is_leaf", "layout"})
-"""Properties of a tensor that say nothing about its values."""
-_COUNTS: dict[Any, str] = {
-    torch.Tensor.__iter__: "loops over a tensor",
-    torch.Tensor.__len__: "takes the length of a tensor",
-    **dict.fromkeys((torch.Tensor.unbind, torch.unbind), "takes a tensor apart"),
-    **dict.fromkeys((torch.Tensor.split, torch.split, torch.Tensor.chunk, torch.chunk), "takes a tensor apart"),
-}
-"""Functions whose number of results depends on the shape of their argument."""
 
 
 class Seen(Protocol):
@@ -159,14 +130,14 @@ class _Observer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         func = getattr(func, "unobserved", func)
-        switched = _switched(func, args, kwargs)
-        if switched is None:
+        wanted = switched(func, args, kwargs)
+        if wanted is None:
             args, kwargs = self.switches.put_into(args, kwargs)
-        elif torch.jit.is_tracing() and not _is_called_by_us():
-            problem = self.switches.note(args[0], switched)
+        elif torch.jit.is_tracing() and not is_called_by_us():
+            problem = self.switches.note(args[0], wanted)
             if problem is not None:
                 raise ValueReadError(self.running(), problem, user_line())
-        if func in _TAKE_NO_BOOLS:
+        if func in TAKE_NO_BOOLS:
             # the exporter's passes know no such operator with a Python bool
             args = tuple(int(a) if isinstance(a, bool) else a for a in args)
             kwargs = {name: int(a) if isinstance(a, bool) else a for name, a in kwargs.items()}
@@ -183,15 +154,15 @@ class _Observer(TorchFunctionMode):
             return func(*args, **kwargs)
         func, args, kwargs = with_open_lists(self.size_numbers.out_of_place(func, args), args, kwargs)
         given = (*args, *kwargs.values())
-        if getattr(getattr(func, "__self__", None), "__name__", "") not in _BOOKKEEPING:
+        if getattr(getattr(func, "__self__", None), "__name__", "") not in BOOKKEEPING:
             self._note_used(given)
         self._refuse_arguments(given)
         self._refuse_untraceable(func, args, kwargs)
-        if func in _COUNTING and isinstance(module := self.running(), torch.nn.modules.batchnorm._NormBase):
+        if func in COUNTING and isinstance(module := self.running(), torch.nn.modules.batchnorm._NormBase):
             if args[0] is module.num_batches_tracked:
                 self.normalised.append(module)
-        if func in _EQUALITIES and have_one_shape(self.sizes, args[0], given[1]):
-            same = _EQUALITIES[func](*args, **kwargs).all()
+        if func in EQUALITIES and have_one_shape(self.sizes, args[0], given[1]):
+            same = EQUALITIES[func](*args, **kwargs).all()
             self._guard_if_data(torch.Tensor.__bool__, same, "compares tensors for Python")
             self.sizes.note(same, TRUTH)
         uses = [(t, uses_of(t)) for t in given[1:] if self._may_become_number(t)]
@@ -203,7 +174,7 @@ class _Observer(TorchFunctionMode):
         note_call(self.sizes, func, args, kwargs, result, sizes)
         for number, before in uses:
             # the trace has no use of a tensor that was taken for a Python number
-            if isinstance(result, torch.Tensor) and (uses_of(number) == before or func in _CHECKING):
+            if isinstance(result, torch.Tensor) and (uses_of(number) == before or func in CHECKING):
                 self._guard_if_data(torch.Tensor.__float__, number, "takes a tensor for a Python float")
         _correct(result)
         self.size_numbers.follow(func, args, result)
@@ -266,13 +237,9 @@ class _Observer(TorchFunctionMode):
         The hooks of parameters see the gradients that leave the graph.
         """
         problem = self._views.problem(func, args, kwargs)
-        if (
-            func is torch.Tensor.register_hook
-            and not isinstance(args[0], torch.nn.Parameter)
-            and not _is_called_by_us()
-        ):
+        if func is torch.Tensor.register_hook and not isinstance(args[0], torch.nn.Parameter) and not is_called_by_us():
             problem = "puts a hook on the gradient of a tensor"
-        if func in _STORAGES and _users_call(sys._getframe(1)):
+        if func in STORAGES and is_users_call(sys._getframe(1)):
             problem = "looks at the memory of a tensor"
         if problem is not None:
             raise ValueReadError(self.running(), problem, user_line())
@@ -316,7 +283,7 @@ class _Observer(TorchFunctionMode):
         """Raise if the code that ran last has drawn random numbers that the tracer takes for constants."""
         drawn = self._draws.since_last() if self._draws is not None else None
         if self._draws is not None and drawn is not None:
-            self.refuse(drawn[0], drawn[1] or _forward_line(self.running()), self._draws.function)
+            self.refuse(drawn[0], drawn[1] or forward_line(self.running()), self._draws.function)
 
     def forget_draws(self) -> None:
         """Let what was drawn since the last look not count."""
@@ -365,7 +332,7 @@ class _Observer(TorchFunctionMode):
 
     def _guard(self, func: Any, tensor: torch.Tensor, read: ValueReadError) -> None:
         """Note what Python takes from `tensor`; raise for what changes with every batch."""
-        if func in _COUNTS:
+        if func in COUNTS:
             if len(self.modules) > 1:
                 raise read  # such as a loop over the experts that were hit
             count: Any = tensor.size(0)  # a tensor while a trace is made
@@ -383,8 +350,8 @@ class _Observer(TorchFunctionMode):
         Raises:
             ValueReadError: the result depends on random numbers alone, so that it changes all the time.
         """
-        mode = "shape" if func in _COUNTS else "value"
-        what = _COUNTS.get(func) or _READS.get(func)
+        mode = "shape" if func in COUNTS else "value"
+        what = COUNTS.get(func) or READS.get(func)
         if what is None or not isinstance(args[0], torch.Tensor) or not torch.jit.is_tracing():
             return None
         # what data decides the size of, nonzero() and the like, is the first axis
@@ -395,7 +362,7 @@ class _Observer(TorchFunctionMode):
     def _dependence(self, tensor: torch.Tensor, mode: str, what: str) -> ValueReadError | None:
         """Return what Python does with a tensor if data decides about it; raise if random numbers alone do."""
         origin = self.origins.of(_C._get_value_trace(tensor), mode)
-        if origin is Origin.FIXED or _is_read_by_ort():
+        if origin is Origin.FIXED or is_read_by_ort():
             return None
         if origin is Origin.RANDOM:
             self.refuse(what.replace("a tensor", "a random tensor"))
@@ -406,48 +373,6 @@ class _Observer(TorchFunctionMode):
         read = self._dependence(tensor, "value", what)
         if read is not None:
             self._guard(func, tensor, read)
-
-
-def _switched(func: Any, args: tuple, kwargs: dict) -> bool | None:
-    """Return what a call makes of ``requires_grad`` of a parameter; None if it does nothing of the kind."""
-    property_ = getattr(getattr(func, "__self__", None), "__name__", "")
-    setter = getattr(func, "__name__", "") == "__set__" and property_ == "requires_grad"
-    if not (setter or func is torch.Tensor.requires_grad_) or not isinstance(args[0], torch.nn.Parameter):
-        return None
-    return bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
-
-
-def _users_call(frame: FrameType | None) -> bool:
-    """Return whether the user's code calls what the mode sees, for more than a message."""
-    while frame is not None and frame.f_code.co_filename.endswith(_ON_THE_WAY):
-        frame = frame.f_back
-    return frame is not None and not is_foreign(frame.f_code.co_filename) and not is_only_message(frame, text=False)
-
-
-def _is_called_by_us() -> bool:
-    """Return True if code of ort_zero or DeepSpeed calls the function that the mode sees."""
-    frames = (frame.filename for frame in reversed(traceback.extract_stack()))
-    caller = next(name for name in frames if name != __file__ and not name.endswith(("overrides.py", "_tensor.py")))
-    return is_ours(caller)
-
-
-def _is_read_by_ort() -> bool:
-    """Return True if a hook of ORTModule reads: it looks how much of a batch is padding, and both answers are right."""
-    frames = (frame.filename for frame in reversed(traceback.extract_stack()))
-    caller = next(name for name in frames if name != __file__ and not name.endswith("overrides.py"))
-    return "onnxruntime" in caller
-
-
-def _forward_line(module: torch.nn.Module | None) -> str:
-    """Return where the forward of a module begins, as :func:`user_line` would."""
-    code = getattr(getattr(module, "forward", None), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno} in forward" if code is not None else "unknown line"
-
-
-def user_line() -> str:
-    """Return "FILE:LINE in FUNCTION" of the model's code that runs."""
-    stack = (Frame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_stack())
-    return users_line(stack) or "unknown line"
 
 
 def _correct(result: Any) -> None:

@@ -26,7 +26,7 @@ from ort_zero.runtime.error_messages import cause_of, explain
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, can_be_input
 from ort_zero.runtime.export.attribute_paths import ATTRIBUTE, MODULE, Place, PlaceFinder, is_number
-from ort_zero.runtime.export.attribute_reads import AttributeChangedError, StartValuesError
+from ort_zero.runtime.export.attribute_records import AttributeChangedError, StartValuesError
 from ort_zero.runtime.export.buffer_states import BufferStates
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.pytorch_calls import CALLS

@@ -207,7 +207,7 @@ class Runtime:
             self.modes[manager.training] = GraphTransitionManager(
                 builder, module_guard, self.attribute_guard, self.history, self.config.graph_cache_size
             )
-        self.modes[manager.training].builder.prefetch_elements = self.prefetch_elements
+        self.modes[manager.training].builder.processor.prefetch_elements = self.prefetch_elements
         manager.device = module_guard.device
         return self.modes[manager.training]
 

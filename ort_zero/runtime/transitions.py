@@ -238,7 +238,7 @@ class GraphTransitionManager:
                     graph = self.builder.build(observed, call, subscribers, number, anew=transition.forced)
                 else:
                     exported = self._numbered(transition.graph).exported
-                    graph = self.builder.process(exported, observed.process, number, call)
+                    graph = self.builder.processor.process(exported, observed.process, number, call)
             self.builder.output.drop()
             self.changes.graph_built()
             self.history.graphs = number

@@ -252,3 +252,21 @@ def test_a_backward_sees_the_argument_as_it_was():
     for model in (reference, wrapped):
         model(x_of(0)).backward()
     torch.testing.assert_close(module.layer.weight.grad, reference.layer.weight.grad)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model, x: nn.functional.linear(x, model.layer.weight.detach()) + model.layer(2 * x),
+        lambda model, x: nn.functional.linear(x, model.layer.weight.detach(), model.layer.bias),
+        lambda model, x: model.layer(x) * model.layer.weight.data.sum() + x.detach(),
+    ],
+)
+def test_no_gradient_reaches_a_weight_through_detach(function):
+    runtime, wrapped, reference, module = both(function)
+    for model in (wrapped, reference):
+        model(x_of(1)).square().sum().backward()
+    for one, other in zip(module.parameters(), reference.parameters()):
+        none = torch.zeros_like(one)
+        torch.testing.assert_close(*(none if p.grad is None else p.grad for p in (one, other)))
+    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 1, "backward": 1}

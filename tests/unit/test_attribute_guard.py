@@ -11,7 +11,8 @@ from torch import nn
 from ort_zero.compat.frames import is_augmented_read
 from ort_zero.runtime.export.attribute_inputs import AttributeInputs
 from ort_zero.runtime.export.attribute_paths import ATTRIBUTE, ITEM, MISSING, MODULE, Place, same
-from ort_zero.runtime.export.attribute_reads import AttributeChangedError, AttributeReads
+from ort_zero.runtime.export.attribute_reads import AttributeReads
+from ort_zero.runtime.export.attribute_records import AttributeChangedError
 from ort_zero.runtime.guards.attribute_changes import AttributeChanges
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard, ReadValues
 

@@ -241,6 +241,10 @@ def _as_traced(result, node: TracedNode, context):
             values[i] = value = context.op("Cast", value, to_i=ELEM_TYPES[wanted][0])
         if node.stops_gradient(out):
             kind = value.type()
+            if value.node().kind() == "prim::Param":
+                # ORT asks for the gradient of whatever reads a weight itself; an Identity would be left out
+                value = context.op("Sum", value)
+                value.setType(kind)
             values[i] = context.op("org.pytorch.aten::ATen", value, operator_s=STOP_GRADIENT)
             values[i].setType(kind)
     return values if isinstance(result, (list, tuple)) else values[0]

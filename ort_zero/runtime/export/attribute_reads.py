@@ -6,23 +6,17 @@ The trace holds for the values that were read. :class:`ort_zero.runtime.export.t
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
 from types import (
-    BuiltinFunctionType,
     CodeType,
     FrameType,
     FunctionType,
-    MappingProxyType,
-    MethodType,
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,32 +28,25 @@ from ort_zero.compat.frames import (
     is_installed,
     is_only_filled,
     use_of_read,
-    user_line,
 )
-from ort_zero.compat.impure_calls import is_time
-from ort_zero.compat.size_numbers import REPLACED_BUILTINS, with_plain_keys
-from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table, version_of
-from ort_zero.compat.value_reads import ValueReadError
+from ort_zero.compat.size_numbers import REPLACED_BUILTINS
+from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table
 from ort_zero.log import get_logger
-from ort_zero.runtime.export import attribute_writes
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
-    CALLABLE,
     CELL,
     DEFAULT,
     GLOBAL,
     ITEM,
     MISSING,
-    MODULE,
     Place,
-    PlaceFinder,
     attributes_of,
     defaults_of,
     is_number,
     is_plain,
     is_slot,
-    same,
 )
+from ort_zero.runtime.export.attribute_records import CODE, AttributeRecord
 from ort_zero.runtime.export.callables import place_of
 from ort_zero.runtime.export.functions_with_values import (
     CONTAINERS,
@@ -69,67 +56,10 @@ from ort_zero.runtime.export.functions_with_values import (
 )
 from ort_zero.utils.profile_function import profile_function
 
-MOST_ITEMS = 64
-"""Maximum number of items of a container that are compared one by one; a larger one is compared as a whole."""
 _INTERNAL = frozenset(vars(torch.nn.Module()))
-_CODE = (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType, property, classmethod, staticmethod)
 
 
-@dataclass(slots=True)
-class Read:
-    """What Python code has read at one place while it was traced."""
-
-    value: Any
-    readers: list[torch.nn.Module] = field(default_factory=list)
-    """The innermost modules that ran when the value was read."""
-    line: str = ""
-    """``FILE:LINE in FUNCTION`` of the first read of a number or a tensor."""
-    version: int = 0
-    """How often a tensor had been changed in place."""
-
-
-class AttributeChangedError(BaseException):
-    """A forward reads numbers or tensors that it changes for the next call.
-
-    Not an Exception: no ``except`` of a model may take it for one of its own.
-
-    Args:
-        reads: the reads, by the places of the attributes.
-    """
-
-    def __init__(self, reads: Mapping[Place, ValueReadError]):
-        super().__init__("; ".join(map(str, reads.values())))
-        self.reads = dict(reads)
-
-
-class StartValuesError(BaseException):
-    """The forward decides by what it has left behind, and its first run in an export has changed that already.
-
-    Not an Exception: no ``except`` of a model may take it for one of its own.
-
-    Args:
-        places: attributes and containers that must have their values of the call when the forward is traced.
-    """
-
-    def __init__(self, places: Collection[Place]):
-        super().__init__("the forward decides by what it has left behind")
-        self.places = frozenset(places)
-
-
-class ValuesBefore(Protocol):
-    """The attributes at the time of the call for which a module is traced."""
-
-    def value_at(self, place: Place) -> Any:
-        """Return the value of an attribute, or the copy of what a container held; MISSING if there was none."""
-
-    def values_at(self, places: Iterable[Place]) -> Iterator[tuple[Place, Any]]:
-        """Yield each of `places` with the value of :meth:`value_at`."""
-
-    def number_type(self, place: Place) -> type | None:
-        """Return the type of an attribute that is a number when PyTorch runs the module, None for all else."""
-
-
-class AttributeReads:
+class AttributeReads(AttributeRecord):
     """Records the reads of one trace.
 
     Args:
@@ -148,22 +78,14 @@ class AttributeReads:
         plain_key: Callable[[Any], Any] = lambda key: key,
         callables: Iterable[Any] = (),
     ):
+        super().__init__(model, running, plain_key)
         self._enter = enter
-        self._plain_key = plain_key
-        self.reads: dict[Place, Read] = {}
-        """A place comes after that of the object that holds it."""
-        self._model = model
-        self._running = running
-        self._origins = {id(module): Place((MODULE, path)) for path, module in model.named_modules()}
-        self._alive: list[Any] = []
         self._known: dict[tuple[int, Any], Place | None] = {}
         """Place of each attribute that was read, by the object's ``id()`` and the name; None if it does not count."""
         self._patched: dict[type, Callable[[], None]] = {}
         self._codes: set[CodeType] = set()
         self._functions = {code: [found] for code, found in functions_of(model)}
         """Functions that hold values, with their places, by their code."""
-        self._copies: list[tuple[Place, Any, Any]] = []
-        """Place, container and a copy of what it held when it was read."""
         self._called: list[Any] = []
         """Objects among the arguments whose attributes are recorded."""
         for value in callables:
@@ -174,21 +96,6 @@ class AttributeReads:
             elif id(value) not in self._origins:
                 self._origins[id(value)] = place_of(value)
                 self._called.append(value)
-        self._updated: dict[tuple[int, str], tuple[Any, bool]] = {}
-        """Numbers that an augmented assignment takes, and whether it adds, by the object's ``id()`` and the name."""
-        self._looked_into: set[int] = set()
-        """``id()`` of the containers of which the code does more than to fill them."""
-        self._written: dict[Place, tuple[Any, torch.nn.Module | None]] = {}
-        """Attributes that the forward writes: the value before, and the innermost module that ran."""
-        self.changes: list[attribute_writes.Change] = []
-        """The changes that the forward makes; those that are inputs of the graph are left out."""
-        self.times: list[Place] = []
-        """Attributes that the forward gives times that it has measured; no run takes as long."""
-        self._before: ValuesBefore | None = None
-        self.kinds: set[Place] = set()
-        """Places of tensors of which only the kind counts: the trace has no use for their values."""
-        self.whole: set[Place] = set()
-        """Places of objects that were read at several places."""
 
     # -- while the module runs -------------------------------------------------------------------------------------
 
@@ -310,54 +217,6 @@ class AttributeReads:
         if place is not None:
             self._add(place, value)
 
-    def _read_again(self, place: Place) -> None:
-        read = self.reads.get(place)
-        module = self._running()
-        if read is not None and module is not None and all(module is not other for other in read.readers):
-            read.readers.append(module)
-
-    def _add(self, place: Place, value: Any, depth: int = 0) -> None:
-        """Note a value that was read for the first time, and where the parts of it can be found."""
-        if place in self.reads:
-            return self._read_again(place)
-        module = self._running()
-        read = self.reads[place] = Read(value, [module] if module is not None else [])
-        if is_number(value) or isinstance(value, torch.Tensor):
-            read.line = user_line()
-            read.version = version_of(value) if isinstance(value, torch.Tensor) else 0
-        if is_plain(value) or isinstance(value, (torch.Tensor, *_CODE)) or depth > 8:
-            return None
-        if id(value) in self._origins:
-            self.whole |= {place, self._origins[id(value)]} & self.reads.keys()
-            return None
-        self._alive.append(value)
-        if isinstance(value, (list, tuple, Mapping, collections.deque)):
-            self._origins[id(value)] = place
-            self._add_items(place, value, depth)
-        elif isinstance(value, SimpleNamespace):
-            self._origins[id(value)] = place
-            for name, part in vars(value).items():
-                self._add(place.then(ATTRIBUTE, name), part, depth + 1)
-        elif isinstance(value, functools.partial):
-            self._origins[id(value)] = place
-            for name in ("func", "args", "keywords"):
-                self._add(place.then(ATTRIBUTE, name), getattr(value, name), depth + 1)
-        elif isinstance(value, torch.nn.Module):
-            self._origins[id(value)] = place  # hidden from the tree in a plain container
-        elif has_readable_attributes(value):
-            self._origins[id(value)] = place
-            self._patch(type(value))
-        return None
-
-    def _add_items(self, place: Place, value: Any, depth: int) -> None:
-        keys = list(value) if isinstance(value, Mapping) else range(len(value))
-        if isinstance(value, (list, dict, collections.deque)):
-            self._copies.append((place, value, dict(value) if isinstance(value, dict) else list(value)))
-        if len(value) > MOST_ITEMS or not all(map(is_plain, keys)):
-            return
-        for key in keys:
-            self._add(place.then(ITEM, key), value[key], depth + 1)
-
     def _entered(self, frame: FrameType, event: str, argument: Any) -> None:
         """Note the globals that a function reads, before it runs."""
         code = frame.f_code
@@ -397,7 +256,7 @@ class AttributeReads:
                 self._note_global(root.then(ITEM, name), value, users)
 
     def _note_global(self, place: Place, value: Any, users: bool) -> None:
-        counts = is_plain(value) or users and not isinstance(value, (*_CODE, torch.nn.Module)) and (
+        counts = is_plain(value) or users and not isinstance(value, (*CODE, torch.nn.Module)) and (
             isinstance(value, (torch.Tensor, list, tuple, dict, SimpleNamespace)) or has_readable_attributes(value)
         )  # fmt: skip
         if counts and not place.steps[-1][1].startswith("__"):
@@ -407,7 +266,7 @@ class AttributeReads:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             with contextlib.suppress(ValueError):  # not set yet
                 value = cell.cell_contents
-                if not isinstance(value, (*_CODE, torch.nn.Module)):
+                if not isinstance(value, (*CODE, torch.nn.Module)):
                     self._note_use(function, name, value)
                     self._add(place.then(CELL, name), value)
         for name, value in defaults_of(function).items():
@@ -418,190 +277,6 @@ class AttributeReads:
     def _note_use(self, function: Any, name: str, value: Any) -> None:
         if isinstance(value, CONTAINERS) and not is_only_filled(function.__code__, name):
             self._looked_into.add(id(value))
-
-    # -- afterwards ------------------------------------------------------------------------------------------------
-
-    def finish(
-        self,
-        known: Collection[Place] = (),
-        used: Collection[int] = (),
-        before: ValuesBefore | None = None,
-        by_value: Collection[Place] = (),
-    ) -> None:
-        """Note what the forward has changed, and leave out of the reads what it has only filled.
-
-        Args:
-            known: attributes whose changes are known: they are inputs of the graph, or do not count.
-            used: ``id()`` of the tensors that the trace has a use for.
-            before: knows the attributes at the time of the call; None if the forward did not run in between.
-            by_value: numbers that the forward changes for the next call, and of which the graph holds for one value.
-
-        Raises:
-            StartValuesError: what the forward reads and writes was something else at the time of the call.
-            AttributeChangedError: the forward reads numbers or tensors, and changes them for the next call.
-        """
-        for _, container, _ in self._copies:
-            plain = with_plain_keys(container, self._plain_key) if isinstance(container, dict) else None
-            if plain is not None:
-                container.clear()
-                container.update(plain)
-        finder = PlaceFinder(self._model)
-        written = [
-            (place, value)
-            for place, value, container, _ in finder.find(list(self._written))
-            if place not in known and not isinstance(container, MappingProxyType)  # what a property computes
-        ]
-        self._before = before
-        for place, value in written:
-            if is_time(value):  # a measured time is nobody's to compute with, and no run takes as long
-                self._leave_out(place)
-                self.times.append(place)
-        written = [(place, value) for place, value in written if not is_time(value)]
-        self._note_updates(dict(written))
-        if before is not None:
-            self._compare_start(dict(written), before, known, finder)
-        self._note_filled(known)
-        changed: dict[Place, ValueReadError] = {}
-        reads = dict(self.reads)
-        for place, value, _, _ in finder.find(reads):
-            read = reads[place]
-            tensors = isinstance(value, torch.Tensor) and isinstance(read.value, torch.Tensor)
-            if place in known or value is read.value and not (tensors and version_of(value) != read.version):
-                continue
-            if place in by_value:
-                continue
-            if tensors and value is not read.value and id(read.value) not in used:
-                self.kinds.add(place)  # such as "is not None"
-            elif place.root[0] in (MODULE, GLOBAL, CALLABLE) and (
-                tensors or self._is_other_number(place, read.value, value)
-            ):
-                module = read.readers[0] if read.readers else None
-                name = place.named(type(self._model).__name__)
-                changed[place] = ValueReadError(module, f"reads {name}, and changes it for the next call", read.line)
-            elif not (place in self._written or is_plain(value) and is_plain(read.value)):
-                self._leave_out(place)
-        if changed:
-            raise AttributeChangedError(changed)
-        self._note_assigned(written)
-
-    def _compare_start(
-        self, written: Mapping[Place, Any], before: ValuesBefore, inputs: Collection[Place], finder: PlaceFinder
-    ) -> None:
-        """Raise if the trace has started from other values than the call; inputs of the graph do not count.
-
-        What was not there at the call, such as a table that a module computes once, does not count either.
-        """
-        at_start = before.value_at
-        others = []
-        unwritten = [
-            place
-            for place, now, _, _ in finder.find(self.reads)
-            if now is self.reads[place].value and place not in written and place not in inputs
-        ]
-        for place, then in before.values_at(unwritten):
-            now = self.reads[place].value
-            if is_plain(then) and (now is MISSING or is_plain(now)) and not same(now, then):
-                others.append(place)
-        for place in written:
-            if place in self.reads:
-                now, then = self.reads[place].value, at_start(place)
-                alike = any(is_kind(now) and is_kind(then) for is_kind in (is_number, _is_tensor, _is_container))
-                if not (now is then or alike or is_plain(now) and is_plain(then) and now == then):
-                    others.append(place)
-        for place, container, copy in self._copies:
-            if id(container) in self._looked_into and id(container) in self.changed_containers():
-                then = at_start(place)
-                if _is_container(then) and not attribute_writes.same_items(
-                    copy, then, without=_items_among(inputs, place)
-                ):
-                    others.append(place)
-        if others:
-            raise StartValuesError(others)
-
-    def _note_updates(self, written: Mapping[Place, Any]) -> None:
-        """Count as reads of numbers those assignments that do more than to add a number to them."""
-        for (owner, name), (before, adds) in self._updated.items():
-            place = self._origins[owner].then(ATTRIBUTE, name)
-            if place in written and not (adds and self._is_number(place, written[place])):
-                self._add(place, before)
-
-    def _note_filled(self, inputs: Collection[Place]) -> None:
-        for place, container, copy in self._copies:
-            now = list(container) if type(container) is collections.deque else container
-            carried = _items_among(inputs, place)  # these are written one by one
-            if carried:
-                now = dict(now) if isinstance(now, dict) else list(now)
-                for key in carried.intersection(range(len(now)) if isinstance(now, list) else now):
-                    if isinstance(copy, dict) and key in copy or isinstance(copy, list) and key < len(copy):
-                        now[key] = copy[key]
-            if attribute_writes.same_items(now, copy):
-                continue
-            how, value = attribute_writes.container_change(place, now if carried else container, copy)
-            self.changes.append(attribute_writes.Change(place, how, value))
-            if id(container) not in self._looked_into:
-                self._leave_out(place)
-
-    def _note_assigned(self, written: Sequence[tuple[Place, Any]]) -> None:
-        for place, value in written:
-            before, module = self._written[place]
-            if value is MISSING:
-                if before is not MISSING:
-                    self.changes.append(attribute_writes.Change(place, attribute_writes.DELETE, None, module))
-                continue
-            if isinstance(value, (*_CODE, torch.nn.Module)):
-                continue
-            adds = self._is_added_to(place) and self._is_number(place, value) and place not in self.reads
-            how, value = (attribute_writes.ADD, value - before) if adds else (attribute_writes.SET, value)
-            self.changes.append(attribute_writes.Change(place, how, value, module))
-
-    def _is_other_number(self, place: Place, before: Any, now: Any) -> bool:
-        if not is_number(before) or not self._is_number(place, now):
-            return False
-        return isinstance(now, torch.Tensor) or now != before
-
-    def _is_number(self, place: Place, value: Any) -> bool:
-        """Return whether PyTorch gives an attribute a number; one that is computed from sizes is a tensor here."""
-        if isinstance(value, torch.Tensor):
-            return self._before is not None and self._before.number_type(place) is not None
-        return is_number(value)
-
-    def _is_added_to(self, place: Place) -> bool:
-        return any(
-            adds and self._origins[owner].then(ATTRIBUTE, name) == place
-            for (owner, name), (_, adds) in self._updated.items()
-        )
-
-    def written_names(self) -> set[tuple[int, str]]:
-        """Return what the forward has written: ``id()`` of the dict of an object's attributes, and the name."""
-        finder, found = PlaceFinder(self._model), set()
-        for place in self._written:
-            own = attributes_of(finder.value_at(place.holder))
-            if own is not None:
-                found.add((id(own), place.steps[-1][1]))
-        return found
-
-    def changed_containers(self) -> dict[int, tuple[Any, Any]]:
-        """Return the containers that the forward has changed, with what they held when it first saw them."""
-        return {
-            id(container): (container, copy)
-            for _, container, copy in self._copies
-            if not attribute_writes.same_items(
-                list(container) if type(container) is collections.deque else container, copy
-            )
-        }
-
-    @property
-    def held_before(self) -> set[int]:
-        """``id()`` of the tensors that changed containers held before."""
-        copies = [copy for _, copy in self.changed_containers().values()]
-        items = [item for copy in copies for item in (copy.values() if isinstance(copy, dict) else copy)]
-        return {id(item) for item in items if isinstance(item, torch.Tensor)}
-
-    def _leave_out(self, place: Place) -> None:
-        depth = len(place.steps)
-        for other in list(self.reads):
-            if other.root == place.root and other.steps[:depth] == place.steps:
-                del self.reads[other]
 
 
 class _Active:
@@ -618,14 +293,6 @@ def unrecorded() -> Iterator[None]:
         _Active.reads = before
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, CONTAINERS)
-
-
 def _is_stored(obj: Any, name: str) -> bool:
     """Return whether an attribute is a value that the object, or its class, holds; no method, nothing computed."""
     own = attributes_of(obj)
@@ -634,15 +301,10 @@ def _is_stored(obj: Any, name: str) -> bool:
     for cls in type(obj).__mro__:
         if name in vars(cls):
             value = vars(cls)[name]
-            return is_slot(value) or not (isinstance(value, _CODE) or hasattr(type(value), "__get__"))
+            return is_slot(value) or not (isinstance(value, CODE) or hasattr(type(value), "__get__"))
     return False
 
 
 def _is_users(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     return isinstance(file, str) and not is_foreign(file) and not is_installed(file)
-
-
-def _items_among(places: Collection[Place], container: Place) -> set[Any]:
-    """Return the keys of those items of a container that are among `places`."""
-    return {place.steps[-1][1] for place in places if place.steps and place.holder == container}

@@ -29,11 +29,7 @@ from ort_zero.runtime.export.attribute_paths import (
     is_plain,
     step_into,
 )
-from ort_zero.runtime.export.attribute_reads import (
-    MOST_ITEMS,
-    AttributeChangedError,
-    AttributeReads,
-)
+from ort_zero.runtime.export.attribute_records import MOST_ITEMS, AttributeChangedError, AttributeRecord
 from ort_zero.runtime.export.functions_with_values import CONTAINERS, functions_of, has_readable_attributes
 
 _INTERNAL = frozenset(vars(torch.nn.Module()))
@@ -145,7 +141,7 @@ class AttributeState:
                 if container is not None:
                     _refill(*container)
 
-    def restore(self, reads: AttributeReads | None, in_torch: Collection[str]) -> None:
+    def restore(self, reads: AttributeRecord | None, in_torch: Collection[str]) -> None:
         """Put back what a trace has written, all plain attributes, and all attributes of some submodules.
 
         Args:
@@ -240,7 +236,7 @@ def _is_below(path: str, others: Collection[str]) -> bool:
 def unchanged_attributes(
     module: torch.nn.Module,
     inputs: Collection[Place] = (),
-    trace: Callable[[], AttributeReads | None] = lambda: None,
+    trace: Callable[[], AttributeRecord | None] = lambda: None,
     in_torch: Collection[str] = (),
     callables: Iterable[Any] = (),
 ) -> Iterator[AttributeState]:

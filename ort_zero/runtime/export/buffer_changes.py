@@ -19,7 +19,7 @@ from ort_zero.compat.torch_modules import (
     version_of,
 )
 from ort_zero.compat.trace_state import is_in_graph
-from ort_zero.compat.tracing import user_line
+from ort_zero.compat.traced_calls import user_line
 from ort_zero.compat.value_reads import ValueReadError
 
 

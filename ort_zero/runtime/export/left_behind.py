@@ -16,7 +16,7 @@ import torch
 
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_paths import attributes_of
-from ort_zero.runtime.export.attribute_reads import MOST_ITEMS
+from ort_zero.runtime.export.attribute_records import MOST_ITEMS
 from ort_zero.runtime.export.functions_with_values import has_readable_attributes
 
 _INTERNAL = frozenset(vars(torch.nn.Module()))

@@ -32,7 +32,7 @@ from ort_zero.runtime.export.attribute_paths import (
     same,
     shown,
 )
-from ort_zero.runtime.export.attribute_reads import MOST_ITEMS
+from ort_zero.runtime.export.attribute_records import MOST_ITEMS
 from ort_zero.runtime.export.attribute_writes import AttributeWrite
 from ort_zero.runtime.export.functions_with_values import has_readable_attributes
 
