@@ -32,7 +32,7 @@ def merge_into(
 
     Args:
         file: an output file whose data lies under its partial name.
-        merges: what is added, by name of the tensor in the output.
+        merges: what is added, by name of the tensor in the whole model.
         source: folder of the checkpoint.
         files: its files by name.
         place: local folder and name of the data.
@@ -45,17 +45,17 @@ def merge_into(
     """
     odd: list[str] = []
     folder, name = place
-    mine = [entry for entry in file.entries if entry.name in merges]
+    mine = [entry for entry in file.entries if entry.tensor.name in merges]
     if not mine:
         return odd
     with open(folder.path(partial_name(name, token)), "r+b") as out:
         for entry in mine:
-            merge = merges[entry.name]
+            merge = merges[entry.tensor.name]
             if verify:
                 for tensor in (merge.a, merge.b):
                     _check(source, files, tensor)
             if not _merge_one(out, len(file.header), entry, merge, source):
-                odd.append(entry.name)
+                odd.append(entry.tensor.name)
     return odd
 
 

@@ -70,7 +70,9 @@ def select(source: Source, choices: Choices, configs: Mapping[str, bytes]) -> Se
     stem = composite_models.stem_of(configs)
     if choices.merge_lora:
         whole, merges = adapters.merged(source, _config(source, configs), choices.adapter)
-        return Selected(source=_noted(whole, notes), merges=merges, stem=stem, left_out=(adapters.CONFIG,))
+        places = composite_models.places_of(whole.weights(), configs)
+        left_out = (adapters.CONFIG,)
+        return Selected(source=_noted(whole, notes), merges=merges, stem=stem, places=places, left_out=left_out)
     if adapters.adapter_names(source):
         notes.append(
             "it holds adapters of PEFT: --what adapter writes them alone, --merge-lora adds LoRA to the weights"
