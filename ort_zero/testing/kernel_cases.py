@@ -76,9 +76,33 @@ def kernel_cases(rows: int = 512, width: int = 256, classes: int = 8000, seed: i
     product = helper.make_node("Gemm", ["a", "b"], ["product"], "product", transA=1)
     yield _case("weight_gradient", f"Gemm, Transpose [{width}, {wide}]", [product, swap], feeds,
                 {"swapped": [width, wide]})  # fmt: skip
+    yield from _image_cases(normal, width)
     for reduction in ("mean", "sum"):
         for ignored in (0.0, 0.5):
             yield _cross_entropy(random, normal, rows, classes, reduction, ignored)
+
+
+def _image_cases(normal, width: int) -> Iterator[KernelCase]:
+    """Yield cases of what networks for images consist of; that of a batch norm is a model."""
+    feeds = {"dy": normal(8, 32, 16, 16), "y": np.maximum(normal(8, 32, 16, 16), 0)}
+    node = helper.make_node("ReluGrad", list(feeds), ["dx"], "relu", domain=_MS)
+    yield _case("relu_gradient", "ReluGrad", [node], feeds, {"dx": [8, 32, 16, 16]})
+    forms = ((32, 32, 16, 3, 1, 1), (3, 32, 64, 7, 2, 1), (width // 8 * 8, 64, 8, 3, 2, 1), (64, 64, 8, 3, 1, 4))
+    for channels, made, size, kernel, stride, group in forms:
+        pads = kernel // 2
+        out = (size + 2 * pads - kernel) // stride + 1
+        settings = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": [pads] * 4, "group": group}
+        x, weight = normal(8, channels, size, size), normal(made, channels // group, kernel, kernel)
+        label = f"{channels} to {made}, {kernel} x {kernel}, {size} x {size}, stride {stride}, group {group}"
+        feeds = {"x": x, "w": weight, "bias": normal(made)}
+        node = helper.make_node("Conv", list(feeds), ["y"], "convolution", **settings)
+        yield _case("convolution", f"Conv {label}", [node], feeds, {"y": [8, made, out, out]})
+        feeds = {"dy": normal(8, made, out, out), "x": x, "w": weight}
+        results = {"dx": list(x.shape), "dw": list(weight.shape), "db": [made]}
+        names = ["dx" if channels >= 16 else "", "dw", "db" if stride == 1 else ""]
+        node = helper.make_node("ConvGrad", list(feeds), names, "gradient", domain=_MS, **settings)
+        wanted = {name: shape for name, shape in results.items() if name in names}
+        yield _case("convolution", f"ConvGrad {label}", [node], feeds, wanted)
 
 
 def _layer_norm(normal, rows: int, width: int) -> KernelCase:

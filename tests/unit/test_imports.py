@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "onnx_edit": {"errors"},
     # ZeRO-3 in PyTorch, and in a graph of ONNX Runtime
     "zero3_hooks": {"compat", "utils"},
-    "runtime.kernels": {"compat", "onnx_edit"},
+    "runtime.kernels": {"compat", "onnx_edit", "runtime.operators"},
     "runtime.fused_loss": {"compat", "onnx_edit"},
     "runtime.zero3": {"compat", "errors", "onnx_edit", "utils"},
     # what users collect, and how two runs are compared

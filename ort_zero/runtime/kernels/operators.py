@@ -21,6 +21,13 @@ _SCHEMAS = (
     "cross_entropy(Tensor logits, Tensor labels, int ignored, bool mean) -> (Tensor, Tensor)",
     "cross_entropy_backward(Tensor grad, Tensor logits, Tensor labels, Tensor scale, Tensor? other, int ignored)"
     " -> Tensor",
+    "relu_backward(Tensor grad, Tensor y) -> Tensor",
+    "convolution_backward(Tensor grad, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation,"
+    " int groups, bool[] wanted) -> (Tensor, Tensor, Tensor)",
+    "batch_norm(Tensor x, Tensor weight, Tensor bias, Tensor(a!) mean, Tensor(b!) variance, Tensor settings)"
+    " -> (Tensor, Tensor, Tensor)",
+    "batch_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor inverse, Tensor settings)"
+    " -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -103,6 +110,66 @@ def cross_entropy_backward(
         if added is not None:
             out.add_(added[at : at + size])
     return result
+
+
+def relu_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a ReLU whose result is `y`."""
+    return torch.ops.aten.threshold_backward(grad, y, 0)
+
+
+def convolution_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of input, weight and bias of a convolution; an empty one in the place of each unwanted."""
+    none = [0] * len(stride)
+    found = torch.ops.aten.convolution_backward(
+        grad, x, weight, [weight.shape[0]], stride, padding, dilation, False, none, groups, wanted
+    )
+    first, second, third = (grad.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
+    return first, second, third
+
+
+def batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    settings: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what a batch is normalized to, its mean and its inverse deviation; updates the running statistics.
+
+    Args:
+        x: [batch, channels, ...].
+        weight: [channels].
+        bias: [channels].
+        mean: the running one, changed in place.
+        variance: the running one, changed in place.
+        settings: momentum and epsilon, float64; what follows tells one node from another.
+    """
+    momentum, epsilon = settings[:2].tolist()
+    return torch.ops.aten.native_batch_norm(x, weight, bias, mean, variance, True, momentum, epsilon)
+
+
+def batch_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    inverse: torch.Tensor,
+    settings: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of `x`, of the weight and of the bias, see :func:`batch_norm`."""
+    return torch.ops.aten.native_batch_norm_backward(
+        grad, x, weight, None, None, mean, inverse, True, settings[1].item(), [True, True, True]
+    )
 
 
 def _rows_at_once(classes: int) -> int:

@@ -7,45 +7,18 @@ names.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import onnx
-from onnx import helper
 
 from ort_zero.compat.ortmodule import GraphInfo
 from ort_zero.onnx_edit.graph_values import GraphValues, attributes
-from ort_zero.runtime.kernels import operators
+from ort_zero.runtime.kernels import image_rules, operators
+from ort_zero.runtime.kernels.edited_graph import FLOAT, EditedGraph, Loss, aten_node, own_node
 
-_FLOAT = onnx.TensorProto.FLOAT
 _BARRIER = "YieldOp"
-
-
-@dataclass(slots=True)
-class _Graph:
-    """A graph whose nodes are being replaced."""
-
-    values: GraphValues
-    info: GraphInfo
-    replaced: Counter[str] = field(default_factory=Counter)
-    losses: dict[str, _Loss] = field(default_factory=dict)
-    """Cross entropies that were replaced, by the name of the log-probabilities that they no longer compute."""
-    left_out: set[int] = field(default_factory=set)
-    """``id()`` of the nodes that are not needed any more."""
-    renamed: dict[str, str] = field(default_factory=dict)
-    """What takes the place of the results of nodes that were left out."""
-
-    def all_float(self, names: Sequence[str]) -> bool:
-        return all(self.values.element_type(name) == _FLOAT for name in names)
-
-
-@dataclass(frozen=True, slots=True)
-class _Loss:
-    logits: str
-    labels: str
-    scale: str
-    ignored: str
 
 
 def replace_kernels(model: onnx.ModelProto, info: GraphInfo, entries: frozenset[str]) -> tuple[GraphInfo, Counter[str]]:
@@ -59,7 +32,7 @@ def replace_kernels(model: onnx.ModelProto, info: GraphInfo, entries: frozenset[
     Returns:
         What is to be known of the graph now, and how many nodes each entry has replaced.
     """
-    graph = _Graph(GraphValues(model, "ort_zero_kernels"), info)
+    graph = EditedGraph(GraphValues(model, "ort_zero_kernels"), info)
     nodes: list[onnx.NodeProto] = []
     for node in model.graph.node:
         if id(node) in graph.left_out:
@@ -84,29 +57,21 @@ def replace_kernels(model: onnx.ModelProto, info: GraphInfo, entries: frozenset[
     return graph.info, graph.replaced
 
 
-def _aten(operator: str, inputs: Sequence[str], outputs: Sequence[str], name: str) -> onnx.NodeProto:
-    return helper.make_node("ATen", inputs, outputs, name, domain="org.pytorch.aten", operator=operator)
-
-
-def _own(operator: str, inputs: Sequence[str], node: onnx.NodeProto, outputs: Sequence[str] = ()) -> onnx.NodeProto:
-    return _aten(f"{operators.NAMESPACE}::{operator}", inputs, outputs or list(node.output), node.name)
-
-
 # -- gradients of activations and norms --------------------------------------------------------------------------------
 
 
-def _gelu_gradient(graph: _Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+def _gelu_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     inputs = [name for name in node.input if name]
     if not graph.all_float(inputs):
         return None
     if node.op_type == "GeluGrad":
-        return _aten("gelu_backward", [*inputs, ""], list(node.output), node.name)
+        return aten_node("gelu_backward", [*inputs, ""], list(node.output), node.name)
     if node.op_type == "BiasGeluGrad_dX":
-        return _own("bias_gelu_backward", inputs, node)
-    return _own("gelu_tanh_backward" if len(inputs) == 2 else "bias_gelu_tanh_backward", inputs, node)
+        return own_node("bias_gelu_backward", inputs, node)
+    return own_node("gelu_tanh_backward" if len(inputs) == 2 else "bias_gelu_tanh_backward", inputs, node)
 
 
-def _layer_norm_gradient(graph: _Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+def _layer_norm_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     grad, x, scale, mean, deviation = node.input
     shape, rank = graph.values.shape(scale), len(graph.values.shape(x) or ())
     axis = attributes(node).get("axis", -1)
@@ -117,13 +82,19 @@ def _layer_norm_gradient(graph: _Graph, node: onnx.NodeProto) -> onnx.NodeProto 
     sizes = graph.values.add_constant(shape, np.int64)
     wanted = graph.values.add_constant([True, True, True], np.bool_)
     inputs = [grad, x, sizes, mean, deviation, scale, scale, wanted]
-    return _aten("native_layer_norm_backward", inputs, list(node.output), node.name)
+    return aten_node("native_layer_norm_backward", inputs, list(node.output), node.name)
+
+
+def _relu_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+    if not graph.all_float(node.input):
+        return None
+    return own_node("relu_backward", list(node.input), node)
 
 
 # -- gradients of weights ----------------------------------------------------------------------------------------------
 
 
-def _weight_gradient(graph: _Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+def _weight_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     given = attributes(node)
     inputs = [name for name in node.input if name]
     plain = given.get("transA") and not given.get("transB") and given.get("alpha", 1.0) == 1.0
@@ -133,8 +104,8 @@ def _weight_gradient(graph: _Graph, node: onnx.NodeProto) -> onnx.NodeProto | No
     transpose = graph.values.sole_reader(node.output[0])
     if transpose is not None and transpose.op_type == "Transpose" and _swaps_two(transpose):
         graph.left_out.add(id(transpose))
-        return _aten("tensordot", [*reversed(inputs), rows, rows], list(transpose.output), node.name)
-    return _aten("tensordot", [*inputs, rows, rows], list(node.output), node.name)
+        return aten_node("tensordot", [*reversed(inputs), rows, rows], list(transpose.output), node.name)
+    return aten_node("tensordot", [*inputs, rows, rows], list(node.output), node.name)
 
 
 def _swaps_two(node: onnx.NodeProto) -> bool:
@@ -144,7 +115,7 @@ def _swaps_two(node: onnx.NodeProto) -> bool:
 # -- cross entropy -----------------------------------------------------------------------------------------------------
 
 
-def _cross_entropy(graph: _Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+def _cross_entropy(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     values = graph.values
     logits, labels, weights, ignore = (*node.input, "", "")[:4]
     log_probabilities = node.output[1] if len(node.output) > 1 else ""
@@ -165,25 +136,25 @@ def _cross_entropy(graph: _Graph, node: onnx.NodeProto) -> onnx.NodeProto | None
         return None
     label = values.add_constant(int(ignored), np.int64)
     scale = f"{log_probabilities}/ort_zero_scale"
-    values.declare(scale, _FLOAT, [])
-    graph.losses[log_probabilities] = _Loss(logits, labels, scale, label)
+    values.declare(scale, FLOAT, [])
+    graph.losses[log_probabilities] = Loss(logits, labels, scale, label)
     mean = values.add_constant(reduction == b"mean", np.bool_)
-    return _own("cross_entropy", [logits, labels, label, mean], node, [node.output[0], scale])
+    return own_node("cross_entropy", [logits, labels, label, mean], node, [node.output[0], scale])
 
 
-def _cross_entropy_gradient(graph: _Graph, node: onnx.NodeProto) -> onnx.NodeProto | None:
+def _cross_entropy_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     loss = graph.losses.get(node.input[1])
     if loss is None:
         return None
     other = node.input[5] if len(node.input) > 5 else ""
     if not other:
         other = _take_gradient_of_logits(graph, node.output[0])
-    return _own(
+    return own_node(
         "cross_entropy_backward", [node.input[0], loss.logits, loss.labels, loss.scale, other, loss.ignored], node
     )
 
 
-def _take_gradient_of_logits(graph: _Graph, gradient: str) -> str:
+def _take_gradient_of_logits(graph: EditedGraph, gradient: str) -> str:
     """Return the gradient that the caller gives for the logits, whose sum with `gradient` is left out.
 
     The kernel adds it where there is one: ORTModule need not fill a tensor of that size with zeros.
@@ -212,7 +183,7 @@ def _take_gradient_of_logits(graph: _Graph, gradient: str) -> str:
     return given
 
 
-def _need_no_zeros(graph: _Graph, position: int) -> None:
+def _need_no_zeros(graph: EditedGraph, position: int) -> None:
     """Note that the gradient at `position` among those that the caller gives may be one element for none."""
     info = graph.info
     plain = set(info.output_grad_indices_non_differentiable)
@@ -221,7 +192,7 @@ def _need_no_zeros(graph: _Graph, position: int) -> None:
     graph.info = replace(info, output_grad_indices_require_full_shape=full)
 
 
-_Rule = Callable[[_Graph, onnx.NodeProto], onnx.NodeProto | None]
+_Rule = Callable[[EditedGraph, onnx.NodeProto], onnx.NodeProto | None]
 _MS = "com.microsoft"
 _LOSS_GRADIENT = (_MS, "SoftmaxCrossEntropyLossInternalGrad")
 _RULES: dict[tuple[str, str], tuple[str, _Rule]] = {
@@ -230,6 +201,11 @@ _RULES: dict[tuple[str, str], tuple[str, _Rule]] = {
         for operator in ("FastGeluGrad", "GeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX")
     },
     (_MS, "LayerNormalizationGrad"): ("layer_norm_gradient", _layer_norm_gradient),
+    (_MS, "ReluGrad"): ("relu_gradient", _relu_gradient),
+    ("", "Conv"): ("convolution", image_rules.convolution),
+    (_MS, "ConvGrad"): ("convolution", image_rules.convolution_gradient),
+    (_MS, "PythonOp"): ("batch_norm", image_rules.batch_norm),
+    (_MS, "PythonOpGrad"): ("batch_norm", image_rules.batch_norm_gradient),
     ("", "Gemm"): ("weight_gradient", _weight_gradient),
     (_MS, "SoftmaxCrossEntropyLossInternal"): ("cross_entropy", _cross_entropy),
     _LOSS_GRADIENT: ("cross_entropy", _cross_entropy_gradient),

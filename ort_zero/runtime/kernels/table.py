@@ -54,6 +54,28 @@ TABLE = (
         frozenset(("AVX2",)),
     ),
     Replacement(
+        "relu_gradient",
+        ("ReluGrad",),
+        "float32",
+        "aten::threshold_backward",
+        "20 to 30 with AVX-512",
+    ),
+    Replacement(
+        "batch_norm",
+        ("PythonOp", "PythonOpGrad"),
+        "a batch norm of the statistics of its batch, with weight, bias and running statistics, float32",
+        "aten::native_batch_norm and its gradient, without Python's autograd and copies of what it saves",
+        "see the benchmark",
+    ),
+    Replacement(
+        "convolution",
+        ("Conv", "ConvGrad"),
+        "float32, two dimensions, kernels larger than 1, 144 products in a sum or more, the same padding on both sides",
+        "aten::convolution and aten::convolution_backward",
+        "1.1 to 2.1 and 1.4 to 1.9 with AVX-512",
+        frozenset(("AVX512",)),
+    ),
+    Replacement(
         "layer_norm_gradient",
         ("LayerNormalizationGrad",),
         "float32, over the last dimension, of a size that is known",
