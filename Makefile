@@ -111,7 +111,15 @@ test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and
 
 .PHONY: bench
 bench: $(READY) ## Run every benchmark
-	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py benchmarks/training_models.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done
+	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py benchmarks/training_models.py benchmarks/bench_check.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done
+
+.PHONY: bench-check
+bench-check: $(READY) ## Hold the step's ratios to PyTorch against benchmarks/ratios.json; fails when one is lost
+	$(BIN)/python benchmarks/bench_check.py
+
+.PHONY: readme-figures
+readme-figures: $(READY) ## Measure these ratios anew, store them and write README's table
+	$(BIN)/python benchmarks/bench_check.py --update
 
 .PHONY: zoo
 zoo: $(READY) ## Try every architecture of the model zoo, alone and under ZeRO-3; writes docs/compatibility.md

@@ -1,0 +1,127 @@
+"""Holds the ratios of ONNX Runtime's step to PyTorch's against a stored file; writes that file and README's figures.
+
+``make bench-check`` measures each stored case anew and fails when a ratio is above the stored one by more than the
+margin. ``make readme-figures`` measures them, stores what it found and writes the table in README.md from it. Figures
+of one kind of processor say nothing about another: the file names the vector instructions that it was measured with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+STORED = HERE / "ratios.json"
+README = HERE.parent / "README.md"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+"""Lines between which the table stands; ``make readme-figures`` writes what is between them."""
+
+
+def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ratio and vector instructions of one case, measured in processes of its own.
+
+    Raises:
+        RuntimeError: the benchmark has failed.
+    """
+    command = [sys.executable, str(HERE / case["benchmark"]), *case["arguments"], "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"{' '.join(command)} has failed:\n{done.stderr[-2000:]}")
+    (found,) = json.loads(lines[-1]).values()
+    ort = found["variants"]["ort"]
+    return {"ratio": ort["cpu"]["ratio"] if "cpu" in ort else ort["ratio"], "processor": found.get("processor")}
+
+
+def check(
+    stored: Mapping[str, Any],
+    measure: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    names: Sequence[str],
+    say: Callable[[str], None] = print,
+) -> tuple[dict[str, float], list[str]]:
+    """Measure cases and compare them with what is stored.
+
+    Args:
+        stored: content of :data:`STORED`.
+        measure: returns ratio and vector instructions of a case.
+        names: of the cases.
+        say: is given a line for each case.
+
+    Returns:
+        The ratios that were found, and the names of the cases that are lost.
+
+    Raises:
+        ValueError: this processor has other vector instructions than the one of the stored ratios.
+    """
+    found, lost = {}, []
+    for name in names:
+        case = stored["cases"][name]
+        result = measure(case)
+        if result["processor"] not in (None, stored["processor"]):
+            raise ValueError(
+                f"the ratios are those of a processor with {stored['processor']}, and this one has "
+                f"{result['processor']}: measure yours with --update"
+            )
+        found[name] = result["ratio"]
+        most = case["ratio"] * (1 + stored["margin"])
+        if result["ratio"] > most:
+            lost.append(name)
+        say(f"{name}: {result['ratio']:.2f}, stored {case['ratio']:.2f}, at most {most:.2f}"
+            f"{'  LOST' if result['ratio'] > most else ''}")  # fmt: skip
+    return found, lost
+
+
+def table(stored: Mapping[str, Any]) -> str:
+    """Return the table of the stored ratios in Markdown."""
+    rows = ["| | of eager PyTorch |", "|---|---|"]
+    rows += [f"| {name} | {case['ratio']:.2f} |" for name, case in stored["cases"].items()]
+    return "\n".join(rows)
+
+
+def with_table(text: str, stored: Mapping[str, Any]) -> str:
+    """Return a page with the table of the stored ratios between its marks.
+
+    Raises:
+        ValueError: the page has no marks.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{table(stored)}\n{END}{after}"
+
+
+def main() -> int:
+    """Return 1 if a ratio is lost, 2 if this processor is another one than that of the stored ratios."""
+    parser = argparse.ArgumentParser(description="Stored ratios of ORT's step to PyTorch's.")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="names of stored cases")
+    parser.add_argument("--update", action="store_true", help="store what is found, and write README's table")
+    args = parser.parse_args()
+    stored = json.loads(STORED.read_text())
+    names = args.only or list(stored["cases"])
+    if unknown := [name for name in names if name not in stored["cases"]]:
+        parser.error(f"no case {unknown[0]!r}; there are {', '.join(stored['cases'])}")
+    if args.update:
+        for name in names:
+            result = run_case(stored["cases"][name])
+            stored["cases"][name]["ratio"] = round(result["ratio"], 3)
+            stored["processor"] = result["processor"] or stored["processor"]
+            print(f"{name}: {result['ratio']:.2f}", flush=True)
+        STORED.write_text(json.dumps(stored, indent=1) + "\n")
+        README.write_text(with_table(README.read_text(), stored))
+        return 0
+    try:
+        _, lost = check(stored, run_case, names, lambda line: print(line, flush=True))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return int(bool(lost))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The stored ratios of steps: lost ones are found, and README shows what is stored."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    spec = importlib.util.spec_from_file_location("bench_check", ROOT / "benchmarks/bench_check.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+STORED = {"processor": "AVX2", "margin": 0.1, "cases": {
+    name: {"benchmark": "step_time.py", "arguments": [name], "ratio": 0.5} for name in ("a", "b", "c")
+}}  # fmt: skip
+
+
+def measured(**ratios):
+    return lambda case: {"ratio": ratios[case["arguments"][0]], "processor": "AVX2"}
+
+
+def test_a_ratio_above_the_margin_is_lost_and_named(bench):
+    lines = []
+    found, lost = bench.check(STORED, measured(a=0.54, b=0.56, c=0.1), ["a", "b", "c"], lines.append)
+    assert found == {"a": 0.54, "b": 0.56, "c": 0.1} and lost == ["b"]
+    assert ["LOST" in line for line in lines] == [False, True, False]
+
+
+def test_ratios_of_another_kind_of_processor_are_not_compared(bench):
+    with pytest.raises(ValueError, match="AVX2, and this one has AVX512"):
+        bench.check(STORED, lambda case: {"ratio": 0.1, "processor": "AVX512"}, ["a"])
+
+
+def test_the_exit_status_tells(bench, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "ratios.json"
+    file.write_text(json.dumps(STORED))
+    monkeypatch.setattr(bench, "STORED", file)
+    for ratios, status in ((dict(a=0.5, b=0.5, c=0.5), 0), (dict(a=0.5, b=0.5, c=0.9), 1)):
+        monkeypatch.setattr(bench, "run_case", measured(**ratios))
+        monkeypatch.setattr("sys.argv", ["bench_check.py"])
+        assert bench.main() == status
+    monkeypatch.setattr(bench, "run_case", lambda case: {"ratio": 0.5, "processor": "NEON"})
+    assert bench.main() == 2
+
+
+def test_an_update_is_stored_and_written_into_the_page(bench, monkeypatch, tmp_path, capsys):
+    file, page = tmp_path / "ratios.json", tmp_path / "README.md"
+    file.write_text(json.dumps(STORED))
+    page.write_text(f"before\n{bench.BEGIN}\nold\n{bench.END}\nafter\n")
+    monkeypatch.setattr(bench, "STORED", file)
+    monkeypatch.setattr(bench, "README", page)
+    monkeypatch.setattr(bench, "run_case", measured(b=0.25))
+    monkeypatch.setattr("sys.argv", ["bench_check.py", "--update", "--only", "b"])
+    assert bench.main() == 0
+    expected = copy.deepcopy(STORED)
+    expected["cases"]["b"]["ratio"] = 0.25
+    assert json.loads(file.read_text()) == expected
+    text = page.read_text()
+    assert "| b | 0.25 |" in text and "old" not in text and text.startswith("before") and text.endswith("after\n")
+
+
+def test_readme_shows_what_is_stored(bench):
+    text = (ROOT / "README.md").read_text()
+    assert text == bench.with_table(text, json.loads((ROOT / "benchmarks/ratios.json").read_text()))
