@@ -1,7 +1,7 @@
 """Holds the ratios of ONNX Runtime's step to PyTorch's against a stored file; writes that file and README's figures.
 
 ``make bench-check`` measures each stored case anew and fails when a ratio is above the stored one by more than the
-margin. ``make readme-figures`` measures them, stores what it found and writes the table in README.md from it. Figures
+margin. ``make readme-figures`` measures them, stores what it found and writes them into README.md. Figures
 of one kind of processor say nothing about another: the file names the vector instructions that it was measured with.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 STORED = HERE / "ratios.json"
-README = HERE.parent / "README.md"
+README, PAGE = HERE.parent / "README.md", HERE.parent / "docs/performance.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-"""Lines between which the table stands; ``make readme-figures`` writes what is between them."""
+"""Lines between which the figures stand; ``make readme-figures`` writes what is between them."""
 
 
 def run_case(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,8 +83,14 @@ def table(stored: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
-def with_table(text: str, stored: Mapping[str, Any]) -> str:
-    """Return a page with the table of the stored ratios between its marks.
+def sentence(stored: Mapping[str, Any]) -> str:
+    """Return the stored ratios of the cases with a short name in one line."""
+    named = [f"{case['short']} {case['ratio']:.2f}" for case in stored["cases"].values() if "short" in case]
+    return f"{', '.join(named)}."
+
+
+def with_figures(text: str, figures: str) -> str:
+    """Return a page with figures between its marks.
 
     Raises:
         ValueError: the page has no marks.
@@ -93,14 +99,16 @@ def with_table(text: str, stored: Mapping[str, Any]) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the page has no {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n{table(stored)}\n{END}{after}"
+    indent = before.rpartition("\n")[2]
+    lines = [BEGIN, *figures.splitlines(), END]
+    return before + f"\n{indent}".join(lines) + after
 
 
 def main() -> int:
     """Return 1 if a ratio is lost, 2 if this processor is another one than that of the stored ratios."""
     parser = argparse.ArgumentParser(description="Stored ratios of ORT's step to PyTorch's.")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="names of stored cases")
-    parser.add_argument("--update", action="store_true", help="store what is found, and write README's table")
+    parser.add_argument("--update", action="store_true", help="store what is found, and write it into the pages")
     args = parser.parse_args()
     stored = json.loads(STORED.read_text())
     names = args.only or list(stored["cases"])
@@ -113,7 +121,8 @@ def main() -> int:
             stored["processor"] = result["processor"] or stored["processor"]
             print(f"{name}: {result['ratio']:.2f}", flush=True)
         STORED.write_text(json.dumps(stored, indent=1) + "\n")
-        README.write_text(with_table(README.read_text(), stored))
+        README.write_text(with_figures(README.read_text(), sentence(stored)))
+        PAGE.write_text(with_figures(PAGE.read_text(), table(stored)))
         return 0
     try:
         _, lost = check(stored, run_case, names, lambda line: print(line, flush=True))

@@ -54,21 +54,27 @@ def test_the_exit_status_tells(bench, monkeypatch, tmp_path, capsys):
 
 
 def test_an_update_is_stored_and_written_into_the_page(bench, monkeypatch, tmp_path, capsys):
-    file, page = tmp_path / "ratios.json", tmp_path / "README.md"
-    file.write_text(json.dumps(STORED))
-    page.write_text(f"before\n{bench.BEGIN}\nold\n{bench.END}\nafter\n")
+    file, page, full = tmp_path / "ratios.json", tmp_path / "README.md", tmp_path / "page.md"
+    stored = copy.deepcopy(STORED)
+    stored["cases"]["b"]["short"] = "B"
+    file.write_text(json.dumps(stored))
+    for one in (page, full):
+        one.write_text(f"before\n  {bench.BEGIN}\n  old\n  {bench.END}\nafter\n")
     monkeypatch.setattr(bench, "STORED", file)
     monkeypatch.setattr(bench, "README", page)
+    monkeypatch.setattr(bench, "PAGE", full)
     monkeypatch.setattr(bench, "run_case", measured(b=0.25))
     monkeypatch.setattr("sys.argv", ["bench_check.py", "--update", "--only", "b"])
     assert bench.main() == 0
-    expected = copy.deepcopy(STORED)
+    expected = copy.deepcopy(stored)
     expected["cases"]["b"]["ratio"] = 0.25
     assert json.loads(file.read_text()) == expected
-    text = page.read_text()
-    assert "| b | 0.25 |" in text and "old" not in text and text.startswith("before") and text.endswith("after\n")
+    for text, figure in ((full.read_text(), "  | b | 0.25 |"), (page.read_text(), "  B 0.25.")):
+        assert f"\n{figure}\n" in text and "old" not in text
+        assert text.startswith("before\n  <!--") and text.endswith("-->\nafter\n")
 
 
-def test_readme_shows_what_is_stored(bench):
-    text = (ROOT / "README.md").read_text()
-    assert text == bench.with_table(text, json.loads((ROOT / "benchmarks/ratios.json").read_text()))
+def test_the_pages_show_what_is_stored(bench):
+    stored = json.loads(bench.STORED.read_text())
+    for page, figures in ((bench.README, bench.sentence(stored)), (bench.PAGE, bench.table(stored))):
+        assert page.read_text() == bench.with_figures(page.read_text(), figures)
