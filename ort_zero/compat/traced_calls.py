@@ -46,6 +46,8 @@ COUNTING = frozenset({torch.Tensor.add_, torch.Tensor.__iadd__})
 """Functions by which a normalisation module counts its batches, in place."""
 CHECKING = frozenset(function for name, function in vars(torch.nn.functional).items() if "dropout" in name)
 """Functions that compare their numbers with limits before they take them for Python numbers."""
+EMBEDDINGS = frozenset((torch.nn.functional.embedding, torch.nn.functional.embedding_bag))
+"""Functions that may scale the weight that they are given."""
 STORAGES = frozenset({torch.Tensor.untyped_storage, torch.Tensor.storage})
 BOOKKEEPING = frozenset({"_version", "requires_grad", "grad_fn", "is_leaf", "layout"})
 """Properties of a tensor that say nothing about its values."""

@@ -30,6 +30,7 @@ from ort_zero.compat.traced_calls import (
     CHECKING,
     COUNTING,
     COUNTS,
+    EMBEDDINGS,
     EQUALITIES,
     MOST_VALUES,
     READS,
@@ -239,6 +240,8 @@ class _Observer(TorchFunctionMode):
         problem = self._views.problem(func, args, kwargs)
         if func is torch.Tensor.register_hook and not isinstance(args[0], torch.nn.Parameter) and not is_called_by_us():
             problem = "puts a hook on the gradient of a tensor"
+        if func in EMBEDDINGS and (args[3] if len(args) > 3 else kwargs.get("max_norm")) is not None:
+            problem = "scales rows of its weight in place (max_norm)"
         if func in STORAGES and is_users_call(sys._getframe(1)):
             problem = "looks at the memory of a tensor"
         if problem is not None:

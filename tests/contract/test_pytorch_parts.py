@@ -5,6 +5,7 @@ Each case is a function that runs once in a submodule and once in the forward of
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -666,3 +667,29 @@ def test_under_inference_mode_views_are_known_and_weights_stay_usual():
     assert runtime.status()["graphs"]["inference"]["runs"]["forward"] == 1
     wrapped(torch.randn(3, 5, WIDTH)).backward()
     assert wrapped.middle.vector.grad is not None
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_max_norm_scales_its_weight(kind):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.last = kind(10, 8, max_norm=1.0), nn.Linear(8, 2)
+
+        def forward(self, ids):
+            return self.last(self.words(ids)).square().mean()
+
+    module = Words()
+    reference = copy.deepcopy(module)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)
+    for model in (wrapped, reference):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(2 + step, 8).view(1, -1)).backward()
+            optimizer.step()
+    torch.testing.assert_close(module.words.weight, reference.words.weight)
+    assert (reference.words.weight[5:8].norm(dim=-1) < 2).all()
+    assert list(runtime.status()["in_torch"]) == ["words"]
+    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 3, "backward": 3}

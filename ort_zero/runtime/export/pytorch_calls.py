@@ -25,6 +25,7 @@ from ort_zero.runtime.export.checkpoint_marks import plain_calls
 from ort_zero.runtime.export.fake_weights import plain_access
 from ort_zero.runtime.export.left_behind import LeftBehind, Slot, put_back_weights
 from ort_zero.runtime.export.numbered_calls import NumberedCalls
+from ort_zero.runtime.export.scaled_weights import take_over_scaled, with_copies_of_scaled
 from ort_zero.zero3_hooks.hook_manager import paused
 
 MISSING = object()
@@ -160,8 +161,8 @@ class ModuleCall(PyTorchCall):
     def _value(self, tensors: Sequence[torch.Tensor]) -> Any:
         count = len(tensors) - len(self.names)
         args, kwargs, _ = pytree.unflatten_call(tensors[:count], self.arguments)
-        weights = dict(zip(self.names, tensors[count:], strict=True))
         module = self.module
+        weights, scaled = with_copies_of_scaled(module, dict(zip(self.names, tensors[count:], strict=True)))
         if any(tensor.is_meta for tensor in tensors):
             module = _copy_of(module)  # a trial that finds out shapes is to leave no traces
         with contextlib.ExitStack() as stack:
@@ -175,6 +176,7 @@ class ModuleCall(PyTorchCall):
             left = LeftBehind(module)
             result = functional_call(module, weights, args, kwargs)
             put_back_weights(module, weights)
+            take_over_scaled(scaled)
             self._slots = left.slots()
         return result
 
