@@ -169,7 +169,7 @@ def _write_mapping(value: Any, where: str, encode: Encode) -> dict[str, Any]:
 
 def _read_mapping(fields: dict[str, Any], decode: Decode) -> Any:
     kind = {known.__name__: known for known in _KEPT_MAPPINGS}[fields["kind"]]
-    made = kind() if fields["factory"] is None else collections.defaultdict(_FACTORIES[fields["factory"]])
+    made: Any = kind() if fields["factory"] is None else collections.defaultdict(_FACTORIES[fields["factory"]])
     made.update(_read_dict(fields, decode))
     return made
 
