@@ -57,6 +57,12 @@ def _is_json(text: str) -> bool:
     return True
 
 
+def _may_lack_states(source: Source, optimizer: Optimizer, name: str) -> bool:
+    """Return True for a parameter that had no gradient so far, if the optimizer keeps each parameter by itself."""
+    known = any(name in by_name for by_name in optimizer.scalars.values())
+    return not known and (source.zero_stage == 0 or bool(optimizer.scalars))
+
+
 def _incomplete_optimizer(source: Source, optimizer: Optimizer) -> Iterator[str]:
     masters = source.by_name(MASTER)
     states: dict[str, set[str]] = {}
@@ -75,7 +81,8 @@ def _incomplete_optimizer(source: Source, optimizer: Optimizer) -> Iterator[str]
         if lost:
             yield f"parameter group {index} has {shortened(lost, MOST_NAMED)}, which have no master weights"
         wanted = set().union(*(states.get(name, set()) for name in own))
-        short = sorted(name for name in own & masters.keys() if states.get(name, set()) != wanted)
+        stepped = {name for name in own if states.get(name) or not _may_lack_states(source, optimizer, name)}
+        short = sorted(name for name in stepped & masters.keys() if states.get(name, set()) != wanted)
         if short:
             yield f"parameter group {index} lacks optimizer states of {shortened(short, MOST_NAMED)}"
         for key in _FINITE & group.options.keys():

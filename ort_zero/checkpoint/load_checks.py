@@ -114,9 +114,11 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
         return settings
     for flat in state.flats():
         numbers = {}
+        alone = state.name_of_key(flat)
+        names = [source.aliases.get(n, n) for n in ([alone] if alone else (s.name for s in flat.spans))]
         for key, by_name in optimizer.scalars.items():
-            found = {by_name[n] for n in (source.aliases.get(s.name, s.name) for s in flat.spans) if n in by_name}
-            if not found:
+            found = {by_name[name] for name in names if name in by_name}
+            if not found and not alone:
                 found = set(by_name.values())  # a rank whose buffer is all padding steps along with the others
             if len(found) > 1:
                 raise CheckpointError(

@@ -62,7 +62,7 @@ class StagedState:
         for span in flat.spans:
             target = master.narrow(0, span.offset - first, span.length)
             yield _request(self._stored[self._name(span.name)], span.start, span.length, target)
-        for kind, by_name in self._moments.items():
+        for kind, by_name in ({} if self._had_no_gradient(flat) else self._moments).items():
             yield from self._requests_of_state(index, flat, kind, by_name)
 
     def _requests_of_state(
@@ -99,9 +99,10 @@ class StagedState:
                 if index in self._masters:
                     first, _ = _extent(flat)
                     _copy_spans(self._masters[index], first, flat.master, flat.spans)
-                if self._starts_anew:
+                without = self._had_no_gradient(flat)
+                if self._starts_anew or without:
                     self._state.state_of(flat).clear()
-                for kind in self._moments:
+                for kind in () if without else self._moments:
                     self._put_state(index, flat, kind)
             for held in self._state.held():
                 if held.name in self._held:
@@ -124,6 +125,12 @@ class StagedState:
             live[kind] = torch.zeros_like(flat.key.data)
         if staged is not None:
             _copy_spans(staged, _extent(flat)[0], live[kind].view(-1), flat.spans)
+
+    def _had_no_gradient(self, flat: Flat) -> bool:
+        """Return True for a parameter that an optimizer without ZeRO has, and of which it kept no state yet."""
+        name = self._state.name_of_key(flat)
+        stored = self._moments.values()
+        return name is not None and all(self._name(name) not in by_name for by_name in stored) and bool(stored)
 
     def _name(self, name: str) -> str:
         """Return the name under which a parameter is stored."""

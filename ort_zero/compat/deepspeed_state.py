@@ -120,6 +120,10 @@ class EngineState:
         """Return the live optimizer state of a flat buffer, created if there is none yet."""
         return self.base_optimizer().state[flat.key]
 
+    def name_of_key(self, flat: Flat) -> str | None:
+        """Return the parameter of which a flat buffer is the whole, as without ZeRO; None for others."""
+        return self.names[id(flat.key)] if self.stage == 0 else None
+
     def known_state_of(self, flat: Flat) -> dict[str, Any]:
         """Return the live optimizer state of a flat buffer; a dict that belongs to nobody if there is none yet."""
         return self.base_optimizer().state.get(flat.key, {})

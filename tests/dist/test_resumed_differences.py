@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_engines import Odd, differences, values_of
 
+from ort_zero.checkpoint import verify
 from ort_zero.errors import CheckpointError
 
 STAGES = (0, 1, 2, 3)
@@ -128,6 +129,27 @@ def test_a_class_with_the_same_states_is_one_warning(tmp_path, caplog):
     (warning,) = warnings_of(caplog)
     assert "RMSprop" in warning and "Own" in warning
     step(engine, range(2, 3))  # "step" is a tensor, as torch's own class wants it
+    engine.destroy()
+
+
+def test_parameters_without_gradient_among_the_optimizers_have_no_state(tmp_path):
+    """As frozen ones have, if the optimizer was given ``model.parameters()``."""
+
+    def everything(model):
+        return list(model.parameters())
+
+    engine = made(stage=0, groups=everything)
+    step(engine, range(2))
+    engine.save_checkpoint(str(tmp_path))
+    step(engine, range(2, 4))
+    after = values_of(engine)
+    assert "exp_avg of frozen.weight" not in after
+    engine.destroy()
+    assert verify(tmp_path, progress=False).ok
+    engine = made(stage=0, groups=everything, model=Odd(seed=1))
+    engine.load_checkpoint(str(tmp_path))
+    step(engine, range(2, 4))
+    assert not differences(engine, after)
     engine.destroy()
 
 
