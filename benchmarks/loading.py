@@ -37,6 +37,7 @@ def measure(root: str, stage: int, precision: str, millions: int, hidden: int, r
     import torch.distributed.checkpoint as dcp
 
     from ort_zero import checkpoint
+    from ort_zero.checkpoint import saving
     from ort_zero.compat.deepspeed_state import EngineState
 
     engine = make_engine(stage, precision, millions, hidden)
@@ -51,7 +52,9 @@ def measure(root: str, stage: int, precision: str, millions: int, hidden: int, r
 
     def load_dcp() -> None:
         dcp.load(held(), checkpoint_id=f"{root}/dcp")
-        EngineState(engine).loaded()
+        state = EngineState(engine)
+        with saving.settled(state):  # else ZeRO-3 would go on with its persistent parameters as they were
+            state.loaded()
 
     engine.save_checkpoint(f"{root}/deepspeed", tag="t")
     checkpoint.save(engine, f"{root}/ours", tag="t")

@@ -162,26 +162,26 @@ def _save(
             micro_steps_since_step(engine),
         )
     save_id, run_id, suffix = _agree(ranks, path, tag)
-    with settled(state):
-        with ranks.raise_on_all("preparing the checkpoint"):
-            model = capture.describe(state, exclude_frozen)
-            shard = capture.shard_of(state, ranks.rank, ranks.size, client_state, exclude_frozen)
-            finish_copy = None
-            if async_save:
-                shard, finish_copy = _stage(engine, shard).begin(shard, state.steps_can_wait())
-        job = SaveJob(
-            path=path,
-            tag=tag,
-            save_id=save_id,
-            run_id=run_id,
-            suffix=suffix,
-            save_latest=save_latest,
-            durable=async_save,
-            model=model,
-            shard=shard,
-        )
-        if finish_copy is None:
-            write_checkpoint(job, ranks)
+    with ranks.raise_on_all("preparing the checkpoint"):
+        state.wait_for_copies()
+        model = capture.describe(state, exclude_frozen)
+        shard = capture.shard_of(state, ranks.rank, ranks.size, client_state, exclude_frozen)
+        finish_copy = None
+        if async_save:
+            shard, finish_copy = _stage(engine, shard).begin(shard, state.steps_can_wait())
+    job = SaveJob(
+        path=path,
+        tag=tag,
+        save_id=save_id,
+        run_id=run_id,
+        suffix=suffix,
+        save_latest=save_latest,
+        durable=async_save,
+        model=model,
+        shard=shard,
+    )
+    if finish_copy is None:
+        write_checkpoint(job, ranks)
     if finish_copy is not None:
         thread = _BackgroundSave(job, ranks, finish_copy)
         if state.steps_can_wait():
@@ -194,7 +194,7 @@ def _save(
 
 @contextmanager
 def settled(state: EngineState) -> Iterator[None]:
-    """Read or write masters and partitions in the block. All ranks must enter."""
+    """Write masters and partitions in the block. All ranks must enter."""
     state.settle()
     try:
         yield

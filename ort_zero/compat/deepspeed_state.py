@@ -233,12 +233,20 @@ class EngineState:
 
     # -- around saving and loading ------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Bring masters and partitions to rest before they are read or written. All ranks must call."""
-        if hasattr(self.optimizer, "checkpoint_event_prologue"):
-            self.optimizer.checkpoint_event_prologue()
+    def wait_for_copies(self) -> None:
+        """Wait until masters and partitions hold what the last step computed, so that they can be read.
+
+        Parameters of ZeRO-3 that are whole may stay so: their partitions are up to date, and DeepSpeed drops the whole
+        ones without copying anything back (``_partition_param`` without ``has_been_updated``).
+        """
         if hasattr(self.optimizer, "_wait_for_offload_copies"):
             self.optimizer._wait_for_offload_copies()
+
+    def settle(self) -> None:
+        """Bring masters and partitions to rest before they are written. All ranks must call."""
+        if hasattr(self.optimizer, "checkpoint_event_prologue"):
+            self.optimizer.checkpoint_event_prologue()
+        self.wait_for_copies()
 
     def resume(self) -> None:
         """Undo :meth:`settle`: persistent parameters of ZeRO-3 are whole again. All ranks must call."""
