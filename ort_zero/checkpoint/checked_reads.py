@@ -221,6 +221,8 @@ def check_records_of(folder: Folder, files: Mapping[str, File], parts: list[Part
         CorruptCheckpointError: a record is not what was saved.
         RankError: another rank found one.
     """
+    if not any(file.records for file in files.values()):
+        return  # a format whose pieces have checksums of their own
     read: dict[tuple[str, int], list[Part]] = {}
     for part in (part for some in ranks.gather(parts) for part in some):
         read.setdefault((part.file, part.record), []).append(part)
