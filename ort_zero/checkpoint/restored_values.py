@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from ort_zero.checkpoint.pickled_values import ClassReference, OpaqueObject, StoredStorage, StoredTensor, TorchConstant
+from ort_zero.checkpoint.restricted_pickle.values import (
+    ClassReference,
+    OpaqueObject,
+    StoredStorage,
+    StoredTensor,
+    TorchConstant,
+)
 
 
 def restored(

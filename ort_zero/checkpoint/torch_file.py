@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ort_zero.checkpoint import pickle_machine, pickle_rebuild
-from ort_zero.checkpoint.pickled_values import OpaqueObject, StoredTensor
 from ort_zero.checkpoint.records import File
+from ort_zero.checkpoint.restricted_pickle.machine import HostilePickleError, MalformedPickleError, interpret
+from ort_zero.checkpoint.restricted_pickle.rebuild import rebuild
+from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
 from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.crc32 import crc32
@@ -54,8 +55,8 @@ class TorchFile:
 
     file: File
     content: Any
-    """The saved value, with :class:`~ort_zero.checkpoint.pickled_values.StoredTensor` for tensors, and
-    :class:`~ort_zero.checkpoint.pickled_values.OpaqueObject` for objects of classes that are not known."""
+    """The saved value, with :class:`~ort_zero.checkpoint.restricted_pickle.values.StoredTensor` for tensors, and
+    :class:`~ort_zero.checkpoint.restricted_pickle.values.OpaqueObject` for objects of classes that are not known."""
     saved_as: str
     """Name without ``.pt`` under which it was written; "archive" if it was written to a stream."""
     opaque: frozenset[str] = frozenset()
@@ -289,16 +290,16 @@ def _content(
         places = {key.removeprefix(_DATA): (r.offset, r.length) for key, r in records.items() if key.startswith(_DATA)}
         key = (data, size, *places.items())
         if key not in known:
-            content, opaque = pickle_rebuild.rebuild(pickle_machine.interpret(data), places, pickled.length)
+            content, opaque = rebuild(interpret(data), places, pickled.length)
             _check_places(path, content, lengths, size)
             known[key] = content, opaque
         return known[key]
-    except pickle_machine.HostilePickleError as error:
+    except HostilePickleError as error:
         raise CheckpointError(
             f"{path} calls {error.name}, which no checkpoint has to and which runs code wherever the file is loaded; "
             "pass --trust-pickle (trust_pickle=True) only if you trust the file as you trust a program"
         ) from None
-    except pickle_machine.MalformedPickleError as error:
+    except MalformedPickleError as error:
         raise CheckpointError(f"{path} cannot be unpickled: {error}") from None
     except (CheckpointError, OSError):
         raise

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ort_zero.checkpoint.pickle_machine import HostilePickleError, MalformedPickleError, interpret
-from ort_zero.checkpoint.pickle_rebuild import rebuild
-from ort_zero.checkpoint.pickled_values import ClassReference, OpaqueObject, StoredTensor, TorchConstant
+from ort_zero.checkpoint.restricted_pickle.machine import HostilePickleError, MalformedPickleError, interpret
+from ort_zero.checkpoint.restricted_pickle.rebuild import rebuild
+from ort_zero.checkpoint.restricted_pickle.values import ClassReference, OpaqueObject, StoredTensor, TorchConstant
 
 PROTOCOLS = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ort_zero.checkpoint.pickled_values import StoredTensor
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "mp_world_size")
 _MOST = 1 << 53

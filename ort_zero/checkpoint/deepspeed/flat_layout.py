@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
-from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import File, Piece, Tensor
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 
 Flats = Mapping[int, StoredTensor]
 """The flat tensors of one rank by number: of a parameter group, or of a sub-group for ZeRO-3."""

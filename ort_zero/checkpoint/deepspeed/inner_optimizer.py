@@ -9,8 +9,8 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.flat_layout import FlatLayout, Flats, flat_tensors
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
-from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import Optimizer, ParamGroup, Tensor
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 

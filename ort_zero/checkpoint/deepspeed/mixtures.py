@@ -12,8 +12,8 @@ import numpy as np
 
 from ort_zero.checkpoint import dtypes
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
-from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import Piece, Tensor
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right
 from ort_zero.errors import CorruptCheckpointError
 

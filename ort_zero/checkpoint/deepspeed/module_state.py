@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ort_zero.checkpoint.deepspeed import zero3
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
-from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import BUFFER, MOST_NAMED, WEIGHT, Tensor
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.text import shortened
 

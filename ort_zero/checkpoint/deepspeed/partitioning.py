@@ -7,7 +7,7 @@ from typing import Any
 from ort_zero.checkpoint.deepspeed.file_names import WAY_OUT
 from ort_zero.checkpoint.deepspeed.flat_layout import FlatLayout, Flats, elements_of
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, zero_state
-from ort_zero.checkpoint.pickled_values import StoredTensor
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 

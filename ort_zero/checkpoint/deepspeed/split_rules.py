@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.split_geometry import Block, Split, replicated, split_along
-from ort_zero.checkpoint.pickled_values import OpaqueObject
+from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject
 from ort_zero.errors import CheckpointError
 
 Shapes = Sequence[tuple[int, ...]]

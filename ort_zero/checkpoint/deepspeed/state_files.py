@@ -19,8 +19,8 @@ from ort_zero.checkpoint.deepspeed.file_names import (
     other_rank,
     require_all_ranks,
 )
-from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import MOST_NAMED, Tensor, check_cover
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.checkpoint.torch_file import Known, TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError

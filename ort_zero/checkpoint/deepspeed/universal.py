@@ -27,8 +27,8 @@ from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.deepspeed.topology import Topology
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
-from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import MASTER, MOST_NAMED, Optimizer, ParamGroup, Tensor
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.storage import Folder
 from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ort_zero.checkpoint.deepspeed.flat_layout import elements_of
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
-from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import Piece, Tensor
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile
 
 

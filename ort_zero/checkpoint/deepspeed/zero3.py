@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ort_zero.checkpoint.deepspeed.flat_layout import ElementRange, FlatLayout, elements_of
 from ort_zero.checkpoint.deepspeed.partitioning import Partitioning, Shapes
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, covered
-from ort_zero.checkpoint.pickled_values import StoredTensor
 from ort_zero.checkpoint.records import WEIGHT, Piece, Tensor
+from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 
 
 class Zero3(Partitioning):

@@ -12,7 +12,7 @@ import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from typing import Any
 
-from ort_zero.checkpoint.pickled_values import ClassReference, OpaqueObject
+from ort_zero.checkpoint.restricted_pickle.values import ClassReference, OpaqueObject
 
 _MOST_INTEGER_BYTES = 1024
 """Longest integer: Python refuses to print those of more than 4300 digits."""
@@ -50,9 +50,9 @@ def interpret(data: bytes) -> Any:
         data: the whole pickle.
 
     Returns:
-        Python's plain values and containers; a :class:`~ort_zero.checkpoint.pickled_values.ClassReference` for each
-        name, an :class:`~ort_zero.checkpoint.pickled_values.OpaqueObject` for each call or object, a
-        :class:`PersistentId` for each storage. Containers may hold themselves, and be held several times.
+        Python's plain values and containers; a :class:`~.values.ClassReference` for each name, an
+        :class:`~.values.OpaqueObject` for each call or object, a :class:`PersistentId` for each storage. Containers may
+        hold themselves, and be held several times.
 
     Raises:
         MalformedPickleError: it ends early, or holds an opcode that is not known or does not fit.

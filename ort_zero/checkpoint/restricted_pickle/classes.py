@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ort_zero.checkpoint.pickled_values import ClassReference, OpaqueObject
+from ort_zero.checkpoint.restricted_pickle.values import ClassReference, OpaqueObject
 
 UNKNOWN = object()
 """Returned for an object that stays a record."""

@@ -1,8 +1,8 @@
 """Turns what a pickle says into values: tensors into records of their place, harmless values into themselves.
 
-Only classes and functions of the tables here and in :mod:`~ort_zero.checkpoint.pickle_classes` are rebuilt, by code of
-ours that checks the arguments first. Every other object stays a record of its class and state. Nothing is imported or
-called because a file names it.
+Only classes and functions of the tables here and in :mod:`.classes` are rebuilt, by code of ours that checks the
+arguments first. Every other object stays a record of its class and state. Nothing is imported or called because a file
+names it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ort_zero.checkpoint import dtypes, pickle_classes
-from ort_zero.checkpoint.pickle_machine import HostilePickleError, MalformedPickleError, PersistentId
-from ort_zero.checkpoint.pickled_values import (
+from ort_zero.checkpoint import dtypes
+from ort_zero.checkpoint.restricted_pickle import classes
+from ort_zero.checkpoint.restricted_pickle.machine import HostilePickleError, MalformedPickleError, PersistentId
+from ort_zero.checkpoint.restricted_pickle.values import (
     ClassReference,
     FragmentAddress,
     OpaqueObject,
@@ -54,7 +55,7 @@ def rebuild(value: Any, records: Mapping[str, tuple[int, int]], size: int) -> tu
     """Return the value of a pickle and the names of the classes of which objects stayed records.
 
     Args:
-        value: what :func:`~ort_zero.checkpoint.pickle_machine.interpret` returned.
+        value: what :func:`~ort_zero.checkpoint.restricted_pickle.machine.interpret` returned.
         records: (offset, length) in bytes of the data of each storage in the file, by its key.
         size: bytes of the pickle; limits how many values there may be.
 
@@ -133,10 +134,10 @@ class _Rebuilder:
             [(self.value(key, depth), self.value(item, depth)) for key, item in raw.entries],
             raw.called,
         )
-        if raw.called and raw.class_name not in _OF_TORCH and pickle_classes.is_hostile(raw.class_name):
+        if raw.called and raw.class_name not in _OF_TORCH and classes.is_hostile(raw.class_name):
             raise HostilePickleError(raw.class_name)
-        result = _of_torch(made) if made.class_name in _OF_TORCH else pickle_classes.rebuilt(made)
-        if result is pickle_classes.UNKNOWN:
+        result = _of_torch(made) if made.class_name in _OF_TORCH else classes.rebuilt(made)
+        if result is classes.UNKNOWN:
             self.opaque.add(made.class_name)
             return made
         return result
@@ -169,7 +170,7 @@ def _tensor(made: OpaqueObject) -> Any:
     """Return the place of a dense tensor: _rebuild_tensor_v2(storage, offset, size, stride, ..., metadata)."""
     storage, offset, shape, strides, *rest = made.args
     if len(rest) > 2 and rest[2]:  # a conjugate or negated view: its elements are not what is stored
-        return pickle_classes.UNKNOWN
+        return classes.UNKNOWN
     return _stored(storage, storage.dtype, offset, shape, strides)
 
 
@@ -177,7 +178,7 @@ def _typed_tensor(made: OpaqueObject) -> Any:
     """Return the place of a dense tensor: _rebuild_tensor_v3(storage, offset, size, stride, ..., dtype, metadata)."""
     storage, offset, shape, strides, _, _, dtype, *rest = made.args
     if (rest and rest[0]) or type(dtype) is not TorchConstant or dtype.kind != "dtype":
-        return pickle_classes.UNKNOWN
+        return classes.UNKNOWN
     return _stored(storage, dtype.name, offset, shape, strides)
 
 
@@ -185,7 +186,7 @@ def _stored(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: A
     if type(storage) is not StoredStorage:
         raise MalformedPickleError("a tensor has no storage")
     if dtype is None:
-        return pickle_classes.UNKNOWN
+        return classes.UNKNOWN
     for axes in (shape, strides):
         if type(axes) is not tuple or any(type(n) is not int or not 0 <= n < 1 << 63 for n in axes):
             raise MalformedPickleError("a tensor has no shape, or strides below zero")
@@ -197,16 +198,16 @@ def _stored(storage: Any, dtype: str | None, offset: Any, shape: Any, strides: A
 
 def _parameter(made: OpaqueObject) -> Any:
     """Return what a parameter holds: _rebuild_parameter(data, requires_grad, hooks[, state])."""
-    return made.args[0] if isinstance(made.args[0], StoredTensor) else pickle_classes.UNKNOWN
+    return made.args[0] if isinstance(made.args[0], StoredTensor) else classes.UNKNOWN
 
 
 def _tensor_with_attributes(made: OpaqueObject) -> Any:
     """Return what a tensor that has attributes holds: _rebuild_from_type_v2(function, type, args, state)."""
     function, kind, args, _ = made.args
     if type(function) is not ClassReference or type(kind) is not ClassReference or kind.name not in _TENSOR_TYPES:
-        return pickle_classes.UNKNOWN
+        return classes.UNKNOWN
     known = _OF_TORCH.get(function.name)
-    return pickle_classes.UNKNOWN if known is None else known(OpaqueObject(function.name, args, called=True))
+    return classes.UNKNOWN if known is None else known(OpaqueObject(function.name, args, called=True))
 
 
 def _size(made: OpaqueObject) -> Any:
@@ -214,7 +215,7 @@ def _size(made: OpaqueObject) -> Any:
     (numbers,) = made.args
     shape = tuple(numbers)
     if any(type(number) is not int for number in shape) or len(shape) > _MOST_AXES:
-        return pickle_classes.UNKNOWN
+        return classes.UNKNOWN
     if any(number < 0 for number in shape) or math.prod(shape) >= 1 << 63:
         raise MalformedPickleError("a shape has more elements than any tensor")
     return shape
@@ -233,7 +234,7 @@ def _stage(made: OpaqueObject) -> int:
 def _fragment_address(made: OpaqueObject) -> Any:
     numel, start = made.attribute("numel"), made.attribute("start")
     if type(numel) is not int or type(start) is not int:
-        return pickle_classes.UNKNOWN
+        return classes.UNKNOWN
     return FragmentAddress(numel, start)
 
 
