@@ -514,3 +514,15 @@ def test_wrap_takes_the_parts_of_the_section(tmp_path: Path, ortmodule):
     plain = Net()
     assert ort_zero.wrap(plain, enabled=False) is plain
     assert ort_zero.wrap(plain, ortmodule={"enabled": False}) is plain
+
+
+def test_an_exporter_that_the_program_wraps_is_still_the_one_of_torchscript(ortmodule, monkeypatch):
+    export, given = torch.onnx.export, []
+
+    def wrapped(*args, **kwargs):
+        given.append(kwargs.get("dynamo"))
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.onnx, "export", wrapped)
+    assert ortmodule.ORTModule(torch.nn.Linear(4, 2))(torch.ones(3, 4)).shape == (3, 2)
+    assert given == [False]

@@ -61,4 +61,7 @@ def legacy_exporter() -> dict[str, bool]:
     """Return the arguments by which ``torch.onnx.export`` takes the TorchScript exporter; torch 2.4 has no other."""
     import torch.onnx
 
-    return {"dynamo": False} if "dynamo" in inspect.signature(torch.onnx.export).parameters else {}
+    parameters = inspect.signature(torch.onnx.export).parameters
+    # a program may have put a function of its own in the place of torch's, which takes whatever it is given
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {"dynamo": False} if "dynamo" in parameters or takes_all else {}
