@@ -20,7 +20,7 @@ class LazyTensor(torch.Tensor):
     """
 
     _compute: Callable[[], torch.Tensor] | None
-    _values: torch.Tensor | None
+    _known: torch.Tensor | None
     _on_read: Callable[[], None]
 
     @staticmethod
@@ -33,13 +33,15 @@ class LazyTensor(torch.Tensor):
     ) -> LazyTensor:
         """Return a tensor without memory of its own."""
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        self._compute, self._values, self._on_read = compute, None, on_read
+        self._compute, self._known, self._on_read = compute, None, on_read
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         """Run an operator on the values."""
         found: dict[int, LazyTensor] = {}
 
@@ -55,13 +57,13 @@ class LazyTensor(torch.Tensor):
 
     def values_now(self) -> torch.Tensor:
         """Return the values as a plain tensor without history; they are computed at the first call."""
-        if self._values is None:
+        if self._known is None:
             assert self._compute is not None
             self._on_read()
             with torch.no_grad():
-                self._values = self._compute()
+                self._known = self._compute()
             self._compute = None  # it holds the weight
-        return self._values
+        return self._known
 
     def _as_plain(self) -> torch.Tensor:
         """Return a plain tensor with the same values that requires grad as this one does."""

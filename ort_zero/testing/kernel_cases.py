@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -91,7 +92,8 @@ def _image_cases(normal, width: int) -> Iterator[KernelCase]:
     for channels, made, size, kernel, stride, group in forms:
         pads = kernel // 2
         out = (size + 2 * pads - kernel) // stride + 1
-        settings = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": [pads] * 4, "group": group}
+        settings: dict[str, Any] = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2}
+        settings |= {"pads": [pads] * 4, "group": group}
         x, weight = normal(8, channels, size, size), normal(made, channels // group, kernel, kernel)
         label = f"{channels} to {made}, {kernel} x {kernel}, {size} x {size}, stride {stride}, group {group}"
         feeds = {"x": x, "w": weight, "bias": normal(made)}

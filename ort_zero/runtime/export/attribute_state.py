@@ -124,7 +124,7 @@ class AttributeState:
         """Give attributes and containers their values of that moment."""
         finder = PlaceFinder(self._model)
         for place in sorted(places, key=lambda place: len(place.steps)):
-            kind, key = place.steps[-1] if place.steps else ("", None)
+            kind, key = place.steps[-1] if place.steps else ("", "")
             own = attributes_of(finder.value_at(place.holder)) if kind == ATTRIBUTE else None
             attributes = self._attributes.get(id(own))
             if own is not None and attributes is not None:

@@ -217,7 +217,8 @@ def _head_of(values: GraphValues, loss: onnx.NodeProto) -> _Head | None:
 
 def _between(values: GraphValues, loss: onnx.NodeProto, classes: int) -> tuple[str, tuple[onnx.NodeProto, ...]] | None:
     """Return the logits behind the operand of a loss, and the nodes that take a part of their rows."""
-    name, slices = loss.input[0], []
+    name = loss.input[0]
+    slices: list[onnx.NodeProto] = []
     while True:
         node = values.producers.get(name)
         if node is None or node.domain or name in values.outputs:
