@@ -55,9 +55,9 @@ IMPORTS = (
     "safetensors.torch",
     "huggingface_hub",
     "ort_zero.checkpoint",
-    "ort_zero.checkpoint.aggregation",
+    "ort_zero.checkpoint.aggregation.aggregation",
     "ort_zero.checkpoint.deepspeed.reader",
-    "ort_zero.checkpoint.manifest",
+    "ort_zero.checkpoint.format.manifest",
 )
 """What no measurement pays for."""
 LINEAR_GOAL = 2.0
@@ -249,11 +249,11 @@ def write_ours(root: str, ranks: int, weights: int) -> dict[str, tuple[int, ...]
     """Write a checkpoint of ours into `root`, cut as ZeRO-1 and ZeRO-2 cut; return the shapes."""
     import torch
 
-    from ort_zero.checkpoint import manifest
-    from ort_zero.checkpoint.checkpoint_writer import file_name
+    from ort_zero.checkpoint.files.storage import open_folder
+    from ort_zero.checkpoint.format import manifest
     from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup, Tensor
-    from ort_zero.checkpoint.shard_writer import ShardEntry, write_shard
-    from ort_zero.checkpoint.storage import open_folder
+    from ort_zero.checkpoint.saves.checkpoint_writer import file_name
+    from ort_zero.checkpoint.saves.shard_writer import ShardEntry, write_shard
 
     shapes = shapes_of(weights)
     total = bytes_of(shapes) // 4

@@ -37,7 +37,7 @@ def measure(root: str, stage: int, precision: str, millions: int, hidden: int, r
     import torch.distributed.checkpoint as dcp
 
     from ort_zero import checkpoint
-    from ort_zero.checkpoint import saving
+    from ort_zero.checkpoint.saves import saving
     from ort_zero.compat.deepspeed_state import EngineState
 
     engine = make_engine(stage, precision, millions, hidden)

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ort_zero.checkpoint import manifest
+from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
+from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.opening import format_in, no_checkpoint, open_checkpoint
 from ort_zero.checkpoint.records import Source
-from ort_zero.checkpoint.storage import Folder, LocalFolder, open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ort_zero.checkpoint import manifest
 from ort_zero.checkpoint.deepspeed import file_names
+from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.records import Source
-from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.garbage import collection_paused
 

@@ -1,7 +1,7 @@
 """What a checkpoint consists of, whoever wrote it: tensors, the pieces that hold their bytes, the files of the pieces.
 
-The readers (:mod:`~ort_zero.checkpoint.manifest` for our format, :mod:`~ort_zero.checkpoint.deepspeed.reader` for
-DeepSpeed's) produce a :class:`Source`; planning, aggregation, loading and verification know nothing else.
+The readers (:mod:`~ort_zero.checkpoint.format.manifest` for our format, :mod:`~ort_zero.checkpoint.deepspeed.reader`
+for DeepSpeed's) produce a :class:`Source`; planning, aggregation, loading and verification know nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ort_zero.checkpoint.dtypes import itemsize
+from ort_zero.checkpoint.files.dtypes import itemsize
 
 MASTER = "master"
 """Kind of the values that the optimizer updates: fp32 copies, or the weights themselves of an fp32 run."""

@@ -15,11 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ort_zero.checkpoint.files.storage import CHUNK, Folder
 from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.restricted_pickle.machine import HostilePickleError, MalformedPickleError, interpret
 from ort_zero.checkpoint.restricted_pickle.rebuild import rebuild
 from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
-from ort_zero.checkpoint.storage import CHUNK, Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.crc32 import crc32
 

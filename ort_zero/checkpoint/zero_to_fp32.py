@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from ort_zero.checkpoint import dtypes, manifest
-from ort_zero.checkpoint.aggregation import AggregateReport, aggregate
+from ort_zero.checkpoint.aggregation.aggregation import AggregateReport, aggregate
+from ort_zero.checkpoint.files import dtypes
+from ort_zero.checkpoint.files.storage import Folder, open_folder
+from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.opening import open_checkpoint
-from ort_zero.checkpoint.reading import ReadRequest, check_range, read_range
+from ort_zero.checkpoint.reads.reading import ReadRequest, check_range, read_range
+from ort_zero.checkpoint.reads.training_state import read_training_state
 from ort_zero.checkpoint.records import BUFFER, Source, Tensor
-from ort_zero.checkpoint.storage import Folder, open_folder
-from ort_zero.checkpoint.training_state import read_training_state
 from ort_zero.errors import CheckpointError
 from ort_zero.masking import masked
 

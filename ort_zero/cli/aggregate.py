@@ -6,14 +6,14 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ort_zero.checkpoint.dtypes import CHOICES
+from ort_zero.checkpoint.files.dtypes import CHOICES
 from ort_zero.cli import TP_SPLIT_HELP, print_json
 from ort_zero.cli.ranks import on_launched_ranks
 from ort_zero.utils.sizes import decimal_size, size_in
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
-    from ort_zero.checkpoint.aggregation import AggregateReport
+    from ort_zero.checkpoint.aggregation.aggregation import AggregateReport
     from ort_zero.distributed.process_group import RankGroup
 
 _EPILOG = """\
@@ -68,7 +68,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Aggregate, print the report on rank 0, and return 0."""
-    from ort_zero.checkpoint.aggregation import aggregate
+    from ort_zero.checkpoint.aggregation.aggregation import aggregate
 
     def work(ranks: RankGroup) -> AggregateReport:
         return aggregate(

@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from ort_zero.checkpoint.dtypes import CHOICES
+from ort_zero.checkpoint.files.dtypes import CHOICES
 from ort_zero.cli import TP_SPLIT_HELP, print_json
 from ort_zero.cli.ranks import on_launched_ranks
 from ort_zero.utils.sizes import decimal_size, size_in
 
 if TYPE_CHECKING:
-    from ort_zero.checkpoint.converting import ConvertReport
+    from ort_zero.checkpoint.conversions.converting import ConvertReport
     from ort_zero.distributed.process_group import RankGroup
 
 _EPILOG = """\
@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Convert, print the report on rank 0, and return 0."""
-    from ort_zero.checkpoint.converting import SUB_GROUP_SIZE, convert
+    from ort_zero.checkpoint.conversions.converting import SUB_GROUP_SIZE, convert
 
     def work(ranks: RankGroup) -> ConvertReport:
         return convert(

@@ -13,7 +13,7 @@ from ort_zero.utils.sizes import size_in
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
-    from ort_zero.checkpoint.differences import DiffReport, TensorDifference
+    from ort_zero.checkpoint.inspection.differences import DiffReport, TensorDifference
 
 _EPILOG = """\
 Weights are compared in the most precise form that is stored (the fp32 masters where there are any); optimizer state
@@ -47,7 +47,7 @@ def _tolerance(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if there is a difference, else 0."""
-    from ort_zero.checkpoint.differences import diff
+    from ort_zero.checkpoint.inspection.differences import diff
 
     try:
         report = diff(

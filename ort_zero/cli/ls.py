@@ -12,7 +12,7 @@ from ort_zero.utils.sizes import decimal_size
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
-    from ort_zero.checkpoint.listing import ListedCheckpoint
+    from ort_zero.checkpoint.inspection.listing import ListedCheckpoint
 
 _EPILOG = """\
 "whole" means: all files are there, with their sizes, and belong together. ort-zero verify reads their bytes as well.
@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Print the list and return 0."""
-    from ort_zero.checkpoint.listing import list_checkpoints
+    from ort_zero.checkpoint.inspection.listing import list_checkpoints
 
     found = list_checkpoints(args.src, trust_pickle=args.trust_pickle, tp_split=args.tp_split)
     if args.json:

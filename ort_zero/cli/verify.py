@@ -10,7 +10,7 @@ from ort_zero.cli import TP_SPLIT_HELP, print_json
 from ort_zero.utils.sizes import size_in
 
 if TYPE_CHECKING:
-    from ort_zero.checkpoint.verification import VerifyReport
+    from ort_zero.checkpoint.inspection.verification import VerifyReport
 
 _EPILOG = "Exit status: 0 = nothing is wrong; 1 = something is, one line each; 2 = there is no checkpoint."
 
@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if there is a problem, else 0."""
-    from ort_zero.checkpoint.verification import verify
+    from ort_zero.checkpoint.inspection.verification import verify
 
     report = verify(args.src, args.tag, workers=args.workers, trust_pickle=args.trust_pickle, tp_split=args.tp_split)
     if args.json:

@@ -105,7 +105,7 @@ def _save_checkpoint(original):
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
         arguments = given.arguments
-        from ort_zero.checkpoint import saving
+        from ort_zero.checkpoint.saves import saving
 
         saving.save(
             self,
@@ -131,7 +131,7 @@ def _load_checkpoint(original):
         arguments = given.arguments
         if getattr(self, "ort_zero_section", None) is None or not arguments["load_dir"]:
             return original(self, *args, **kwargs)
-        from ort_zero.checkpoint import loading
+        from ort_zero.checkpoint.loads import loading
 
         def by_deepspeed() -> tuple:
             return original(self, *args, **kwargs)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from ort_zero.checkpoint import aggregate, capture, diff, list_checkpoints, verify
+from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
 from ort_zero.checkpoint.records import MASTER
+from ort_zero.checkpoint.saves import capture
 from ort_zero.testing.ranks import free_port, run_on_ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))

@@ -17,8 +17,8 @@ import checkpoint_files
 import pytest
 
 from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
-from ort_zero.checkpoint.converting import convert
-from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint.conversions.converting import convert
+from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError
 from ort_zero.testing.ranks import free_port

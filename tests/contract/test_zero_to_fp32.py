@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ort_zero
-from ort_zero.checkpoint import manifest, zero_to_fp32
-from ort_zero.checkpoint.storage import open_folder
-from ort_zero.checkpoint.verification import verify
+from ort_zero.checkpoint import zero_to_fp32
+from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from launch_once import once
 
-from ort_zero.checkpoint import dtypes
+from ort_zero.checkpoint.files import dtypes
+from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.records import Source, Tensor
-from ort_zero.checkpoint.storage import open_folder
 from ort_zero.testing.ranks import run_on_ranks
 
 STEPS = 3

@@ -27,14 +27,15 @@ import torch
 from safetensors.torch import load_file
 from save_until_killed import Patience
 
-from ort_zero.checkpoint import load_optimizer_state, storage, verify
-from ort_zero.checkpoint.aggregation import aggregate
-from ort_zero.checkpoint.capture import Model, Shard
-from ort_zero.checkpoint.checkpoint_writer import SaveJob, write_checkpoint
-from ort_zero.checkpoint.converting import convert
+from ort_zero.checkpoint import load_optimizer_state, verify
+from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.conversions.converting import convert
+from ort_zero.checkpoint.files import storage
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import MASTER, ParamGroup, Source
-from ort_zero.checkpoint.shard_writer import ShardEntry
+from ort_zero.checkpoint.saves.capture import Model, Shard
+from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
+from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 from ort_zero.distributed.process_group import RankGroup, from_launcher
 from ort_zero.errors import CheckpointError, RankError
 from ort_zero.testing.ranks import free_port

@@ -25,8 +25,10 @@ from checkpoint_engines import (
     train,
 )
 
-from ort_zero.checkpoint import checkpoint_writer, manifest, save, verify, wait
-from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint import save, verify, wait
+from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.saves import checkpoint_writer
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.errors import CheckpointError, RankError
 

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, sys.argv[1])
 import checkpoint_files
 from safetensors.torch import load_file
-from ort_zero.checkpoint.aggregation import aggregate
+from ort_zero.checkpoint.aggregation.aggregation import aggregate
 
 src, dst = sys.argv[2] + "/src", Path(sys.argv[2] + "/dst")
 tensors = {("master", f"w{i}"): torch.full((1 << 20,), float(i)) for i in range(12)}

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from checkpoint_files import MASTER, SAVED_ELSEWHERE, some_tensors, write
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import aggregation_stream, output_record
-from ort_zero.checkpoint.aggregation import aggregate
+from ort_zero.checkpoint.aggregation import aggregation_stream
+from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.model_files import output_record
 from ort_zero.distributed.process_group import from_launcher
 from ort_zero.testing.ranks import free_port, run_on_ranks
 

@@ -13,7 +13,7 @@ from checkpoint_files import some_tensors, write
 from deepspeed_checkpoints import read
 
 from ort_zero.checkpoint import verify
-from ort_zero.checkpoint.converting import convert
+from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.distributed.process_group import from_launcher
 from ort_zero.testing.ranks import run_on_ranks
@@ -23,7 +23,7 @@ FORMATS = ("ort_zero", "deepspeed", "universal")
 
 def together(root: str) -> list[dict[str, Any]]:
     """Convert into each format, then what must fail: a source that is not there, a full disk of rank 1."""
-    from ort_zero.checkpoint import storage
+    from ort_zero.checkpoint.files import storage
 
     ranks = from_launcher(root)
     results = []

@@ -24,9 +24,11 @@ from checkpoint_engines import (
 )
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import load, manifest, save, saving
-from ort_zero.checkpoint.aggregation import aggregate
-from ort_zero.checkpoint.verification import verify
+from ort_zero.checkpoint import load, save
+from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.inspection.verification import verify
+from ort_zero.checkpoint.saves import saving
 from ort_zero.errors import CheckpointError
 from ort_zero.testing.ranks import run_on_ranks
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from deepspeed_checkpoints import ALL, BF16_OPTIMIZER, FEW, STEPS, Odd, Variant, read, written
 
+from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source
-from ort_zero.checkpoint.verification import verify
 from ort_zero.errors import CheckpointError
 
 CASES = [pytest.param(world, v, id=f"{world}-{v.name}", marks=[pytest.mark.slow] if world in (4, 5) else [])

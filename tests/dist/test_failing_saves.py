@@ -30,10 +30,12 @@ from checkpoint_engines import (
 )
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import load, manifest, save, saving, wait
-from ort_zero.checkpoint.aggregation import aggregate
-from ort_zero.checkpoint.storage import LocalFolder
-from ort_zero.checkpoint.verification import verify
+from ort_zero.checkpoint import load, save, wait
+from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.files.storage import LocalFolder
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.inspection.verification import verify
+from ort_zero.checkpoint.saves import saving
 from ort_zero.distributed.side_channel import SideChannelGroup
 from ort_zero.errors import RankError
 from ort_zero.testing.ranks import run_on_ranks
@@ -242,7 +244,7 @@ def save_in_background(folder: str) -> None:
 
 def step_before_copied(folder: str, stage: int) -> tuple[float, float]:
     """Step while the copy of a save is still being made; return the seconds of the save's call and of that step."""
-    from ort_zero.checkpoint import staging
+    from ort_zero.checkpoint.saves import staging
 
     engine = engine_of(stage)
     train(engine, range(3))
@@ -267,7 +269,7 @@ def step_before_copied(folder: str, stage: int) -> tuple[float, float]:
 
 def copy_that_fails(folder: str) -> dict[str, Any]:
     """Fail on rank 1 while the state is copied in the background; train on, and save again."""
-    from ort_zero.checkpoint import staging
+    from ort_zero.checkpoint.saves import staging
 
     engine = engine_of(2)
     train(engine, range(2))

@@ -12,8 +12,8 @@ from checkpoint_engines import (
 )
 
 from ort_zero.checkpoint import aggregate, diff, verify
-from ort_zero.checkpoint.converting import convert
-from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint.conversions.converting import convert
+from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.distributed.process_group import from_launcher
 from ort_zero.errors import CheckpointError, CorruptCheckpointError, RankError
 from ort_zero.testing.ranks import free_port, run_on_ranks

@@ -67,7 +67,7 @@ def main() -> None:
     """Replace the folders beside this file."""
     import tempfile
 
-    from ort_zero.checkpoint import manifest
+    from ort_zero.checkpoint.format import manifest
     from ort_zero.testing.ranks import run_on_ranks
 
     with tempfile.TemporaryDirectory() as scratch:

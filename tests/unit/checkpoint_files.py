@@ -11,10 +11,10 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from ort_zero.checkpoint import manifest
-from ort_zero.checkpoint.dtypes import code_of
+from ort_zero.checkpoint.files.dtypes import code_of
+from ort_zero.checkpoint.files.storage import Folder, open_folder
+from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Optimizer, ParamGroup, Piece, Tensor
-from ort_zero.checkpoint.storage import Folder, open_folder
 
 SAVED_ELSEWHERE = (MASTER, WEIGHT, BUFFER)
 

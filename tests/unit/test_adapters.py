@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import aggregate, lora_merge
+from ort_zero.checkpoint import aggregate
+from ort_zero.checkpoint.aggregation import lora_merge
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 

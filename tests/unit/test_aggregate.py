@@ -16,10 +16,12 @@ from checkpoint_files import SAVED_ELSEWHERE, some_tensors, write
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import aggregation_ranges, aggregation_stream, output_record, record_checks
-from ort_zero.checkpoint.aggregation import aggregate
+from ort_zero.checkpoint.aggregation import aggregation_ranges, aggregation_stream
+from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.files.storage import LocalFolder, open_folder
+from ort_zero.checkpoint.model_files import output_record
+from ort_zero.checkpoint.reads import record_checks
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Piece, Tensor
-from ort_zero.checkpoint.storage import LocalFolder, open_folder
 from ort_zero.cli.main import main
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -137,7 +139,7 @@ def test_a_tensor_that_is_not_row_major_is_written_row_major(tmp_path):
 
 
 def _plan_of(tensor: Tensor, dtype: str = "keep"):
-    from ort_zero.checkpoint.aggregation_plan import make_plan
+    from ort_zero.checkpoint.aggregation.aggregation_plan import make_plan
     from ort_zero.checkpoint.records import Source
 
     source = Source(format="x", root="c", tag="t", step=None, world_size=1, zero_stage=0, tensors=(tensor,), files={},
@@ -349,13 +351,13 @@ def test_a_full_disk_is_named_and_leaves_nothing(shards, tmp_path, monkeypatch, 
 def test_a_source_that_cannot_be_read_is_named(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(LocalFolder, "read_into", _raises(OSError(5, "Input/output error")))
     monkeypatch.setattr(LocalFolder, "read_scattered", _raises(OSError(5, "Input/output error")))
-    monkeypatch.setattr("ort_zero.checkpoint.manifest.read", lambda folder: _manifest(folder))
+    monkeypatch.setattr("ort_zero.checkpoint.format.manifest.read", lambda folder: _manifest(folder))
     with pytest.raises(CheckpointError, match="cannot read .*_master.safetensors: Input/output error"):
         aggregate(shards, tmp_path / "out", tag="global_step7")
 
 
 def _manifest(folder):
-    from ort_zero.checkpoint import manifest
+    from ort_zero.checkpoint.format import manifest
 
     return manifest.parse(Path(folder.path(manifest.NAME)).read_bytes(), "m")
 

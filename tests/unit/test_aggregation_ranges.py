@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from ort_zero.checkpoint import aggregation_ranges
-from ort_zero.checkpoint.aggregation_plan import OutputFile, make_plan
-from ort_zero.checkpoint.aggregation_ranges import FileRange, overlapping, shares
-from ort_zero.checkpoint.aggregation_windows import windows
-from ort_zero.checkpoint.dtypes import itemsize
+from ort_zero.checkpoint.aggregation import aggregation_ranges
+from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, make_plan
+from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange, overlapping, shares
+from ort_zero.checkpoint.aggregation.aggregation_windows import windows
+from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import MASTER, Piece, Source, Tensor
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ort_zero.checkpoint import casting
-from ort_zero.checkpoint.dtypes import torch_dtype
+from ort_zero.checkpoint.files import casting
+from ort_zero.checkpoint.files.dtypes import torch_dtype
 
 FLOATS = ("F16", "BF16", "F32", "F64")
 NAMES = {code: torch_dtype(code) for code in (*FLOATS, "F8_E4M3", "F8_E5M2")}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from ort_zero.checkpoint import safetensors_header
-from ort_zero.checkpoint.aggregation_plan import OutputEntry, make_header, make_plan, split
+from ort_zero.checkpoint.aggregation.aggregation_plan import OutputEntry, make_header, make_plan, split
+from ort_zero.checkpoint.files import safetensors_header
+from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Optimizer, ParamGroup, Piece, Source, Tensor
-from ort_zero.checkpoint.shard_writer import ShardEntry, write_shard
-from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint.saves.shard_writer import ShardEntry, write_shard
 from ort_zero.errors import CheckpointError
 
 

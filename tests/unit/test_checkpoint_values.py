@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from ort_zero.checkpoint import values
+from ort_zero.checkpoint.format import values
 from ort_zero.errors import CheckpointError
 
 

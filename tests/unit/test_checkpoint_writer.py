@@ -12,14 +12,15 @@ import torch
 from checkpoint_files import SAVED_ELSEWHERE, raw, some_tensors
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import checkpoint_writer, manifest
-from ort_zero.checkpoint.aggregation import aggregate
-from ort_zero.checkpoint.capture import Model, Shard
-from ort_zero.checkpoint.checkpoint_writer import SaveJob, write_checkpoint
+from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.files.storage import LocalFolder
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.records import WEIGHT, ParamGroup
-from ort_zero.checkpoint.shard_writer import ShardEntry
-from ort_zero.checkpoint.storage import LocalFolder
-from ort_zero.checkpoint.verification import verify
+from ort_zero.checkpoint.saves import checkpoint_writer
+from ort_zero.checkpoint.saves.capture import Model, Shard
+from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
+from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, RankError
 

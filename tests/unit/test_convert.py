@@ -15,17 +15,17 @@ import pytest
 import torch
 from deepspeed_checkpoints import read
 
-from ort_zero.checkpoint.converting import convert
-from ort_zero.checkpoint.flat_groups import zero3_groups, zero12_groups
+from ort_zero.checkpoint.conversions.converting import convert
+from ort_zero.checkpoint.format.flat_groups import zero3_groups, zero12_groups
+from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import Source
-from ort_zero.checkpoint.verification import verify
 from ort_zero.cli.main import main
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 PEAKS = """
 import sys, threading, time
-from ort_zero.checkpoint.converting import convert
+from ort_zero.checkpoint.conversions.converting import convert
 import deepspeed
 
 def anonymous():

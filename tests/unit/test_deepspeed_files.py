@@ -20,12 +20,12 @@ from deepspeed_states import GROUPS, MASTERS, deepspeed_names, module_values, wr
 
 from ort_zero.checkpoint import torch_file
 from ort_zero.checkpoint.deepspeed import pipeline
+from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.opening import open_checkpoint
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.checkpoint.restored_values import restored
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.checkpoint.storage import open_folder
-from ort_zero.checkpoint.verification import verify
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ort_zero.checkpoint import aggregate, differences
-from ort_zero.checkpoint.differences import diff
+from ort_zero.checkpoint import aggregate
+from ort_zero.checkpoint.inspection import differences
+from ort_zero.checkpoint.inspection.differences import diff
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError
 

@@ -102,7 +102,7 @@ def test_every_target_of_make_that_a_page_names_exists():
 def test_the_walk_finds_what_it_should(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# A title, long\n[a](page.md#a-title-long) [b](#none) [c](gone.md) [d](https://x.y/z)\n"
-                    "`ort_zero/config.py` `ort_zero/gone.py: f` `checkpoint/{saving,none}.py` `saving.py` `none.py`\n"
+                    "`ort_zero/config.py` `ort_zero/gone.py: f` `checkpoint/{records,none}.py` `saving.py` `none.py`\n"
                     "```\n[e](gone.md) `gone.py`\n```\n")  # fmt: skip
     assert broken_links(page) == ["#none", "gone.md"]
     assert wrong_paths(page) == ["ort_zero/gone.py", "checkpoint/none.py", "none.py"]

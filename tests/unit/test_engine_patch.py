@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 
 from ort_zero import config
-from ort_zero.checkpoint import loading, saving
+from ort_zero.checkpoint.loads import loading
+from ort_zero.checkpoint.saves import saving
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.errors import CheckpointError
 from ort_zero.plugin import engine_patch

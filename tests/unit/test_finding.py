@@ -11,9 +11,10 @@ from pathlib import Path
 import checkpoint_files
 import pytest
 
-from ort_zero.checkpoint import aggregate, manifest, verify
+from ort_zero.checkpoint import aggregate, verify
 from ort_zero.checkpoint.finding import find
-from ort_zero.checkpoint.listing import list_checkpoints
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.inspection.listing import list_checkpoints
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 

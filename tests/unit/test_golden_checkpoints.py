@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import manifest
-from ort_zero.checkpoint.aggregation import aggregate
+from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.inspection.verification import verify
+from ort_zero.checkpoint.reads.training_state import read_training_state
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT
-from ort_zero.checkpoint.storage import open_folder
-from ort_zero.checkpoint.training_state import read_training_state
-from ort_zero.checkpoint.verification import verify
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 OURS = f"checkpoint_v{manifest.VERSION}"

@@ -8,10 +8,10 @@ import os
 import pytest
 import xxhash
 
-from ort_zero.checkpoint import manifest
-from ort_zero.checkpoint.manifest_schema import Manifest
+from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.format.manifest_schema import Manifest
 from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Tensor, check_cover
-from ort_zero.checkpoint.storage import open_folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 TENSORS = [

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
-from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError, CorruptCheckpointError, RankError
 from ort_zero.masking import masked

@@ -25,9 +25,10 @@ from transformers import (
     Wav2Vec2Processor,
 )
 
-from ort_zero.checkpoint import aggregate, config_files
-from ort_zero.checkpoint.config_files import keep_beside
-from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint import aggregate
+from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.model_files import config_files
+from ort_zero.checkpoint.model_files.config_files import keep_beside
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError
 

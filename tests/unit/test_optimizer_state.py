@@ -10,8 +10,8 @@ import torch
 from checkpoint_files import write
 from torch import nn
 
-from ort_zero.checkpoint.aggregation import aggregate
-from ort_zero.checkpoint.optimizer_state import load_optimizer_state
+from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.loads.optimizer_state import load_optimizer_state
 from ort_zero.checkpoint.records import MASTER, Optimizer, ParamGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 

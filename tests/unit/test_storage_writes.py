@@ -11,12 +11,13 @@ import xxhash
 from checkpoint_files import write
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import preallocation, shard_writer, storage
-from ort_zero.checkpoint.aggregation import aggregate
-from ort_zero.checkpoint.preallocation import reserve_blocks
+from ort_zero.checkpoint.aggregation.aggregation import aggregate
+from ort_zero.checkpoint.files import preallocation, storage
+from ort_zero.checkpoint.files.preallocation import reserve_blocks
+from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.records import MASTER
-from ort_zero.checkpoint.shard_writer import ShardEntry, write_shard
-from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint.saves import shard_writer
+from ort_zero.checkpoint.saves.shard_writer import ShardEntry, write_shard
 from ort_zero.errors import CheckpointError
 
 

@@ -22,10 +22,10 @@ import xxhash
 from deepspeed_states import deepspeed_names
 from safetensors.torch import save_file
 
-from ort_zero.checkpoint import manifest
-from ort_zero.checkpoint.storage import open_folder
+from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.inspection.verification import VerifyReport, verify
 from ort_zero.checkpoint.torch_file import read_records
-from ort_zero.checkpoint.verification import VerifyReport, verify
 from ort_zero.cli import main as cli
 from ort_zero.errors import CheckpointError
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ort_zero.checkpoint.dtypes import itemsize
+from ort_zero.checkpoint.files.dtypes import itemsize
+from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import Tensor
-from ort_zero.checkpoint.storage import Folder
 
 _STEP = 1 << 18
 """Number of elements that are compared at a time."""

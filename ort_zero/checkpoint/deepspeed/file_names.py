@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from ort_zero.checkpoint.storage import Folder
+from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

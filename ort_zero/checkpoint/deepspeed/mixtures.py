@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from ort_zero.checkpoint import dtypes
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
+from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.records import Piece, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right

@@ -15,10 +15,10 @@ from ort_zero.checkpoint.deepspeed.partitioning import Partitioning
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
 from ort_zero.checkpoint.deepspeed.zero3 import Zero3
 from ort_zero.checkpoint.deepspeed.zero12 import Zero12
-from ort_zero.checkpoint.dtypes import is_floating
+from ort_zero.checkpoint.files.dtypes import is_floating
+from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import MASTER, WEIGHT, Optimizer, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.checkpoint.storage import Folder
 from ort_zero.checkpoint.torch_file import TorchFile
 
 

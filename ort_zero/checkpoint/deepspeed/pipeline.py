@@ -19,9 +19,9 @@ from ort_zero.checkpoint.deepspeed.model_rank import ModelRank, untrained
 from ort_zero.checkpoint.deepspeed.optimizer_groups import joined_optimizers
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, notes_on, open_part, zero_state
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
+from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.checkpoint.storage import Folder
 from ort_zero.checkpoint.torch_file import TorchFile
 from ort_zero.errors import CorruptCheckpointError
 

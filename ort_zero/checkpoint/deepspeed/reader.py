@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from ort_zero.checkpoint.config_files import config_files_beside
 from ort_zero.checkpoint.deepspeed import universal
 from ort_zero.checkpoint.deepspeed.experts import open_experts
 from ort_zero.checkpoint.deepspeed.file_names import (
@@ -23,8 +22,9 @@ from ort_zero.checkpoint.deepspeed.split_rules import Rule
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_state_files
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.deepspeed.topology import Topology, find_topology
+from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.model_files.config_files import config_files_beside
 from ort_zero.checkpoint.records import Source
-from ort_zero.checkpoint.storage import Folder
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 

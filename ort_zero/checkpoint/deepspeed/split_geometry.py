@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, cast, overload
 
-from ort_zero.checkpoint.dtypes import itemsize
+from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import Piece, Tensor
 from ort_zero.errors import CheckpointError
 

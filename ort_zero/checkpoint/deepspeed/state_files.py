@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ort_zero.checkpoint import dtypes
 from ort_zero.checkpoint.deepspeed.content_types import wrong_in_module_file
 from ort_zero.checkpoint.deepspeed.file_names import (
     MODULE_FILE,
@@ -19,9 +18,10 @@ from ort_zero.checkpoint.deepspeed.file_names import (
     other_rank,
     require_all_ranks,
 )
+from ort_zero.checkpoint.files import dtypes
+from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import MOST_NAMED, Tensor, check_cover
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.checkpoint.storage import Folder
 from ort_zero.checkpoint.torch_file import Known, TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles, check_one_save
-from ort_zero.checkpoint.storage import Folder
+from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.errors import CorruptCheckpointError
 
 

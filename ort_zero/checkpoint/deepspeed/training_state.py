@@ -14,12 +14,12 @@ from ort_zero.checkpoint.deepspeed.file_names import (
     names_by_model_rank,
     names_by_rank,
 )
+from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.reads.training_state import TrainingState
 from ort_zero.checkpoint.records import Source
 from ort_zero.checkpoint.restored_values import restored
 from ort_zero.checkpoint.restricted_pickle.values import OpaqueObject, StoredTensor
-from ort_zero.checkpoint.storage import Folder
 from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right, open_torch_file
-from ort_zero.checkpoint.training_state import TrainingState
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _EXTRA_STATE = "_extra_state"

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ort_zero.checkpoint.allowed_names import is_plain_name
 from ort_zero.checkpoint.deepspeed.experts import is_expert
 from ort_zero.checkpoint.deepspeed.file_names import (
     MODULE_FILE,
@@ -27,9 +26,10 @@ from ort_zero.checkpoint.deepspeed.state_files import StateFiles, open_states
 from ort_zero.checkpoint.deepspeed.tensor_parallel import join_tensor_parallel
 from ort_zero.checkpoint.deepspeed.topology import Topology
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
+from ort_zero.checkpoint.files.allowed_names import is_plain_name
+from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.records import MASTER, MOST_NAMED, Optimizer, ParamGroup, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.checkpoint.storage import Folder
 from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened

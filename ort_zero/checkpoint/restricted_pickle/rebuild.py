@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ort_zero.checkpoint import dtypes
+from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.restricted_pickle import classes
 from ort_zero.checkpoint.restricted_pickle.machine import HostilePickleError, MalformedPickleError, PersistentId
 from ort_zero.checkpoint.restricted_pickle.values import (

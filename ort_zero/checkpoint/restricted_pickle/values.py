@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ort_zero.checkpoint import dtypes
+from ort_zero.checkpoint.files import dtypes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Writes the tensors of a checkpoint as one model, by several ranks, in constant memory."""

@@ -1,0 +1,337 @@
+"""Writes ranges of output files: reads windows of the source, checks, casts, writes; holds a window per thread.
+
+Every byte is read once, in few large reads that scatter a source file's bytes to their places in the window. Pieces
+with a hash of their own are checked as they pass; where a format checks whole records (the zip of ``torch.save``) the
+CRC of what was read is kept, and :func:`~ort_zero.checkpoint.reads.record_checks.check_record` combines it at the end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import IO, Any
+
+import xxhash
+
+from ort_zero.checkpoint.aggregation.aggregation_plan import OutputEntry, OutputFile
+from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange
+from ort_zero.checkpoint.aggregation.aggregation_windows import PieceRead, Stretch, Window, windows
+from ort_zero.checkpoint.files.casting import all_finite, as_integers, cast, rows_of
+from ort_zero.checkpoint.files.dtypes import itemsize
+from ort_zero.checkpoint.files.storage import CHUNK, Folder, LocalFolder
+from ort_zero.checkpoint.reads.record_checks import Part, RecordChecks
+from ort_zero.checkpoint.records import File, Piece
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+_SMALLEST_WINDOW = 1 << 20
+_BYTES_PER_FILE = 32 << 10
+"""Bytes of a window for each source file: a window of ZeRO-3 has a part of each, and a read has a price of its own."""
+_LARGEST_GAP = 4096
+"""Bytes between two pieces of a record that are rather read than left out: the record's CRC needs them."""
+_MOST_BUFFERS = 1000
+"""Buffers of one read; the kernel takes 1024."""
+_SCRATCH = 256 << 10
+
+
+@dataclass
+class Findings:
+    """The findings of the stream. Thread-safe as far as it is used: ``list.extend``, ``set.add``."""
+
+    parts: list[Part] = field(default_factory=list)
+    not_finite: set[str] = field(default_factory=set)
+    """Names of parameters whose stored values hold NaN or inf."""
+    overflown: set[str] = field(default_factory=set)
+    """Names of parameters whose finite values became inf by the cast."""
+
+
+class _Stopped(Exception):
+    """Another thread failed, or the user interrupted; said elsewhere."""
+
+
+class Streamer:
+    """Writes output files from one source.
+
+    Args:
+        source: folder with the shards.
+        files: its files by name.
+        place_of: returns folder and name to write an output file to.
+        token: names this run's partial files.
+        verify: compare what is read with the checksums of the format.
+        advance: called with the bytes of each window that was written.
+    """
+
+    def __init__(
+        self,
+        source: Folder,
+        files: Mapping[str, File],
+        place_of: Callable[[OutputFile], tuple[Folder, str]],
+        token: str,
+        *,
+        verify: bool = True,
+        advance: Callable[[int], object] = lambda number: None,
+    ):
+        self.findings = Findings()
+        self._source = source
+        self._place_of = place_of
+        self._token = token
+        self._files = list(files.values()) if verify else []
+        self._verify = verify
+        self._advance = advance
+        self._stop = threading.Event()
+        self._window = CHUNK
+        if isinstance(source, LocalFolder):
+            self._window = min(CHUNK, max(_SMALLEST_WINDOW, _BYTES_PER_FILE * len(files)))
+
+    def write(
+        self,
+        ranges: Sequence[Sequence[FileRange]],
+        files: Iterable[OutputFile],
+        workers: int,
+        then: Callable[[OutputFile], None],
+    ) -> None:
+        """Write `ranges` and whole `files` under partial names, `workers` of them at a time.
+
+        Args:
+            ranges: lists of ranges, each for one thread, of files in folders where several may write into one.
+            files: files that one thread writes from begin to end.
+            workers: threads.
+            then: called for each of `files` that is there.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or do not match their checksum.
+            CheckpointError: a file cannot be read or written.
+        """
+        with ThreadPoolExecutor(workers, thread_name_prefix="aggregate") as pool:
+            try:
+                jobs = [pool.submit(self._ranges, some) for some in ranges if some]
+                jobs += [pool.submit(self._whole, file, then) for file in files]
+                done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+                failed = [error for job in done if (error := job.exception()) is not None]
+                if failed:
+                    raise next((error for error in failed if not isinstance(error, _Stopped)), failed[0])
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _ranges(self, ranges: Sequence[FileRange]) -> None:
+        reader = _Reader(self._source, self._files, self._verify, self._window)
+        for part in ranges:
+            sink, name = self._place_of(part.file)
+            with sink.writing_from(name, self._token, part.begin, part.end - part.begin) as out:
+                self._copy(part, reader, out)
+        self.findings.parts.extend(reader.parts())
+
+    def _whole(self, file: OutputFile, then: Callable[[OutputFile], None]) -> None:
+        reader = _Reader(self._source, self._files, self._verify, self._window)
+        sink, name = self._place_of(file)
+        with sink.writing(name, self._token) as out:
+            self._copy(FileRange(file, 0, file.size), reader, out)
+        self.findings.parts.extend(reader.parts())
+        then(file)
+
+    def _copy(self, part: FileRange, reader: _Reader, out: IO[bytes]) -> None:
+        """Write one range into a stream that begins where the range does."""
+        if part.begin == 0:
+            out.write(part.file.header)
+        writer = _Writer(out, self.findings)
+        for window in windows(part, self._window):
+            if self._stop.is_set():
+                raise _Stopped
+            buffer = reader.read(window)
+            for stretch in window.stretches:
+                writer.put(stretch, buffer)
+            self._advance(sum(read.length for read in window.reads))
+        reader.finish_piece()
+
+
+class _Reader:
+    """Reads windows and checks what is read. One for each thread.
+
+    Args:
+        source: folder with the shards.
+        files: its files, as far as they are checked by record.
+        verify: compare pieces with their hash.
+        size: bytes of most windows.
+    """
+
+    def __init__(self, source: Folder, files: Iterable[File], verify: bool, size: int):
+        self._source = source
+        self._records = RecordChecks(files)
+        self._pieces = _PieceChecks(source) if verify else None
+        self._buffer = memoryview(bytearray(size))
+        self._scratch = memoryview(bytearray(_SCRATCH))
+
+    def read(self, window: Window) -> memoryview:
+        """Return the bytes of a window, in a buffer that the next call uses again.
+
+        Raises:
+            CorruptCheckpointError: a file ends early, or a piece is not what was saved.
+            CheckpointError: a file cannot be read.
+        """
+        buffer = self._buffer
+        if window.filled > len(buffer):
+            buffer = memoryview(bytearray(window.filled))
+        for name, reads in groupby(sorted(window.reads, key=_place), key=lambda read: read.piece.file):
+            self._read_file(name, reads, buffer)
+        if self._pieces is not None:
+            for read in window.reads:
+                if read.piece.check is not None:
+                    self._pieces.add(read, buffer[read.at : read.at + read.length])
+        return buffer
+
+    def finish_piece(self) -> None:
+        """Check the piece at the end of a range, of which another thread writes the rest."""
+        if self._pieces is not None:
+            self._pieces.finish(self._buffer)
+
+    def parts(self) -> list[Part]:
+        """Return what was read of records."""
+        return self._records.parts()
+
+    def _read_file(self, name: str, reads: Iterable[PieceRead], buffer: memoryview) -> None:
+        """Read what a window has of one file, in the order of the file: one call for neighbours."""
+        views: list[memoryview] = []
+        start = end = used = 0
+        begin_at = end_at = 0  # what is beside each other in the buffer too, and not in `views` yet
+        border: int | None = None
+        for read in reads:
+            gap = read.offset - end
+            fits = border is None or read.offset < border
+            if views or end_at > begin_at:
+                if gap == 0 and fits and read.at == end_at:
+                    end += read.length
+                    end_at += read.length
+                    continue
+                views.append(buffer[begin_at:end_at])
+                most = 0 if border is None else min(_LARGEST_GAP, _SCRATCH - used)
+                if fits and 0 <= gap <= most and len(views) < _MOST_BUFFERS - 2:
+                    if gap:
+                        views.append(self._scratch[used : used + gap])
+                        used += gap
+                    begin_at, end_at, end = read.at, read.at + read.length, read.offset + read.length
+                    continue
+                self._read_views(name, start, views)
+            border, before = self._records.place_of(name, read.offset)
+            views, used, start = [], 0, read.offset
+            if before is not None and 0 < read.offset - before <= _LARGEST_GAP:
+                used, start = read.offset - before, before
+                views.append(self._scratch[:used])
+            begin_at, end_at, end = read.at, read.at + read.length, read.offset + read.length
+        views.append(buffer[begin_at:end_at])
+        self._read_views(name, start, views)
+
+    def _read_views(self, name: str, offset: int, views: list[memoryview]) -> None:
+        try:
+            self._source.read_scattered(name, offset, views)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self._source.path(name)}: {error.strerror or error}") from error
+        self._records.add(name, offset, views)
+
+
+def _place(read: PieceRead) -> tuple[str, int]:
+    return read.piece.file, read.offset
+
+
+class _PieceChecks:
+    """Compares pieces with their hash while their bytes pass in the order of the output."""
+
+    def __init__(self, source: Folder):
+        self._source = source
+        self._hash = xxhash.xxh3_64()
+        self._open: PieceRead | None = None
+        """The read before, if its piece is not complete yet and was read from its begin."""
+
+    def add(self, read: PieceRead, view: memoryview) -> None:
+        """Take the next bytes; at the end of a piece compare.
+
+        Raises:
+            CorruptCheckpointError: the piece is not what was saved.
+        """
+        piece, end = read.piece, read.offset + read.length
+        if read.offset == piece.offset:
+            if read.length == piece.length:
+                self._compare(read.entry, piece, xxhash.xxh3_64_hexdigest(view))
+                return
+            self._hash.reset()
+        elif self._open is None:
+            return  # its begin is in another range, whose thread checks all of it
+        self._hash.update(view)
+        self._open = read
+        if end == piece.offset + piece.length:
+            self._open = None
+            self._compare(read.entry, piece, self._hash.hexdigest())
+
+    def finish(self, buffer: memoryview) -> None:
+        """Read the rest of the piece that the range cut, only to check it."""
+        read = self._open
+        if read is None:
+            return
+        end = read.piece.offset + read.piece.length
+        for position in range(read.offset + read.length, end, len(buffer)):
+            view = buffer[: min(len(buffer), end - position)]
+            self._source.read_into(read.piece.file, position, view)
+            self._hash.update(view)
+        self._open = None
+        self._compare(read.entry, read.piece, self._hash.hexdigest())
+
+    def _compare(self, entry: OutputEntry, piece: Piece, found: str) -> None:
+        if found != piece.check:
+            raise CorruptCheckpointError(
+                f"{self._source.path(piece.file)} is damaged: {entry.tensor.kind} of {entry.tensor.name}, bytes "
+                f"{piece.offset} to {piece.offset + piece.length}: their xxh3-64 is {found}, not {piece.check}"
+            )
+
+
+class _Writer:
+    """Turns source bytes into what the output holds, and writes them."""
+
+    def __init__(self, out: IO[bytes], findings: Findings):
+        self._out = out
+        self._findings = findings
+        self._buffer = bytearray()
+
+    def put(self, stretch: Stretch, buffer: memoryview) -> None:
+        """Write one stretch, cast if the output has another dtype; note values that are not finite."""
+        tensor = stretch.parts[0][0].tensor
+        if tensor.strides is None:
+            self._put(stretch, buffer[stretch.begin : stretch.end])
+            return
+        width = itemsize(tensor.dtype)
+        values = rows_of(buffer, width, tensor.shape, tensor.strides)
+        step = max(1, CHUNK // max(1, tensor.nbytes // max(1, tensor.shape[0])))
+        for first in range(0, tensor.shape[0], step):
+            rows = values[first : first + step].copy().reshape(-1)
+            self._put(stretch._replace(parts=[(stretch.parts[0][0], 0, rows.nbytes)]), rows)
+
+    def _put(self, stretch: Stretch, data: Any) -> None:
+        finite = not stretch.scan or all_finite(data, stretch.source)
+        if not finite:
+            self._findings.not_finite.update(_not_finite(stretch, data, stretch.source, 1, 1))
+        if stretch.dtype == stretch.source:
+            self._out.write(memoryview(data).cast("B"))
+            return
+        width, out_width = itemsize(stretch.source), itemsize(stretch.dtype)
+        size = (stretch.end - stretch.begin) // width * out_width
+        if len(self._buffer) < size:
+            self._buffer = bytearray(size)
+        result = memoryview(self._buffer)[:size]
+        cast(data, stretch.source, stretch.dtype, result)
+        if stretch.scan and not all_finite(result, stretch.dtype):
+            names = set(_not_finite(stretch, result, stretch.dtype, width, out_width))
+            self._findings.overflown.update(names - self._findings.not_finite)
+        self._out.write(result)
+
+
+def _not_finite(stretch: Stretch, data: Any, code: str, width: int, out_width: int) -> Iterator[str]:
+    """Yield the names of the tensors of a stretch that hold NaN or inf in `data`, which has `out_width` for `width`."""
+    values = as_integers(data, itemsize(code))
+    size = itemsize(code)
+    for entry, at, length in stretch.parts:
+        begin = (at - stretch.begin) // width * out_width // size
+        count = length // width * out_width // size
+        if not all_finite(values[begin : begin + count], code):
+            yield entry.tensor.name

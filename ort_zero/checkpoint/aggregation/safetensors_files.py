@@ -1,0 +1,108 @@
+"""Opens a folder of safetensors, or one such file, as a :class:`Source`: an aggregated model, or anybody else's."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from ort_zero.checkpoint.aggregation.aggregation_plan import OPTIMIZER_JSON
+from ort_zero.checkpoint.files import dtypes, json_text, safetensors_header
+from ort_zero.checkpoint.files.allowed_names import is_plain_name
+from ort_zero.checkpoint.files.storage import Folder, open_folder
+from ort_zero.checkpoint.records import WEIGHT, File, Piece, Source, Tensor
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+
+END = ".safetensors"
+_INDEX = ".safetensors.index.json"
+_OPTIMIZER = "optimizer"
+_MAX_INDEX_BYTES = 256 << 20
+
+
+def are_in(folder: Folder) -> bool:
+    """Return True if a file of safetensors lies in `folder`."""
+    return any(name.endswith(END) for name in folder.names())
+
+
+def open_safetensors(path: str) -> Source:
+    """Return the tensors of a folder of safetensors or of one such file.
+
+    In a folder the files that an index names count, and else all. Names in ``optimizer*.safetensors`` are taken apart
+    into the state and the parameter that it belongs to.
+
+    Args:
+        path: folder, file, or fsspec URL of either.
+
+    Raises:
+        CorruptCheckpointError: a file is missing or damaged, or two hold a tensor of one name.
+        CheckpointError: no file of safetensors is there.
+    """
+    url = os.fspath(path)
+    if url.endswith(END):
+        above, _, name = url.rpartition("/")
+        folder, names = open_folder(above or ("/" if url.startswith("/") else ".")), [name]
+    else:
+        folder = open_folder(url)
+        names = _file_names(folder)
+    tensors: dict[tuple[str, str], Tensor] = {}
+    files: dict[str, File] = {}
+    aliases: dict[str, str] = {}
+    for name in names:
+        size = folder.size(name)
+        if size is None:
+            raise CorruptCheckpointError(f"{folder.path(name)} is missing")
+        try:
+            header = safetensors_header.read(folder, name, size)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
+        files[name] = File(name=name, size=size)
+        for entry in header.entries.values():
+            tensor = _tensor(folder, name, entry)
+            if tensors.setdefault((tensor.kind, tensor.name), tensor) is not tensor:
+                raise CorruptCheckpointError(f"{folder.path(name)} holds {entry.name}, as another file does")
+        aliases.update({n: to for n, to in header.metadata.items() if isinstance(to, str) and to in header.entries})
+    return Source(
+        format="safetensors",
+        root=url.rstrip("/"),
+        tag="",
+        step=None,
+        world_size=1,
+        zero_stage=0,
+        tensors=tuple(tensors.values()),
+        files=files,
+        aliases={alias: name for alias, name in aliases.items() if (WEIGHT, alias) not in tensors},
+        frozen=frozenset(),
+        optimizer=None,
+    )
+
+
+def _file_names(folder: Folder) -> list[str]:
+    there = [name for name in folder.names() if name.endswith(END)]
+    found = set(there)
+    for index in (name for name in folder.names() if name.endswith(_INDEX)):
+        try:
+            listed = set(json_text.loads(folder.read(index, limit=_MAX_INDEX_BYTES))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{folder.path(index)} is no index of safetensors ({error})") from None
+        if not all(map(is_plain_name, listed)):
+            raise CorruptCheckpointError(f"{folder.path(index)} names files outside of its folder")
+        stem = index.removesuffix(_INDEX)
+        found = {name for name in found if not name.startswith(stem)} | listed
+    if not found:
+        raise CheckpointError(f"{folder.path()} holds neither a checkpoint nor files of safetensors")
+    return sorted(found)
+
+
+def _tensor(folder: Folder, name: str, entry: safetensors_header.HeaderEntry) -> Tensor:
+    kind, key = WEIGHT, entry.name
+    if name.startswith(_OPTIMIZER) and (folder.exists(OPTIMIZER_JSON) or name == f"{_OPTIMIZER}{END}") and "/" in key:
+        kind, _, key = key.partition("/")
+    shape = entry.shape
+    sound = isinstance(entry.dtype, str) and dtypes.is_known(entry.dtype)
+    sound = sound and all(type(size) is int and size >= 0 for size in shape)
+    if not sound or math.prod(shape) * dtypes.itemsize(entry.dtype) != entry.nbytes:
+        raise CorruptCheckpointError(
+            f"{folder.path(name)} is damaged: {entry.name} has {entry.nbytes} bytes, its shape is {list(shape)} of "
+            f"{entry.dtype}"
+        )
+    pieces = (Piece(name, entry.offset, entry.nbytes, 0),) if entry.nbytes else ()
+    return Tensor(name=key, kind=kind, dtype=entry.dtype, shape=tuple(shape), pieces=pieces)

@@ -1,0 +1,1 @@
+"""Writes a checkpoint in another format or for another world size."""

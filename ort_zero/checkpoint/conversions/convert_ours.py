@@ -1,0 +1,106 @@
+"""Writes a conversion in our own format: each tensor cut into one piece per rank."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from ort_zero.checkpoint.conversions.conversion import EXTRA_STATE, Conversion
+from ort_zero.checkpoint.files.dtypes import torch_dtype
+from ort_zero.checkpoint.format import manifest, values
+from ort_zero.checkpoint.reads.reading import ReadRequest
+from ort_zero.checkpoint.reads.training_state import OPTIONAL_KEYS
+from ort_zero.checkpoint.records import BUFFER, Tensor
+from ort_zero.checkpoint.saves.capture import Model, Shard
+from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, manifest_of, write_rank_files
+from ort_zero.checkpoint.saves.shard_writer import ShardEntry
+
+Part = tuple[list, list, dict]
+"""Files, pieces and numbers per parameter of one rank, for the manifest."""
+
+
+def write_rank(work: Conversion, rank: int) -> Part:
+    """Write the files of one rank of the new checkpoint.
+
+    Raises:
+        CheckpointError: a value that cannot be stored, a disk that is full.
+        CorruptCheckpointError: the source is damaged.
+    """
+    weights: list[ShardEntry] = []
+    moments: list[ShardEntry] = []
+    requests: list[ReadRequest] = []
+    for tensor in work.source.tensors:
+        if tensor.name.rpartition(".")[2] == EXTRA_STATE and not tensor.is_optimizer_state:
+            continue
+        start, length = _part(tensor, rank, work.wanted.world_size)
+        if length:
+            room = work.scratch.tensor(length, torch_dtype(tensor.dtype))
+            requests.append(ReadRequest(tensor=tensor, start=start, length=length, target=room))
+            entry = ShardEntry(name=tensor.name, kind=tensor.kind, start=start, tensor=room)
+            (moments if tensor.is_optimizer_state else weights).append(entry)
+    work.read(requests)
+    tensors: list[Any] = []
+    state = vars(work.training_state(rank))
+    extra = {
+        key: values.encode(v, key, tensors) for key, v in state.items() if v is not None or key not in OPTIONAL_KEYS
+    }
+    extra["counters"] = {"micro_steps": 0, **extra["counters"]} if extra["counters"] else extra["counters"]
+    optimizer = work.source.optimizer
+    shard = Shard(
+        weights=weights,
+        moments=moments,
+        extra=extra,
+        extra_tensors=tensors,
+        scalars={} if optimizer is None else {key: dict(by_name) for key, by_name in optimizer.scalars.items()},
+    )
+    names: list[str] = []
+    files, pieces = write_rank_files(work.target, _job(work, shard), rank, work.wanted.world_size, names)
+    for name in names:
+        work.target.publish(name, work.wanted.token)
+        work.files[name] = work.target.size(name) or 0
+    return files, pieces, shard.scalars if rank == 0 else {}
+
+
+def write_manifest(work: Conversion, parts: list[Part]) -> None:
+    """Write the manifest, which makes the checkpoint exist; `parts` are those of all ranks, in their order."""
+    shard = Shard(weights=[], moments=[], extra={}, extra_tensors=[], scalars={})
+    document = manifest_of(work.target, _job(work, shard), parts, work.wanted.world_size)
+    data = manifest.dump(document)
+    work.target.write(manifest.NAME, data, work.wanted.token)
+    work.files[manifest.NAME] = len(data)
+
+
+def _part(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the first element and the number of elements that a rank stores."""
+    if tensor.kind == BUFFER:
+        return 0, tensor.elements if rank == 0 else 0
+    start = tensor.elements * rank // world_size
+    return start, tensor.elements * (rank + 1) // world_size - start
+
+
+def _job(work: Conversion, shard: Shard) -> SaveJob:
+    source, wanted = work.source, work.wanted
+    weights = {name: t for name, t in source.weights().items() if name.rpartition(".")[2] != EXTRA_STATE}
+    optimizer = source.optimizer
+    model = Model(
+        shapes={name: tensor.shape for name, tensor in weights.items()},
+        dtype=wanted.dtype,
+        aliases=dict(source.aliases),
+        frozen=sorted(source.frozen & weights.keys()),
+        optimizer_class=None if optimizer is None else optimizer.class_name or "unknown",
+        groups=[] if optimizer is None else list(optimizer.groups),
+        step=source.step or 0,
+        zero_stage=wanted.stage,
+        config=dict(source.config),
+    )
+    return SaveJob(
+        path=wanted.tag,
+        tag=wanted.tag,
+        save_id=wanted.token,
+        run_id=uuid.uuid5(uuid.NAMESPACE_OID, wanted.token).hex,
+        suffix="",
+        save_latest=False,
+        durable=False,
+        model=model,
+        shard=shard,
+    )

@@ -1,0 +1,86 @@
+"""Writes a conversion as DeepSpeed's universal checkpoint: one file per parameter and state, whole.
+
+Such a checkpoint serves every world size and every ZeRO stage, so the module's file is written in both of its forms.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ort_zero.checkpoint.conversions import convert_deepspeed
+from ort_zero.checkpoint.conversions.conversion import Conversion
+from ort_zero.checkpoint.files.dtypes import torch_dtype
+from ort_zero.checkpoint.reads.reading import ReadRequest
+from ort_zero.compat import deepspeed_files
+from ort_zero.errors import CheckpointError
+
+LATEST = "latest_universal"
+"""Name of the file that names the tag."""
+_FOLDER = "zero"
+_INTEGER_STEPS = ("Fused", "DeepSpeed", "OnebitAdam", "ZeroOneAdam")
+"""Beginnings of the names of optimizers that count steps in a Python integer; torch's have a tensor."""
+
+
+def check(work: Conversion) -> None:
+    """Raise CheckpointError for names that cannot be folders, and for parameter groups that cannot be written."""
+    for name in work.masters:
+        if "/" in name or name in ("", ".", "..") or "\0" in name:
+            raise CheckpointError(f"the parameter's name {name!r} cannot be the name of a folder")
+    for names in work.groups():
+        work.numbers(names)
+
+
+def write_share(work: Conversion, rank: int, ranks: int) -> None:
+    """Write the files of every parameter whose turn it is on `rank` of `ranks`, one parameter at a time in memory."""
+    for number, names in enumerate(work.groups()):
+        for index, name in enumerate(names):
+            if (number + index) % ranks == rank:
+                _write_parameter(work, name, names)
+
+
+def write_rest(work: Conversion) -> None:
+    """Write what all parameters share: the optimizer's groups, the module's files."""
+    version = deepspeed_files.require_deepspeed()
+    saved = work.training_state(0)
+    groups = convert_deepspeed.param_groups(work, [[index] for index in range(len(work.groups()))])
+    state = {index: _step(work, names) for index, names in enumerate(work.groups())}
+    content: dict[str, Any] = {
+        **convert_deepspeed.scale_of(work, saved),
+        "zero_stage": deepspeed_files.stage_number(work.wanted.stage),
+        "partition_count": [work.wanted.world_size] * len(groups),
+        "ds_version": version,
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": state, "param_groups": groups},
+    }
+    work.save(work.target.child(_FOLDER), "optimizer_state.pt", content, f"{_FOLDER}/optimizer_state.pt")
+    flats = convert_deepspeed.flat_groups(work, 0)
+    convert_deepspeed.save_module(work, 0, flats, saved, by_rank=False)
+    convert_deepspeed.save_module(work, 0, flats, saved, by_rank=True)
+
+
+def _write_parameter(work: Conversion, name: str, group: list[str]) -> None:
+    work.new_scratch()
+    requests: list[ReadRequest] = []
+    stored = {"fp32": work.masters[name], **{k: by_name[name] for k, by_name in work.states.items() if name in by_name}}
+    content: dict[str, Any] = {}
+    for kind, tensor in stored.items():
+        dtype = torch.float32 if kind == "fp32" else torch_dtype(tensor.dtype)
+        content[kind] = {"param": work.whole(tensor, dtype, requests)}
+    work.read(requests)
+    content |= _step(work, group)
+    folder = work.target.child(f"{_FOLDER}/{name}")
+    folder.make()
+    for kind, value in content.items():
+        work.save(folder, f"{kind}.pt", value, f"{_FOLDER}/{name}/{kind}.pt")
+
+
+def _step(work: Conversion, names: list[str]) -> dict[str, Any]:
+    """Return the count of steps of a group as its optimizer keeps it; empty before the first step."""
+    optimizer = work.source.optimizer
+    step = work.numbers(names).get("step")
+    if step is None or optimizer is None:
+        return {}
+    integer = (optimizer.class_name or "").startswith(_INTEGER_STEPS)
+    return {"step": int(step) if integer else torch.tensor(float(step))}

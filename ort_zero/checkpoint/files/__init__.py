@@ -1,0 +1,1 @@
+"""Bytes in files: folders, local and remote, JSON, element types, headers of safetensors."""

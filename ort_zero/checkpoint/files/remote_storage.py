@@ -1,0 +1,248 @@
+"""Folders behind fsspec, for :func:`~ort_zero.checkpoint.files.storage.open_folder`: object stores, web, memory.
+
+What a library below fsspec raises may hold the URL with its secrets, so nothing of it leaves this module: every failure
+becomes a :class:`~ort_zero.errors.CheckpointError` whose text is masked, without the library's own as its cause.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any, TypeVar
+
+from ort_zero.checkpoint.files.folders import CHUNK, Folder, joined_url
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.masking import masked_as_in
+from ort_zero.utils.atomic_write import partial_name
+
+_BUFFER = 1 << 18
+"""Bytes that a stream reads at a time."""
+_Result = TypeVar("_Result")
+
+
+def _masking(method: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Let a method of a folder raise what fsspec raises as a CheckpointError that holds no secret."""
+
+    @functools.wraps(method)
+    def call(self: RemoteFolder, *args: Any, **options: Any) -> _Result:
+        try:
+            return method(self, *args, **options)
+        except CheckpointError:
+            raise
+        except Exception as error:  # of a class that the library below fsspec chooses
+            failure = self._failure(method.__name__, error, args[0] if args else "")
+        raise failure  # outside of the block above, or the library's error would hang on it
+
+    return call
+
+
+class RemoteFolder(Folder):
+    """A folder behind fsspec (``s3://``, ``gs://``, ``memory://``, ...).
+
+    An object appears when its upload ends, so nothing incomplete is ever seen under its name, but there is no rename:
+    the partial name is an object of its own, which :meth:`publish` moves (on the server where the store can copy).
+    """
+
+    def __init__(self, url: str):
+        super().__init__(url)
+        import fsspec
+
+        failure = None
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except Exception as error:
+            failure = self._failure("open", error)
+        if failure is not None:
+            raise failure
+
+    def _failure(self, action: str, error: Exception, name: str = "") -> CheckpointError:
+        """Return the error for a user: without the secrets of the URL, in whatever form they stand in the text."""
+        text = str(error).strip().partition("\n")[0]
+        said = text if text and isinstance(error, OSError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+        return CheckpointError(f"cannot {_ACTIONS[action]} {self.path(name)}: {masked_as_in(said, self.url)}")
+
+    def _at(self, name: str) -> str:
+        return joined_url(self._root.rstrip("/"), name) if name else self._root
+
+    @_masking
+    def names(self) -> list[str]:
+        """List the objects under the URL, past what fsspec remembers of an earlier listing."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in found if path.rstrip("/") != self._root})
+
+    @_masking
+    def folders(self) -> list[str]:
+        """List the common beginnings of the names of objects under the URL."""
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        paths = (about["name"].rstrip("/") for about in found if about["type"] == "directory")
+        return sorted({path.rsplit("/", 1)[-1] for path in paths if path != self._root.rstrip("/")})
+
+    @_masking
+    def modified(self, name: str) -> float | None:
+        """Return what the store says; not every kind of store does."""
+        try:
+            return self._fs.modified(self._at(name)).timestamp()
+        except (OSError, NotImplementedError, AttributeError):
+            return None
+
+    @_masking
+    def size(self, name: str) -> int | None:
+        """Return the size in bytes that the store reports, None if there is no such object."""
+        try:
+            return self._fs.size(self._at(name))
+        except FileNotFoundError:
+            return None
+
+    @_masking
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` by one ranged request."""
+        if not len(buffer):
+            return
+        try:
+            data = self._fs.cat_file(self._at(name), start=offset, end=offset + len(buffer))
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
+        if len(data) > len(buffer):
+            raise CheckpointError(
+                f"cannot read {self.path(name)}: its server sends {len(data)} bytes where {len(buffer)} were asked, "
+                "so it does not know ranges; copy the checkpoint to a local folder first"
+            )
+        if len(data) != len(buffer):
+            raise CorruptCheckpointError(
+                f"{self.path(name)} is truncated: it ends at byte {offset + len(data)}, "
+                f"bytes up to {offset + len(buffer)} are needed"
+            )
+        buffer[:] = data
+        self._count(len(data))
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open an object for reading, by ranged requests."""
+        size = self.size(name)
+        if size is None:
+            raise CorruptCheckpointError(f"{self.path(name)} is missing")
+        return io.BufferedReader(_Ranges(self, name, size), _BUFFER)
+
+    @_masking
+    def make(self) -> None:
+        """Make the folder where the store knows folders; it may exist."""
+        self._fs.makedirs(self._root, exist_ok=True)
+
+    @contextmanager
+    def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
+        """Give a stream into an object of its own, which is uploaded when the block ends and not if it raises."""
+        path = self._at(partial_name(name, token))
+        failure = None
+        try:
+            with self._upload(path) as stream:
+                yield stream
+        except CheckpointError:
+            raise
+        except Exception as error:
+            failure = self._failure("writing", error, name)
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def _upload(self, path: str) -> Iterator[IO[bytes]]:
+        stream = self._fs.open(path, "wb", block_size=CHUNK)
+        try:
+            yield stream
+            stream.close()
+        except BaseException:
+            if hasattr(stream, "discard"):
+                with suppress(Exception):  # the error that brought us here says more
+                    stream.discard()
+            # closing would upload what there is; a file in memory cannot be marked, and closing it does nothing
+            with suppress(AttributeError):
+                stream.closed = True
+            self._forget(path)
+            raise
+
+    def _forget(self, path: str) -> None:
+        with suppress(Exception):  # what is left is hidden, and the next run removes it
+            self._fs.rm_file(path)
+
+    @_masking
+    def publish(self, name: str, token: str, to: str | None = None) -> None:
+        """Move the object to its final name, on the server where the store can copy."""
+        self._fs.mv(self._at(partial_name(name, token)), self._at(to or name))
+
+    @_masking
+    def duplicate(self, name: str, to: str, token: str) -> None:
+        """Copy the object, on the server where the store can."""
+        self._fs.copy(self._at(name), self._at(to))
+
+    @_masking
+    def discard(self, name: str, token: str) -> None:
+        """Remove the object that :meth:`writing` left, if there is one."""
+        self._forget(self._at(partial_name(name, token)))
+
+    @_masking
+    def remove(self, name: str) -> None:
+        """Remove an object; a missing one is fine."""
+        self._forget(self._at(name))
+
+
+_ACTIONS = {
+    "names": "list",
+    "folders": "list",
+    "modified": "look at",
+    "size": "look at",
+    "read_into": "read",
+    "make": "make",
+    "writing": "write",
+    "publish": "rename",
+    "duplicate": "copy",
+    "discard": "remove",
+    "remove": "remove",
+    "open": "open",
+}
+"""What methods do, for messages."""
+
+
+class _Ranges(io.RawIOBase):
+    """Reads an object by ranged requests.
+
+    Args:
+        folder: where it lies.
+        name: its name.
+        size: its bytes.
+    """
+
+    def __init__(self, folder: RemoteFolder, name: str, size: int):
+        super().__init__()
+        self._folder, self._name, self._size = folder, name, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if start + offset < 0:
+            raise OSError(22, "a place before the beginning of the file")
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        length = max(0, min(len(view), self._size - self._position))
+        self._folder.read_into(self._name, self._position, view[:length])
+        self._position += length
+        return length

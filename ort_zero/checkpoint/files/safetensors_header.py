@@ -1,0 +1,92 @@
+"""The header of a safetensors file, as shards and aggregated files have it.
+
+Eight bytes of length (little endian), then JSON with one entry per tensor, then spaces up to a multiple of 8 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ort_zero.checkpoint.files import json_text
+from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000
+"""Maximum length in bytes of a header's JSON: the safetensors library refuses a longer one."""
+_METADATA = "__metadata__"
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor of a safetensors file, as its header describes it."""
+
+    name: str
+    dtype: str
+    """The dtype's code in safetensors: "F32", "BF16", ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the data section."""
+    nbytes: int
+
+
+def encode(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], advice: str) -> bytes:
+    """Return the bytes of a header, its length included.
+
+    Args:
+        entries: the tensors of the file.
+        metadata: texts that are no tensors.
+        advice: what the user can do if there are too many tensors, for the error.
+
+    Raises:
+        CheckpointError: it would be longer than :data:`MAX_HEADER_BYTES`.
+    """
+    table: dict[str, Any] = {_METADATA: metadata}
+    for name, dtype, shape, offset, nbytes in entries:
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"too many tensors for one file of safetensors, {advice}")
+    return len(text).to_bytes(8, "little") + text
+
+
+class Header(NamedTuple):
+    """The header of a file that was read."""
+
+    metadata: dict[str, Any]
+    """Texts that are no tensors."""
+    entries: dict[str, HeaderEntry]
+    """The tensors by name; their offsets count from the start of the file."""
+
+
+def read(folder: Folder, name: str, size: int) -> Header:
+    """Return the header of a file.
+
+    Args:
+        folder: where the file lies.
+        name: name of the file.
+        size: bytes of the file.
+
+    Raises:
+        CorruptCheckpointError: the file is missing or shorter than `size`.
+        ValueError: the header is longer than the file or :data:`MAX_HEADER_BYTES`, is not JSON, or describes no
+            tensors.
+    """
+    length = int.from_bytes(folder.read(name, 0, 8), "little")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise ValueError(f"its header cannot have {length} bytes")
+    table = json_text.loads(folder.read(name, 8, length))
+    try:
+        metadata = table.pop(_METADATA, {})
+        if not isinstance(metadata, dict):
+            raise TypeError("its metadata is no table")
+        entries = {}
+        for key, about in table.items():
+            begin, end = about["data_offsets"]
+            if not (0 <= begin <= end <= size - 8 - length):
+                raise ValueError(f"tensor {key} lies outside of it")
+            entries[key] = HeaderEntry(key, about["dtype"], tuple(about["shape"]), 8 + length + begin, end - begin)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"its header describes no tensors ({error})") from None
+    return Header(metadata, entries)

@@ -1,0 +1,277 @@
+"""Reads slices of files and writes files under their final name only when they are complete; local or through fsspec.
+
+A local folder is read with ``pread`` into buffers that are used again, not through memory maps: a file that is too
+short is then an error with a name and not a SIGBUS, and what was read can be counted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from ort_zero.checkpoint.files.folders import CHUNK, Folder
+from ort_zero.checkpoint.files.preallocation import reserve_blocks
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.atomic_write import partial_name, removed_on_error
+
+__all__ = ["CHUNK", "Folder", "LocalFolder", "open_folder"]
+
+_MOST_OPEN = 256
+"""Maximum number of files of a folder that are held open between reads; systems allow a process 1024 or so."""
+_SPECIAL = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+class LocalFolder(Folder):
+    """A folder of the local file system."""
+
+    def __init__(self, url: str):
+        super().__init__(url)
+        self._root = Path(self.url)
+        self._descriptors: dict[str, int] = {}
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_descriptors", {}).values():
+            os.close(descriptor)
+
+    def names(self) -> list[str]:
+        """List the folder; one that does not exist has no names."""
+        try:
+            return sorted(os.listdir(self._root))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path()}: {error.strerror or error}") from error
+
+    def folders(self) -> list[str]:
+        """List the folders in it; what the user may not read has none."""
+        try:
+            with os.scandir(self._root) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except OSError:
+            return []
+
+    def modified(self, name: str) -> float | None:
+        """Return what the file system says."""
+        try:
+            return (self._root / name).stat().st_mtime
+        except OSError:
+            return None
+
+    def size(self, name: str) -> int | None:
+        """Return the size in bytes that the file system reports, None if there is no such file."""
+        try:
+            found = (self._root / name).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:  # links in a circle, a name that is too long
+            raise self._unreadable(name, error) from error
+        self._refuse_special(name, found)
+        return found.st_size
+
+    def exists(self, name: str) -> bool:
+        """Look what the file system has under the name."""
+        try:
+            return stat.S_ISREG((self._root / name).stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+
+    def _refuse_special(self, name: str, found: os.stat_result) -> None:
+        """Raise for what is no regular file: a FIFO or a device would block its reader, or never end."""
+        if not stat.S_ISREG(found.st_mode):
+            kind = next((text for test, text in _SPECIAL if test(found.st_mode)), "not a regular file")
+            raise CheckpointError(f"{self.path(name)} is {kind}, where a file is needed; remove it")
+
+    def _open_descriptor(self, name: str) -> int:
+        """Return a new descriptor of a regular file."""
+        try:
+            # without O_NONBLOCK, opening a FIFO waits for its writer
+            descriptor = os.open(self._root / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+        try:
+            self._refuse_special(name, os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` by ``preadv``, over a descriptor that stays open as long as this object lives.
+
+        Of the first :data:`_MOST_OPEN` files, that is: a universal checkpoint has three for each parameter.
+        """
+        descriptor, stays = self._descriptor(name)
+        try:
+            self._read_into(name, descriptor, offset, buffer)
+        finally:
+            if not stays:
+                os.close(descriptor)
+
+    def _read_into(self, name: str, descriptor: int, offset: int, buffer: memoryview) -> None:
+        done = 0
+        while done < len(buffer):
+            try:
+                got = os.preadv(descriptor, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise self._unreadable(name, error) from error
+            if not got:
+                raise CorruptCheckpointError(
+                    f"{self.path(name)} is truncated: it ends at byte {offset + done}, "
+                    f"bytes up to {offset + len(buffer)} are needed"
+                )
+            done += got
+        self._count(done)
+
+    def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers by one ``preadv``."""
+        total = sum(map(len, buffers))
+        descriptor, stays = self._descriptor(name)
+        try:
+            got = os.preadv(descriptor, buffers, offset)
+        except OSError as error:
+            raise self._unreadable(name, error) from error
+        finally:
+            if not stays:
+                os.close(descriptor)
+        if got == total:
+            self._count(got)
+            return
+        for buffer in buffers:  # the kernel may bring less at a time, and says at which byte a file ends
+            self.read_into(name, offset, buffer)
+            offset += len(buffer)
+
+    def _descriptor(self, name: str) -> tuple[int, bool]:
+        """Return a descriptor of a file, and whether it stays open."""
+        found = self._descriptors.get(name)
+        if found is not None:
+            return found, True
+        with self._lock:
+            if name not in self._descriptors:
+                if len(self._descriptors) >= _MOST_OPEN:
+                    return self._open_descriptor(name), False
+                self._descriptors[name] = self._open_descriptor(name)
+            return self._descriptors[name], True
+
+    def _unreadable(self, name: str, error: OSError) -> CheckpointError:
+        return CheckpointError(f"cannot read {self.path(name)}: {error.strerror or error}")
+
+    def open(self, name: str) -> IO[bytes]:
+        """Open a file of the file system for reading."""
+        return os.fdopen(self._open_descriptor(name), "rb")
+
+    def make(self) -> None:
+        """Make the folder and its parents on the file system; it may exist."""
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
+        """Give an unbuffered stream into a hidden file beside the final place, which an exception removes."""
+        path = self._root / partial_name(name, token)
+        try:
+            with removed_on_error(path, durable=durable, buffering=0) as raw:
+                reserve_blocks(raw.fileno(), 0, size)
+                yield cast(IO[bytes], _WholeWrites(raw))
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
+
+    takes_ranges = True
+
+    @contextmanager
+    def writing_from(self, name: str, token: str, offset: int, size: int = 0) -> Iterator[IO[bytes]]:
+        """Give an unbuffered stream into the hidden file, which is made if nobody has yet."""
+        try:
+            descriptor = os.open(self._root / partial_name(name, token), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with os.fdopen(descriptor, "wb", buffering=0) as raw:
+                reserve_blocks(descriptor, offset, size)
+                raw.seek(offset)
+                yield cast(IO[bytes], _WholeWrites(raw))
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
+
+    def publish(self, name: str, token: str, to: str | None = None) -> None:
+        """Rename the hidden file, which replaces what had the name in one step."""
+        os.replace(self._root / partial_name(name, token), self._root / (to or name))
+
+    def duplicate(self, name: str, to: str, token: str) -> None:
+        """Link the file a second time, or copy it where the file system has no links."""
+        partial = self._root / partial_name(to, token)
+        partial.unlink(missing_ok=True)
+        try:
+            os.link(self._root / name, partial)
+        except OSError:
+            shutil.copyfile(self._root / name, partial)
+        os.replace(partial, self._root / to)
+
+    def settle(self) -> None:
+        """Call fsync on the folder, so that renames outlive a loss of power."""
+        descriptor = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def discard(self, name: str, token: str) -> None:
+        """Remove the hidden file that :meth:`writing` left, if there is one."""
+        (self._root / partial_name(name, token)).unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a file from the file system; a missing one is fine."""
+        (self._root / name).unlink(missing_ok=True)
+
+
+class _WholeWrites:
+    """A raw file whose ``write`` writes everything: the kernel may take less at a time (2 GiB at most)."""
+
+    def __init__(self, raw: Any):
+        self._raw = raw
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += self._raw.write(view[done:])
+        return done
+
+    def writelines(self, views: Sequence[Any]) -> None:
+        """Write buffers of bytes, 1024 at most, by one call."""
+        done = os.writev(self._raw.fileno(), views) if views else 0
+        for view in views:
+            if done < len(view):
+                self.write(view[done:])
+            done = max(0, done - len(view))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._raw, name)
+
+
+def open_folder(url: str | os.PathLike) -> Folder:
+    """Return the folder behind a local path or an fsspec URL; it need not exist yet.
+
+    Raises:
+        CheckpointError: the path is empty, which would be the root of the file system.
+    """
+    text = os.fspath(url)
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    if not text.strip():
+        raise CheckpointError("no folder was given: the path is empty")
+    if "://" not in text:
+        return LocalFolder(text)
+    from ort_zero.checkpoint.files.remote_storage import RemoteFolder
+
+    return RemoteFolder(text)

@@ -1,0 +1,121 @@
+"""The types and limits of ``manifest.json``. Imported when a manifest is read or written: pydantic takes a while."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from ort_zero.checkpoint.files import dtypes
+from ort_zero.checkpoint.files.allowed_names import check_tag, is_config_name, is_plain_name
+from ort_zero.errors import CheckpointError
+
+FORMAT: Final = "ort_zero.checkpoint"
+VERSION = 1
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _safe_name(name: str) -> str:
+    if not is_plain_name(name):
+        raise ValueError("must be the name of a file in the checkpoint's own folder")
+    return name
+
+
+def _config_name(name: str) -> str:
+    if not is_config_name(name):
+        raise ValueError("is not the name of a configuration file that a checkpoint may bring")
+    return name
+
+
+def _known_dtype(code: str) -> str:
+    if not dtypes.is_known(code):
+        raise ValueError("unknown dtype")
+    return code
+
+
+_Size = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+def _tag(tag: str) -> str:
+    try:
+        check_tag(tag)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from None
+    return tag
+
+
+def _text(text: str) -> str:
+    if not text.isprintable():  # it is shown on terminals, where it could stand for something else
+        raise ValueError("holds characters that are not printable")
+    return text
+
+
+def _content(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("is no text that UTF-8 can hold") from None
+    return text
+
+
+_Name = Annotated[str, AfterValidator(_text)]
+
+
+class ManifestFile(_Strict):
+    """A file of the checkpoint."""
+
+    name: Annotated[str, AfterValidator(_safe_name)]
+    size: _Size
+    xxh3_128: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class ManifestTensor(_Strict):
+    """A tensor, and the pieces that hold its bytes."""
+
+    name: _Name
+    kind: _Name
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    shape: Annotated[list[_Size], Field(max_length=64)]
+    pieces: list[Annotated[list[Any], Field(min_length=5, max_length=5)]]
+    """[index in `files`, offset in bytes, length in bytes, first element, xxh3-64]; lists, for there are many.
+    :func:`~ort_zero.checkpoint.format.manifest.source_of` checks their types."""
+
+
+class ManifestGroup(_Strict):
+    """A parameter group of the optimizer."""
+
+    names: list[_Name]
+    options: dict[str, Any]
+
+
+class ManifestOptimizer(_Strict):
+    """The optimizer, but for the tensors of its state."""
+
+    class_name: _Name | None
+    groups: list[ManifestGroup]
+    scalars: dict[str, dict[str, float]]
+
+
+class Manifest(_Strict):
+    """The manifest as it is written, but for its digest."""
+
+    format: Literal["ort_zero.checkpoint"] = FORMAT
+    version: int = VERSION
+    tag: Annotated[str, AfterValidator(_tag)]
+    step: _Size
+    world_size: Annotated[int, Field(ge=1)]
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    """Dtype of the module's floating-point weights; they follow from the masters by a cast to it."""
+    run_id: str
+    save_id: str
+    versions: dict[str, str]
+    aliases: dict[_Name, _Name]
+    frozen: list[_Name]
+    optimizer: ManifestOptimizer | None
+    config: dict[Annotated[str, AfterValidator(_config_name)], Annotated[str, AfterValidator(_content)]]
+    files: list[ManifestFile]
+    tensors: list[ManifestTensor]

@@ -1,0 +1,1 @@
+"""Verifies, lists and compares checkpoints."""

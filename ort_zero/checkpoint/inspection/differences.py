@@ -1,0 +1,304 @@
+"""Compares the tensors of two checkpoints or models, a few chunks in memory at a time, whoever wrote them."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ort_zero.checkpoint.aggregation import safetensors_files
+from ort_zero.checkpoint.files import dtypes
+from ort_zero.checkpoint.files.storage import Folder, open_folder
+from ort_zero.checkpoint.finding import open_found
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.opening import format_in
+from ort_zero.checkpoint.reads.reading import ReadRequest, read_range
+from ort_zero.checkpoint.records import Source, Tensor
+from ort_zero.errors import CheckpointError
+from ort_zero.masking import masked
+from ort_zero.utils.progress import bar
+
+WHAT = ("weights", "weights+optimizer")
+"""The values that ``--what`` accepts."""
+_CHUNK = 1 << 20
+"""Number of elements that are compared at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """One tensor that both sides have, and in which they differ."""
+
+    name: str
+    """Name of the parameter or buffer; of optimizer state ``exp_avg/<parameter>``."""
+    shape_a: tuple[int, ...]
+    shape_b: tuple[int, ...]
+    dtype_a: str
+    dtype_b: str
+    elements: int
+    """Number of elements in A."""
+    different: int | None
+    """Number of elements with different values; None if the shapes differ, then no value is compared."""
+    max_absolute: float | None
+    """The largest ``|a - b|``; inf where one of them alone is not finite."""
+    max_relative: float | None
+    """The largest ``|a - b| / max(|a|, |b|)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffReport:
+    """The report of :func:`diff`."""
+
+    a: str
+    """Folder, file or URL."""
+    b: str
+    format_a: str
+    """Who wrote it: "ort_zero", "deepspeed", or "safetensors" for a model."""
+    format_b: str
+    compared: int
+    """Number of tensors that both have."""
+    different: tuple[TensorDifference, ...]
+    only_a: tuple[str, ...]
+    """Names of the tensors that only A has."""
+    only_b: tuple[str, ...]
+    notes: tuple[str, ...]
+    """Remarks on what was not compared, one sentence each."""
+    bytes: int
+    """Number of bytes that were read."""
+    seconds: float
+
+    @property
+    def same(self) -> bool:
+        """True if both have the same tensors with the same dtypes, shapes and values."""
+        return not (self.different or self.only_a or self.only_b)
+
+
+@dataclass
+class _Values:
+    """What is found in one pair of tensors, chunk after chunk."""
+
+    different: int = 0
+    absolute: float = 0.0
+    relative: float = 0.0
+
+    def add(self, a: torch.Tensor, b: torch.Tensor, atol: float, rtol: float) -> None:
+        """Take two equally long ranges of elements."""
+        if a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            return
+        unlike = _differing(a, b)
+        if not bool(unlike.any()):
+            return
+        wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+        x, y = a[unlike].to(wide), b[unlike].to(wide)
+        distance = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        if atol or rtol:
+            far = distance > atol + rtol * y.abs().nan_to_num(nan=0.0, posinf=0.0)
+            distance, x, y = distance[far], x[far], y[far]
+        if not len(distance):
+            return
+        self.different += len(distance)
+        self.absolute = max(self.absolute, float(distance.max()))
+        size = torch.maximum(x.abs(), y.abs())
+        relative = torch.where(torch.isfinite(size), distance / size, torch.ones_like(size))
+        self.relative = max(self.relative, float(relative.max()))
+
+
+@dataclass
+class _Side:
+    """One of the two that are compared."""
+
+    source: Source
+    folder: Folder
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, source: Source, with_optimizer: bool) -> _Side:
+        """Return a side with its weights, and the optimizer's state if that is compared."""
+        stored = source.weights()
+        if with_optimizer:
+            stored |= {f"{t.kind}/{t.name}": t for t in source.tensors if t.is_optimizer_state}
+        root = source.root
+        folder = open_folder((root.rpartition("/")[0] or ".") if root.endswith(safetensors_files.END) else root)
+        return cls(source, folder, stored, dict(source.aliases))
+
+    def resolved(self, name: str) -> str:
+        """Return the name under which the values of `name` are stored here, which may be that of a tied parameter."""
+        return self.aliases.get(name, name)
+
+
+def diff(
+    a: str | os.PathLike,
+    b: str | os.PathLike,
+    *,
+    tag_a: str | None = None,
+    tag_b: str | None = None,
+    what: str | None = None,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    trust_pickle: bool = False,
+    tp_split: Sequence[str] = (),
+    progress: bool = True,
+) -> DiffReport:
+    """Return the tensors in which two checkpoints or models differ. Nothing is written.
+
+    Args:
+        a: folder or fsspec URL: a checkpoint of ours or DeepSpeed's, a folder of several, a folder of safetensors, or
+            the path of one such file.
+        b: likewise.
+        tag_a: which checkpoint of several.
+        tag_b: likewise.
+        what: "weights" (masters where there are any, and buffers), or "weights+optimizer"; None compares the
+            optimizer's state where both hold any.
+        atol: absolute distance up to which two values are the same.
+        rtol: distance relative to the value in `b` that is added to it.
+        trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
+        progress: show a bar, if stderr is a terminal.
+
+    Raises:
+        CheckpointError: one of them cannot be read, or holds no optimizer state although it is wanted.
+        CorruptCheckpointError: files are missing or damaged.
+    """
+    if what is not None and what not in WHAT:
+        raise CheckpointError(f"what is {what!r}, choose from {', '.join(WHAT)}")
+    started = time.perf_counter()
+    sources = [open_any(os.fspath(path), tag, trust_pickle, tp_split) for path, tag in ((a, tag_a), (b, tag_b))]
+    holding = [source for source in sources if any(t.is_optimizer_state for t in source.tensors)]
+    notes = [masked(note) for source in sources for note in source.notes]
+    if what == "weights+optimizer" and len(holding) < 2:
+        without = next(source for source in sources if source not in holding)
+        raise CheckpointError(f"{without.root} holds no optimizer state")
+    if what is None and len(holding) == 1:
+        notes.append(f"only {masked(holding[0].root)} holds optimizer state, which is not compared")
+    one, other = (_Side.of(source, what != "weights" and len(holding) == 2) for source in sources)
+    pairs, only_a, only_b = _matched(one, other)
+    total = sum(x.nbytes + y.nbytes for _, x, y in pairs if x.shape == y.shape)
+    different = []
+    with bar(total, "diff", shown=progress) as shown:
+        for name, x, y in pairs:
+            found = _compare(name, (one.folder, x), (other.folder, y), atol, rtol, shown.update)
+            if found is not None:
+                different.append(found)
+    return DiffReport(
+        a=masked(sources[0].root),
+        b=masked(sources[1].root),
+        format_a=sources[0].format,
+        format_b=sources[1].format,
+        compared=len(pairs),
+        different=tuple(different),
+        only_a=tuple(only_a),
+        only_b=tuple(only_b),
+        notes=tuple(notes),
+        bytes=one.folder.bytes_read + other.folder.bytes_read,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def open_any(path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
+    """Return the checkpoint or the model of safetensors at `path`.
+
+    A folder that holds both, as the Trainer's ``checkpoint-N`` does, stands for its checkpoint.
+
+    Args:
+        path: folder, file of safetensors, or fsspec URL.
+        tag: which checkpoint of several.
+        trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
+
+    Raises:
+        CheckpointError: neither is there, or it cannot be read.
+        CorruptCheckpointError: files are missing or damaged.
+    """
+    if tag is None:
+        folder = open_folder(path)
+        is_model = path.endswith(safetensors_files.END) and not folder.names()
+        if not is_model and format_in(folder) is None and not folder.exists(manifest.LATEST):
+            is_model = safetensors_files.are_in(folder)
+        if is_model:
+            return safetensors_files.open_safetensors(path)
+    return open_found(path, tag, trust_pickle, tp_split)
+
+
+def _matched(one: _Side, other: _Side) -> tuple[list[tuple[str, Tensor, Tensor]], list[str], list[str]]:
+    """Return the pairs of tensors of one name, and the names that only one side has.
+
+    Tied parameters are compared once, whichever of their names is stored.
+    """
+    pairs: dict[tuple[str, str], tuple[str, Tensor, Tensor]] = {}
+    only: tuple[list[str], list[str]] = ([], [])
+    for name in dict.fromkeys((*one.tensors, *other.tensors, *one.aliases, *other.aliases)):
+        a, b = one.resolved(name), other.resolved(name)
+        if a in one.tensors and b in other.tensors:
+            pairs.setdefault((a, b), (name, one.tensors[a], other.tensors[b]))
+        elif name in one.tensors:
+            only[0].append(name)
+        elif name in other.tensors:
+            only[1].append(name)
+        # else a tied name that the other side does not note: its values are compared under the stored one
+    matched = {a for a, _ in pairs}, {b for _, b in pairs}
+    only_a, only_b = ([n for n in names if n not in seen] for names, seen in zip(only, matched))
+    return list(pairs.values()), only_a, only_b
+
+
+def _compare(
+    name: str,
+    a: tuple[Folder, Tensor],
+    b: tuple[Folder, Tensor],
+    atol: float,
+    rtol: float,
+    advance: Callable[[int], object],
+) -> TensorDifference | None:
+    """Return the difference of one pair, None if there is none."""
+    x, y = a[1], b[1]
+    values = None
+    if x.shape == y.shape:
+        values = _Values()
+        for one, other in zip(_chunks(*a), _chunks(*b), strict=True):
+            values.add(one, other, atol, rtol)
+            advance(one.nbytes + other.nbytes)
+        if not values.different and x.dtype == y.dtype:
+            return None
+    return TensorDifference(
+        name=name,
+        shape_a=x.shape,
+        shape_b=y.shape,
+        dtype_a=x.dtype,
+        dtype_b=y.dtype,
+        elements=x.elements,
+        different=values.different if values else None,
+        max_absolute=values.absolute if values else None,
+        max_relative=values.relative if values else None,
+    )
+
+
+def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return where the values differ: two NaN are alike, whole numbers are compared exactly."""
+    if a.dtype is not b.dtype:
+        a, b = a.double(), b.double()
+    elif a.element_size() == 1 and a.is_floating_point():
+        a, b = a.float(), b.float()
+    unlike = a != b
+    if a.is_floating_point() or a.is_complex():
+        unlike &= ~(a.isnan() & b.isnan())
+    return unlike
+
+
+def _chunks(folder: Folder, tensor: Tensor) -> Iterator[torch.Tensor]:
+    """Yield the elements of a tensor in row-major order, a chunk at a time; a strided one is read whole."""
+    dtype = dtypes.torch_dtype(tensor.dtype)
+    if tensor.strides is not None and tensor.elements:
+        (piece,) = tensor.pieces
+        content = bytearray(piece.length)
+        folder.read_into(piece.file, piece.offset, memoryview(content))
+        flat = torch.frombuffer(content, dtype=dtype).as_strided(tensor.shape, tensor.strides).reshape(-1)
+        yield from flat.split(_CHUNK)
+        return
+    for start in range(0, tensor.elements, _CHUNK):
+        count = min(_CHUNK, tensor.elements - start)
+        target = torch.empty(count, dtype=dtype)
+        read_range(folder, ReadRequest(tensor=tensor, start=start, length=count, target=target))
+        yield target

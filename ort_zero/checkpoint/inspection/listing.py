@@ -1,0 +1,98 @@
+"""Lists the checkpoints in a folder of runs: what each is, how large, how old, and whether it is whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ort_zero.checkpoint.files.storage import Folder, open_folder
+from ort_zero.checkpoint.finding import Candidate, checkpoints_below, condition_of
+from ort_zero.checkpoint.format import manifest
+from ort_zero.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedCheckpoint:
+    """One checkpoint in a folder of checkpoints."""
+
+    tag: str
+    """Path of its folder from the one that was listed."""
+    root: str
+    """Its folder or URL."""
+    format: str | None
+    """Who wrote it: "ort_zero" or "deepspeed"; None if a save was interrupted."""
+    latest: bool
+    """True if the file ``latest`` beside it names it."""
+    step: int | None
+    """Global steps of the engine, None if the checkpoint cannot be opened or does not tell."""
+    zero_stage: int | None
+    world_size: int | None
+    bytes: int
+    """Size of all files in its folder."""
+    modified: float | None
+    """When its newest file was written, in seconds since 1970; None where the store does not tell."""
+    age: float | None
+    """Seconds since then."""
+    whole: bool | None
+    """True: all files are there, with their sizes, and belong together (``ort-zero verify`` reads their bytes too);
+    None: of a kind that cannot be read."""
+    reason: str | None
+    """Why it is not whole."""
+
+
+def list_checkpoints(
+    path: str | os.PathLike, trust_pickle: bool = False, tp_split: Sequence[str] = ()
+) -> tuple[ListedCheckpoint, ...]:
+    """Return the checkpoints in `path` and in the folders in it; no tensor is read.
+
+    Args:
+        path: folder or fsspec URL: of runs, of one run, of checkpoints, or of one.
+        trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = open_folder(path)
+    now = time.time()
+    found = tuple(_listed(candidate, now, trust_pickle, tp_split) for candidate in checkpoints_below(folder))
+    if not found:
+        missing = "does not exist or is empty" if not folder.names() else "holds no checkpoint, nor do folders in it"
+        raise CheckpointError(f"{folder.path()} {missing}")
+    return found
+
+
+def _listed(candidate: Candidate, now: float, trust_pickle: bool, tp_split: Sequence[str]) -> ListedCheckpoint:
+    folder = candidate.folder
+    condition = condition_of(candidate, trust_pickle, tp_split)
+    source = condition.source
+    names = [name for name in folder.names() if folder.exists(name)]
+    times = [at for name in names if (at := folder.modified(name)) is not None]
+    modified = max(times, default=None)
+    return ListedCheckpoint(
+        tag=candidate.name,
+        root=folder.path(),
+        format=candidate.format,
+        latest=_is_latest(folder),
+        step=source.step if source else None,
+        zero_stage=source.zero_stage if source else None,
+        world_size=source.world_size if source else None,
+        bytes=sum(folder.size(name) or 0 for name in names),
+        modified=modified,
+        age=None if modified is None else max(0.0, now - modified),
+        whole=condition.whole,
+        reason=condition.reason,
+    )
+
+
+def _is_latest(folder: Folder) -> bool:
+    """Return True if the file ``latest`` in the folder above names this one."""
+    above, _, name = (
+        os.path.abspath(folder.url).rpartition("/") if "://" not in folder.url else folder.url.rpartition("/")
+    )
+    try:
+        return bool(above) and manifest.resolve_tag(open_folder(above), None) == name
+    except CheckpointError:
+        return False

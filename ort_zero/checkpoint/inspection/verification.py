@@ -1,0 +1,245 @@
+"""Checks every byte of a checkpoint and that its files belong together."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ort_zero.checkpoint.deepspeed import file_names
+from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.finding import find, whole_ones_text
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.format.completeness import incomplete
+from ort_zero.checkpoint.opening import format_in, note_on_other, open_checkpoint
+from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, pieces_by_file, problems_of_shard, thread_buffer
+from ort_zero.checkpoint.records import File
+from ort_zero.errors import CheckpointError
+from ort_zero.utils.atomic_write import PARTIAL
+from ort_zero.utils.progress import bar
+
+_OURS = re.compile(r"rank_.*|.*\.safetensors")
+_OF_MACOS = "._"
+"""Beginning of the names of files that macOS makes beside others on disks of other systems."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """The report of :func:`verify`: how much it read, and the problems that it found."""
+
+    root: str
+    """Folder or URL of the checkpoint."""
+    tag: str
+    format: str
+    """Who wrote it: "ort_zero" or "deepspeed"."""
+    files: int
+    """Number of files that were read."""
+    bytes: int
+    """Size of all files that were read, in bytes."""
+    tensors: int
+    """Number of tensors in the checkpoint; 0 if it could not be opened."""
+    problems: tuple[str, ...]
+    """Problems that were found, one sentence each, with the name of the file."""
+    notes: tuple[str, ...] = ()
+    """Remarks on what is no fault of the checkpoint but should be known."""
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """True if no problem was found; notes do not count."""
+        return not self.problems
+
+
+@dataclass
+class _Findings:
+    """The findings of the checks of one checkpoint; filled from several threads."""
+
+    problems: dict[str, list[str]] = field(default_factory=dict)
+    """Problems by file name; "" for those that concern no single file."""
+    notes: list[str] = field(default_factory=list)
+    files: int = 0
+    bytes: int | None = None
+    """Bytes of the files that were read; None: what the folder has counted, in which headers may count twice."""
+    tensors: int = 0
+    tag: str = ""
+
+    def add(self, name: str, text: str) -> None:
+        """Add a problem of the file `name`."""
+        self.problems.setdefault(name, []).append(text)
+
+    def in_order(self) -> tuple[str, ...]:
+        """Return all problems, by the name of their file."""
+        return tuple(text for name in sorted(self.problems) for text in self.problems[name])
+
+
+def verify(
+    path: str,
+    tag: str | None = None,
+    *,
+    workers: int = 2,
+    trust_pickle: bool = False,
+    tp_split: Sequence[str] = (),
+    progress: bool = True,
+) -> VerifyReport:
+    """Return what is wrong with the checkpoint at `path`; nothing is written.
+
+    Of our format the size and the xxh3-128 of every file are compared with the manifest, of DeepSpeed's the CRC-32 of
+    every record and the headers of each file. Both are checked for files that are missing, too many, or of another
+    step, run, rank or world size, as far as the files tell.
+
+    Args:
+        path: folder or fsspec URL: of one checkpoint, or of several with a file ``latest``.
+        tag: which of several.
+        workers: files that are read at a time.
+        trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
+        progress: show a bar, if stderr is a terminal.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    if workers < 1:
+        raise CheckpointError(f"workers must be at least 1, not {workers}")
+    start = time.monotonic()
+    meant = find(path, tag)
+    folder = meant.folder
+    findings = _Findings(tag=folder.name, notes=list(meant.notes))
+    name = format_in(folder)
+    if name is None:
+        raise CheckpointError(
+            f"{folder.path()} is no checkpoint: neither {manifest.NAME} nor *_model_states.pt is there "
+            "(a save that was interrupted leaves no manifest)"
+        )
+    if name == "ort_zero":
+        _verify_ours(folder, findings, workers, progress)
+    else:
+        _verify_deepspeed(folder, findings, workers, trust_pickle, tp_split, progress)
+    if findings.problems and meant.by_latest is not None:
+        findings.notes.append(f"{manifest.LATEST} names it; {whole_ones_text(meant.by_latest, folder)}")
+    return VerifyReport(
+        root=folder.path(),
+        tag=findings.tag,
+        format=name,
+        files=findings.files,
+        bytes=folder.bytes_read if findings.bytes is None else findings.bytes,
+        tensors=findings.tensors,
+        problems=findings.in_order(),
+        notes=tuple(findings.notes),
+        seconds=time.monotonic() - start,
+    )
+
+
+# ---- our format -----------------------------------------------------------------------------------------------------
+
+
+def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bool) -> None:
+    """Check the manifest, every file that it lists, and whether there are others."""
+    findings.files = 1
+    try:
+        found = manifest.read(folder)
+        assert found is not None, "it was there a moment ago"
+        source = manifest.source_of(found, folder.url)
+    except CheckpointError as error:
+        findings.add(manifest.NAME, str(error))
+        return
+    findings.tag, findings.tensors = source.tag, len(source.tensors)
+    for text in incomplete(found, source):
+        findings.add(manifest.NAME, f"{folder.path(manifest.NAME)}: {text}")
+    findings.notes += note_on_other(folder)
+    files = list(source.files.values())
+    for name in folder.names():
+        if name in source.files or name == manifest.NAME or name.startswith(_OF_MACOS):
+            continue
+        if name.endswith(PARTIAL):
+            findings.notes.append(f"{folder.path(name)} is left over from an interrupted save and may be removed")
+        elif is_of_another_save(folder, name, found):
+            findings.notes.append(
+                f"{folder.path(name)} is left over from a save of this tag that was interrupted and may be removed"
+            )
+        elif _OURS.fullmatch(name):
+            findings.add(name, f"{folder.path(name)} is one too many: the manifest does not list it; remove it")
+
+    pieces = pieces_by_file(source)
+
+    def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
+        return problems_of_shard(folder, file, found, pieces.get(file.name, []), advance)
+
+    findings.bytes = sum(folder.size(name) or 0 for name in (manifest.NAME, *source.files) if folder.exists(name))
+    _check_files(files, check, findings, workers, progress)
+
+
+# ---- DeepSpeed's format ---------------------------------------------------------------------------------------------
+
+
+def _verify_deepspeed(
+    folder: Folder, findings: _Findings, workers: int, trust_pickle: bool, tp_split: Sequence[str], progress: bool
+) -> None:
+    """Check every record of every file of states, and whether the files belong together."""
+    from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
+    from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
+
+    parse_rules(tp_split)  # a wrong rule is the user's fault, not the checkpoint's
+    names = [*file_names.state_file_names(folder), *file_names.universal_file_names(folder)]
+    files = [File(name=name, size=folder.size(name) or 0) for name in names]
+
+    def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
+        return _problems_of_torch_file(folder, file, advance)
+
+    _check_files(files, check, findings, workers, progress)
+    try:
+        source = open_checkpoint(folder.url, trust_pickle=trust_pickle, tp_split=tp_split)
+    except SplitUnknownError as error:
+        findings.notes.append(f"its tensors cannot be put together yet: {error}")
+        return
+    except CheckpointError as error:
+        # a damaged file that was named already need not be named again
+        if not any(folder.path(name) in str(error) for name in findings.problems):
+            findings.add("", str(error))
+        return
+    findings.tensors = len(source.tensors)
+    findings.notes += source.notes
+
+
+def _problems_of_torch_file(folder: Folder, file: File, advance: Callable[[int], Any]) -> Iterable[str]:
+    """Yield what is wrong with one ``.pt``: its zip headers, and each record whose CRC-32 differs."""
+    from ort_zero.checkpoint import torch_file
+
+    try:
+        records = torch_file.read_records(folder, file.name)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    buffer = thread_buffer()
+    for record in records:
+        if not torch_file.crc_is_right(folder, file.name, record, buffer):
+            yield f"{folder.path(file.name)} is damaged: the CRC-32 of its record {record.name} is wrong"
+        advance(record.length)
+
+
+# ---- both -----------------------------------------------------------------------------------------------------------
+
+
+def _check_files(
+    files: list[File],
+    check: Callable[[File, Callable[[int], Any]], Iterable[str]],
+    findings: _Findings,
+    workers: int,
+    progress: bool,
+) -> None:
+    """Run `check` on all files in threads, largest files first, and collect what it yields."""
+    findings.files += len(files)
+    total = sum(file.size for file in files)
+    with bar(total, "verify", shown=progress) as shown, ThreadPoolExecutor(workers) as pool:
+
+        def one(file: File) -> tuple[str, list[str]]:
+            try:
+                return file.name, list(check(file, shown.update))
+            except (CheckpointError, OSError) as error:
+                return file.name, [f"{error}"]
+
+        for name, texts in pool.map(one, sorted(files, key=lambda f: -f.size)):
+            for text in texts:
+                findings.add(name, text)

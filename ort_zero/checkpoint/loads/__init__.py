@@ -1,0 +1,1 @@
+"""Loads a checkpoint into an engine or an optimizer."""

@@ -1,0 +1,175 @@
+"""Decides whether a checkpoint fits an engine, and which numbers and hyper-parameters its optimizer gets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ort_zero import log
+from ort_zero.checkpoint.reads.shard_checks import MOST_STEPS
+from ort_zero.checkpoint.records import Source
+from ort_zero.compat.deepspeed_state import EngineState
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.text import shortened
+
+_MOST_NAMED = 5
+"""Maximum number of names that a message lists."""
+_EXTRA_STATE = "_extra_state"
+
+
+def refuse_misfit(state: EngineState, source: Source, strict: bool) -> None:
+    """Raise if names or shapes differ.
+
+    Raises:
+        CheckpointError: lists the first of each.
+    """
+    stored = source.weights()
+    names = {**{n: state.shape(n) for n in state.parameters}, **{n: tuple(b.shape) for n, b in state.buffers()}}
+    resolved = {name: source.aliases.get(name, name) for name in names}
+    optimized = state.optimized()
+    missing = [n for n in names if resolved[n] not in stored and (n in optimized or n not in state.parameters)]
+    known = set(resolved.values())
+    unexpected = [n for n in stored if n not in known and n.rpartition(".")[2] != _EXTRA_STATE]
+    wrong = [
+        f"{n}: {list(stored[resolved[n]].shape)} stored, {list(shape)} in the model"
+        for n, shape in names.items()
+        if resolved[n] in stored and stored[resolved[n]].shape != shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"the checkpoint lacks {shortened(missing, _MOST_NAMED)}")
+    if unexpected and strict:
+        problems.append(f"the model lacks {shortened(unexpected, _MOST_NAMED)} (load_module_strict=False ignores them)")
+    if wrong:
+        problems.append(f"shapes differ: {shortened(wrong, _MOST_NAMED)}")
+    if problems:
+        raise CheckpointError(f"{source.root} does not fit the model: {'; '.join(problems)}")
+    _warn_of_differences(state, source, resolved)
+
+
+def _warn_of_differences(state: EngineState, source: Source, resolved: dict[str, str]) -> None:
+    """Warn of what is loaded in another way than the names suggest.
+
+    Args:
+        state: state of the engine.
+        source: the checkpoint.
+        resolved: the name under which each parameter and buffer is stored, by its own.
+    """
+    stored = source.weights()
+    absent = [name for name, known in resolved.items() if known not in stored]
+    if absent:
+        log.get_logger().warning(
+            "%s lacks %s, which the optimizer does not train: they stay as they are",
+            source.root,
+            shortened(absent, _MOST_NAMED),
+        )
+    split = [f"{name} and {known}" for name, known in resolved.items() if name != known and known in state.parameters]
+    if split:
+        log.get_logger().warning(
+            "%s holds one tensor for %s, which the model does not tie: both get its values and go on apart",
+            source.root,
+            shortened(split, _MOST_NAMED),
+        )
+    trained = state.optimized()
+    thawed = [name for name in resolved if name in trained and resolved[name] in source.frozen]
+    if thawed:
+        log.get_logger().warning(
+            "%s was saved while %s was not trained: its state of the optimizer starts anew",
+            source.root,
+            shortened(thawed, _MOST_NAMED),
+        )
+
+
+# -- numbers and hyper-parameters -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """The numbers and hyper-parameters that the engine's optimizer gets; decided before anything is changed."""
+
+    numbers: list[dict[str, float]] = field(default_factory=list)
+    """One value by key, such as ``step``, for each of the engine's flat buffers."""
+    options: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Hyper-parameters by the index of the parameter group."""
+
+
+def optimizer_settings(state: EngineState, source: Source, full: bool) -> OptimizerSettings:
+    """Return what a checkpoint says of the optimizer besides its tensors.
+
+    Args:
+        state: state of the engine.
+        source: the checkpoint.
+        full: False for settings that change nothing.
+
+    Raises:
+        CheckpointError: a number differs between parameters that share a flat buffer.
+        CorruptCheckpointError: a number or hyper-parameter that no optimizer can have.
+    """
+    optimizer = source.optimizer
+    settings = OptimizerSettings()
+    if not full or optimizer is None or state.base_optimizer() is None:
+        return settings
+    for flat in state.flats():
+        numbers = {}
+        alone = state.name_of_key(flat)
+        names = [source.aliases.get(n, n) for n in ([alone] if alone else (s.name for s in flat.spans))]
+        for key, by_name in optimizer.scalars.items():
+            found = {by_name[name] for name in names if name in by_name}
+            if not found and not alone:
+                found = set(by_name.values())  # a rank whose buffer is all padding steps along with the others
+            if len(found) > 1:
+                raise CheckpointError(
+                    f"{key} differs between the parameters of one group ({sorted(found)[:3]}): they cannot share a "
+                    "flat buffer; load with load_optimizer_states=False"
+                )
+            for value in found:
+                if not abs(value) < MOST_STEPS:
+                    raise CorruptCheckpointError(f"{source.root}: {key} of the optimizer cannot be {value}")
+                numbers[key] = value
+        settings.numbers.append(numbers)
+    stored = [(set(group.names), group.options) for group in optimizer.groups]
+    for index, (names, live) in enumerate(zip(state.group_names(), state.group_options(), strict=True)):
+        wanted = {source.aliases.get(name, name) for name in names}
+        match = next((options for group, options in stored if group == wanted), None)
+        if match is None:
+            log.get_logger().warning(
+                "parameter group %d is not one of the checkpoint's; its hyper-parameters stay as configured", index
+            )
+            continue
+        for key, value in match.items():
+            if _is_number_of_an_optimizer(live.get(key)) and not (_is_number(value) and math.isfinite(value)):
+                raise CorruptCheckpointError(f"{source.root}: {key} of parameter group {index} cannot be {value!r}")
+        settings.options[index] = dict(match)
+    return settings
+
+
+def _is_number_of_an_optimizer(value: Any) -> bool:
+    return _is_number(value) or (torch.is_tensor(value) and value.numel() == 1)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def restore_numbers(state: EngineState, settings: OptimizerSettings) -> None:
+    """Put the numbers per parameter (``step``) into the optimizer's state."""
+    kinds = type(state.base_optimizer()).__mro__
+    as_tensor = any(kind.__module__.startswith("torch.") and kind is not torch.optim.Optimizer for kind in kinds)
+    for flat, numbers in zip(state.flats(), settings.numbers):
+        live = state.state_of(flat)
+        for key, value in numbers.items():
+            _set_number(live, key, value, as_tensor)
+
+
+def _set_number(live: dict[str, Any], key: str, value: float, as_tensor: bool) -> None:
+    """Set a number of the optimizer's state in the form that the optimizer keeps it."""
+    old = live.get(key)
+    if torch.is_tensor(old):
+        old.fill_(value)
+    elif old is None and as_tensor:
+        live[key] = torch.tensor(value, dtype=torch.float32)
+    else:
+        live[key] = int(value) if float(value).is_integer() else value

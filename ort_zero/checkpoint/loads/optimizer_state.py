@@ -1,0 +1,232 @@
+"""Puts an aggregated optimizer state into an optimizer of torch, by parameter name."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ort_zero.checkpoint.aggregation.aggregation_plan import OPTIMIZER_FORMAT, OPTIMIZER_JSON, OPTIMIZER_VERSION, SOURCE
+from ort_zero.checkpoint.files import json_text
+from ort_zero.checkpoint.files.allowed_names import is_plain_name
+from ort_zero.checkpoint.files.storage import CHUNK, Folder, LocalFolder, open_folder
+from ort_zero.checkpoint.records import MOST_NAMED
+from ort_zero.errors import CheckpointError, CorruptCheckpointError
+from ort_zero.utils.text import shortened
+
+_OF_THE_RUN = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+"""Keys of a parameter group that say how this process computes the step, not what the step is."""
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLike, model: torch.nn.Module) -> None:
+    """Fill `optimizer` with the state that ``aggregate(..., what="weights+optimizer")`` wrote.
+
+    State goes to parameters by their names in `model`, tied names included. The hyper-parameters of a parameter group
+    are restored if all its parameters had the same. Moments take the dtype and device of their parameter, as with
+    ``optimizer.load_state_dict``.
+
+    Args:
+        optimizer: any optimizer of torch whose state per parameter has the parameter's shape, such as ``AdamW``.
+        path: folder or fsspec URL with ``optimizer.json``.
+        model: the module whose parameters `optimizer` holds.
+
+    Raises:
+        CheckpointError: parameters are missing, unexpected, or of another shape; `optimizer` is as it was.
+        CorruptCheckpointError: the files are damaged.
+    """
+    folder = open_folder(path)
+    about = _read_json(folder)
+    with ExitStack() as stack:
+        stored = _Stored(folder, stack, about["source"])
+        names = _names(optimizer, model, about["aliases"])
+        _check(optimizer, about, stored.shapes(), names, folder)
+        optimizer.load_state_dict(_state_dict(optimizer, about, stored, names))
+
+
+def _read_json(folder: Folder) -> dict[str, Any]:
+    if not folder.exists(OPTIMIZER_JSON):
+        raise CheckpointError(
+            f"{folder.path()} holds no {OPTIMIZER_JSON}; write it with ort-zero aggregate --what weights+optimizer"
+        )
+    try:
+        about = json_text.loads(folder.read(OPTIMIZER_JSON))
+        if about.get("format") != OPTIMIZER_FORMAT or about.get("version") != OPTIMIZER_VERSION:
+            raise ValueError(f"not version {OPTIMIZER_VERSION} of {OPTIMIZER_FORMAT}")
+        return {**{key: about[key] for key in ("aliases", "groups", "scalars")}, "source": about.get("source")}
+    except (ValueError, AttributeError, KeyError) as error:
+        raise CorruptCheckpointError(f"{folder.path(OPTIMIZER_JSON)} is damaged: {error}") from None
+
+
+class _Stored:
+    """The tensors of the state, read when asked for.
+
+    Args:
+        folder: where the files are.
+        stack: closes them.
+        source: from which checkpoint ``optimizer.json`` is; None in files of earlier versions.
+
+    Raises:
+        CorruptCheckpointError: a file is missing, damaged, or of another checkpoint: writing was interrupted.
+    """
+
+    def __init__(self, folder: Folder, stack: ExitStack, source: str | None):
+        self._open: dict[str, Any] = {}
+        """Key in the file ("exp_avg/layer.weight") -> the file."""
+        for name in self._files(folder):
+            if not folder.exists(name):
+                raise CorruptCheckpointError(f"{folder.path(name)} is missing")
+            try:
+                file = stack.enter_context(safe_open(_local(folder, name, stack), framework="pt"))
+            except SafetensorError as error:
+                raise CorruptCheckpointError(f"{folder.path(name)} is damaged: {error}") from None
+            self._refuse_other(folder, name, (file.metadata() or {}).get(SOURCE), source)
+            self._open.update(dict.fromkeys(file.keys(), file))
+        for name in self._files(folder, "model"):
+            if isinstance(folder, LocalFolder) and folder.exists(name):
+                try:
+                    with safe_open(folder.path(name), framework="pt") as file:
+                        self._refuse_other(folder, name, (file.metadata() or {}).get(SOURCE), source)
+                except SafetensorError:
+                    continue  # the weights are not read here
+
+    def _refuse_other(self, folder: Folder, name: str, found: str | None, source: str | None) -> None:
+        if None not in (found, source) and found != source:
+            raise CorruptCheckpointError(
+                f"{folder.path(name)} and {OPTIMIZER_JSON} are of two checkpoints: writing was interrupted; aggregate "
+                "again"
+            )
+
+    def _files(self, folder: Folder, stem: str = "optimizer") -> list[str]:
+        index = f"{stem}.safetensors.index.json"
+        if not folder.exists(index):
+            return [f"{stem}.safetensors"]
+        try:
+            names = set(json_text.loads(folder.read(index))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CorruptCheckpointError(f"{folder.path(index)} is damaged: {error}") from None
+        for name in names:
+            if not is_plain_name(name):
+                raise CorruptCheckpointError(f"{folder.path(index)} names a file outside of its folder: {name!r}")
+        return sorted(names)
+
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """Return the shape of each (state, parameter)."""
+        found = {}
+        for key, file in self._open.items():
+            state, _, name = key.partition("/")
+            found[state, name] = tuple(file.get_slice(key).get_shape())
+        return found
+
+    def get(self, state: str, name: str) -> torch.Tensor:
+        """Return the tensor of one state of one parameter, read from its file now."""
+        return self._open[f"{state}/{name}"].get_tensor(f"{state}/{name}")
+
+
+def _local(folder: Folder, name: str, stack: ExitStack) -> str:
+    """Return the path of a file, of a copy if it is remote."""
+    if isinstance(folder, LocalFolder):
+        return folder.path(name)
+    path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="ort_zero_")), name)
+    with open(path, "wb") as copy, folder.open(name) as source:
+        while block := source.read(CHUNK):
+            copy.write(block)
+    return path
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, aliases: Mapping[str, str]
+) -> dict[torch.nn.Parameter, set[str]]:
+    """Return all names of each parameter of the optimizer.
+
+    Raises:
+        CheckpointError: a parameter is not of the model.
+    """
+    names: dict[torch.nn.Parameter, set[str]] = {p: set() for p in _parameters(optimizer)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter in names:
+            names[parameter] |= {name, aliases.get(name, name)}
+    for number, parameter in enumerate(_parameters(optimizer)):
+        if not names[parameter]:
+            raise CheckpointError(
+                f"parameter {number} of the optimizer (shape {list(parameter.shape)}) is not a parameter of the model"
+            )
+    return names
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _check(
+    optimizer: torch.optim.Optimizer,
+    about: Mapping[str, Any],
+    shapes: Mapping[tuple[str, str], tuple[int, ...]],
+    names: Mapping[torch.nn.Parameter, set[str]],
+    folder: Folder,
+) -> None:
+    """Raise CheckpointError that names what is missing, unexpected, or of another shape."""
+    known = {name for _, name in shapes}
+    known.update(name for values in about["scalars"].values() for name in values)
+    owners = {name: parameter for parameter, every in names.items() for name in every}
+    grouped = {name for group in about["groups"] for name in group["names"]}
+    missing = [min(every) for p, every in names.items() if p.requires_grad and not every & (known | grouped)]
+    unexpected = sorted(known - set(owners))
+    wrong = [
+        f"{state} of {name} has shape {list(shape)}, the parameter {list(owners[name].shape)}"
+        for (state, name), shape in shapes.items()
+        if name in owners and tuple(owners[name].shape) != shape
+    ]
+    said = []
+    if missing:
+        said.append(f"no state for {shortened(sorted(missing), MOST_NAMED)}")
+    if unexpected:
+        said.append(f"state for what the optimizer does not hold: {shortened(unexpected, MOST_NAMED)}")
+    said += wrong[:5]
+    if said:
+        raise CheckpointError(f"{folder.path()} does not fit the optimizer: {'; '.join(said)}")
+
+
+def _state_dict(
+    optimizer: torch.optim.Optimizer,
+    about: Mapping[str, Any],
+    stored: _Stored,
+    names: Mapping[torch.nn.Parameter, set[str]],
+) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` takes, by the optimizer's own numbers."""
+    value = optimizer.state_dict()
+    numbers = {p: n for n, p in enumerate(_parameters(optimizer))}
+    owners = {name: parameter for parameter, every in names.items() for name in every}
+    state: dict[int, dict[str, Any]] = {}
+    for kind, name in stored.shapes():
+        state.setdefault(numbers[owners[name]], {})[kind] = stored.get(kind, name)
+    for kind, values in about["scalars"].items():
+        for name, number in values.items():
+            state.setdefault(numbers[owners[name]], {})[kind] = torch.tensor(float(number), dtype=torch.float32)
+    options = {name: group["options"] for group in about["groups"] for name in group["names"]}
+    groups = [
+        {**old, **_restored(old, [_options(p, names, options) for p in group["params"]])}
+        for old, group in zip(value["param_groups"], optimizer.param_groups)
+    ]
+    return {**value, "state": state, "param_groups": groups}
+
+
+def _options(
+    parameter: torch.nn.Parameter, names: Mapping[torch.nn.Parameter, set[str]], options: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    return next((options[name] for name in sorted(names[parameter]) if name in options), None)
+
+
+def _restored(old: Mapping[str, Any], had: list[Mapping[str, Any] | None]) -> dict[str, Any]:
+    if not had or had[0] is None or any(other != had[0] for other in had):
+        return {}
+    return {
+        key: tuple(new) if isinstance(old[key], tuple) else new
+        for key, new in had[0].items()
+        if key in old and key not in _OF_THE_RUN
+    }

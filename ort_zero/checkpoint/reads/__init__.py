@@ -1,0 +1,1 @@
+"""Reads tensors and training state of a checkpoint, and checks their bytes."""

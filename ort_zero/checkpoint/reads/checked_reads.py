@@ -1,0 +1,233 @@
+"""Reads ranges of stored tensors into memory, each byte once, and compares them with their checksums on the way.
+
+Neighbouring ranges of a file are read together. A piece with a checksum of its own is read whole, since the checksum
+covers all of it; where a format checks whole records (the zip of ``torch.save``), the CRC of what was read is kept, and
+the ranks together check the records, see :func:`check_records_of`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from ort_zero.checkpoint.files import dtypes
+from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.reads.reading import ReadRequest, overlaps
+from ort_zero.checkpoint.reads.record_checks import Part, check_record
+from ort_zero.checkpoint.records import File, Piece, Tensor
+from ort_zero.distributed.process_group import RankGroup
+from ort_zero.errors import CorruptCheckpointError
+from ort_zero.utils.crc32 import crc32
+
+_BLOCK = 1 << 20
+"""Number of bytes read at a time: few enough that their checksum is computed from the processor's cache."""
+_GAP = 64 << 10
+"""Number of unneeded bytes that are read to save a call."""
+
+
+class _Wanted(NamedTuple):
+    """Elements of one piece, and where they go."""
+
+    tensor: Tensor
+    piece: Piece
+    low: int
+    """First byte in the file that has to be read."""
+    high: int
+    """Byte behind the last one."""
+    begin: int
+    """First byte in the file that goes to the target."""
+    target: torch.Tensor
+    """1-D and contiguous, in CPU memory, of any dtype."""
+
+
+class CheckedReader:
+    """Fills targets from the files of one checkpoint.
+
+    Args:
+        folder: folder of the checkpoint.
+        files: its files by name.
+
+    Attributes:
+        parts: what was read of records that have a CRC.
+    """
+
+    parts: list[Part]
+
+    def __init__(self, folder: Folder, files: Mapping[str, File]):
+        self._folder = folder
+        self._records = {file.name: sorted(file.records) for file in files.values() if file.records}
+        self._buffer = memoryview(bytearray(_BLOCK))
+        self.parts = []
+
+    def read(self, requests: Iterable[ReadRequest]) -> None:
+        """Fill the targets of `requests`, which are 1-D and contiguous in CPU memory, cast to their dtypes.
+
+        Raises:
+            CorruptCheckpointError: bytes are missing or do not match their checksum.
+            CheckpointError: a file cannot be read.
+        """
+        by_file: dict[str, list[_Wanted]] = {}
+        for request in requests:
+            if request.tensor.strides is not None:
+                self._read_strided(request)
+                continue
+            for item in _wanted(request):
+                by_file.setdefault(item.piece.file, []).append(item)
+        for name, items in by_file.items():
+            items.sort(key=lambda item: item.low)
+            self._read_file(name, items)
+
+    def _read_file(self, name: str, items: list[_Wanted]) -> None:
+        batch: list[_Wanted] = []
+        end = 0
+        for item in items:
+            large = item.high - item.low > _BLOCK
+            if batch and (large or item.low > end + _GAP or max(end, item.high) - batch[0].low > _BLOCK):
+                self._read_batch(name, batch, end)
+                batch = []
+            if large:
+                self._read_large(name, item)
+                continue
+            end = max(end, item.high) if batch else item.high
+            batch.append(item)
+        if batch:
+            self._read_batch(name, batch, end)
+
+    def _read_batch(self, name: str, batch: list[_Wanted], end: int) -> None:
+        """Read neighbours at once."""
+        start = batch[0].low
+        view = self._bring(name, start, end, self._buffer[: end - start])
+        for item in batch:
+            if item.piece.check is not None:
+                own = view[item.low - start : item.high - start]
+                self._compare(item, xxhash.xxh3_64_hexdigest(own))
+            size = item.target.numel() * dtypes.itemsize(item.tensor.dtype)
+            _put(item, view[item.begin - start : item.begin - start + size], 0)
+
+    def _read_large(self, name: str, item: _Wanted) -> None:
+        """Read one piece block by block, straight into its target where that takes the bytes as they are."""
+        digest = xxhash.xxh3_64()
+        size = item.target.numel() * dtypes.itemsize(item.tensor.dtype)
+        straight = _bytes_of(item)
+        position = item.low
+        while position < item.high:
+            low, high = position - item.begin, min(position + _BLOCK, item.high) - item.begin
+            if straight is not None and 0 <= low < size:
+                high = min(high, size)
+                view = self._bring(name, position, item.begin + high, straight[low:high])
+            else:
+                if low < 0:
+                    high = min(high, 0) if straight is not None else high
+                view = self._bring(name, position, item.begin + high, self._buffer[: high - low])
+                begin, end = max(low, 0), min(high, size)
+                if begin < end:
+                    _put(item, view[begin - low : end - low], begin)
+            if item.piece.check is not None:
+                digest.update(view)
+            position = item.begin + high
+        if item.piece.check is not None:
+            self._compare(item, digest.hexdigest())
+
+    def _read_strided(self, request: ReadRequest) -> None:
+        """Read a tensor that is not row-major; it lies in one piece."""
+        assert request.target is not None and request.tensor.strides is not None
+        (piece,) = request.tensor.pieces
+        data = bytearray(piece.length)
+        view = self._bring(piece.file, piece.offset, piece.offset + piece.length, memoryview(data))
+        if piece.check is not None and xxhash.xxh3_64_hexdigest(view) != piece.check:
+            raise self._damaged(request.tensor, piece)
+        flat = torch.frombuffer(data, dtype=dtypes.torch_dtype(request.tensor.dtype))
+        whole = flat.as_strided(request.tensor.shape, request.tensor.strides).reshape(-1)
+        request.target.copy_(whole.narrow(0, request.start, request.length))
+
+    def _bring(self, name: str, start: int, end: int, view: memoryview) -> memoryview:
+        self._folder.read_into(name, start, view)
+        if name in self._records:
+            self._note(name, start, view)
+        return view
+
+    def _note(self, name: str, offset: int, view: memoryview) -> None:
+        """Keep the CRC of a range that was read, cut at the borders of records, joined with the part before it."""
+        records = self._records[name]
+        end = offset + len(view)
+        for start, length, _ in records[max(0, bisect.bisect_right(records, (offset, math.inf)) - 1) :]:
+            low, high = max(offset, start), min(end, start + length)
+            if start >= end:
+                break
+            if low >= high:
+                continue
+            last = self.parts[-1] if self.parts else None
+            if last and last[:2] == (name, start) and last.offset + last.length == low:
+                crc = crc32(view[low - offset : high - offset], last.crc)
+                self.parts[-1] = Part(name, start, last.offset, high - last.offset, crc)
+            else:
+                self.parts.append(Part(name, start, low, high - low, crc32(view[low - offset : high - offset])))
+
+    def _compare(self, item: _Wanted, digest: str) -> None:
+        if digest != item.piece.check:
+            raise self._damaged(item.tensor, item.piece)
+
+    def _damaged(self, tensor: Tensor, piece: Piece) -> CorruptCheckpointError:
+        return CorruptCheckpointError(
+            f"{self._folder.path(piece.file)} is damaged: the bytes of {tensor.kind} of {tensor.name} do not match "
+            "their checksum (ort-zero verify lists everything that is wrong)"
+        )
+
+
+def _wanted(request: ReadRequest) -> Iterable[_Wanted]:
+    assert request.target is not None, "the request has a target"
+    size = dtypes.itemsize(request.tensor.dtype)
+    for piece, first, length in overlaps(request):
+        begin = piece.offset + first * size
+        low, high = (piece.offset, piece.offset + piece.length) if piece.check else (begin, begin + length * size)
+        target = request.target.narrow(0, piece.start + first - request.start, length)
+        yield _Wanted(request.tensor, piece, low, high, begin, target)
+
+
+def _bytes_of(item: _Wanted) -> memoryview | None:
+    """Return the target as bytes, None if the stored values have another dtype."""
+    if item.target.dtype != dtypes.torch_dtype(item.tensor.dtype):
+        return None
+    return item.target.view(torch.uint8).numpy().data
+
+
+def _put(item: _Wanted, view: memoryview, position: int) -> None:
+    """Copy stored bytes to the target, `position` bytes (in the stored dtype) from its first element."""
+    straight = _bytes_of(item)
+    if straight is not None:
+        straight[position : position + len(view)] = view
+        return
+    size = dtypes.itemsize(item.tensor.dtype)
+    # a copy, since a block need not begin at a multiple of the element's size
+    stored = torch.frombuffer(bytearray(view), dtype=dtypes.torch_dtype(item.tensor.dtype))
+    item.target.narrow(0, position // size, len(view) // size).copy_(stored)
+
+
+def check_records_of(folder: Folder, files: Mapping[str, File], parts: list[Part], ranks: RankGroup) -> None:
+    """Check the records of which any rank has read a part; each rank takes a share of them. All ranks must call.
+
+    Args:
+        folder: folder of the checkpoint.
+        files: its files by name.
+        parts: what this rank has read.
+        ranks: all ranks that read.
+
+    Raises:
+        CorruptCheckpointError: a record is not what was saved.
+        RankError: another rank found one.
+    """
+    if not any(file.records for file in files.values()):
+        return  # a format whose pieces have checksums of their own
+    read: dict[tuple[str, int], list[Part]] = {}
+    for part in (part for some in ranks.gather(parts) for part in some):
+        read.setdefault((part.file, part.record), []).append(part)
+    with ranks.raise_on_all("checking what was read"):
+        for number, (name, start) in enumerate(sorted(read)):
+            if number % ranks.size == ranks.rank:
+                record: Any = next(r for r in files[name].records if r[0] == start)
+                check_record(folder, files[name], record, read[name, start])

@@ -1,0 +1,207 @@
+"""What a checkpoint holds besides the tensors of the model and its optimizer: counters, scheduler, the user's state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from ort_zero.checkpoint.files import json_text
+from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.format import manifest, values
+from ort_zero.checkpoint.reads.shard_checks import EXTRA_KEYS, MAX_EXTRA_BYTES, is_count
+from ort_zero.checkpoint.records import Source
+from ort_zero.compat.deepspeed_accumulation import at_last_step
+from ort_zero.compat.deepspeed_state import EngineState
+from ort_zero.errors import CorruptCheckpointError
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """The state of a run that is no tensor of the model, as one rank saved it."""
+
+    counters: dict[str, int]
+    """Steps and samples by the names of the engine's attributes."""
+    client_state: dict[str, Any]
+    """The values that the user gave to the save."""
+    lr_scheduler: dict[str, Any] | None = None
+    lr_scheduler_class: str | None = None
+    """Name of the scheduler's class, None if it is not known."""
+    loss_scaler: dict[str, Any] | None = None
+    """``{"class": name, "state": attributes}``."""
+    extra_state: dict[str, Any] = field(default_factory=dict)
+    """What ``get_extra_state`` of a module returned, by the name of the module."""
+    data_sampler: dict[str, Any] | None = None
+    """State of the sampler of DeepSpeed's curriculum learning."""
+    random_ltd: dict[str, Any] | None = None
+    """State of the scheduler of DeepSpeed's random layerwise token dropping."""
+
+
+OPTIONAL_KEYS = ("data_sampler", "random_ltd", "lr_scheduler_class")
+"""Keys of a rank's JSON file that earlier versions of ort_zero did not write."""
+
+
+def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingState:
+    """Return what `rank` saved in our format; a rank that did not exist then gets rank 0's.
+
+    Raises:
+        CorruptCheckpointError: the file is missing or changed.
+    """
+    rank = rank if rank < source.world_size else 0
+    names = {kind: _named(source, rank, f"_extra{end}") for kind, end in (("json", ".json"), ("st", ".safetensors"))}
+    if names["json"] is None:
+        raise CorruptCheckpointError(f"{folder.path(manifest.NAME)} lists no extra file of rank {rank}")
+    path = folder.path(names["json"])
+    try:
+        document = json_text.loads(_read_checked(folder, source, names["json"], MAX_EXTRA_BYTES))
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(document, dict):
+        raise CorruptCheckpointError(f"{path} is damaged: it is no JSON object")
+    tensors: list[Any] = []
+    if names["st"] is not None:
+        from safetensors import SafetensorError
+        from safetensors.torch import load as from_bytes
+
+        try:
+            found = from_bytes(_read_checked(folder, source, names["st"]))
+            tensors = [found[f"extra/{i}"].view(shape) for i, shape in enumerate(document["tensor_shapes"])]
+        except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
+            raise CorruptCheckpointError(f"{path} and {names['st']} do not belong together: {error}") from None
+    wanted = [key for key in EXTRA_KEYS if key != "tensor_shapes"]
+    wanted += [key for key in OPTIONAL_KEYS if key in document]
+    try:
+        found_state = {key: values.decode(document[key], tensors) for key in wanted}
+    except KeyError as error:
+        raise CorruptCheckpointError(f"{path} lacks {error}") from None
+    except (ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path} holds a value that cannot be read: {error}") from None
+    for key, value in found_state.items():
+        if value is None and key in ("counters", "client_state", "extra_state"):
+            found_state[key] = {}
+        elif value is not None and not isinstance(value, str if key == "lr_scheduler_class" else dict):
+            raise CorruptCheckpointError(f"{path}: {key} cannot be a {type(value).__name__}")
+    return TrainingState(**found_state)
+
+
+def _named(source: Source, rank: int, end: str) -> str | None:
+    """Return the name of a rank's file of a kind; a save over another one puts its id before the extension."""
+    stem, _, extension = end.rpartition(".")
+    start = f"rank_{rank:05d}{stem}"
+    return next((n for n in source.files if n.startswith(f"{start}.") and n.endswith(f".{extension}")), None)
+
+
+def _read_checked(folder: Folder, source: Source, name: str, limit: int | None = None) -> bytes:
+    """Return a whole file, of JSON if it has a limit of its bytes.
+
+    Raises:
+        CorruptCheckpointError: it is missing, or not what the manifest says.
+    """
+    size, stated = folder.size(name), source.files[name].size
+    if size is not None and size != stated:
+        raise CorruptCheckpointError(f"{folder.path(name)} is damaged: it has {size} bytes, the manifest says {stated}")
+    data = folder.read(name) if limit is None else json_text.read_object(folder, name, limit)
+    if xxhash.xxh3_128(data).hexdigest() != source.files[name].xxh3_128:
+        raise CorruptCheckpointError(f"{folder.path(name)} is damaged: it does not match its checksum in the manifest")
+    return data
+
+
+# -- into the engine --------------------------------------------------------------------------------------------------
+
+
+def check_counters(counters: Any, state: EngineState, root: str) -> None:
+    """Raise CorruptCheckpointError unless `counters` are whole numbers under the names that an engine has."""
+    known = state.counters().keys()
+    right = isinstance(counters, dict) and counters.keys() <= known
+    if not right or not all(is_count(value) for value in counters.values()):
+        raise CorruptCheckpointError(f"{root}: the counters cannot be {str(counters)[:200]}")
+
+
+class Restoration:
+    """Puts a :class:`TrainingState` into an engine, and can take it back.
+
+    Args:
+        state: state of the engine.
+    """
+
+    def __init__(self, state: EngineState):
+        self._state = state
+        self._undo: list[Callable[[], Any]] = []
+
+    def apply(
+        self,
+        saved: TrainingState,
+        world_size: int,
+        options: Mapping[int, Mapping[str, Any]],
+        *,
+        full: bool,
+        with_scheduler: bool,
+        module_only: bool,
+    ) -> None:
+        """Put everything in that is asked for; what raises leaves its part to :meth:`undo`.
+
+        Args:
+            saved: what was read.
+            world_size: number of ranks that saved.
+            options: hyper-parameters by the index of the parameter group.
+            full: with the optimizer's state, and so with the loss scaler's.
+            with_scheduler: with the scheduler's state.
+            module_only: only what belongs to modules.
+        """
+        engine = self._state.engine
+        for index, values_of_group in options.items():
+            self._set_options(index, values_of_group)
+        modules = dict(self._state.extra_states())
+        for prefix, value in saved.extra_state.items():
+            if prefix in modules:
+                self._call(modules[prefix].get_extra_state, modules[prefix].set_extra_state, value)
+        if module_only:
+            return
+        if with_scheduler and saved.lr_scheduler is not None:
+            self._load(engine.lr_scheduler, saved.lr_scheduler)
+        if saved.random_ltd is not None:
+            self._load(self._state.random_ltd_scheduler(), saved.random_ltd)
+        if saved.data_sampler is not None:
+            self._load(self._state.data_sampler(), saved.data_sampler)
+        scaler, stored = self._state.loss_scaler(), saved.loss_scaler
+        if full and scaler is not None and stored and stored["class"] == type(scaler).__name__:
+            self._attributes(scaler, stored["state"])
+        counters = dict(saved.counters)
+        if "micro_steps" in counters:
+            counters["micro_steps"] = at_last_step(engine, counters["micro_steps"])
+        self._call(self._state.counters, self._state.set_counters, counters)
+        self._attributes(engine, {"loaded_checkpoint_dp_world_size": world_size, "loaded_checkpoint_mp_world_size": 1})
+
+    def undo(self) -> None:
+        """Give everything that was changed its old values."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _set_options(self, index: int, options: Mapping[str, Any]) -> None:
+        old = dict(self._state.group_options()[index])
+        self._undo.append(lambda: self._state.set_group_options(index, old))
+        self._state.set_group_options(index, dict(options))
+
+    def _load(self, target: Any, value: Any) -> None:
+        if hasattr(target, "load_state_dict"):
+            self._call(target.state_dict, target.load_state_dict, value)
+
+    def _call(self, get: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> None:
+        old = copy.deepcopy(get())
+        self._undo.append(lambda: put(old))
+        put(value)
+
+    def _attributes(self, target: Any, new: dict[str, Any]) -> None:
+        own = vars(target)
+        old = {key: own[key] for key in new if key in own}
+
+        def put_back() -> None:
+            for key in new:
+                own.pop(key, None)
+            own.update(old)
+
+        self._undo.append(put_back)
+        own.update(new)

@@ -1,0 +1,1 @@
+"""Saves an engine's shards, at once or in the background."""

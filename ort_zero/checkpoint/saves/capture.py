@@ -1,0 +1,213 @@
+"""What one rank contributes to a checkpoint: ranges of tensors, and values that are no tensors of the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ort_zero.checkpoint.files import dtypes
+from ort_zero.checkpoint.format import values
+from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Optimizer, ParamGroup
+from ort_zero.checkpoint.saves.shard_writer import ShardEntry
+from ort_zero.compat.deepspeed_state import EngineState, Flat
+from ort_zero.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """The part of one rank. The tensors are live, or a copy of them."""
+
+    weights: list[ShardEntry]
+    """Masters, parameters without master, buffers."""
+    moments: list[ShardEntry]
+    """States of the optimizer that have one value per element."""
+    extra: dict[str, Any]
+    """JSON values: counters, scheduler, loss scaler, the user's state."""
+    extra_tensors: list[torch.Tensor]
+    scalars: dict[str, dict[str, float]]
+    """Numbers per parameter that this rank knows, such as ``step``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Facts about the model that are the same on every rank."""
+
+    shapes: dict[str, tuple[int, ...]]
+    """Shapes of all parameters and buffers by name."""
+    dtype: str
+    aliases: dict[str, str]
+    frozen: list[str]
+    optimizer_class: str | None
+    groups: list[ParamGroup]
+    step: int
+    zero_stage: int
+    config: dict[str, str] = field(default_factory=dict)
+
+    def optimizer(self, scalars: Mapping[str, Mapping[str, float]]) -> Optimizer | None:
+        """Return the optimizer's record with the numbers that the ranks know together."""
+        if self.optimizer_class is None:
+            return None
+        return Optimizer(class_name=self.optimizer_class, groups=tuple(self.groups), scalars=scalars)
+
+
+def describe(state: EngineState, exclude_frozen: bool) -> Model:
+    """Return what the manifest says of the model."""
+    optimized = state.optimized()
+    frozen = [name for name in state.parameters if name not in optimized]
+    kept = [name for name in state.parameters if name in optimized or not exclude_frozen]
+    shapes = {name: state.shape(name) for name in kept}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in state.buffers()}
+    odd = next((name for name in shapes if not name.isprintable()), None)
+    if odd is not None:
+        raise CheckpointError(
+            f"{odd!r} holds characters that are not printable, which no name in a sharded checkpoint may have; set "
+            '"checkpoint": {"sharded": false}'
+        )
+    base = state.base_optimizer()
+    options = [{k: _plain(v) for k, v in group.items() if _is_plain(v)} for group in state.group_options()]
+    return Model(
+        shapes=shapes,
+        dtype=dtypes.code_of(state.dtype()),
+        aliases={alias: name for alias, name in state.aliases().items() if name in shapes},
+        frozen=[name for name in frozen if name in shapes],
+        optimizer_class=None if base is None else type(base).__name__,
+        groups=[ParamGroup(names=tuple(n), options=o) for n, o in zip(state.group_names(), options)],
+        step=state.counters()["global_steps"],
+        zero_stage=state.stage,
+        config=_model_config(state.module),
+    )
+
+
+def shard_of(state: EngineState, rank: int, size: int, client_state: Mapping[str, Any], exclude_frozen: bool) -> Shard:
+    """Return what `rank` of `size` has to write; the tensors are views of the live ones.
+
+    Raises:
+        CheckpointError: optimizer state that belongs to no range of a parameter; a value that cannot be stored.
+    """
+    weights: list[ShardEntry] = []
+    moments: list[ShardEntry] = []
+    scalars: dict[str, dict[str, float]] = {}
+    for flat in state.flats():
+        if flat.spans:
+            _add_flat(flat, state, weights, moments, scalars)
+    if not exclude_frozen:
+        weights += _held(state, rank, size)
+    if rank == 0:
+        weights += [
+            ShardEntry(name=name, kind=BUFFER, start=0, tensor=buffer.detach().contiguous().view(-1))
+            for name, buffer in state.buffers()
+        ]
+    tensors: list[torch.Tensor] = []
+    extra = {key: values.encode(value, key, tensors) for key, value in _extra(state, client_state).items()}
+    return Shard(weights=weights, moments=moments, extra=extra, extra_tensors=tensors, scalars=scalars)
+
+
+def _add_flat(
+    flat: Flat, state: EngineState, weights: list[ShardEntry], moments: list[ShardEntry], scalars: dict[str, dict]
+) -> None:
+    elementwise = state.elementwise(flat)
+    for span in flat.spans:
+        part = flat.master.narrow(0, span.offset, span.length)
+        weights.append(ShardEntry(name=span.name, kind=MASTER, start=span.start, tensor=part))
+    for key, value in state.state_of(flat).items():
+        if key in elementwise:
+            whole = value.detach().reshape(-1)
+            moments += [
+                ShardEntry(name=s.name, kind=key, start=s.start, tensor=whole.narrow(0, s.offset, s.length))
+                for s in flat.spans
+            ]
+        elif isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1):
+            scalars.setdefault(key, {}).update({s.name: float(value) for s in flat.spans})
+        else:
+            shape = list(value.shape) if torch.is_tensor(value) else type(value).__name__
+            raise CheckpointError(
+                f"optimizer state {key!r} of {flat.spans[0].name} ({shape}) is neither a number nor one value per "
+                'element, so it cannot be cut by parameter; set "checkpoint": {"sharded": false}'
+            )
+
+
+def _held(state: EngineState, rank: int, size: int) -> list[ShardEntry]:
+    """Return the parameters without master: partitions as they are, whole ones in turn by rank."""
+    entries = []
+    for index, held in enumerate(state.held()):
+        if not held.length or (not state.partitioned and index % size != rank):
+            continue
+        tensor = held.tensor.detach().contiguous().view(-1).narrow(0, 0, held.length)
+        entries.append(ShardEntry(name=held.name, kind=WEIGHT, start=held.start, tensor=tensor))
+    return entries
+
+
+def _extra(state: EngineState, client_state: Mapping[str, Any]) -> dict[str, Any]:
+    engine = state.engine
+    scaler = state.loss_scaler()
+    scheduler = engine.lr_scheduler
+    return {
+        "counters": state.counters(),
+        "client_state": dict(client_state),
+        "lr_scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+        "loss_scaler": scaler and {"class": type(scaler).__name__, "state": _numbers(scaler)},
+        "extra_state": {prefix: module.get_extra_state() for prefix, module in state.extra_states()},
+        **{key: part.state_dict() for key, part in _parts_with_state(state).items() if part is not None},
+        **({"lr_scheduler_class": type(scheduler).__name__} if hasattr(scheduler, "state_dict") else {}),
+    }
+
+
+def _parts_with_state(state: EngineState) -> dict[str, Any]:
+    """Return the parts of the engine besides the scheduler that keep a state, None for those that it has not."""
+    return {"data_sampler": state.data_sampler(), "random_ltd": state.random_ltd_scheduler()}
+
+
+def _numbers(scaler: Any) -> dict[str, Any]:
+    return {k: v for k, v in vars(scaler).items() if v is None or isinstance(v, (bool, int, float))}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for a hyper-parameter that JSON has a value for; others are the configuration's."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str)) or torch.is_tensor(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a plain hyper-parameter as a JSON value."""
+    if torch.is_tensor(value):
+        return value.item() if value.numel() == 1 else value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _model_config(module: torch.nn.Module) -> dict[str, str]:
+    """Return the texts that ``from_pretrained`` wants beside the weights, if the model is of transformers' kind."""
+    found = {}
+    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
+        to_json = getattr(getattr(module, attribute, None), "to_json_string", None)
+        if to_json is not None:
+            table = json.loads(to_json())
+            if attribute == "config":
+                table.setdefault("architectures", None)
+                table["architectures"] = table["architectures"] or [type(module).__name__]
+            found[name] = json.dumps(table, indent=2) + "\n"
+    own = getattr(module, "to_json_string", None)
+    if "config.json" not in found and callable(own) and getattr(module, "config_name", None) == "config.json":
+        found["config.json"] = str(own())  # diffusers': its configuration is a table
+    return found | _adapter_config(module)
+
+
+def _adapter_config(module: torch.nn.Module) -> dict[str, str]:
+    """Return PEFT's configuration of the adapter that is trained, if the model has any and JSON has words for it."""
+    configs = getattr(module, "peft_config", None)
+    if not isinstance(configs, Mapping) or not configs:
+        return {}
+    active = getattr(module, "active_adapter", None)
+    chosen = configs.get(active) if isinstance(active, str) else None
+    to_dict = getattr(chosen or next(iter(configs.values())), "to_dict", None)
+    if to_dict is None:
+        return {}
+    table = {key: sorted(value) if isinstance(value, set) else value for key, value in to_dict().items()}
+    try:
+        return {"adapter_config.json": json.dumps({**table, "inference_mode": True}, indent=2, sort_keys=True) + "\n"}
+    except TypeError:  # it is then needed beside the checkpoint
+        return {}

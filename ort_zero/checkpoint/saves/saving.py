@@ -1,0 +1,274 @@
+"""Saves an engine as shards, at once or in the background: every rank writes what it owns, the manifest comes last.
+
+An interruption at any moment leaves the checkpoints that existed as they were, and at most files that no manifest
+names.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from ort_zero import log
+from ort_zero.checkpoint.files.allowed_names import check_tag
+from ort_zero.checkpoint.files.storage import open_folder
+from ort_zero.checkpoint.format import manifest
+from ort_zero.checkpoint.saves import capture
+from ort_zero.checkpoint.saves.capture import Shard
+from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
+from ort_zero.checkpoint.saves.staging import Staging
+from ort_zero.compat.deepspeed_accumulation import micro_steps_since_step
+from ort_zero.compat.deepspeed_state import EngineState
+from ort_zero.distributed.process_group import RankGroup, interrupts_held
+from ort_zero.distributed.side_channel import SideChannelGroup
+from ort_zero.errors import CheckpointError
+from ort_zero.masking import masked
+
+_RUN_ID = uuid.uuid4().hex
+_running: list[_BackgroundSave] = []
+_unreported: set[_BackgroundSave] = set()
+"""Saves that failed and whose error nobody has been given."""
+_pending: weakref.WeakKeyDictionary[Any, _BackgroundSave] = weakref.WeakKeyDictionary()
+_staging: weakref.WeakKeyDictionary[Any, Staging] = weakref.WeakKeyDictionary()
+
+
+@functools.lru_cache(maxsize=1)
+def _side_channel_beside(default_group: Any) -> SideChannelGroup:
+    return SideChannelGroup()
+
+
+def all_ranks() -> SideChannelGroup:
+    """Return all ranks, over one connection for each default process group. All ranks must call.
+
+    Waits for whatever is saved in the background, of any engine: two threads cannot talk over one connection.
+    """
+    for save in list(_running):
+        save.wait()
+    return _side_channel_beside(dist.group.WORLD)
+
+
+class _BackgroundSave(threading.Thread):
+    """A save that goes on in the background. Not a daemon: the interpreter waits for it at exit."""
+
+    def __init__(self, job: SaveJob, ranks: RankGroup, finish_copy: Callable[[], None]):
+        super().__init__(name=f"ort_zero save {job.tag}", daemon=False)
+        self._job, self._ranks, self._finish_copy = job, ranks, finish_copy
+        self.copied = threading.Event()
+        self.step_hook: Any = None
+        """Makes the optimizer's step wait for :attr:`copied`; None if everything is copied already."""
+        self.error: BaseException | None = None
+        self._finished = threading.Event()
+
+    def wait(self) -> None:
+        """Wait until nothing is left to do.
+
+        Not by ``join()``: Python 3.10 to 3.12 take a thread for ended whose ``join()`` was interrupted
+        (``threading.Thread._wait_for_tstate_lock``), and at its exit the interpreter would cut the save off.
+        """
+        self._finished.wait()
+
+    def run(self) -> None:
+        """Copy, write and publish; keep the error for whoever waits."""
+        try:
+            with self._ranks.raise_on_all(f"copying the state for {self._job.tag}"):
+                try:
+                    self._finish_copy()
+                finally:
+                    self.copied.set()
+            write_checkpoint(self._job, self._ranks)
+        except BaseException as error:
+            self.error = error
+            _unreported.add(self)
+            log.get_logger().error(
+                "the background save of %s to %s failed: %s", self._job.tag, masked(self._job.path), masked(str(error))
+            )
+        finally:
+            del self._job, self._finish_copy
+            _running.remove(self)
+            self._finished.set()
+
+
+def save(
+    engine: Any,
+    path: str,
+    tag: str | None = None,
+    async_save: bool = False,
+    *,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> str:
+    """Write the engine's state to ``path/tag`` as shards. All ranks must call.
+
+    Args:
+        engine: a DeepSpeed engine, ZeRO-0 to 3.
+        path: folder or fsspec URL for checkpoints; made if missing.
+        tag: name of this one, the same on every rank; default ``global_step<N>``.
+        async_save: copy and write in the background (one copy of this rank's part in CPU memory, kept for the next
+            time). The optimizer's next step waits until the copy is done; until then masters and moments must not be
+            changed by other means, such as ``safe_set_full_fp32_param``. The next save or load waits for the whole
+            save, as :func:`wait` does, and the exit of the process. Such a save also waits for the disk itself, so
+            that what it published outlives a loss of power; a synchronous one, where training would wait too, leaves
+            that to the operating system, as DeepSpeed does.
+        client_state: values to get back from :func:`~ort_zero.checkpoint.load`.
+        save_latest: let ``path/latest`` name this tag.
+        exclude_frozen_parameters: leave parameters out that the optimizer does not train.
+
+    Returns:
+        The tag.
+
+    Raises:
+        CheckpointError: what cannot be stored, a disk that is full, tags that differ; earlier checkpoints are intact.
+        RankError: it failed on another rank.
+    """
+    wait(engine)
+    ranks = all_ranks()
+    with interrupts_held():
+        return _save(
+            engine, path, tag, async_save, ranks, dict(client_state or {}), save_latest, exclude_frozen_parameters
+        )
+
+
+def _save(
+    engine: Any,
+    path: str,
+    tag: str | None,
+    async_save: bool,
+    ranks: RankGroup,
+    client_state: Mapping[str, Any],
+    save_latest: bool,
+    exclude_frozen: bool,
+) -> str:
+    """Carry out :func:`save`, with interrupts held back between the exchanges."""
+    with ranks.raise_on_all("preparing the checkpoint"):
+        state = EngineState(engine)
+        tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+        check_tag(tag)
+    if micro_steps_since_step(engine):
+        log.get_logger().warning(
+            "%s is saved %d micro-steps after the optimizer's last step: no checkpoint holds gradients, a run that "
+            "resumes accumulates them anew",
+            tag,
+            micro_steps_since_step(engine),
+        )
+    save_id, run_id, suffix = _agree(ranks, path, tag)
+    with ranks.raise_on_all("preparing the checkpoint"):
+        state.wait_for_copies()
+        model = capture.describe(state, exclude_frozen)
+        shard = capture.shard_of(state, ranks.rank, ranks.size, client_state, exclude_frozen)
+        finish_copy = None
+        if async_save:
+            shard, finish_copy = _stage(engine, shard).begin(shard, state.steps_can_wait())
+    job = SaveJob(
+        path=path,
+        tag=tag,
+        save_id=save_id,
+        run_id=run_id,
+        suffix=suffix,
+        save_latest=save_latest,
+        durable=async_save,
+        model=model,
+        shard=shard,
+    )
+    if finish_copy is None:
+        write_checkpoint(job, ranks)
+    if finish_copy is not None:
+        thread = _BackgroundSave(job, ranks, finish_copy)
+        if state.steps_can_wait():
+            thread.step_hook = state.before_steps(thread.copied.wait)
+        _pending[engine] = thread
+        _running.append(thread)
+        thread.start()
+    return tag
+
+
+@contextmanager
+def settled(state: EngineState) -> Iterator[None]:
+    """Write masters and partitions in the block. All ranks must enter."""
+    state.settle()
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # with a rank gone DeepSpeed's part fails too, and says less
+            state.resume()
+        raise
+    state.resume()
+
+
+def wait(engine: Any) -> None:
+    """Wait for the background save of this engine, if there is one. All ranks must call.
+
+    Raises:
+        CheckpointError, RankError: it failed; no checkpoint of its tag was made.
+    """
+    thread = _pending.pop(engine, None)
+    if thread is not None:
+        thread.wait()
+        if thread.step_hook is not None:
+            thread.step_hook.remove()
+        if thread.error is not None:
+            _unreported.discard(thread)
+            raise thread.error
+
+
+def _fail_at_exit() -> None:
+    """End the process with status 1 if a background save failed and nobody was there any more to hear of it.
+
+    An exception in an exit handler leaves the status at 0, and whoever waits for the job would take the checkpoint for
+    written. The handlers that were registered before this one do not run.
+    """
+    if _unreported:
+        names = ", ".join(sorted(thread.name.removeprefix("ort_zero save ") for thread in _unreported))
+        print(f"ort_zero: the background save of {names} failed, see above; no such checkpoint exists", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_fail_at_exit)
+
+
+def _agree(ranks: RankGroup, path: str, tag: str) -> tuple[str, str, str]:
+    """Return save id, run id and suffix, the same on all ranks.
+
+    Raises:
+        CheckpointError: the ranks were given different folders or tags.
+    """
+    given = ranks.gather((str(path), tag))
+    for rank, other in enumerate(given):
+        if other != given[0]:
+            raise CheckpointError(
+                f"rank 0 saves to {given[0][0]!r} as {given[0][1]!r}, rank {rank} to {other[0]!r} as {other[1]!r}; "
+                "all ranks must give the same"
+            )
+    save_id = uuid.uuid4().hex[:16]
+    occupied = False
+    with ranks.raise_on_all("looking at the destination"):
+        if ranks.rank == 0:
+            folder = open_folder(path).child(tag)
+            occupied = folder.exists(manifest.NAME)
+            if not occupied and any(name.endswith("_model_states.pt") for name in folder.names()):
+                log.get_logger().warning(
+                    "%s holds a checkpoint in DeepSpeed's own format; it stays there beside the new one", folder.path()
+                )
+    save_id, run_id, occupied = ranks.broadcast((save_id, _RUN_ID, occupied))
+    return save_id, run_id, f".{save_id[:8]}" if occupied else ""
+
+
+def _stage(engine: Any, shard: Shard) -> Staging:
+    """Return the engine's memory for a copy of its shard, large enough for `shard`."""
+    staging = _staging.setdefault(engine, Staging())
+    staging.reserve(shard)
+    return staging
