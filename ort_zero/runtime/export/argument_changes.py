@@ -35,6 +35,8 @@ class ArgumentChanges:
         self._attributes: list[tuple[Place, Any, dict[str, Any]]] = []
         self.paths: dict[int, tuple] = {}
         """Path from ``(args, kwargs)`` by the ``id()`` of each container and tensor."""
+        self.shared = False
+        """Whether a container is found at more than one place."""
         self._seen: set[int] = set()
         root = Place((ARGUMENT, ""))
         for side, group in ((0, enumerate(args)), (1, kwargs.items())):
@@ -44,7 +46,10 @@ class ArgumentChanges:
     def _look(self, value: Any, place: Place, path: tuple | None) -> None:
         if isinstance(value, torch.Tensor) and path is not None:
             self.paths.setdefault(id(value), path)
-        if id(value) in self._seen or (self._drop_caches and pytree.is_cache(value)):
+        if id(value) in self._seen:
+            self.shared |= isinstance(value, _CONTAINERS)
+            return
+        if self._drop_caches and pytree.is_cache(value):
             return
         if isinstance(value, (*_CONTAINERS, tuple, Mapping)):
             self._seen.add(id(value))
@@ -60,6 +65,11 @@ class ArgumentChanges:
             self._attributes.append((place, value, attributes))
             for name, part in attributes.items():
                 self._look(part, place.then(ATTRIBUTE, name), None)
+
+    def holders(self) -> Iterator[tuple[Place, Any]]:
+        """Yield each container and object that a forward may change, with its place."""
+        yield from ((place, container) for place, container, _ in self._containers)
+        yield from ((place, value) for place, value, _ in self._attributes)
 
     def found(self) -> Iterator[attribute_writes.Change]:
         """Yield the changes since."""

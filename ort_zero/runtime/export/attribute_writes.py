@@ -71,22 +71,33 @@ class AttributeWrite:
             tensor = outputs[index] if source == OUTPUT else given[index]
             tensors.append(tensor if with_gradient or source == ARGUMENT else tensor.detach())
         holder = finder.value_at(self.place if self.how in (EXTEND, UPDATE, REFILL) else self.place.holder)
-        if holder is MISSING:
-            return
-        if self.how == DELETE:
-            with contextlib.suppress(AttributeError, KeyError):  # the caller may have done so since
-                _delete(holder, *self.place.steps[-1])
-            return
-        value = pytree.unflatten(tensors, self.structure)
-        if self.how in (SET, ADD):
-            _put(holder, *self.place.steps[-1], value, add=self.how == ADD)
-            return
-        if self.how == REFILL:
-            holder.clear()
-        if isinstance(holder, dict):
-            holder.update(value)
-        else:
-            holder.extend(value)
+        if holder is not MISSING:
+            write(holder, self.place, self.how, pytree.unflatten(tensors, self.structure))
+
+
+def write(holder: Any, place: Place, how: str, value: Any) -> None:
+    """Carry out one change.
+
+    Args:
+        holder: the container, or the object or container whose attribute or item is written.
+        place: of the attribute, item or container.
+        how: see :class:`Change`.
+        value: what is written; of no account for :data:`DELETE`.
+    """
+    if how == DELETE:
+        with contextlib.suppress(AttributeError, KeyError):  # the caller may have done so since
+            _delete(holder, *place.steps[-1])
+        return
+    if how in (SET, ADD):
+        _put(holder, *place.steps[-1], value, add=how == ADD)
+        return
+    if how == REFILL:
+        holder.clear()
+    if isinstance(holder, dict):
+        for key, item in value.items():  # some classes of dicts forbid update()
+            holder[key] = item
+    else:
+        holder.extend(value)
 
 
 OUTPUT, ARGUMENT = "output", "argument"

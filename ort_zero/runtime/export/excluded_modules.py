@@ -210,7 +210,7 @@ class ExcludedModules:
             found = torch.ops.ort_zero.submodule(tensors, call.number)
             earlier[:] = [tensor for tensor in found[:1] if torch.jit.is_tracing()]
             left_behind.collect(call.number, list(found[call.count :]))
-            return pytree.unflatten(found, call.results, given.objects)
+            return call.result_for(found, given, args, kwargs)
 
         return forward
 

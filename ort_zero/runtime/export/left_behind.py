@@ -59,6 +59,15 @@ def slots_of(module: torch.nn.Module, wanted: Callable[[torch.Tensor], bool] = _
     return slots
 
 
+def slots_in(value: Any, wanted: Callable[[torch.Tensor], bool]) -> list[Slot]:
+    """Return the attributes of an object, and the places below them, that hold tensors that are `wanted`."""
+    slots: list[Slot] = []
+    own = attributes_of(value) or {}
+    for name in list(own):
+        _look(own, name, own[name], 0, {id(value)}, slots, wanted)
+    return slots
+
+
 def put_back_weights(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Put the parameters of `module` in the places where a run with other `weights` has left those behind.
 

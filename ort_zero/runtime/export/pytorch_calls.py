@@ -19,7 +19,8 @@ from ort_zero.compat import trace_state
 from ort_zero.compat.torch_modules import CALL, is_scripted, scripted_weights, without_infrastructure_hooks
 from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.errors import ExportError
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import argument_writes, pytree
+from ort_zero.runtime.export.argument_writes import ArgumentWrites, NotCarried
 from ort_zero.runtime.export.attribute_reads import unrecorded
 from ort_zero.runtime.export.checkpoint_marks import plain_calls
 from ort_zero.runtime.export.fake_weights import plain_access
@@ -83,13 +84,30 @@ class PyTorchCall:
             return self._run(tensors)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        found, results = pytree.flatten(self._value(tensors), drop_caches=self.drop_caches)
+        found, results = self._flattened(self._value(tensors))
         left, places = pytree.flatten(self._left(), drop_caches=self.drop_caches)
-        if self.results is not None and (results != self.results or places != self.places):
-            raise self._other_results(results)
-        self.results, self.places, self.count = results, places, len(found)
+        if self.results is None or not any(tensor.is_meta for tensor in tensors):
+            # a trial that finds out shapes has devices of its own among its results
+            if self.results is not None and (results != self.results or places != self.places):
+                raise self._other_results(results)
+            self.results, self.places, self.count = results, places, len(found)
         self._note_left(places)
         return found + left
+
+    def _flattened(self, value: Any) -> tuple[list[torch.Tensor], pytree.Structure]:
+        """Return the tensors and the structure of what the code has returned."""
+        return pytree.flatten(value, drop_caches=self.drop_caches)
+
+    def result_for(self, tensors: Sequence[torch.Tensor], given: pytree.Call, args: tuple, kwargs: dict) -> Any:
+        """Return what the last run returns to its caller.
+
+        Args:
+            tensors: outputs of the node.
+            given: the flattened call.
+            args: the caller's positional arguments.
+            kwargs: its keyword arguments.
+        """
+        return pytree.unflatten(tensors, self.results, given.objects)
 
     def _left(self) -> list[Any]:
         """Return what the last run has left behind besides its result, and has a gradient."""
@@ -111,13 +129,27 @@ class PyTorchCall:
 
         The module that holds the code can run in PyTorch as well, and deal with either structure there.
         """
+        if argument_writes.has_changes(self.results) or argument_writes.has_changes(results):
+            return self._not_carried(NotCarried("writes something else into its arguments from run to run"))
         then, now = pytree.described(self.results), pytree.described(results)
         if self.owner is not None:
-            what = f"calls {self.name}, which returns now {then}, now {now}, or of other parts"
-            return ValueReadError(self.owner, what, self.reason)
+            return self._moves_owner(f"returns now {then}, now {now}, or of other parts")
         return ExportError(
             f"{self.name}, which runs in PyTorch inside the graph, returned something else than when the graph was "
             f"made ({then} then, {now} now); return tensors only"
+        )
+
+    def _moves_owner(self, what: str) -> ValueReadError:
+        """Return the error that lets the module that holds the code run in PyTorch as well."""
+        return ValueReadError(self.owner, f"calls {self.name}, which {what}", self.reason)
+
+    def _not_carried(self, error: NotCarried) -> BaseException:
+        """Return the error for a write into an argument that cannot be a result."""
+        if self.owner is not None:
+            return self._moves_owner(str(error))
+        return ExportError(
+            f"{self.name}, which runs in PyTorch inside the graph, {error}, which its caller in the graph cannot "
+            "see; write tensors into a dict or a list, or return them"
         )
 
 
@@ -155,12 +187,15 @@ class ModuleCall(PyTorchCall):
         """Mode (``training``) of the module and of each one in it when it is called."""
         self.own_forward: Any = MISSING
         """The module's attribute ``forward``, if it has one besides that of its class."""
+        self._writes: ArgumentWrites | None = None
         self._slots: list[Slot] = []
         self._runs: list[tuple[list[Slot], Any]] = []
 
     def _value(self, tensors: Sequence[torch.Tensor]) -> Any:
         count = len(tensors) - len(self.names)
-        args, kwargs, _ = pytree.unflatten_call(tensors[:count], self.arguments)
+        args, kwargs, objects = pytree.unflatten_call(tensors[:count], self.arguments)
+        constants = pytree.constants_in_call(self.arguments)
+        self._writes = ArgumentWrites(args, kwargs, objects, tensors[:count], constants, drop_caches=self.drop_caches)
         module = self.module
         weights, scaled = with_copies_of_scaled(module, dict(zip(self.names, tensors[count:], strict=True)))
         if any(tensor.is_meta for tensor in tensors):
@@ -179,6 +214,20 @@ class ModuleCall(PyTorchCall):
             take_over_scaled(scaled)
             self._slots = left.slots()
         return result
+
+    def _flattened(self, value: Any) -> tuple[list[torch.Tensor], pytree.Structure]:
+        writes, self._writes = self._writes, None
+        assert writes is not None
+        try:
+            return writes.flatten(value)
+        except NotCarried as error:
+            raise self._not_carried(error) from None
+
+    def result_for(self, tensors: Sequence[torch.Tensor], given: pytree.Call, args: tuple, kwargs: dict) -> Any:
+        try:
+            return argument_writes.unflatten(tensors, self.results, given, args, kwargs, self.drop_caches)
+        except NotCarried as error:
+            raise self._not_carried(error) from None
 
     def _left(self) -> list[Any]:
         return [slot.value for slot in self._slots]
