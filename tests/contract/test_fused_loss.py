@@ -284,7 +284,7 @@ def test_what_is_asked_of_the_logits_without_reading_them(wrapped):
         theirs.shape, theirs.dtype, theirs.device, theirs.dim(), len(theirs),
     )  # fmt: skip
     assert ours.requires_grad and ours.grad_fn is not None and not ours.is_leaf and ours.is_contiguous()
-    assert ours._values is None
+    assert ours._known is None
     with pytest.raises(RuntimeError, match="requires grad"):
         ours.numpy()
     assert "grad" in repr(ours)

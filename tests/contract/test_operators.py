@@ -893,7 +893,6 @@ CASES["affine_grid"] = dataclasses.replace(CASES["affine_grid"], graphs=2)
 
 EXPORT_AT_1 = SIZES[1]
 GAPS: dict[tuple[str, tuple[int, ...]], str] = {
-    **{("trapezoid", sizes): "the traced slices have no sizes" for sizes in SIZES},
     **{("split batch", sizes): "the number of results depends on the batch" for sizes in SIZES},
     **{("set broadcast", sizes): "torch's exporter writes the sizes of the trace" for sizes in SIZES},
     **{("as_strided", sizes): "the strides are those of the trace" for sizes in SIZES},
@@ -902,7 +901,6 @@ GAPS: dict[tuple[str, tuple[int, ...]], str] = {
     **{("rotary by complex numbers", sizes): "the exporter knows no complex constants" for sizes in SIZES},
     **{("interpolate area", sizes): "torch's own code takes no traced sizes" for sizes in SIZES},
     **{("interpolate recomputed", sizes): "torch's own code takes no traced sizes" for sizes in SIZES},
-    **{("Embedding max_norm", sizes): "the graph does not write into its weights" for sizes in SIZES},
 }
 """What does not work, and why."""
 
