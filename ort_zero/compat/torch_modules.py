@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ort_zero.utils.patching import replaced
@@ -44,6 +44,44 @@ def buffer_table(module: Any) -> dict[str, Any]:
     A copy for a module that TorchScript made.
     """
     return dict(module._buffers.items()) if is_scripted(module) else module._buffers
+
+
+class _NotPersistent(set):
+    """Names of buffers that the exporter takes for constants; names that a forward adds are for later."""
+
+    def __init__(self, names: Iterable[str]):
+        super().__init__(names)
+        self.later: set[str] = set()
+
+    def add(self, name: str) -> None:
+        self.later.add(name)
+
+
+@contextlib.contextmanager
+def buffers_as_inputs(module: Any) -> Iterator[None]:
+    """Let torch's exporter take every buffer of `module` for an input of the graph, in the block.
+
+    It does so for persistent buffers only; the others are constants for it, which keep their values for ever. Complex
+    buffers are constants, since no graph has such inputs: whoever reads one has to look whether it has changed.
+    """
+    changed = []
+    for child in module.modules():
+        if is_scripted(child) or not child._buffers:
+            continue
+        changed.append((child, child._non_persistent_buffers_set))
+        constants = _NotPersistent(name for name, value in child._buffers.items() if is_complex(value))
+        vars(child)["_non_persistent_buffers_set"] = constants
+    try:
+        yield
+    finally:
+        for child, names in changed:
+            names.update(vars(child)["_non_persistent_buffers_set"].later)
+            vars(child)["_non_persistent_buffers_set"] = names
+
+
+def is_complex(buffer: Any) -> bool:
+    """Return whether a buffer, which may be None, holds complex numbers."""
+    return buffer is not None and buffer.is_complex()
 
 
 def forward_hooks(module: Any) -> Mapping[str, list[Callable]]:

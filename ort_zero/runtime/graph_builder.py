@@ -14,7 +14,7 @@ import torch
 
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_onnx
-from ort_zero.compat.torch_modules import without_infrastructure_hooks
+from ort_zero.compat.torch_modules import buffers_as_inputs, without_infrastructure_hooks
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.log import get_logger
@@ -295,6 +295,7 @@ class GraphBuilder:
         """Return the exported model, the structure of its results, and the names of its dynamic axes."""
         flattened = self.manager.flattened_module
         self.fallback_policy.failed_place = None
+        tracer.outside = self.excluded.changing_buffers()
         checkpointed = self._checkpointed_calls(tracer)
         with (
             self._timed("export"),
@@ -307,6 +308,7 @@ class GraphBuilder:
             self.functions.as_operators(),
             torch_onnx.routing(self.fallback_policy),
             unchanged_buffers(flattened),
+            buffers_as_inputs(flattened),
             unchanged_attributes(
                 self.module,
                 tracer.inputs.names if tracer.inputs else (),

@@ -79,6 +79,8 @@ def _routed(original: Callable, router: Router, utils: Any) -> Callable:
             return result
         if node.kind() == "prim::ConstantChunk":
             return _chunks(node, inputs, context) or export()
+        if node.kind() == "prim::Constant" and TracedValue(node.output()).is_complex:
+            return _as_pairs(node.t("value"), context)
         # an autograd Function's arguments that are no tensors are given too, which no input of the node stands for
         traced = TracedNode(node, inputs if node.kind() != "prim::PythonOp" else None)
         try:
@@ -181,6 +183,13 @@ def _chunks(node, inputs, context):
     return [
         Symbolic.slice(context, inputs[0], axis, start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)
     ]
+
+
+def _as_pairs(numbers, context):
+    """Return a constant of complex numbers as one of pairs of real ones, which is what a graph can hold."""
+    import torch
+
+    return context.op("Constant", value_t=torch.view_as_real(numbers.resolve_conj()).contiguous())
 
 
 def _set_modes(modes) -> None:

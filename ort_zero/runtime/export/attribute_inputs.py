@@ -115,7 +115,10 @@ def _put(container: Any, key: Any, value: Any) -> None:
 def can_be_input(value: Any) -> bool:
     """Return whether a value can be an input of a graph."""
     return is_number(value) or (
-        isinstance(value, torch.Tensor) and not value.requires_grad and value.layout == torch.strided
+        isinstance(value, torch.Tensor)
+        and not value.requires_grad
+        and not value.is_complex()
+        and value.layout == torch.strided
     )
 
 

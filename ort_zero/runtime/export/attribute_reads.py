@@ -30,7 +30,7 @@ from ort_zero.compat.frames import (
     use_of_read,
 )
 from ort_zero.compat.size_numbers import REPLACED_BUILTINS
-from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table
+from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, is_complex, parameter_table, submodule_table
 from ort_zero.log import get_logger
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
@@ -184,6 +184,10 @@ class AttributeReads(AttributeRecord):
         if origin is None or (id(obj), name) in self._known:
             return
         if isinstance(obj, torch.nn.Module):
+            if is_complex(dict.get(buffer_table(obj), name)):  # no graph has it for an input
+                place = origin.then(ATTRIBUTE, "_buffers").then(ITEM, name)
+                self._known[id(obj), name] = place
+                return self._add(place, buffer_table(obj)[name])
             tables = parameter_table(obj), buffer_table(obj), submodule_table(obj)
             if any(dict.__contains__(table, name) for table in tables):
                 return  # of what the guard on the module tree knows

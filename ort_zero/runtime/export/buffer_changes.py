@@ -6,6 +6,7 @@ forward call puts into the buffer after each run (:meth:`ort_zero.runtime.forwar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from ort_zero.compat.torch_modules import (
     buffer_table,
     change_in_place,
     is_batch_norm,
+    is_complex,
     is_scripted,
     parameter_table,
     version_of,
@@ -44,9 +46,11 @@ class BufferChanges:
 
     Args:
         module: the module that is about to be traced. Normalisation modules change their own statistics in the graph.
+        outside: modules that PyTorch runs, in which complex buffers may change.
     """
 
-    def __init__(self, module: torch.nn.Module):
+    def __init__(self, module: torch.nn.Module, outside: Sequence[torch.nn.Module] = ()):
+        self._outside = {id(owner) for owner in outside}
         owners = [owner for owner in module.modules() if not is_scripted(owner)]
         self._buffers = [
             (BufferChange(owner, name), tensor, version_of(tensor))
@@ -68,7 +72,7 @@ class BufferChanges:
         Those of submodules that run in PyTorch change there.
 
         Raises:
-            ValueReadError: the trace has changed a parameter.
+            ValueReadError: the trace has changed a parameter, or a complex buffer, which is a constant of the graph.
         """
         changes = []
         for change, before, version in self._buffers:
@@ -77,6 +81,8 @@ class BufferChanges:
             if now is None or (now is before and version_of(now) == version):
                 continue
             table[change.name] = before
+            if (is_complex(now) or is_complex(before)) and id(change.owner) not in self._outside:
+                raise ValueReadError(change.owner, f"changes its complex buffer {change.name}", user_line())
             if is_in_graph(now):
                 changes.append((change, now.detach()))
         for owner, name, tensor, version in self._parameters:

@@ -76,8 +76,8 @@ def unchanged_buffers(module: torch.nn.Module) -> Iterator[None]:
             table.update(entries)  # a module may have put others in their place
         with torch.no_grad():
             for buffer, value, was_leaf, version in saved:
-                if not was_leaf and version_of(buffer) == version:
-                    continue  # another model has computed it, and gets its gradient
+                if (not was_leaf or buffer.is_complex()) and version_of(buffer) == version:
+                    continue  # another model has computed it, and gets its gradient; or graphs hold for its version
                 if was_leaf and not buffer.is_leaf:
                     buffer.detach_()  # what was computed during the trace was written into it
                 if buffer.shape == value.shape:

@@ -175,6 +175,8 @@ class Tracer:
             (tensor.clone() if tensor.is_inference() else tensor.detach()).requires_grad_(tensor.requires_grad)
             for tensor in call.tensors
         ]
+        self.outside: list[torch.nn.Module] = []
+        """Modules whose buffers change outside of the graph, since PyTorch runs them."""
         self._computed = [i for i, t in enumerate(call.tensors) if t.requires_grad and not t.is_leaf]
         """Indices of the arguments that the module may change in place although they want a gradient."""
 
@@ -290,7 +292,7 @@ class Tracer:
             frozen=self._frozen if self.training else frozenset(),
         )
         placed = self.inputs.placed(inputs) if self.inputs else contextlib.nullcontext()
-        buffers = BufferChanges(module)
+        buffers = BufferChanges(module, self.outside)
         state = self._state()
         if state is not None:
             state.put_back(self._put_back)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from ort_zero.compat.frames import is_foreign
-from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, parameter_table, submodule_table
+from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, is_complex, parameter_table, submodule_table
 from ort_zero.runtime.export_cache.criteria import digest_of
 from ort_zero.runtime.export_cache.serialization import NotStorable
 
@@ -74,7 +74,7 @@ class Describer:
         if root is not None:
             self._known = {id(m): f"module {path}" for path, m in root.named_modules()}
             self._known |= {id(t): f"tensor {name}" for name, t in root.named_parameters()}
-            self._known |= {id(t): f"tensor {name}" for name, t in root.named_buffers()}
+            self._known |= {id(t): f"tensor {name}" for name, t in root.named_buffers() if not is_complex(t)}
         self._open: set[int] = set()
         self._alive: list[Any] = []
         self._foreign: dict[str, bool] = {}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ort_zero.compat.torch_modules import hook_tables, is_infrastructure, version_of
+from ort_zero.compat.torch_modules import hook_tables, is_complex, is_infrastructure, version_of
 from ort_zero.runtime.export.attribute_inputs import put
 from ort_zero.runtime.export.attribute_paths import (
     MISSING,
@@ -312,7 +312,9 @@ class AttributeGuard:
         self._copied: list[Any] = []
         self._copies: list[Any] = []
         self._tensors: list[torch.Tensor] = []
-        self._own = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
+        # a complex buffer is no input of a graph, so its values count
+        buffers = (buffer for buffer in self._module.buffers() if not is_complex(buffer))
+        self._own = {id(t) for t in (*self._module.parameters(), *buffers)}
         sized: dict[int, Any] = {}
         values: dict[Place, Any] = {}
         self._finder = PlaceFinder(self._module)
