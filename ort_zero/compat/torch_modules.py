@@ -46,6 +46,10 @@ def buffer_table(module: Any) -> dict[str, Any]:
     return dict(module._buffers.items()) if is_scripted(module) else module._buffers
 
 
+BUFFER_TABLE = "_buffers"
+"""Attribute in which a module keeps the dict of its buffers."""
+
+
 class _NotPersistent(set):
     """Names of buffers that the exporter takes for constants; names that a forward adds are for later."""
 

@@ -30,7 +30,14 @@ from ort_zero.compat.frames import (
     use_of_read,
 )
 from ort_zero.compat.size_numbers import REPLACED_BUILTINS
-from ort_zero.compat.torch_modules import BOOKKEEPING, buffer_table, is_complex, parameter_table, submodule_table
+from ort_zero.compat.torch_modules import (
+    BOOKKEEPING,
+    BUFFER_TABLE,
+    buffer_table,
+    is_complex,
+    parameter_table,
+    submodule_table,
+)
 from ort_zero.log import get_logger
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
@@ -185,7 +192,7 @@ class AttributeReads(AttributeRecord):
             return
         if isinstance(obj, torch.nn.Module):
             if is_complex(dict.get(buffer_table(obj), name)):  # no graph has it for an input
-                place = origin.then(ATTRIBUTE, "_buffers").then(ITEM, name)
+                place = origin.then(ATTRIBUTE, BUFFER_TABLE).then(ITEM, name)
                 self._known[id(obj), name] = place
                 return self._add(place, buffer_table(obj)[name])
             tables = parameter_table(obj), buffer_table(obj), submodule_table(obj)
