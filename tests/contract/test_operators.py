@@ -898,7 +898,6 @@ GAPS: dict[tuple[str, tuple[int, ...]], str] = {
     **{("as_strided", sizes): "the strides are those of the trace" for sizes in SIZES},
     **{("in-place on a view of a view", sizes): "torch's exporter does not know it" for sizes in SIZES},
     **{("in-place on a transposed view", sizes): "torch's exporter loses what is written" for sizes in SIZES},
-    **{("rotary by complex numbers", sizes): "the exporter knows no complex constants" for sizes in SIZES},
     **{("interpolate area", sizes): "torch's own code takes no traced sizes" for sizes in SIZES},
     **{("interpolate recomputed", sizes): "torch's own code takes no traced sizes" for sizes in SIZES},
 }
