@@ -12,6 +12,8 @@ from onnx import helper
 from ort_zero.onnx_edit.topology import subgraphs
 
 M = TypeVar("M", bound=Message)
+ATEN_DOMAIN = "org.pytorch.aten"
+"""Domain of the nodes that run an operator of PyTorch."""
 
 
 def copied(message: M) -> M:
@@ -31,6 +33,18 @@ def with_values(
             result.ClearField(field)
             getattr(result, field).extend(names)
     return result
+
+
+def aten_node(operator: str, inputs: Sequence[str], outputs: Sequence[str], name: str) -> onnx.NodeProto:
+    """Return a node that runs an operator of PyTorch.
+
+    Args:
+        operator: its name with its namespace; one of PyTorch's own needs none.
+        inputs: names of the values that it reads, "" for None.
+        outputs: names of its results.
+        name: name of the node.
+    """
+    return helper.make_node("ATen", inputs, outputs, name, domain=ATEN_DOMAIN, operator=operator)
 
 
 def with_nodes(model: onnx.ModelProto, nodes: Iterable[Any]) -> onnx.ModelProto:

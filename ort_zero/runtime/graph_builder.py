@@ -88,7 +88,6 @@ class GraphBuilder:
         self.memory = memory if manager.training else None
         self._marks_checkpointed = isinstance(memory, BlockRecomputation)
         self._replaces_checkpointing = isinstance(memory, MemoryOptimizer) and memory.request.replaces_checkpointing
-        self.memory_efficient_gradients = memory_efficient_gradients
         self.module = module
         self.config = config
         self.manager = manager
@@ -96,7 +95,6 @@ class GraphBuilder:
         self.functions = AutogradFunctions(module)
         self.fuses_loss = manager.training and self.memory is None and config.fuse_loss != "off"
         """Whether graphs may have head and loss in one node: a memory plan counts ORT's buffers alone."""
-        self.sums = sums
         self.fallback_policy = FallbackPolicy(manager.training, ort_compat.register_function)
         self.smaller_parts = SmallerParts(module, excluded, self.fallback_policy)
         self.processor = GraphProcessor(

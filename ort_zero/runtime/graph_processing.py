@@ -105,7 +105,7 @@ class GraphProcessor:
         """Return a graph that runs the exported module with the gradients that `process` asks for.
 
         Args:
-            exported: see :meth:`export`.
+            exported: see :meth:`ort_zero.runtime.graph_builder.GraphBuilder.export`.
             process: what the gradient graph depends on.
             number: number of the new graph.
             call: the first that it is to run; its sizes are those that memory is planned for.

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 import onnx
 import torch
 
+from ort_zero.compat.ort_kernels import BARRIER
 from ort_zero.runtime.fused_loss.rewrite import ReturnedLogits
 
 _MAY_SHARE = frozenset(
@@ -31,7 +32,7 @@ def weights_returned(
         logits: which of its outputs nobody sees, since the logits are computed of them; None for none.
     """
     producers = {name: node for node in model.graph.node for name in node.output}
-    yields = next((node for node in model.graph.node if node.op_type == "YieldOp"), None)
+    yields = next((node for node in model.graph.node if node.op_type == BARRIER), None)
     names = list(yields.input) if yields is not None else [output.name for output in model.graph.output]
     if logits is not None:
         del names[logits.first : logits.first + logits.count]

@@ -15,7 +15,7 @@ from onnx import helper
 
 from ort_zero.compat.ortmodule import GraphInfo
 from ort_zero.onnx_edit.graph_values import GraphValues, attributes
-from ort_zero.onnx_edit.node_edits import copied
+from ort_zero.onnx_edit.node_edits import ATEN_DOMAIN, aten_node, copied, replace_field
 from ort_zero.runtime.fused_loss import operators
 
 LARGE = 4096
@@ -125,15 +125,13 @@ def _insert(model: onnx.ModelProto, values: GraphValues, head: _Head, weight_gra
     made = [f"{name}_copy" for name in copies]
     for name, like in zip(made, layer, strict=False):
         values.declare(name, _FLOAT, values.shape(like))  # ORT knows the results of ATen nodes from here alone
-    node = helper.make_node("ATen", [hidden, *layer, head.loss.input[1], *constants], [*results, *made],
-                            f"{_PREFIX}_node", domain="org.pytorch.aten", operator=operator)  # fmt: skip
-    new.append(node)
+    given = [hidden, *layer, head.loss.input[1], *constants]
+    new.append(aten_node(operator, given, [*results, *made], f"{_PREFIX}_node"))
     if head.output:
         _return_parts(graph, values, head, dict(zip(copies, layer, strict=True)))
         states = f"{_PREFIX}_hidden_copy"  # ORT gives the memory of a result to others once the graph has read it
         values.declare(states, _FLOAT, values.shape(head.hidden))
-        new.append(helper.make_node("ATen", [head.hidden], [states], states, domain="org.pytorch.aten",
-                                    operator=operators.COPY))  # fmt: skip
+        new.append(aten_node(operators.COPY, [head.hidden], [states], states))
         for name, result in ((states, f"{_PREFIX}_hidden"), *zip(made, copies, strict=True)):
             new.append(helper.make_node("Identity", [name], [result], result))
     gone = {id(node) for node in head.slices}
@@ -143,28 +141,22 @@ def _insert(model: onnx.ModelProto, values: GraphValues, head: _Head, weight_gra
             nodes += new
         elif id(one) not in gone and not (head.output and head.output in one.output):
             nodes.append(one)
-    nodes = _without_unread(nodes, {output.name for output in graph.output})
-    kept = [onnx.NodeProto.FromString(one.SerializeToString()) for one in nodes]
-    del graph.node[:]
-    graph.node.extend(kept)
+    replace_field(graph, "node", _without_unread(nodes, {output.name for output in graph.output}))
     named = {name for one in graph.node for name in one.output}
-    known = [copied(value) for value in graph.value_info if value.name in named]
-    del graph.value_info[:]
-    graph.value_info.extend(known)
-    if not any(opset.domain == "org.pytorch.aten" for opset in model.opset_import):
-        model.opset_import.append(helper.make_opsetid("org.pytorch.aten", 1))
+    replace_field(graph, "value_info", [value for value in graph.value_info if value.name in named])
+    if not any(opset.domain == ATEN_DOMAIN for opset in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(ATEN_DOMAIN, 1))
 
 
 def _return_parts(graph: onnx.GraphProto, values: GraphValues, head: _Head, copies: dict[str, str]) -> None:
     """Let the graph return the head's input in place of the logits, and the copies at the end."""
-    outputs = [copied(output) for output in graph.output]
+    outputs = list(graph.output)
     at = next(i for i, output in enumerate(outputs) if output.name == head.output)
     shape = values.shape(head.hidden)
     outputs[at] = helper.make_tensor_value_info(f"{_PREFIX}_hidden", _FLOAT, shape)
     for name, like in copies.items():
         outputs.append(helper.make_tensor_value_info(name, _FLOAT, values.shape(like)))
-    del graph.output[:]
-    graph.output.extend(outputs)
+    replace_field(graph, "output", outputs)
 
 
 def _without_unread(nodes: list[onnx.NodeProto], outputs: set[str]) -> list[onnx.NodeProto]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import onnx
-from onnx import helper
 
 from ort_zero.compat.ortmodule import GraphInfo
 from ort_zero.onnx_edit.graph_values import GraphValues
+from ort_zero.onnx_edit.node_edits import aten_node
 from ort_zero.runtime.kernels import operators
 
 FLOAT = onnx.TensorProto.FLOAT
@@ -45,11 +45,6 @@ class Loss:
     labels: str
     scale: str
     ignored: str
-
-
-def aten_node(operator: str, inputs: Sequence[str], outputs: Sequence[str], name: str) -> onnx.NodeProto:
-    """Return a node that runs an operator of PyTorch."""
-    return helper.make_node("ATen", inputs, outputs, name, domain="org.pytorch.aten", operator=operator)
 
 
 def own_node(operator: str, inputs: Sequence[str], node: onnx.NodeProto, outputs: Sequence[str] = ()) -> onnx.NodeProto:

@@ -6,7 +6,8 @@ import numpy as np
 import onnx
 
 from ort_zero.onnx_edit.graph_values import attributes
-from ort_zero.runtime.kernels.edited_graph import FLOAT, EditedGraph, aten_node, own_node
+from ort_zero.onnx_edit.node_edits import aten_node
+from ort_zero.runtime.kernels.edited_graph import FLOAT, EditedGraph, own_node
 from ort_zero.runtime.operators import aten_op
 
 _CHANNELS = 16

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import onnx
-from onnx import helper
 
 from ort_zero.compat.ort_kernels import BARRIER, FROM_TORCH, NEW_MEMORY, ONLY_READ
 from ort_zero.onnx_edit.graph_values import GraphValues
+from ort_zero.onnx_edit.node_edits import aten_node, replace_field
 
 _SUFFIX = "_returned"
 
@@ -41,17 +41,11 @@ def copy_shared_results(model: onnx.ModelProto) -> int:
         copy = f"{name}{_SUFFIX}"
         values.declare(copy, values.element_type(name) or values.element_type(source), values.shape(name))
         # an Identity would not do: ORT's optimizer leaves it out
-        copies[copy] = helper.make_node(
-            "ATen", [source, ""], [copy], copy, domain="org.pytorch.aten", operator="aten::clone"
-        )
+        copies[copy] = aten_node("aten::clone", [source, ""], [copy], copy)
         barrier.input[i] = copy
     if copies:
         place = next(i for i, node in enumerate(nodes) if node is barrier)
-        changed = [
-            onnx.NodeProto.FromString(n.SerializeToString()) for n in (*nodes[:place], *copies.values(), *nodes[place:])
-        ]
-        del model.graph.node[:]
-        model.graph.node.extend(changed)
+        replace_field(model.graph, "node", (*nodes[:place], *copies.values(), *nodes[place:]))
     return len(copies)
 
 

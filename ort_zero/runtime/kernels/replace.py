@@ -13,12 +13,12 @@ from dataclasses import replace
 import numpy as np
 import onnx
 
+from ort_zero.compat.ort_kernels import BARRIER
 from ort_zero.compat.ortmodule import GraphInfo
 from ort_zero.onnx_edit.graph_values import GraphValues, attributes
+from ort_zero.onnx_edit.node_edits import aten_node, replace_field
 from ort_zero.runtime.kernels import image_rules, operators
-from ort_zero.runtime.kernels.edited_graph import FLOAT, EditedGraph, Loss, aten_node, own_node
-
-_BARRIER = "YieldOp"
+from ort_zero.runtime.kernels.edited_graph import FLOAT, EditedGraph, Loss, own_node
 
 
 def replace_kernels(model: onnx.ModelProto, info: GraphInfo, entries: frozenset[str]) -> tuple[GraphInfo, Counter[str]]:
@@ -51,9 +51,7 @@ def replace_kernels(model: onnx.ModelProto, info: GraphInfo, entries: frozenset[
                 node.input[i] = graph.renamed[name]
     if graph.replaced:
         operators.register()
-        kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del model.graph.node[:]
-        model.graph.node.extend(kept)
+        replace_field(model.graph, "node", nodes)
     return graph.info, graph.replaced
 
 
@@ -175,7 +173,7 @@ def _take_gradient_of_logits(graph: EditedGraph, gradient: str) -> str:
     given, producer = others[0], values.producers.get(others[0])
     if producer is not None and producer.op_type == "Identity" and values.sole_reader(producer.input[0]) is not None:
         given, producer = producer.input[0], values.producers.get(producer.input[0])
-    if producer is None or producer.op_type != _BARRIER:
+    if producer is None or producer.op_type != BARRIER:
         return ""
     graph.left_out.add(id(reader))
     graph.renamed[reader.output[0]] = value
