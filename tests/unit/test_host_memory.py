@@ -7,8 +7,8 @@ import mmap
 import pytest
 import torch
 
-from ort_zero.checkpoint.files import host_memory
-from ort_zero.checkpoint.files.host_memory import FilledHostMemory
+from ort_zero.utils import host_memory
+from ort_zero.utils.host_memory import FilledHostMemory
 
 SIZE = 16 << 20
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
-from ort_zero.checkpoint.files.host_memory import FilledHostMemory
 from ort_zero.checkpoint.reads.reading import ReadRequest
 from ort_zero.checkpoint.records import Source, Tensor
 from ort_zero.compat.deepspeed_state import EngineState, Flat, Span
+from ort_zero.utils.host_memory import FilledHostMemory
 
 
 class StagedState:

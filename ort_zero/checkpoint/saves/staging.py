@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ort_zero.checkpoint.files.host_memory import host_memory
 from ort_zero.checkpoint.records import BUFFER, WEIGHT
 from ort_zero.checkpoint.saves.capture import Shard
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
+from ort_zero.utils.host_memory import host_memory
 
 _ALIGN = 64
 
