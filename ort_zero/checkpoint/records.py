@@ -7,7 +7,7 @@ for DeepSpeed's) produce a :class:`Source`; planning, aggregation, loading and v
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,9 +50,9 @@ class Tensor:
     dtype: str
     """The dtype's code in safetensors: "F32", "BF16", ..."""
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     """The ranges of the tensor in the order of `start`; together they cover every element exactly once (see
-    :func:`check_cover`)."""
+    :func:`~ort_zero.checkpoint.piece_runs.check_cover`). A tuple, or what makes the pieces when they are looked at."""
     strides: tuple[int, ...] | None = None
     """Strides in elements, only for a tensor stored in one piece that is not row-major. The piece then spans its
     storage range."""
@@ -148,22 +148,3 @@ class Source:
                 continue
             chosen[tensor.name] = tensor
         return chosen
-
-
-def check_cover(tensor: Tensor) -> str | None:
-    """Return what is wrong with the pieces of `tensor` (a gap, an overlap, too long), None if they cover it."""
-    size = itemsize(tensor.dtype)
-    if tensor.strides is not None:
-        return None if len(tensor.pieces) == 1 else "a strided tensor must lie in one piece"
-    position = 0
-    for piece in tensor.pieces:
-        if piece.length % size:
-            return f"the piece in {piece.file} has {piece.length} bytes, not a multiple of {size}"
-        if piece.start > position:
-            return f"elements {position} to {piece.start} are in no file"
-        if piece.start < position:
-            return f"elements from {piece.start} are in two pieces, the second in {piece.file}"
-        position += piece.length // size
-    if position != tensor.elements:
-        return f"the pieces hold {position} elements, the shape {list(tensor.shape)} has {tensor.elements}"
-    return None

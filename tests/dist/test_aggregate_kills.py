@@ -38,7 +38,10 @@ for number in range(int(sys.argv[3])):
     # every other one while the files get their names
     time.sleep(moments.uniform(0.7 * duration if number % 2 else 0, duration))
     os.kill(pid, signal.SIGKILL)
-    cut += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+    killed = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0
+    cut += killed
+    # most kills must come before the end, and the first aggregation may have taken far longer than the next ones
+    duration *= 1.03 if killed else 0.9
     names = {p.name for p in dst.iterdir()}
     left += any(n.endswith(".partial") for n in names)
     loadable = "model.safetensors.index.json" in names

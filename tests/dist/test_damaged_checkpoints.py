@@ -205,8 +205,8 @@ FAULTS = {
         lambda tag: edit_manifest(tag, set_dtype), r"wrong at tensors\.0\.dtype.*unknown dtype.*F7", manifest.NAME
     ),
     "next_version": Fault(
-        lambda tag: edit_manifest(tag, lambda value: value.update(version=2)),
-        "has format version 2",
+        lambda tag: edit_manifest(tag, lambda value: value.update(version=3)),
+        "has format version 3",
         manifest.NAME,
         kind=PLAIN,
     ),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoint_files import SAVED_ELSEWHERE, raw, some_tensors
 from safetensors.torch import load_file
+from thread_group import ThreadGroup
 
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
 from ort_zero.checkpoint.files.storage import LocalFolder
@@ -21,26 +22,9 @@ from ort_zero.checkpoint.saves import checkpoint_writer
 from ort_zero.checkpoint.saves.capture import Model, Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
-from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CheckpointError, RankError
 
 RANKS = 2
-
-
-class ThreadGroup(RankGroup):
-    """One of several threads that exchange values as ranks do."""
-
-    size = RANKS
-
-    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier):
-        self.rank, self._values, self._barrier = rank, values, barrier
-
-    def gather(self, value: Any) -> list[Any]:
-        self._values[self.rank] = value
-        self._barrier.wait(30)
-        found = list(self._values)
-        self._barrier.wait(30)
-        return found
 
 
 def shard_of(tensors: dict[tuple[str, str], torch.Tensor], rank: int) -> Shard:

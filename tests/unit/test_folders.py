@@ -85,6 +85,21 @@ def test_torch_compiles_where_it_did_and_a_choice_of_the_users_stays(home, monke
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/mine"
 
 
+def test_compilers_get_another_folder_for_temporary_files_where_that_disk_is_full(home, monkeypatch, tmp_path):
+    small, free = tmp_path / "small", {}
+    monkeypatch.setattr(os, "environ", {**os.environ, "TMPDIR": str(small)})
+    usage = lambda path: SimpleNamespace(free=free.get(Path(path), 1 << 30))  # noqa: E731
+    monkeypatch.setattr(torch_extensions.shutil, "disk_usage", usage)
+    torch_extensions.prepare()
+    assert os.environ["TMPDIR"] == str(small)
+    free |= {small: 65536, env.cache_dir() / "temporary": 65536}
+    torch_extensions.prepare()
+    assert os.environ["TMPDIR"] == str(small), "that disk is full too"
+    del free[env.cache_dir() / "temporary"]
+    torch_extensions.prepare()
+    assert os.environ["TMPDIR"] == str(home / ".cache/ort_zero/temporary") and Path(os.environ["TMPDIR"]).is_dir()
+
+
 def test_the_ninja_beside_the_interpreter_is_found_behind_all_others(home, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "environ", {**os.environ, "PATH": str(tmp_path)})
     monkeypatch.setattr(torch_extensions.sys, "executable", str(tmp_path / "bin/python"))

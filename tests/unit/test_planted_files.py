@@ -281,9 +281,9 @@ def one_tensors_bytes_for_another(folder: Path) -> None:
     )
 
 
-@planted("ours", "format version 2")
+@planted("ours", "format version 3")
 def a_manifest_from_the_future(folder: Path) -> None:
-    edit(folder, lambda content: content.update(version=2))
+    edit(folder, lambda content: content.update(version=3))
 
 
 @planted("ours", "wrong at version")

@@ -13,14 +13,12 @@ from ort_zero.checkpoint.reads.training_state import OPTIONAL_KEYS
 from ort_zero.checkpoint.records import BUFFER, Tensor
 from ort_zero.checkpoint.saves.capture import Model, Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, manifest_of, write_rank_files
+from ort_zero.checkpoint.saves.manifest_parts import pack
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 
-Part = tuple[list, list, dict]
-"""Files, pieces and numbers per parameter of one rank, for the manifest."""
 
-
-def write_rank(work: Conversion, rank: int) -> Part:
-    """Write the files of one rank of the new checkpoint.
+def write_rank(work: Conversion, rank: int) -> bytes:
+    """Write the files of one rank of the new checkpoint; return its part of the manifest, packed.
 
     Raises:
         CheckpointError: a value that cannot be stored, a disk that is full.
@@ -54,17 +52,18 @@ def write_rank(work: Conversion, rank: int) -> Part:
         scalars={} if optimizer is None else {key: dict(by_name) for key, by_name in optimizer.scalars.items()},
     )
     names: list[str] = []
-    files, pieces = write_rank_files(work.target, _job(work, shard), rank, work.wanted.world_size, names)
+    job = _job(work, shard)
+    files, pieces = write_rank_files(work.target, job, rank, work.wanted.world_size, names)
     for name in names:
         work.target.publish(name, work.wanted.token)
         work.files[name] = work.target.size(name) or 0
-    return files, pieces, shard.scalars if rank == 0 else {}
+    return pack(files, pieces, shard.scalars if rank == 0 else {})
 
 
-def write_manifest(work: Conversion, parts: list[Part]) -> None:
-    """Write the manifest, which makes the checkpoint exist; `parts` are those of all ranks, in their order."""
+def write_manifest(work: Conversion, packed: list[bytes]) -> None:
+    """Write the manifest, which makes the checkpoint exist; `packed` are the parts of all ranks, in their order."""
     shard = Shard(weights=[], moments=[], extra={}, extra_tensors=[], scalars={})
-    document = manifest_of(work.target, _job(work, shard), parts, work.wanted.world_size)
+    document = manifest_of(work.target, _job(work, shard), packed)
     data = manifest.dump(document)
     work.target.write(manifest.NAME, data, work.wanted.token)
     work.files[manifest.NAME] = len(data)

@@ -230,7 +230,7 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
     """Write all files into the target. All ranks must call."""
     choices = work.wanted
     shares = range(ranks.rank, choices.world_size, ranks.size)
-    parts: dict[int, convert_ours.Part] = {}
+    parts: dict[int, bytes] = {}
     with (
         ranks.raise_on_all("converting"),
         bar(len(shares), "convert", "files", shown=progress and not ranks.rank) as shown,
@@ -251,7 +251,7 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
                     convert_deepspeed.write_rank(work, rank)
                 shown.update(1)
     check_records_of(work.folder, work.source.files, work.reader.parts, ranks)
-    everyone: dict[int, convert_ours.Part] = {}
+    everyone: dict[int, bytes] = {}
     for own in ranks.gather(parts):
         everyone.update(own)
     with ranks.raise_on_all("converting"):

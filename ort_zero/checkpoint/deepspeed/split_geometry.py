@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast, overload
+from typing import ClassVar, overload
 
 from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import Piece, Tensor
@@ -147,7 +147,7 @@ def joined(parts: Sequence[Tensor], split: Split) -> Tensor:
     pieces: Sequence[Piece] = _pieces(parts, split)
     if len(pieces) > _MOST_KEPT:
         pieces = PiecesOnDemand(tuple(parts), split)
-    return replace(parts[0], shape=split.shape, pieces=cast("tuple[Piece, ...]", pieces))
+    return replace(parts[0], shape=split.shape, pieces=pieces)
 
 
 def _pieces(parts: Sequence[Tensor], split: Split) -> tuple[Piece, ...]:

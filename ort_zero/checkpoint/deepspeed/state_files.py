@@ -20,7 +20,8 @@ from ort_zero.checkpoint.deepspeed.file_names import (
 )
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.records import MOST_NAMED, Tensor, check_cover
+from ort_zero.checkpoint.piece_runs import check_cover
+from ort_zero.checkpoint.records import MOST_NAMED, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import Known, TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError

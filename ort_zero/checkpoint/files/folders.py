@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
@@ -173,6 +173,13 @@ class Folder:
     def remove(self, name: str) -> None:
         """Remove a file; a missing one is fine."""
         raise NotImplementedError
+
+    def end_left_over_uploads(self, left_over: Callable[[str], bool]) -> None:
+        """End the uploads into it that a killed process has begun: a store keeps their parts, and lists no object.
+
+        Args:
+            left_over: returns whether the name of an upload's object is that of a left-over.
+        """
 
     def write(self, name: str, data: bytes, token: str, durable: bool = False) -> None:
         """Write a whole small file and publish it.

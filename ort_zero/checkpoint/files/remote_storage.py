@@ -192,6 +192,19 @@ class RemoteFolder(Folder):
         """Remove an object; a missing one is fine."""
         self._forget(self._at(name))
 
+    def end_left_over_uploads(self, left_over: Callable[[str], bool]) -> None:
+        """Abort multipart uploads of S3; who may not list them leaves them to the bucket's own rules."""
+        if not hasattr(self._fs, "abort_mpu"):
+            return
+        bucket, _, key = self._root.partition("/")
+        prefix = f"{key.rstrip('/')}/" if key else ""
+        with suppress(Exception):
+            found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
+            for upload in found.get("Uploads", []):
+                name = upload["Key"].removeprefix(prefix)
+                if "/" not in name and left_over(name):
+                    self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+
 
 _ACTIONS = {
     "names": "list",

@@ -1,14 +1,15 @@
 """``manifest.json``: what our sharded checkpoint consists of. A checkpoint exists when its manifest exists.
 
-JSON, one tensor a line. Next to what a :class:`~ort_zero.checkpoint.records.Source` holds it carries the run and the
-save it belongs to, and a digest of itself, so that a changed bit in it is noticed as well as one in a shard.
+JSON, one tensor a line. Pieces that lie alike in the files of many ranks are one row (version 2); a manifest without
+such rows is of version 1, which older versions of ort_zero read. Next to what a
+:class:`~ort_zero.checkpoint.records.Source` holds it carries the run and the save it belongs to, and a digest of
+itself, so that a changed bit in it is noticed as well as one in a shard.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,9 @@ import xxhash
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.allowed_names import check_tag
 from ort_zero.checkpoint.files.storage import Folder, open_folder
-from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Piece, Source, Tensor, check_cover
+from ort_zero.checkpoint.format.piece_rows import Extents, pieces_of, rows_of
+from ort_zero.checkpoint.piece_runs import PieceRuns, check_cover
+from ort_zero.checkpoint.records import File, Optimizer, ParamGroup, Source, Tensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 if TYPE_CHECKING:
@@ -28,10 +31,11 @@ NAME = "manifest.json"
 LATEST = "latest"
 FORMAT = "ort_zero.checkpoint"
 VERSION = 1
+VERSION_WITH_RUNS = 2
+"""Version of a manifest that has rows for several pieces."""
 MAX_BYTES = 4 << 30
 """Maximum size in bytes of a manifest that is read: more than 400 billion parameters on 512 ranks need."""
 _MAX_LATEST_BYTES = 4096
-_CHECK = re.compile("[0-9a-f]{16}")
 
 
 def build(
@@ -51,7 +55,9 @@ def build(
     )
 
     index = {file.name: i for i, file in enumerate(files)}
+    with_runs = any(isinstance(tensor.pieces, PieceRuns) for tensor in tensors)
     return Manifest(
+        version=VERSION_WITH_RUNS if with_runs else VERSION,
         files=[ManifestFile(name=f.name, size=f.size, xxh3_128=f.xxh3_128 or "") for f in files],
         tensors=[
             ManifestTensor(
@@ -59,7 +65,7 @@ def build(
                 kind=t.kind,
                 dtype=t.dtype,
                 shape=list(t.shape),
-                pieces=[[index[p.file], p.offset, p.length, p.start, p.check] for p in t.pieces],
+                pieces=rows_of(t.pieces, index),
             )
             for t in tensors
         ],
@@ -102,14 +108,15 @@ def parse(data: bytes, path: str) -> Manifest:
             raise ValueError(f'it has no "format": "{FORMAT}"')
     except ValueError as error:
         raise CorruptCheckpointError(f"{path} is not a manifest of ort_zero: {error}") from None
-    if value.get("version") != VERSION:
+    if value.get("version") not in (VERSION, VERSION_WITH_RUNS):
         raise CheckpointError(
-            f"{path} has format version {value.get('version')!r}, this version of ort_zero reads {VERSION}; "
+            f"{path} has format version {value.get('version')!r}, this version of ort_zero reads "
+            f"{VERSION} and {VERSION_WITH_RUNS}; "
             "use the version that wrote it"
         )
     digest = value.pop("xxh3_128", None)
-    text, found, _ = data.rpartition(b',\n"xxh3_128"')
-    if not found or xxhash.xxh3_128(text).hexdigest() != digest:
+    end = data.rfind(b',\n"xxh3_128"')
+    if end < 0 or xxhash.xxh3_128_hexdigest(memoryview(data)[:end]) != digest:
         raise CorruptCheckpointError(f"{path} is damaged: its content does not match its own digest")
     from pydantic import ValidationError
 
@@ -145,31 +152,26 @@ def source_of(manifest: Manifest, root: str) -> Source:
     _refuse_twice((file.name for file in manifest.files), "file", root)
     _refuse_twice((f"{entry.kind} of {entry.name}" for entry in manifest.tensors), "tensor", root)
     tensors = []
-    claimed: Counter[str] = Counter()
+    extents = Extents(files.values())
+    names = [file.name for file in manifest.files]
     for entry in manifest.tensors:
         try:
-            pieces = [_piece(manifest, *values) for values in entry.pieces]
             tensor = Tensor(
                 name=entry.name,
                 kind=entry.kind,
                 dtype=entry.dtype,
                 shape=tuple(entry.shape),
-                pieces=tuple(sorted(pieces, key=lambda p: p.start)),
+                pieces=pieces_of(entry.pieces, names, entry.dtype, runs=manifest.version == VERSION_WITH_RUNS),
             )
-            wrong = check_cover(tensor) or _outside(tensor, files)
+            wrong = check_cover(tensor) or extents.claim(tensor)
         except (IndexError, TypeError) as error:
             wrong = f"a piece is malformed ({error})"
         if wrong:
             raise CorruptCheckpointError(f"{root}/{NAME}: {entry.kind} of {entry.name}: {wrong}")
-        for piece in pieces:
-            claimed[piece.file] += piece.length
         tensors.append(tensor)
-    for name, length in claimed.items():
-        # else a small file could be read again and again into an output of any size
-        if length > files[name].size:
-            raise CorruptCheckpointError(
-                f"{root}/{NAME}: the tensors claim {length} bytes of {name}, which has {files[name].size}"
-            )
+    claimed = extents.claimed_too_much()
+    if claimed:
+        raise CorruptCheckpointError(f"{root}/{NAME}: {claimed}")
     optimizer = manifest.optimizer
     return Source(
         format="ort_zero",
@@ -200,22 +202,6 @@ def _refuse_twice(names: Iterable[str], what: str, root: str) -> None:
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise CorruptCheckpointError(f"{root}/{NAME}: it lists the {what} {twice[0]} twice")
-
-
-def _piece(manifest: Manifest, file: Any, offset: Any, length: Any, start: Any, check: Any) -> Piece:
-    """Return one piece; raise TypeError for another type than the format has, IndexError for a file not listed."""
-    if any(type(number) is not int or number < 0 for number in (file, offset, length, start)):
-        raise TypeError("file, offset, length and first element must be whole numbers, 0 or more")
-    if check is not None and not (isinstance(check, str) and _CHECK.fullmatch(check)):
-        raise TypeError("the checksum must be 16 hex digits")
-    return Piece(manifest.files[file].name, offset, length, start, check)
-
-
-def _outside(tensor: Tensor, files: dict[str, File]) -> str | None:
-    for piece in tensor.pieces:
-        if piece.offset + piece.length > files[piece.file].size:
-            return f"a piece lies outside {piece.file}"
-    return None
 
 
 def tag_in(content: bytes) -> str:

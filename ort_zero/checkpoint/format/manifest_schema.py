@@ -79,8 +79,12 @@ class ManifestTensor(_Strict):
     kind: _Name
     dtype: Annotated[str, AfterValidator(_known_dtype)]
     shape: Annotated[list[_Size], Field(max_length=64)]
-    pieces: list[Annotated[list[Any], Field(min_length=5, max_length=5)]]
+    pieces: list[Annotated[list[Any], Field(min_length=5, max_length=7)]]
     """[index in `files`, offset in bytes, length in bytes, first element, xxh3-64]; lists, for there are many.
+
+    In version 2 a row may stand for several pieces, each as long as the others and at the same offset of its file: then
+    the fifth value is base64 of their xxh3-64, 8 bytes each, and two more follow: the number of pieces, and the number
+    of files from the file of one to that of the next. Each piece begins where the one before it ends.
     :func:`~ort_zero.checkpoint.format.manifest.source_of` checks their types."""
 
 

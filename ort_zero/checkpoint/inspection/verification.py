@@ -15,7 +15,8 @@ from ort_zero.checkpoint.finding import find, whole_ones_text
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.format.completeness import incomplete
 from ort_zero.checkpoint.opening import format_in, note_on_other, open_checkpoint
-from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, pieces_by_file, problems_of_shard, thread_buffer
+from ort_zero.checkpoint.piece_runs import PiecesByFile
+from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, problems_of_shard, thread_buffer
 from ort_zero.checkpoint.records import File
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
@@ -162,10 +163,10 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
         elif _OURS.fullmatch(name):
             findings.add(name, f"{folder.path(name)} is one too many: the manifest does not list it; remove it")
 
-    pieces = pieces_by_file(source)
+    pieces = PiecesByFile(source.files, source.tensors)
 
     def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
-        return problems_of_shard(folder, file, found, pieces.get(file.name, []), advance)
+        return problems_of_shard(folder, file, found, pieces.of(file.name), advance)
 
     findings.bytes = sum(folder.size(name) or 0 for name in (manifest.NAME, *source.files) if folder.exists(name))
     _check_files(files, check, findings, workers, progress)

@@ -30,7 +30,7 @@ _GAP = 64 << 10
 """Number of unneeded bytes that are read to save a call."""
 
 
-class _Wanted(NamedTuple):
+class WantedBytes(NamedTuple):
     """Elements of one piece, and where they go."""
 
     tensor: Tensor
@@ -71,19 +71,19 @@ class CheckedReader:
             CorruptCheckpointError: bytes are missing or do not match their checksum.
             CheckpointError: a file cannot be read.
         """
-        by_file: dict[str, list[_Wanted]] = {}
+        by_file: dict[str, list[WantedBytes]] = {}
         for request in requests:
             if request.tensor.strides is not None:
                 self._read_strided(request)
                 continue
-            for item in _wanted(request):
+            for item in wanted_of(request):
                 by_file.setdefault(item.piece.file, []).append(item)
         for name, items in by_file.items():
             items.sort(key=lambda item: item.low)
             self._read_file(name, items)
 
-    def _read_file(self, name: str, items: list[_Wanted]) -> None:
-        batch: list[_Wanted] = []
+    def _read_file(self, name: str, items: list[WantedBytes]) -> None:
+        batch: list[WantedBytes] = []
         end = 0
         for item in items:
             large = item.high - item.low > _BLOCK
@@ -98,7 +98,7 @@ class CheckedReader:
         if batch:
             self._read_batch(name, batch, end)
 
-    def _read_batch(self, name: str, batch: list[_Wanted], end: int) -> None:
+    def _read_batch(self, name: str, batch: list[WantedBytes], end: int) -> None:
         """Read neighbours at once."""
         start = batch[0].low
         view = self._bring(name, start, end, self._buffer[: end - start])
@@ -109,7 +109,7 @@ class CheckedReader:
             size = item.target.numel() * dtypes.itemsize(item.tensor.dtype)
             _put(item, view[item.begin - start : item.begin - start + size], 0)
 
-    def _read_large(self, name: str, item: _Wanted) -> None:
+    def _read_large(self, name: str, item: WantedBytes) -> None:
         """Read one piece block by block, straight into its target where that takes the bytes as they are."""
         digest = xxhash.xxh3_64()
         size = item.target.numel() * dtypes.itemsize(item.tensor.dtype)
@@ -168,7 +168,7 @@ class CheckedReader:
             else:
                 self.parts.append(Part(name, start, low, high - low, crc32(view[low - offset : high - offset])))
 
-    def _compare(self, item: _Wanted, digest: str) -> None:
+    def _compare(self, item: WantedBytes, digest: str) -> None:
         if digest != item.piece.check:
             raise self._damaged(item.tensor, item.piece)
 
@@ -179,24 +179,25 @@ class CheckedReader:
         )
 
 
-def _wanted(request: ReadRequest) -> Iterable[_Wanted]:
+def wanted_of(request: ReadRequest) -> Iterable[WantedBytes]:
+    """Yield what has to be read of each piece that holds a part of the range: all of it if it has a checksum."""
     assert request.target is not None, "the request has a target"
     size = dtypes.itemsize(request.tensor.dtype)
     for piece, first, length in overlaps(request):
         begin = piece.offset + first * size
         low, high = (piece.offset, piece.offset + piece.length) if piece.check else (begin, begin + length * size)
         target = request.target.narrow(0, piece.start + first - request.start, length)
-        yield _Wanted(request.tensor, piece, low, high, begin, target)
+        yield WantedBytes(request.tensor, piece, low, high, begin, target)
 
 
-def _bytes_of(item: _Wanted) -> memoryview | None:
+def _bytes_of(item: WantedBytes) -> memoryview | None:
     """Return the target as bytes, None if the stored values have another dtype."""
     if item.target.dtype != dtypes.torch_dtype(item.tensor.dtype):
         return None
     return item.target.view(torch.uint8).numpy().data
 
 
-def _put(item: _Wanted, view: memoryview, position: int) -> None:
+def _put(item: WantedBytes, view: memoryview, position: int) -> None:
     """Copy stored bytes to the target, `position` bytes (in the stored dtype) from its first element."""
     straight = _bytes_of(item)
     if straight is not None:

@@ -10,6 +10,7 @@ import xxhash
 
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import CHUNK, Folder
+from ort_zero.checkpoint.piece_runs import index_at
 from ort_zero.checkpoint.records import Piece, Tensor
 from ort_zero.errors import CorruptCheckpointError
 
@@ -31,7 +32,11 @@ def overlaps(request: ReadRequest) -> Iterator[tuple[Piece, int, int]]:
     """Yield (piece, first element in it, elements) of the pieces that hold a part of the range."""
     size = dtypes.itemsize(request.tensor.dtype)
     end = request.start + request.length
-    for piece in request.tensor.pieces:
+    pieces = request.tensor.pieces
+    for number in range(index_at(pieces, request.start), len(pieces)):
+        piece = pieces[number]
+        if piece.start >= end:
+            break
         first, last = max(piece.start, request.start), min(piece.start + piece.length // size, end)
         if first < last:
             yield piece, first - piece.start, last - first
@@ -43,7 +48,7 @@ def check_range(folder: Folder, request: ReadRequest) -> None:
     Raises:
         CorruptCheckpointError: they differ, or the file ends early.
     """
-    buffer = memoryview(bytearray(min(CHUNK, max((p.length for p in request.tensor.pieces), default=0))))
+    buffer = memoryview(bytearray(min(CHUNK, request.tensor.nbytes)))
     for piece, _, _ in overlaps(request):
         digest = xxhash.xxh3_64()
         for position in range(0, piece.length, CHUNK):

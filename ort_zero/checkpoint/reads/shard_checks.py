@@ -11,7 +11,7 @@ import xxhash
 
 from ort_zero.checkpoint.files import json_text, safetensors_header
 from ort_zero.checkpoint.files.storage import CHUNK, Folder
-from ort_zero.checkpoint.records import File, Piece, Source, Tensor
+from ort_zero.checkpoint.records import File, Piece, Tensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
@@ -32,18 +32,6 @@ _MOST_NAMED = 3
 _buffers = threading.local()
 
 
-def pieces_by_file(source: Source) -> dict[str, list[tuple[Tensor, Piece]]]:
-    """Return the pieces that lie in each file by its name, with their tensors, in the order of the file."""
-    found: dict[str, list[tuple[Tensor, Piece]]] = {}
-    for tensor in source.tensors:
-        for piece in tensor.pieces:
-            if piece.length:
-                found.setdefault(piece.file, []).append((tensor, piece))
-    for pieces in found.values():
-        pieces.sort(key=lambda item: item[1].offset)
-    return found
-
-
 def problems_of_shard(
     folder: Folder,
     file: File,
@@ -60,7 +48,8 @@ def problems_of_shard(
         folder: folder of the checkpoint.
         file: as the manifest lists it.
         manifest: manifest of the checkpoint.
-        pieces: what the manifest says lies in the file, see :func:`pieces_by_file`.
+        pieces: what the manifest says lies in the file, see
+            :class:`~ort_zero.checkpoint.piece_runs.PiecesByFile`.
         advance: called with the bytes that were read.
 
     Raises:
@@ -93,7 +82,7 @@ def problems_of_shard(
             if damaged:
                 yield f"{path} and the manifest disagree: the checksum differs of {shortened(damaged, _MOST_NAMED)}"
             else:
-                yield from _disagreements(folder, file, manifest, pieces)
+                yield from disagreements(folder, file, manifest, pieces)
             return
     other = _other_owner(_metadata(folder, file.name, size), file.name, manifest)
     if other:
@@ -176,7 +165,7 @@ class _PieceChecks:
         return self._damaged
 
 
-def _disagreements(folder: Folder, file: File, manifest: Manifest, pieces: list[tuple[Tensor, Piece]]) -> Iterator[str]:
+def disagreements(folder: Folder, file: File, manifest: Manifest, pieces: list[tuple[Tensor, Piece]]) -> Iterator[str]:
     """Yield where a file, whose bytes are those that were written, says something else than the manifest."""
     path = folder.path(file.name)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import pickle
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,8 +15,9 @@ import xxhash
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.model_files.config_files import keep_beside
-from ort_zero.checkpoint.records import WEIGHT, File, Tensor
+from ort_zero.checkpoint.records import File
 from ort_zero.checkpoint.saves.capture import Model, Shard
+from ort_zero.checkpoint.saves.manifest_parts import Parts, pack, unpack
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry, WrittenPiece, write_shard
 from ort_zero.checkpoint.zero_to_fp32 import SCRIPT_NAME, write_script
 from ort_zero.distributed.process_group import RankGroup
@@ -64,10 +65,10 @@ def write_checkpoint(job: SaveJob, ranks: RankGroup) -> None:
             for name in names:
                 folder.publish(name, job.save_id)
         rank_0_may_publish = True
-        parts = ranks.gather(pickle.dumps((files, written, job.shard.scalars)))  # which only rank 0 has to unpack
+        packed = ranks.gather_to_first(pack(files, written, job.shard.scalars))
         with ranks.raise_on_all(f"saving {folder.path()}"):
             if ranks.rank == 0:
-                _publish_manifest(folder, job, [pickle.loads(part) for part in parts], ranks.size)
+                _publish_manifest(folder, job, packed)
     except BaseException:
         # With another rank gone nobody but rank 0 knows whether it is just about to write the manifest.
         unknown = rank_0_may_publish and ranks.broken and ranks.rank != 0
@@ -150,25 +151,32 @@ def _write_json(folder: Folder, name: str, value: Any, token: str, durable: bool
     return File(name=name, size=len(data), xxh3_128=xxhash.xxh3_128(data).hexdigest())
 
 
-def manifest_of(folder: Folder, job: SaveJob, parts: list[tuple], size: int) -> manifest.Manifest:
-    """Return the manifest of what each rank wrote: (files, pieces, numbers per parameter).
+def manifest_of(folder: Folder, job: SaveJob, packed: Sequence[bytes], *, all_here: bool = False) -> manifest.Manifest:
+    """Return the manifest of what each rank wrote.
+
+    Args:
+        folder: folder of the checkpoint.
+        job: the save, as rank 0 has it.
+        packed: the packed part of each rank.
+        all_here: look whether the files of each rank are in `folder`.
 
     Raises:
-        CheckpointError: the pieces leave a gap or overlap.
+        CheckpointError: the pieces leave a gap or overlap, or a file is not there.
     """
-    scalars: dict[str, dict[str, float]] = {}
-    for _, _, known in parts:
-        for key, by_name in known.items():
-            scalars.setdefault(key, {}).update(by_name)
-    files = [file for part in parts for file in part[0]]
+    parts = Parts(job.model)
+    for rank, data in enumerate(packed):
+        part = unpack(data)
+        if all_here:
+            _check_that_files_are_here(folder, rank, part.files)
+        parts.add(part)
     model = job.model
     document = manifest.build(
-        tensors=_tensors(model, [w for part in parts for w in part[1]]),
-        files=files,
-        optimizer=model.optimizer(scalars),
+        tensors=parts.tensors(),
+        files=parts.files,
+        optimizer=model.optimizer(parts.scalars),
         tag=job.tag,
         step=model.step,
-        world_size=size,
+        world_size=len(packed),
         zero_stage=model.zero_stage,
         dtype=model.dtype,
         run_id=job.run_id,
@@ -182,11 +190,10 @@ def manifest_of(folder: Folder, job: SaveJob, parts: list[tuple], size: int) -> 
     return document
 
 
-def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: int) -> None:
+def _publish_manifest(folder: Folder, job: SaveJob, packed: Sequence[bytes]) -> None:
     """Write the manifest of what each rank wrote, and what comes after it."""
-    _check_that_all_are_here(folder, parts)
     with collection_paused():
-        document = manifest_of(folder, job, parts, size)
+        document = manifest_of(folder, job, packed, all_here=isinstance(folder, LocalFolder))
         content = manifest.dump(document)
     if job.durable:
         folder.settle()  # a manifest that outlives a loss of power must find its files
@@ -202,54 +209,29 @@ def _publish_manifest(folder: Folder, job: SaveJob, parts: list[tuple], size: in
         run.write(manifest.LATEST, job.tag.encode(), job.save_id, durable=job.durable)
 
 
-def _check_that_all_are_here(folder: Folder, parts: list[tuple]) -> None:
-    """Raise CheckpointError if a rank wrote its files into another folder than this rank sees."""
-    if not isinstance(folder, LocalFolder):
-        return
-    for rank, (files, _, _) in enumerate(parts):
-        for file in files:
-            if folder.size(file.name) != file.size:
-                raise CheckpointError(
-                    f"{folder.path(file.name)} of rank {rank} is not there: the ranks do not write into one folder "
-                    "(a relative path in another working directory, or a disk of each machine's own); give one that "
-                    "all of them share. The checkpoint was not made"
-                )
-
-
-def _tensors(model: Model, written: list[WrittenPiece]) -> list[Tensor]:
-    """Return the tensors that the pieces of all ranks make up, weights first, in the order of the model.
-
-    Raises:
-        CheckpointError: no rank wrote a piece of a parameter or buffer.
-    """
-    pieces: dict[tuple[str, str], list[WrittenPiece]] = {}
-    for item in written:
-        pieces.setdefault((item.kind, item.name), []).append(item)
-    order = {name: i for i, name in enumerate(model.shapes)}
-    found = [
-        Tensor(
-            name=name,
-            kind=kind,
-            dtype=items[0].dtype,
-            shape=model.shapes[name],
-            pieces=tuple(sorted((i.piece for i in items if i.piece.length), key=lambda p: p.start)),
-        )
-        for (kind, name), items in pieces.items()
-    ]
-    empty = [n for n, shape in model.shapes.items() if 0 in shape and not any(name == n for _, name in pieces)]
-    found += [Tensor(name=n, kind=WEIGHT, dtype=model.dtype, shape=model.shapes[n], pieces=()) for n in empty]
-    missing = set(model.shapes) - {tensor.name for tensor in found}
-    if missing:
-        raise CheckpointError(f"no rank holds {', '.join(sorted(missing))}; the checkpoint was not made")
-    return sorted(found, key=lambda t: (t.is_optimizer_state, t.kind if t.is_optimizer_state else "", order[t.name]))
+def _check_that_files_are_here(folder: Folder, rank: int, files: Sequence[File]) -> None:
+    """Raise CheckpointError if `rank` wrote its files into another folder than this rank sees."""
+    for file in files:
+        if folder.size(file.name) != file.size:
+            raise CheckpointError(
+                f"{folder.path(file.name)} of rank {rank} is not there: the ranks do not write into one folder "
+                "(a relative path in another working directory, or a disk of each machine's own); give one that "
+                "all of them share. The checkpoint was not made"
+            )
 
 
 def _remove_left_overs(folder: Folder, ours: set[str]) -> None:
     """Remove what an interrupted save left, and the files of the manifest that was replaced."""
     for name in folder.names():
         stale = name.startswith("rank_") and name not in ours and name.endswith((".safetensors", ".json"))
-        if stale or (name.startswith((".rank_", f".{manifest.NAME}.")) and name.endswith(PARTIAL)):
+        if stale or _is_left_over(name):
             folder.remove(name)
+    folder.end_left_over_uploads(_is_left_over)
+
+
+def _is_left_over(name: str) -> bool:
+    """Return whether a name is that of a file of a rank, or of the manifest, that is not complete."""
+    return name.startswith((".rank_", f".{manifest.NAME}.")) and name.endswith(PARTIAL)
 
 
 @functools.cache

@@ -1,0 +1,284 @@
+"""Plans, checks and reshards a checkpoint of 405 billion parameters on one core, without its tensor data.
+
+The shapes are those of a model with 126 layers and 405 billion parameters. Each stage runs in a process of its own,
+through the code that real checkpoints take; files are sparse, with real headers, and no tensor's bytes are read.
+Printed are the CPU time, and the anonymous memory of a stage beyond what its imports take.
+
+* save: rank 0 takes the packed parts of all ranks and writes the manifest.
+* open: the manifest is read, and all of it compared with the sizes of the files.
+* verify: what each file says of itself is compared with the manifest.
+* aggregate: what goes where in the output, down to each read.
+* load: what each rank of another world size reads, ZeRO-3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HIDDEN, FEED_FORWARD, KEYS, VOCABULARY, LAYERS = 16384, 53248, 1024, 128256, 126
+KINDS = {"master": ("master",), "optimizer": ("exp_avg", "exp_avg_sq")}
+STAGES = ("save", "open", "verify", "aggregate", "load")
+GOAL = 100e6
+"""Most bytes of the manifest on disk, and of memory to have it open."""
+
+
+def shapes_of(layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model with `layers` layers."""
+    inside = {
+        "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+        "self_attn.k_proj.weight": (KEYS, HIDDEN),
+        "self_attn.v_proj.weight": (KEYS, HIDDEN),
+        "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+        "mlp.gate_proj.weight": (FEED_FORWARD, HIDDEN),
+        "mlp.up_proj.weight": (FEED_FORWARD, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, FEED_FORWARD),
+        "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
+    }
+    layer = {f"model.layers.{n}.{name}": shape for n in range(layers) for name, shape in inside.items()}
+    ends = {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    return {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), **layer, **ends}
+
+
+class Meter:
+    """Measures the CPU seconds of a stage, and the anonymous memory that it adds."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # puts the mark of the largest memory back
+        self._before = self._status("RssAnon")
+        self._start = time.process_time()
+
+    @staticmethod
+    def _status(key: str) -> float:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith(key)) * 1024 / 1e6
+
+    def figures(self, **more: Any) -> dict[str, Any]:
+        """Return seconds, MB at the most and MB that are still held."""
+        seconds = time.process_time() - self._start
+        # the high-water mark counts mapped files too, of which a stage brings none
+        peak = self._status("VmHWM") - self._status("RssFile") - self._status("RssShmem") - self._before
+        held = self._status("RssAnon") - self._before
+        return {"seconds": round(seconds, 2), "peak_mb": round(peak), "held_mb": round(held), **more}
+
+
+def model_of(options: dict[str, Any]) -> Any:
+    """Return what a save says of the model."""
+    from ort_zero.checkpoint.records import ParamGroup
+    from ort_zero.checkpoint.saves.capture import Model
+
+    shapes = shapes_of(options["layers"])
+    groups = [ParamGroup(names=tuple(shapes), options={"lr": 1e-4})]
+    return Model(
+        shapes=shapes, dtype="BF16", aliases={}, frozen=[], optimizer_class="AdamW", groups=groups, step=1, zero_stage=3
+    )
+
+
+def write_rank(folder: Path, rank: int, options: dict[str, Any]) -> bytes:
+    """Write the sparse files of one rank, with their headers; return its packed part."""
+    from ort_zero.checkpoint.files import safetensors_header
+    from ort_zero.checkpoint.files.safetensors_header import HeaderEntry
+    from ort_zero.checkpoint.format.flat_groups import zero3_part
+    from ort_zero.checkpoint.records import MASTER, File, Piece
+    from ort_zero.checkpoint.saves.checkpoint_writer import file_name
+    from ort_zero.checkpoint.saves.manifest_parts import pack
+    from ort_zero.checkpoint.saves.shard_writer import WrittenPiece
+
+    ranks = options["ranks"]
+    draw = random.Random(rank)
+    files, written = [], []
+    marks = {"save_id": "s", "run_id": "r", "tag": "t", "step": "1", "rank": str(rank), "world_size": str(ranks)}
+    for label, kinds in KINDS.items():
+        rows, places, position = [], [], 0
+        for kind in kinds:
+            for name, shape in shapes_of(options["layers"]).items():
+                start, length = zero3_part(math.prod(shape), rank, ranks)
+                key = name if kind == MASTER else f"{kind}/{name}"
+                rows.append(HeaderEntry(key, "F32", (length,), position, 4 * length))
+                places.append((kind, name, position, 4 * length, start))
+                position += 4 * length
+        header = safetensors_header.encode(rows, marks, "")
+        file = file_name(rank, label, "safetensors")
+        with open(folder / file, "wb") as stream:
+            stream.write(header)
+            stream.truncate(len(header) + position)
+        files.append(File(name=file, size=len(header) + position, xxh3_128=f"{draw.getrandbits(128):032x}"))
+        for kind, name, offset, length, start in places:
+            piece = Piece(file, len(header) + offset, length, start, f"{draw.getrandbits(64):016x}")
+            written.append(WrittenPiece(name=name, kind=kind, dtype="F32", piece=piece))
+    extra = file_name(rank, "extra", "json")
+    (folder / extra).write_text(json.dumps(marks))
+    files.append(File(name=extra, size=(folder / extra).stat().st_size, xxh3_128="0" * 32))
+    return pack(files, written, {"step": dict.fromkeys(shapes_of(options["layers"]), 1.0)})
+
+
+def save(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Put the parts of all ranks together as rank 0 does."""
+    from ort_zero.checkpoint.files.storage import open_folder
+    from ort_zero.checkpoint.format import manifest
+    from ort_zero.checkpoint.saves.capture import Shard
+    from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, manifest_of
+    from ort_zero.utils.garbage import collection_paused
+
+    shard = Shard(weights=[], moments=[], extra={}, extra_tensors=[], scalars={})
+    job = SaveJob(
+        path="p", tag="t", save_id="s", run_id="r", suffix="", save_latest=False, durable=False,
+        model=model_of(options), shard=shard,
+    )  # fmt: skip
+    before = time.process_time()
+    packed = [write_rank(folder, rank, options) for rank in range(options["ranks"])]
+    pack_seconds = (time.process_time() - before) / options["ranks"]
+    meter = Meter()
+    with collection_paused():
+        content = manifest.dump(manifest_of(open_folder(folder), job, packed, all_here=True))
+    figures = meter.figures(
+        part_kb=round(sum(map(len, packed)) / len(packed) / 1e3),
+        received_mb=round(sum(map(len, packed)) / 1e6),
+        a_rank_packs_seconds=round(pack_seconds, 3),
+        manifest_mb=round(len(content) / 1e6, 1),
+    )
+    (folder / manifest.NAME).write_bytes(content)
+    return figures
+
+
+def open_it(folder: Path) -> Any:
+    """Return the checkpoint as its readers have it."""
+    from ort_zero.checkpoint.opening import open_checkpoint
+
+    return open_checkpoint(str(folder))
+
+
+def open_stage(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Open the checkpoint."""
+    import importlib
+
+    for name in ("opening", "format.manifest_schema"):
+        importlib.import_module(f"ort_zero.checkpoint.{name}")
+    meter = Meter()
+    source = open_it(folder)
+    figures = meter.figures()
+    return {**figures, "tensors": len(source.tensors), "pieces": sum(len(tensor.pieces) for tensor in source.tensors)}
+
+
+def verify(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Compare the headers of all files with the manifest."""
+    from ort_zero.checkpoint.files.storage import open_folder
+    from ort_zero.checkpoint.format import manifest
+    from ort_zero.checkpoint.piece_runs import PiecesByFile
+    from ort_zero.checkpoint.reads.shard_checks import disagreements
+
+    meter = Meter()
+    opened = open_folder(folder)
+    found = manifest.read(opened)
+    assert found is not None
+    source = manifest.source_of(found, str(folder))
+    pieces = PiecesByFile(source.files, source.tensors)
+    compared, problems = 0, []
+    for file in source.files.values():
+        if file.name.endswith(".safetensors"):
+            own = pieces.of(file.name)
+            problems += disagreements(opened, file, found, own)
+            compared += len(own)
+    assert not problems, problems[:3]
+    return meter.figures(files=len(source.files), pieces=compared)
+
+
+def aggregate(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Plan an aggregation of the weights into files of 5 GB, down to each read."""
+    from ort_zero.checkpoint.aggregation.aggregation_plan import make_plan
+    from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange
+    from ort_zero.checkpoint.aggregation.aggregation_windows import windows
+
+    meter = Meter()
+    plan = make_plan(open_it(folder))
+    reads = size = count = 0
+    for file in plan.files:
+        for window in windows(FileRange(file, 0, file.size), 8 << 20):
+            count += 1
+            reads += len(window.reads)
+            size += window.filled
+    return meter.figures(files=len(plan.files), windows=count, reads=reads, gb=round(size / 1e9))
+
+
+def load(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Plan what every rank of another world size reads."""
+    import torch
+
+    from ort_zero.checkpoint.format.flat_groups import zero3_groups
+    from ort_zero.checkpoint.reads.checked_reads import wanted_of
+    from ort_zero.checkpoint.reads.reading import ReadRequest
+
+    meter = Meter()
+    source = open_it(folder)
+    opened = meter.figures()["seconds"]
+    shapes = shapes_of(options["layers"])
+    states = {kind: source.by_name(kind) for kinds in KINDS.values() for kind in kinds}
+    new, reads, size, needed, files = options["to"], 0, 0, 0, 0
+    for rank in range(new):
+        by_file: dict[str, int] = {}
+        for group in zero3_groups([list(shapes)], shapes, rank, new, 1_000_000_000):
+            for place in group.places:
+                target = torch.empty(place.length, device="meta")
+                for tensors in states.values():
+                    request = ReadRequest(
+                        tensor=tensors[place.name], start=place.start, length=place.length, target=target
+                    )
+                    needed += 4 * place.length
+                    for item in wanted_of(request):
+                        reads += 1
+                        size += item.high - item.low
+                        by_file[item.piece.file] = by_file.get(item.piece.file, 0) + 1
+        files += len(by_file)
+    figures = meter.figures(reads=reads, files_of_a_rank=round(files / new), read_of_needed=round(size / needed, 3))
+    return {**figures, "a_rank_seconds": round(opened + (figures["seconds"] - opened) / new, 2)}
+
+
+def main() -> int:
+    """Print the figures of each stage as a table or JSON; return 1 if the manifest is above the goal."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=512)
+    parser.add_argument("--to", type=int, default=64, help="world size that loads")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--dir", help="where the sparse files go; default: a temporary folder")
+    parser.add_argument("--stage", choices=STAGES, help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    options = vars(args)
+    if args.stage:
+        work = {"save": save, "open": open_stage, "verify": verify, "aggregate": aggregate, "load": load}[args.stage]
+        print(json.dumps(work(Path(args.dir), options)))
+        return 0
+    folder = Path(args.dir or tempfile.mkdtemp(prefix="large_checkpoint_"))
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    try:
+        for stage in STAGES:
+            words = [f"--{key}={options[key]}" for key in ("ranks", "to", "layers")]
+            command = [sys.executable, __file__, "--stage", stage, "--dir", str(folder), *words]
+            found[stage] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+            print(f"{stage}: {json.dumps(found[stage])}", file=sys.stderr)
+    finally:
+        if not args.dir:
+            shutil.rmtree(folder)
+    parameters = sum(math.prod(shape) for shape in shapes_of(args.layers).values())
+    if args.json:
+        print(json.dumps({"parameters": parameters, "ranks": args.ranks, "to": args.to, **found}))
+    else:
+        print(f"{parameters:,} parameters, {args.ranks} ranks, to {args.to}")
+        for stage, figures in found.items():
+            print(f"{stage:10}", ", ".join(f"{key} {value}" for key, value in figures.items()))
+    return int(found["save"]["manifest_mb"] * 1e6 > GOAL or found["open"]["peak_mb"] * 1e6 > GOAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

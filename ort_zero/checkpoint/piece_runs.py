@@ -1,0 +1,193 @@
+"""The pieces of a tensor in a compact form: runs of pieces that lie alike in the files of one rank after another.
+
+Under ZeRO-3 every rank holds an equal part of each tensor at the same place of its file. Such pieces differ in nothing
+but their checksum: a run keeps those as bytes, and makes the pieces again when somebody looks at them. 512 ranks of a
+model with 405 billion parameters have 1.7 million pieces, for which Python needs more than half a gigabyte.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple, overload
+
+from ort_zero.checkpoint.files.dtypes import itemsize
+from ort_zero.checkpoint.records import Piece, Tensor
+
+CHECK_BYTES = 8
+"""Bytes of an xxh3-64, most significant first, as its hex digits are."""
+
+
+class PieceRun(NamedTuple):
+    """Pieces that follow one another in a tensor and are equally long."""
+
+    file: int
+    """Index of the first piece's file among the files of the checkpoint."""
+    offset: int
+    """Bytes from the start of each file."""
+    length: int
+    """Length of each piece in bytes."""
+    start: int
+    """Index of the first piece's first element in the flattened tensor."""
+    checks: bytes
+    """The xxh3-64 of the pieces, one behind the other."""
+    pieces: int = 1
+    """Number of pieces."""
+    step: int = 1
+    """Number of files from the file of one piece to that of the next."""
+
+    def files(self) -> range:
+        """Return the indices of the files in which the pieces lie, in their order."""
+        return range(self.file, self.file + self.pieces * self.step, self.step)
+
+
+class PieceRuns(Sequence[Piece]):
+    """The pieces of one tensor, made when they are looked at. Equal to a tuple of the same pieces.
+
+    Args:
+        names: names of the checkpoint's files.
+        runs: the runs in the order of their first elements.
+        dtype: the tensor's dtype, as its code in safetensors.
+    """
+
+    __slots__ = ("_ends", "_names", "_size", "runs")
+
+    def __init__(self, names: Sequence[str], runs: Sequence[PieceRun], dtype: str):
+        self.runs = tuple(runs)
+        self._names = names
+        self._size = itemsize(dtype)
+        self._ends = tuple(accumulate(run.pieces for run in self.runs))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __iter__(self) -> Iterator[Piece]:
+        return (self.piece(run, number) for run in self.runs for number in range(run.pieces))
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Piece, ...]: ...
+    def __getitem__(self, index: int | slice) -> Piece | tuple[Piece, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        index += len(self) if index < 0 else 0
+        if not 0 <= index < len(self):
+            raise IndexError("piece index out of range")
+        number = bisect_right(self._ends, index)
+        return self.piece(self.runs[number], index - (self._ends[number - 1] if number else 0))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Sequence) and tuple(self) == tuple(other))
+
+    def __hash__(self) -> int:
+        return hash(self.runs)
+
+    def piece(self, run: PieceRun, number: int) -> Piece:
+        """Return a piece of one of the runs, of which the first has number 0."""
+        check = run.checks[number * CHECK_BYTES : (number + 1) * CHECK_BYTES].hex()
+        start = run.start + number * (run.length // self._size)
+        return Piece(self._names[run.file + number * run.step], run.offset, run.length, start, check)
+
+
+class RunCollector:
+    """Takes the pieces of one tensor as the ranks report them, and joins those that lie alike.
+
+    Args:
+        dtype: the tensor's dtype, as its code in safetensors.
+    """
+
+    __slots__ = ("_checks", "_runs", "_size")
+
+    def __init__(self, dtype: str):
+        self._size = itemsize(dtype)
+        self._runs: list[PieceRun] = []
+        self._checks: list[bytearray] = []
+
+    def add(self, file: int, offset: int, length: int, start: int, check: bytes) -> None:
+        """Take a piece; the arguments are as in :class:`PieceRun`."""
+        if self._runs:
+            last = self._runs[-1]
+            step = file - last.file if last.pieces == 1 else last.step
+            follows = start == last.start + last.pieces * (last.length // self._size)
+            if follows and (offset, length) == last[1:3] and step > 0 and file == last.file + last.pieces * step:
+                self._runs[-1] = last._replace(pieces=last.pieces + 1, step=step)
+                self._checks[-1] += check
+                return
+        self._runs.append(PieceRun(file, offset, length, start, b""))
+        self._checks.append(bytearray(check))
+
+    def pieces(self, names: Sequence[str], dtype: str, fewest: int) -> Sequence[Piece]:
+        """Return the pieces in the order of their first elements, plain ones if no run has `fewest` of them."""
+        runs = [run._replace(checks=bytes(checks)) for run, checks in zip(self._runs, self._checks)]
+        runs.sort(key=lambda run: run.start)
+        found = PieceRuns(names, runs, dtype)
+        return found if any(run.pieces >= fewest for run in runs) else tuple(found)
+
+
+def first_and_count(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
+    """Yield each run of pieces as its first piece and its number of pieces; a plain piece is a run of one."""
+    if isinstance(pieces, PieceRuns):
+        for run in pieces.runs:
+            yield pieces.piece(run, 0), run.pieces
+    else:
+        for piece in pieces:
+            yield piece, 1
+
+
+def check_cover(tensor: Tensor) -> str | None:
+    """Return what is wrong with the pieces of `tensor` (a gap, an overlap, too long), None if they cover it."""
+    size = itemsize(tensor.dtype)
+    if tensor.strides is not None:
+        return None if len(tensor.pieces) == 1 else "a strided tensor must lie in one piece"
+    position = 0
+    for piece, count in first_and_count(tensor.pieces):
+        if piece.length % size:
+            return f"the piece in {piece.file} has {piece.length} bytes, not a multiple of {size}"
+        if piece.start > position:
+            return f"elements {position} to {piece.start} are in no file"
+        if piece.start < position:
+            return f"elements from {piece.start} are in two pieces, the second in {piece.file}"
+        position += count * (piece.length // size)
+    if position != tensor.elements:
+        return f"the pieces hold {position} elements, the shape {list(tensor.shape)} has {tensor.elements}"
+    return None
+
+
+def index_at(pieces: Sequence[Piece], element: int) -> int:
+    """Return the index of a piece that begins before `element` with none between them, 0 if there is none."""
+    return max(0, bisect_left(pieces, element, key=lambda piece: piece.start) - 1)
+
+
+class PiecesByFile:
+    """Tells which pieces lie in which file, without having all of them in memory.
+
+    Args:
+        names: names of the checkpoint's files, in the order to which the runs of its tensors refer.
+        tensors: the tensors of the checkpoint.
+    """
+
+    def __init__(self, names: Iterable[str], tensors: Iterable[Tensor]):
+        self._index = {name: number for number, name in enumerate(names)}
+        self._plain: dict[str, list[tuple[Tensor, Piece]]] = {}
+        self._runs: dict[range, list[tuple[Tensor, PieceRuns, PieceRun]]] = {}
+        for tensor in tensors:
+            pieces = tensor.pieces
+            if isinstance(pieces, PieceRuns):
+                for run in pieces.runs:
+                    self._runs.setdefault(run.files(), []).append((tensor, pieces, run))
+            else:
+                for piece in pieces:
+                    self._plain.setdefault(piece.file, []).append((tensor, piece))
+
+    def of(self, name: str) -> list[tuple[Tensor, Piece]]:
+        """Return the pieces in the file `name` that are not empty, with their tensors, in the order of the file."""
+        found = [item for item in self._plain.get(name, ()) if item[1].length]
+        index = self._index.get(name, -1)
+        for files, items in self._runs.items():
+            if index in files:
+                number = files.index(index)
+                found += [(tensor, pieces.piece(run, number)) for tensor, pieces, run in items if run.length]
+        found.sort(key=lambda item: item[1].offset)
+        return found
