@@ -24,7 +24,7 @@ from ort_zero.utils.cpu_count import usable_cores
 from ort_zero.utils.sizes import binary_size
 
 _ASK_PROVIDERS = "import onnxruntime; print('providers', *onnxruntime.get_available_providers())"
-_ASK_SECONDS = 120
+_ASK_SECONDS = 300
 _PREFIXES = ("ORT_ZERO_", "ORTMODULE_", "DS_", "TORCH_EXTENSIONS", "TORCH_DEVICE", "CUDA_", "ROCM_")
 _NAMES = frozenset("CC CXX HOME LD_LIBRARY_PATH MALLOC_MMAP_THRESHOLD_ OMP_NUM_THREADS TMPDIR XDG_CACHE_HOME".split())
 
@@ -103,6 +103,14 @@ def examine() -> Report:
     if program is not None:
         problems.append(
             Problem(what=f"this DeepSpeed needs the program {program} on CPUs", fix=f"apt-get install {program}")
+        )
+    clang = deepspeed_programs.unsuitable_compiler()
+    if clang is not None:
+        problems.append(
+            Problem(
+                what=f"DeepSpeed's operators for CPUs do not compile with {clang}, which is a clang",
+                fix="apt-get install g++ && export CXX=g++",
+            )
         )
     entry_point = _has_entry_point()
     problems += _switched_off(entry_point)

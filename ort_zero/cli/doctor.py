@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from typing import TYPE_CHECKING
 
 from ort_zero.cli import print_json
+from ort_zero.errors import OrtZeroError
 from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
@@ -16,18 +18,52 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
     text = "show versions, compiler, extensions and providers, and the first thing to fix"
-    return subparsers.add_parser("doctor", help=text, description=text)
+    parser = subparsers.add_parser("doctor", help=text, description=text)
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="compare what the ranks see that torchrun, deepspeed or mpirun has started: versions, files, clocks",
+    )
+    parser.add_argument("--storage", metavar="DIR", help="with --ranks: folder for checkpoints that all hosts share")
+    parser.add_argument(
+        "--file", action="append", default=[], metavar="FILE", help="with --ranks: must be the same on all hosts"
+    )
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if something must be fixed before ONNX Runtime can train, else 0."""
     from ort_zero import doctor
 
+    if args.ranks:
+        return _compare_ranks(args)
+    if args.storage or args.file:
+        raise OrtZeroError("--storage and --file go with --ranks")
     report = doctor.examine()
     if args.json:
         print_json({**dataclasses.asdict(report), "ok": report.ok})
     else:
         print(text_of(report))
+    return 0 if report.ok else 1
+
+
+def _compare_ranks(args: argparse.Namespace) -> int:
+    """Print on rank 0 where the ranks differ; return 1 on all of them if they do. All ranks must call."""
+    from ort_zero.distributed import gloo_exit, process_group
+    from ort_zero.doctor_ranks import compare_ranks
+
+    gloo_exit.settle_at_exit()
+    ranks = process_group.from_launcher(args.storage or os.getcwd())
+    try:
+        report = compare_ranks(ranks, args.storage, args.file)
+    finally:
+        ranks.close()
+    if ranks.rank == 0 and args.json:
+        print_json({**dataclasses.asdict(report), "ok": report.ok})
+    elif ranks.rank == 0:
+        print(f"{report.ranks} ranks on {', '.join(report.hosts)}; clocks within {report.clock_seconds:.1f} s")
+        print("\n".join(f"same: {name} {value}" for name, value in report.facts.items()))
+        print("\n".join(f"problem: {text}" for text in report.problems) or "ready: all ranks see the same")
     return 0 if report.ok else 1
 
 

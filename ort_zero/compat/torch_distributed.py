@@ -1,7 +1,10 @@
-"""What of ``torch.distributed`` has no public name."""
+"""What of ``torch.distributed`` has no public name, and how its errors are told from others."""
 
 from __future__ import annotations
 
+import re
+
+import torch.distributed
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -13,3 +16,24 @@ def default_store() -> Store:
         ValueError: no process group has been initialised.
     """
     return _get_default_store()
+
+
+_FAILED_COLLECTIVE = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|timed out|broken pipe|socket", re.IGNORECASE
+)
+
+
+def is_collective_error(error: BaseException | None) -> bool:
+    """Return True if an error, or one that it was raised from, is that of a collective whose other ranks are gone.
+
+    gloo raises a plain RuntimeError, whose text alone tells it from others.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, torch.distributed.DistError):
+            return True
+        if type(error) is RuntimeError and _FAILED_COLLECTIVE.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

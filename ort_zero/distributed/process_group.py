@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -81,6 +81,11 @@ class RankGroup:
         """Return the value of every rank, on every rank. All ranks must call."""
         return [value]
 
+    def gather_to_first(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank on rank 0, nothing on the others. All ranks must call."""
+        found = self.gather(data)
+        return found if self.rank == 0 else []
+
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on every rank. All ranks must call."""
         return self.gather(value)[0]
@@ -137,14 +142,34 @@ class PeerGroup(RankGroup):
         """
         raise NotImplementedError
 
+    def _collect(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank on rank 0, nothing on the others.
+
+        Raises:
+            RuntimeError: one does not answer.
+        """
+        found = self._exchange(data)
+        return found if self.rank == 0 else []
+
     def gather(self, value: Any) -> list[Any]:
         """Return the value of every rank, on every rank. All ranks must call.
 
         Raises:
             CheckpointError: a rank is gone.
         """
+        return self._reached(self._exchange, value)
+
+    def gather_to_first(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank on rank 0, nothing on the others. All ranks must call.
+
+        Raises:
+            CheckpointError: a rank is gone.
+        """
+        return self._reached(self._collect, data)
+
+    def _reached(self, collective: Callable[[Any], list[Any]], value: Any) -> list[Any]:
         try:
-            return self._exchange(value)
+            return collective(value)
         except RuntimeError as error:
             self.broken = True
             raise CheckpointError(f"another rank is gone, or did not answer in time: {_first_line(error)}") from error

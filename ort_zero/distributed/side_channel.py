@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ort_zero.compat.torch_distributed import default_store
 from ort_zero.distributed.process_group import PeerGroup
+from ort_zero.utils.open_files import allow_open_files
 
 _numbers = itertools.count()
 _TIMEOUT = datetime.timedelta(minutes=30)
@@ -31,6 +32,7 @@ class SideChannel:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore(f"ort_zero/side_channel/{next(_numbers)}", default_store())
+        allow_open_files(self.size)
         self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.size, _TIMEOUT)
 
     def gather(self, value: Any) -> list[Any]:
@@ -50,13 +52,35 @@ class SideChannel:
             parts = [part + rest for part, rest in zip(parts, rests)]
         return [pickle.loads(part) for part in parts]  # which ends where the pickle does
 
+    def gather_to_first(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank on rank 0, nothing on the others. All ranks must call.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        lengths = [
+            int.from_bytes(one, "little") for one in self._all_gather(len(data).to_bytes(_LENGTH, "little"), _LENGTH)
+        ]
+        mine = _tensor_of(data, max(lengths))
+        everyone = [torch.empty_like(mine) for _ in range(self.size)] if self.rank == 0 else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        self._group.gather([everyone] if everyone else [], [mine], options).wait()
+        return [one.numpy()[:length].tobytes() for one, length in zip(everyone, lengths)]
+
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
         """Return the bytes of every rank, filled up to `size`."""
-        mine = torch.zeros(size, dtype=torch.uint8)
-        mine.numpy()[: len(data)] = memoryview(data)
+        mine = _tensor_of(data, size)
         everyone = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
         self._group.allgather([everyone], [mine]).wait()
         return [one.numpy().tobytes() for one in everyone]
+
+
+def _tensor_of(data: bytes, size: int) -> torch.Tensor:
+    """Return bytes as a tensor, filled up to `size`."""
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    tensor.numpy()[: len(data)] = memoryview(data)
+    return tensor
 
 
 class SideChannelGroup(PeerGroup):
@@ -68,3 +92,6 @@ class SideChannelGroup(PeerGroup):
 
     def _exchange(self, value: Any) -> list[Any]:
         return self._channel.gather(value)
+
+    def _collect(self, data: bytes) -> list[bytes]:
+        return self._channel.gather_to_first(data)

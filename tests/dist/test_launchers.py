@@ -185,9 +185,14 @@ def _printed_by(command: str) -> str:
     return done.stdout
 
 
+_ABOUT_BUILDS = r"^DeepSpeed \S+ built successfully|\] (built|building|waiting for the build of) "
+"""What is printed only where C++ code has not been built before: DeepSpeed's, and that of ORTModule."""
+
+
 def test_the_command_of_make_train_prints_a_screenful_and_compares_with_pytorch(tmp_path):
     text = _printed_by(_commands_of_make_train(tmp_path, "20")[0])
-    lines = text.splitlines()
+    lines = [line for line in text.splitlines() if not re.search(_ABOUT_BUILDS, line)]
+    assert "onnxruntime:" not in text, "ONNX Runtime warns of a graph"
     # what `make train` does after it, aggregation and a sample, prints 8 lines
     assert len(lines) <= 52, text
     assert sum(line.startswith("step ") for line in lines) == 20

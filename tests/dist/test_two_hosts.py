@@ -1,0 +1,110 @@
+"""Training, checkpoints and aggregation on two hosts, which are namespaces of this machine, under every launcher."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from namespaces import Hosts, two_hosts, why_not
+from safetensors.torch import load_file
+
+from ort_zero.checkpoint import aggregate, verify
+from ort_zero.testing.ranks import free_port
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(why_not() is not None, reason=f"two hosts cannot be made: {why_not()}"),
+]
+SMALL = ["--layers", "1", "--hidden", "32", "--seq", "16", "--expect-ort"]
+TORCHRUN = ["python", "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--rdzv_backend", "c10d"]
+TIMEOUT = 400
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """A folder that both hosts see."""
+    return tmp_path_factory.mktemp("hosts")
+
+
+@pytest.fixture(scope="module")
+def hosts(shared) -> Iterator[Hosts]:
+    with two_hosts(shared) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def trained(hosts, shared) -> tuple[Path, list[str]]:
+    """A checkpoint of three steps on both hosts, and what the hosts printed; parity with PyTorch is looked at."""
+    out = shared / "out"
+    texts = on_both(hosts, torchrun(["examples/train_lm.py", "--deepspeed_config", "configs/zero3.json", *SMALL,
+                                     "--steps", "3", "--compare-torch", "3", "--out", out]))  # fmt: skip
+    return out, texts
+
+
+def torchrun(words: list[str | Path]) -> list[str]:
+    """Return a command that both hosts run."""
+    return [*TORCHRUN, "--rdzv_endpoint", f"node0:{free_port()}", "--rdzv_id", "t", *map(str, words)]
+
+
+def on_both(hosts: Hosts, *commands: list[str], fails: bool = False, **env: str) -> list[str]:
+    """Run a command on each host, the same one if only one is given; return what they printed."""
+    started = [host.start(*command, **env) for host, command in zip(hosts.hosts, commands * (2 // len(commands)))]
+    texts = [process.communicate(timeout=TIMEOUT)[0] for process in started]
+    assert fails or not any(process.returncode for process in started), "\n----\n".join(text[-6000:] for text in texts)
+    assert not fails or all(process.returncode for process in started), "\n----\n".join(texts)
+    return texts
+
+
+def proof(text: str, steps: int) -> list[float]:
+    """Return the losses that rank 0 printed; ONNX Runtime ran every step."""
+    assert "backend: onnxruntime, ZeRO stage 3" in text and "fallbacks: 0" in text, text
+    assert f"{steps} forward and {steps} backward runs" in text, text
+    return [float(loss) for loss in re.findall(r"^step\s+\d+/\d+\s+loss (\S+)", text, re.M)]
+
+
+def whole(out: Path) -> None:
+    """Check a checkpoint to which two ranks have written."""
+    report = verify(out, progress=False)
+    assert report.ok and report.format == "ort_zero", report.problems
+    assert {path.name[:10] for path in out.glob("*/rank_*")} == {"rank_00000", "rank_00001"}
+
+
+def test_torchrun_trains_as_pytorch_does_and_saves_one_checkpoint(trained):
+    out, texts = trained
+    assert len(proof(texts[0], 3)) == 3 and "loss" not in texts[1], texts
+    apart = re.search(r"PyTorch on the same 3 steps: losses within (\S+) of these", texts[0])
+    assert apart and float(apart[1]) < 1e-4, texts[0]
+    whole(out)
+
+
+def test_both_hosts_aggregate_into_the_same_files(hosts, trained, shared):
+    out, _ = trained
+    on_both(hosts, torchrun(["-m", "ort_zero", "aggregate", out, shared / "model"]))
+    aggregate(out, shared / "alone", progress=False)
+    found, wanted = (load_file(shared / name / "model.safetensors") for name in ("model", "alone"))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_accelerate_trains_on_two_machines(hosts):
+    port = str(free_port())
+    command = ["python", "-m", "accelerate.commands.launch", "--config_file", "configs/accelerate_zero3.yaml",
+               "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "node0", "--main_process_port", port,
+               "--deepspeed_multinode_launcher", "standard"]  # fmt: skip
+    script = ["examples/train_accelerate.py", *SMALL, "--steps", "3"]
+    texts = on_both(hosts, *([*command, "--machine_rank", str(rank), *script] for rank in range(2)))
+    assert len(proof(texts[0], 3)) == 3
+
+
+def test_hosts_with_disks_of_their_own_are_told_to_share_a_folder(hosts, shared):
+    texts = on_both(
+        hosts,
+        torchrun(["examples/train_lm.py", "--deepspeed_config", "configs/zero3.json", *SMALL, "--steps", "1",
+                  "--out", shared / "own" / "out"]),
+        fails=True,
+    )  # fmt: skip
+    assert "rank_00001_master.safetensors of rank 1 is not there" in texts[0], texts[0]
+    assert "a disk of each machine's own" in texts[0] and "The checkpoint was not made" in texts[0]
+    assert "saving" in texts[1] and "failed on another rank: rank 0" in texts[1], texts[1]

@@ -1,0 +1,82 @@
+"""What ``ort-zero doctor --ranks`` says where ranks differ."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from thread_group import ThreadGroup
+
+from ort_zero import doctor_ranks
+
+RANKS = 3
+
+
+def compare(storage: list[str] | None = None, files: list[list[str]] | None = None) -> list[doctor_ranks.RanksReport]:
+    """Return the report of each rank, which has its own path for the same folder and for the same files."""
+    values: list[Any] = [None] * RANKS
+    barrier = threading.Barrier(RANKS)
+
+    def one(rank: int) -> doctor_ranks.RanksReport:
+        ranks = ThreadGroup(rank, values, barrier)
+        return doctor_ranks.compare_ranks(ranks, storage and storage[rank], files[rank] if files else ())
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(one, range(RANKS)))
+
+
+def test_ranks_that_see_the_same_are_ready(tmp_path):
+    (tmp_path / "ds.json").write_text("{}")
+    reports = compare([str(tmp_path / "new")] * RANKS, [[str(tmp_path / "ds.json")]] * RANKS)
+    assert all(report.ok and report.ranks == RANKS and len(report.hosts) == 1 for report in reports)
+    assert {"torch", "python", "ort_zero", f"file {tmp_path / 'ds.json'}"} <= reports[0].facts.keys()
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_a_folder_of_a_hosts_own_is_named_with_the_ranks_that_have_it(tmp_path):
+    folders = [tmp_path / name for name in ("shared", "shared", "own")]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    reports = compare([str(folder) for folder in folders])
+    assert all("is not the folder that rank 0 sees" in report.problems[0] for report in reports)
+    assert all("on rank 2 (" in report.problems[0] and "rank 1" not in report.problems[0] for report in reports)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    reports = compare([str(tmp_path / "file" / "below")] * RANKS)
+    assert all(report.problems and "rank 0" in report.problems[0] for report in reports)
+    assert all("cannot write into" in report.problems[0] for report in reports)
+
+
+def test_other_versions_are_named_with_their_ranks():
+    facts = [{"torch": "2.13.0", "deepspeed": "0.19"}] * 5 + [{"torch": "2.12.0", "deepspeed": "0.19"}]
+    names = [f"rank {number} (node{number // 3})" for number in range(6)]
+    assert doctor_ranks.differences(facts, names) == [
+        "torch differs: 2.13.0 on rank 0 (node0), rank 1 (node0), rank 2 (node0) and 2 more; 2.12.0 on rank 5 (node1)"
+    ]
+    assert doctor_ranks.differences([{"a": "1"}, {}], names) == [
+        "a differs: 1 on rank 0 (node0); unknown on rank 1 (node0)"
+    ]
+
+
+def test_files_that_differ_or_are_missing_are_named(tmp_path, monkeypatch):
+    (tmp_path / "x").write_text("1")
+    assert doctor_ranks._digest(str(tmp_path / "x")).startswith("xxh3 ")
+    assert doctor_ranks._digest(str(tmp_path / "gone")) == "No such file or directory"
+
+
+def test_clocks_that_are_apart_are_a_problem(monkeypatch):
+    times = iter([100.0, 200.0, 300.0])
+    lock = threading.Lock()
+
+    def clock() -> float:
+        with lock:
+            return next(times)
+
+    monkeypatch.setattr(doctor_ranks.time, "time", clock)
+    reports = compare()
+    assert all("clocks of the hosts are" in report.problems[0] for report in reports)
+    assert reports[0].clock_seconds == pytest.approx(200, abs=5)
