@@ -1,0 +1,1 @@
+"""Figures of a running training, for files and monitors that somebody looks at every day."""

@@ -1,0 +1,92 @@
+"""The figures of one rank at one moment, made from the status of its model: flat names, plain numbers."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure that is written.
+
+    Attributes:
+        name: in files, and behind ``ort_zero/`` in monitors.
+        unit: empty for a count.
+        help: what it says, in one sentence.
+        only_grows: it counts from the start of the process on.
+    """
+
+    name: str
+    unit: str
+    help: str
+    only_grows: bool = False
+
+
+FIGURES = (
+    Figure("step_seconds", "seconds", "Wall time of an optimizer step, the mean since the figures before."),
+    Figure("graphs", "", "Graphs that are kept."),
+    Figure("exports", "", "Exports of the model to ONNX.", only_grows=True),
+    Figure("build_seconds", "seconds", "Time spent on exporting and building graphs.", only_grows=True),
+    Figure("fallbacks", "", "Models that PyTorch runs since an export failed."),
+    Figure("parts_in_torch", "", "Operators and submodules that PyTorch runs inside of the graph."),
+    Figure("forward_runs", "", "Forwards that ONNX Runtime has run.", only_grows=True),
+    Figure("backward_runs", "", "Backwards that ONNX Runtime has run.", only_grows=True),
+    Figure("gathers", "", "Gathers of partitioned weights.", only_grows=True),
+    Figure("gathered_elements", "elements", "Elements of the weights that were gathered.", only_grows=True),
+    Figure("reduces", "", "Gradients that left a graph to be reduced.", only_grows=True),
+    Figure("saves", "", "Checkpoints that this rank has begun to save.", only_grows=True),
+    Figure("save_seconds", "seconds", "Time for which training has waited for saves.", only_grows=True),
+    Figure("resident_bytes", "bytes", "Memory that the process holds."),
+    Figure("peak_resident_bytes", "bytes", "The most memory that the process has held.", only_grows=True),
+)
+
+
+@dataclass
+class Saves:
+    """What the saves of one engine have taken so far."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+def figures_of(status: Mapping[str, Any] | None, saves: Saves, step_seconds: float) -> dict[str, float]:
+    """Return the value of each figure by its name.
+
+    Args:
+        status: of the model's runtime; None for a model in PyTorch, whose graphs do not exist.
+        saves: of its engine.
+        step_seconds: mean wall time of the last steps.
+    """
+    graphs: Iterable[Mapping[str, Any]] = (status or {}).get("graphs", {}).values()
+    graphs = [*graphs]
+    found = {name: sum(graph[name] for graph in graphs) for name in
+             ("exports", "gathers", "gathered_elements", "reduces")}  # fmt: skip
+    found |= {
+        "step_seconds": step_seconds,
+        "graphs": sum(graph["kept"] for graph in graphs),
+        "build_seconds": sum(done["seconds"] for done in (status or {}).get("transitions", ())),
+        "fallbacks": (status or {}).get("fallbacks", 0),
+        "parts_in_torch": len((status or {}).get("in_torch", ())),
+        "forward_runs": sum(graph["runs"].get("forward", 0) for graph in graphs),
+        "backward_runs": sum(graph["runs"].get("backward", 0) for graph in graphs),
+        "saves": saves.count,
+        "save_seconds": saves.seconds,
+        **_memory(),
+    }
+    return {figure.name: found[figure.name] for figure in FIGURES if figure.name in found}
+
+
+def _memory() -> dict[str, int]:
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return {"resident_bytes": int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+                    "peak_resident_bytes": peak}  # fmt: skip
+    except OSError:  # no Linux
+        return {"peak_resident_bytes": peak}

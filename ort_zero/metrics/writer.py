@@ -1,0 +1,104 @@
+"""Writes the figures of an engine every few optimizer steps, to a file and to DeepSpeed's monitors."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ort_zero import log
+from ort_zero.errors import ConfigError
+from ort_zero.metrics.figures import Saves, figures_of
+from ort_zero.metrics.formats import json_line, prometheus_text
+from ort_zero.utils import atomic_write
+
+PROMETHEUS = ".prom"
+"""Suffix of a file that holds the newest figures in Prometheus' text format; others get a line of JSON each time."""
+_RANK = "{rank}"
+
+
+def path_of_rank(path: str | None, rank: int) -> Path | None:
+    """Return the file of one rank, None if it writes none.
+
+    Args:
+        path: of the section; with ``{rank}`` in it each rank has a file of its own, else rank 0 alone writes.
+        rank: global rank.
+    """
+    if path is None or (rank != 0 and _RANK not in path):
+        return None
+    return Path(path.replace(_RANK, str(rank))).expanduser()
+
+
+class MetricsWriter:
+    """Writes the figures of one engine.
+
+    Args:
+        path: file of this rank, None for none. What another run left in it is kept: lines are appended, a file for
+            Prometheus is replaced as a whole.
+        every: optimizer steps between two writes.
+        rank: global rank, a label of every figure.
+        model: class of the model, the same.
+        status: returns the status of the model; None for a model in PyTorch.
+        monitor: takes the figures of rank 0 as ``(name, value, step)`` for DeepSpeed's monitors; None if none is on.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        every: int,
+        rank: int,
+        model: str,
+        status: Callable[[], Any] | None,
+        monitor: Callable[[Sequence[tuple[str, float, int]]], Any] | None = None,
+    ):
+        self._path = path
+        self._every = every
+        self._labels = {"rank": rank, "host": socket.gethostname(), "model": model}
+        self._status = status
+        self._monitor = monitor
+        self._written_at: tuple[int, float] | None = None
+        self.saves = Saves()
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "ab"):
+                    pass
+            except OSError as error:
+                raise ConfigError(f"ort_zero.metrics.path: {path} cannot be written on rank {rank}: {error}") from error
+
+    def after_step(self, step: int) -> None:
+        """Write the figures if it is time to; `step` is the number of optimizer steps that the engine has done."""
+        now = time.monotonic()
+        if self._written_at is None:  # what the first step builds is not the time of a step
+            self._written_at = step, now
+        elif step == self._written_at[0]:
+            return
+        if step == 0 or step % self._every:
+            return
+        before, then = self._written_at
+        self._written_at = step, now
+        figures = figures_of(self._status() if self._status is not None else None, self.saves,
+                             (now - then) / (step - before) if step > before else 0.0)  # fmt: skip
+        self._write(step, figures)
+        if self._monitor is not None:
+            self._monitor([(f"ort_zero/{name}", value, step) for name, value in figures.items()])
+
+    def _write(self, step: int, figures: dict[str, float]) -> None:
+        if self._path is None:
+            return
+        try:
+            if self._path.suffix == PROMETHEUS:
+                atomic_write.write_text(self._path, prometheus_text(figures, step, self._labels))
+                return
+            moment = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json_line(figures, {"time": moment, "step": step, **self._labels}))
+        except OSError as error:  # training is worth more than its figures
+            log.get_logger().warning("no metrics are written any more: %s: %s", self._path, error)
+            self._path = None

@@ -1,0 +1,79 @@
+"""Starts the metrics that a section asks for, and tells them of an engine's steps and saves."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ort_zero import config, env, log
+from ort_zero.errors import ConfigError
+from ort_zero.metrics.writer import MetricsWriter, path_of_rank
+
+_WRITER = "ort_zero_metrics"
+_writers: weakref.WeakKeyDictionary[MetricsWriter, tuple[str | None, int]] = weakref.WeakKeyDictionary()
+"""Path of the section, and number among the engines under that path, of each engine that lives."""
+
+
+def write_metrics_of(engine: Any, section: config.MetricsConfig, runtime: Any) -> None:
+    """Write metrics of an engine from now on, as the section says. All ranks must call.
+
+    Args:
+        engine: DeepSpeed's.
+        section: the part about metrics.
+        runtime: runs the engine's model in ONNX Runtime; None in PyTorch.
+
+    Raises:
+        ConfigError: on all ranks, if one cannot write its file.
+    """
+    monitor = engine.monitor if section.monitor and getattr(engine.monitor, "enabled", False) else None
+    if section.path is None and monitor is None:
+        return
+    from ort_zero.distributed.process_group import default_group
+
+    # an actor and a critic under one config: each has a file, by the order in which they are made
+    taken = {number for path, number in _writers.values() if path == section.path}
+    number = next(i for i in range(1, len(taken) + 2) if i not in taken)
+    path = path_of_rank(section.path, env.rank())
+    if path is not None and number > 1:
+        path = path.with_name(f"{path.stem}_{number}{path.suffix}")
+        log.get_logger().info("metrics of engine %d go to %s", number, path)
+    model = type((runtime or engine).module).__name__
+    with default_group().raise_on_all("opening the file for metrics", everywhere=ConfigError):
+        writer = engine.__dict__[_WRITER] = MetricsWriter(
+            path,
+            section.every,
+            env.rank(),
+            model,
+            runtime.status if runtime is not None else None,
+            monitor.write_events if monitor is not None else None,
+        )
+        _writers[writer] = section.path, number
+
+
+def after_step_of(engine: Any) -> None:
+    """Write the metrics of an engine if it is time to; to be called after each ``engine.step()``."""
+    writer = engine.__dict__.get(_WRITER)
+    if writer is not None:
+        writer.after_step(engine.global_steps)
+
+
+def end_metrics_of(engine: Any) -> None:
+    """Write no metrics of an engine any more; the next one under its path takes its file."""
+    writer = engine.__dict__.pop(_WRITER, None)
+    if writer is not None:
+        _writers.pop(writer, None)
+
+
+@contextmanager
+def save_of(engine: Any) -> Iterator[None]:
+    """Count the block as a save of the engine, for which its training waits."""
+    writer, start = engine.__dict__.get(_WRITER), time.monotonic()
+    try:
+        yield
+    finally:
+        if writer is not None:
+            writer.saves.count += 1
+            writer.saves.seconds += time.monotonic() - start

@@ -1,0 +1,74 @@
+"""Metrics of engines on 2 ranks: files of each rank, DeepSpeed's monitors, a file that one rank cannot write."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed_setup import ds_config, start
+from tiny_models import gpt2
+
+from ort_zero.errors import ConfigError
+from ort_zero.testing.ranks import run_on_ranks
+
+
+def train(folder: str) -> dict[str, Any]:
+    rank = start()
+    import deepspeed
+
+    config = ds_config(3, ort=True, gas=2, stage3_param_persistence_threshold=0)
+    config["csv_monitor"] = {"enabled": True, "output_path": f"{folder}/csv", "job_name": "run"}
+    config["ort_zero"]["metrics"] = {"path": f"{folder}/metrics.{{rank}}.jsonl", "every": 2}
+
+    def engine_of(config: dict[str, Any]) -> Any:
+        torch.manual_seed(0)
+        model = gpt2(words=50, hidden=16, layers=1)
+        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    engine = engine_of(config)
+    ids = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(rank))
+    for micro_step in range(8):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        if micro_step == 5:
+            engine.save_checkpoint(f"{folder}/checkpoints")
+    second = engine_of(config)
+    # on rank 1 a folder stands where the file shall be
+    wrong = {**config, "ort_zero": {**config["ort_zero"], "metrics": {"path": f"{folder}/wrong.{{rank}}"}}}
+    if rank == 1:
+        Path(f"{folder}/wrong.1").mkdir()
+    torch.distributed.barrier()
+    try:
+        engine_of(wrong)
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    engine.destroy()
+    third = engine_of(config)  # takes the file of the one that is gone
+    for _ in range(4):
+        third.backward(third(input_ids=ids, labels=ids).loss)
+        third.step()
+    third.destroy()
+    second.destroy()
+    return {"refused": refused}
+
+
+def test_each_rank_writes_its_figures_and_monitors_have_them_too(tmp_path):
+    reports = run_on_ranks(train, 2, str(tmp_path), timeout=300)
+    for rank, report in enumerate(reports):
+        lines = [json.loads(line) for line in (tmp_path / f"metrics.{rank}.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [2, 4, 2]
+        last = lines[1]
+        assert (last["rank"], last["exports"], last["fallbacks"], last["saves"]) == (rank, 1, 0, 1)
+        assert last["forward_runs"] == last["backward_runs"] == 8 and last["gathers"] > 8
+        assert last["save_seconds"] > 0 and last["step_seconds"] > 0 and last["build_seconds"] > 0
+        assert lines[0]["saves"] == 0
+        assert (tmp_path / f"metrics.{rank}_2.jsonl").exists()
+        assert "wrong.1 cannot be written on rank 1" in report["refused"]
+    found = {path.stem: path for path in (tmp_path / "csv").rglob("*.csv")}
+    with open(found["ort_zero_exports"], newline="") as file:
+        rows = [row for row in csv.reader(file) if row[0] != "step"]  # each engine writes a header
+    assert [(int(step), float(value)) for step, value in rows] == [(2, 1.0), (4, 1.0), (2, 1.0)]
