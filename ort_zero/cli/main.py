@@ -14,11 +14,24 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ort_zero import __version__, env
-from ort_zero.cli import aggregate, build, convert, diff, doctor, ls, memory, missing, print_json, stats, verify
+from ort_zero.cli import (
+    aggregate,
+    build,
+    convert,
+    diff,
+    doctor,
+    ls,
+    memory,
+    missing,
+    print_json,
+    profile,
+    stats,
+    verify,
+)
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
 from ort_zero.masking import masked
 
-_COMMANDS = (doctor, build, aggregate, convert, verify, ls, diff, stats, memory)
+_COMMANDS = (doctor, build, aggregate, convert, verify, ls, diff, stats, memory, profile)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ort_zero.cli import print_json
+from ort_zero.cli.script_options import add_launcher, positive, script_progress
 from ort_zero.errors import MemoryPlanError
 
 if TYPE_CHECKING:
@@ -48,20 +49,14 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         "times (default: the section's, else 80%% of the memory that is free)",
     )
     parser.add_argument("--level", type=int, choices=(0, 1, 2), help="see docs/memory.md (default: the section's)")
-    parser.add_argument("--steps", type=_positive, default=3, metavar="N", help="steps of each run (default: 3)")
-    parser.add_argument("--launcher", metavar="WORDS", help='before the script: "deepspeed --num_gpus 2"')
+    parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps of each run (default: 3)")
+    add_launcher(parser)
     parser.add_argument("--out", metavar="plan.json", help="also write the plan, in the form that ORT reads")
     parser.add_argument("--plot", metavar="FILE.svg", help="also draw peak memory against the time of a step")
     parser.add_argument("--overwrite", action="store_true", help="replace the files of --out and --plot")
     parser.add_argument("--no-measure", action="store_true", help="only predict: make the graphs, and run none")
     parser.set_defaults(command="memory plan", work=_plan)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,19 +66,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     from ort_zero.recompute import plan_command
-    from ort_zero.utils import progress
 
     task = _task(args)
-    bar = progress.bar(None, "planning", "run", shown=not args.json, delay=0)
-    try:
+    with script_progress("planning", "run", args) as bar:
         report = plan_command.run_trials(task, bar.move)
-    except plan_command.ScriptError as error:
-        bar.close()
-        for line in error.tail:
-            print(f"  | {line}", file=sys.stderr)
-        raise
-    finally:
-        bar.close()
     written = _write(args, report)
     print_json({**report.as_dict(), **written}) if args.json else print(text_of(report, _width(), written))
     if report.failed:
@@ -94,10 +80,12 @@ def _plan(args: argparse.Namespace) -> int:
 def _task(args: argparse.Namespace) -> TrialTask:
     """Return what is to be done, after everything that can be checked without running the script."""
     from ort_zero.errors import ConfigError
-    from ort_zero.recompute import output_files, trial_task
+    from ort_zero.recompute import trial_task
+    from ort_zero.utils import script_process
+    from ort_zero.utils.output_files import check_output_file
 
     if args.out:
-        output_files.check_output_file(Path(args.out), "--out", args.overwrite)
+        check_output_file(Path(args.out), "--out", args.overwrite)
         if len(args.budget) > 1:
             raise ConfigError("--out holds one plan: give one --budget, or leave --out away")
     if args.plot:
@@ -105,7 +93,7 @@ def _task(args: argparse.Namespace) -> TrialTask:
 
         if not args.plot.lower().endswith(".svg"):
             raise ConfigError(f"--plot {args.plot}: the picture is SVG, name the file .svg")
-        output_files.check_output_file(Path(args.plot), "--plot", args.overwrite)
+        check_output_file(Path(args.plot), "--plot", args.overwrite)
         plot.require()
     return trial_task.prepare(
         trial_task.TrialTask(
@@ -116,7 +104,7 @@ def _task(args: argparse.Namespace) -> TrialTask:
             level=args.level,
             steps=0 if args.no_measure else args.steps,
             points=_POINTS if args.plot else 0,
-            launcher=trial_task.split_launcher(args.launcher) if args.launcher is not None else (),
+            launcher=script_process.split_launcher(args.launcher) if args.launcher is not None else (),
         )
     )
 
@@ -124,6 +112,7 @@ def _task(args: argparse.Namespace) -> TrialTask:
 def _write(args: argparse.Namespace, report: TrialReport) -> dict[str, Any]:
     """Write the files that were asked for; return their names."""
     from ort_zero.recompute import output_files
+    from ort_zero.utils.output_files import write_output_file
 
     written: dict[str, Any] = {"out": None, "plot": None}
     found = _decision_of(report.plans[0])["plan"]
@@ -134,7 +123,7 @@ def _write(args: argparse.Namespace, report: TrialReport) -> dict[str, Any]:
         from ort_zero.recompute import plot
 
         title = f"{Path(report.script).name}: peak memory against the time of a step"
-        output_files.write_output_file(Path(args.plot), plot.svg(report.as_dict()["runs"], title))
+        write_output_file(Path(args.plot), plot.svg(report.as_dict()["runs"], title))
         written["plot"] = args.plot
     return written
 

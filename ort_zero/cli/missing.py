@@ -8,7 +8,7 @@ _OTHERS = {
     "jinja2": _STATISTICS,
     "matplotlib": "pip install 'ort-zero[plot]'",
     "numba": _STATISTICS,
-    "numpy": _STATISTICS,
+    "numpy": "pip install 'numpy>=1.26,<3'",
     "plotly": _STATISTICS,
     "pyarrow": _STATISTICS,
     "transformers": "pip install 'ort-zero[examples]'",

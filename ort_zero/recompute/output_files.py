@@ -1,4 +1,4 @@
-"""Checks and writes the files that ``ort-zero memory plan`` is to produce."""
+"""Writes the plan that ``ort-zero memory plan`` is to produce."""
 
 from __future__ import annotations
 
@@ -6,22 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ort_zero.errors import ConfigError
-from ort_zero.utils.atomic_write import write_text
-
-
-def check_output_file(path: Path, option: str, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, before minutes of work.
-
-    Raises:
-        ConfigError: it exists and is not to be replaced, or its folder does not exist.
-    """
-    if path.is_dir():
-        raise ConfigError(f"{option} {path} is a folder; name a file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
-    if path.exists() and not overwrite:
-        raise ConfigError(f"{option} {path} exists; give --overwrite to replace it, or name another file")
+from ort_zero.utils.output_files import write_output_file
 
 
 def write_plan_file(path: Path, plan: Sequence[str]) -> None:
@@ -31,15 +16,3 @@ def write_plan_file(path: Path, plan: Sequence[str]) -> None:
         ConfigError: the file cannot be written.
     """
     write_output_file(path, json.dumps(list(plan), indent=1) + "\n")
-
-
-def write_output_file(path: Path, content: str) -> None:
-    """Write a file in whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        write_text(path, content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

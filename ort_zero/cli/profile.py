@@ -1,0 +1,59 @@
+"""``ort-zero profile``: where the time of a script's step goes, in ONNX Runtime beside PyTorch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ort_zero.cli import print_json
+from ort_zero.cli.script_options import add_launcher, positive, script_progress
+
+_EPILOG = """The script is started unchanged twice, as it is and with its "ort_zero" section off (an ORTModule then runs
+its module in PyTorch), and ended when its steps are done; what it writes until then (logs, folders) it writes here,
+too. Times are those of the calling thread, on the CPU. Exit status: 0 = profiled; 2 = it could not be."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and return its parser."""
+    text = "say what a step takes by kernel, gather, reduce, Python and optimizer, beside the same model in PyTorch"
+    usage = "ort-zero profile --script train.py [options] [-- ARGUMENT ...]"
+    parser = subparsers.add_parser("profile", help=text, description=text, epilog=_EPILOG, usage=usage)
+    parser.add_argument("--script", required=True, metavar="FILE", help="training script, as it is")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="for the script, behind --")
+    add_launcher(parser)
+    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="steps that count (default: 5)")
+    parser.add_argument(
+        "--warmup", type=positive, default=3, metavar="N", help="steps before them: export, caches (default: 3)"
+    )
+    parser.add_argument("--html", metavar="FILE.html", help="also draw the parts and the differences")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file of --html")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile the script, print the comparison, and return the exit status."""
+    from ort_zero.profiling import command, profile_table
+    from ort_zero.utils import output_files, script_process
+
+    if args.html:
+        output_files.check_output_file(Path(args.html), "--html", args.overwrite)
+    task = command.ProfileTask(
+        script=Path(args.script),
+        arguments=tuple(args.arguments),
+        launcher=script_process.split_launcher(args.launcher) if args.launcher is not None else (),
+        steps=args.steps,
+        warmup=args.warmup,
+    )
+    with script_progress("profiling", "phase", args) as bar:
+        found = command.profile(task, bar.move)
+    if args.html:
+        from ort_zero.profiling import picture
+
+        output_files.write_output_file(Path(args.html), picture.html(found))
+    if args.json:
+        print_json({**found.as_dict(), "html": args.html})
+    else:
+        print(profile_table.text(found))
+        if args.html:
+            print(f"html: {args.html}")
+    return 0

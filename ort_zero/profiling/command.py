@@ -1,0 +1,113 @@
+"""Runs a script twice, in ONNX Runtime and with its section off, and holds what a step takes together.
+
+Imports neither torch nor onnxruntime: all that needs them happens in the script's process, see
+:mod:`ort_zero.profiling.recorder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ort_zero import env
+from ort_zero.errors import ProfileError
+from ort_zero.profiling.comparison import Comparison, Side
+from ort_zero.profiling.exchange import (
+    DONE,
+    FAILED,
+    ORT,
+    PROFILED,
+    STARTED,
+    TORCH,
+    WARM,
+    ProfileRequest,
+    RankProfile,
+    read_reports,
+)
+from ort_zero.utils.script_process import ScriptFailure, command_line, require_script, run_with_request
+
+_NAMES = {ORT: "ONNX Runtime", TORCH: "PyTorch"}
+_PHASES = (STARTED, WARM, PROFILED, DONE)
+_DOING = {STARTED: "first steps", WARM: "profiling", PROFILED: "timing", DONE: "ending"}
+
+
+class ProfiledScriptError(ScriptFailure, ProfileError):
+    """The script did not get as far as it had to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileTask:
+    """What is to be profiled."""
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
+    """What stands before the script: ``("deepspeed", "--num_gpus", "2")``."""
+    steps: int = 5
+    warmup: int = 3
+
+
+def profile(task: ProfileTask, tell: Callable[[int, int, str], None] = lambda done, of, what: None) -> Comparison:
+    """Run the script in ONNX Runtime and in PyTorch, and return what a step takes in each.
+
+    Args:
+        task: see :class:`ProfileTask`.
+        tell: called with the number of phases done, of all, and what is being done.
+
+    Raises:
+        ConfigError: the script or the launcher does not exist.
+        ProfiledScriptError: the script failed, trained nothing, or ended too early.
+    """
+    require_script(task.script, task.launcher)
+    reports = {}
+    total = 2 * len(_PHASES)
+    for number, backend in enumerate((ORT, TORCH)):
+        done = number * len(_PHASES)
+
+        def progress(state: str, done: int = done, backend: str = backend) -> None:
+            if state in _PHASES:
+                tell(done + _PHASES.index(state), total, f"{_NAMES[backend]}: {_DOING[state]}")
+
+        progress(STARTED)
+        reports[backend] = _run(task, backend, progress)
+    tell(total, total, "done")
+    ours, theirs = reports[ORT], reports[TORCH]
+    return Comparison(task.script.name, ours[0].model, task.steps, Side.of(ours), Side.of(theirs))
+
+
+def _run(task: ProfileTask, backend: str, progress: Callable[[str], None]) -> list[RankProfile]:
+    """Run the script in one backend, and return what its ranks have measured."""
+
+    def ask(request: Path, report: str) -> None:
+        ProfileRequest(backend, task.warmup, task.steps, report).write(request)
+
+    def is_done(ranks: Sequence[RankProfile]) -> bool:
+        if ranks:
+            progress(ranks[0].state)
+        return any(rank.state == DONE for rank in ranks)
+
+    command = command_line(task.script, task.arguments, task.launcher)
+    run = run_with_request(command, env.PROFILE, ask, read_reports, is_done)
+    finished = [rank for rank in run.reports if rank.state == DONE]
+    if not finished or finished[0].rank != 0:
+        raise ProfiledScriptError(f"in {_NAMES[backend]}: {_why(task, run.status, run.reports)}", run.tail)
+    return finished
+
+
+def _why(task: ProfileTask, status: int, ranks: Sequence[RankProfile]) -> str:
+    """Return why there is no report, in a line."""
+    failed = [rank for rank in ranks if rank.state == FAILED]
+    if failed:
+        return f"{task.script}: {failed[0].error}"
+    if status:
+        return f"{task.script} ended with status {status} before its steps were done"
+    if not ranks:
+        return (
+            f"{task.script} made nothing that runs in ONNX Runtime: no DeepSpeed engine with an enabled \"ort_zero\" "
+            "section, and no ORTModule (arguments for the script go behind --)"
+        )  # fmt: skip
+    return (
+        f"{task.script} ended before {task.warmup + task.steps} training steps of {ranks[0].model} (each a call in "
+        "training mode with its backward) were done; let it run longer, or ask for fewer with --steps and --warmup"
+    )
