@@ -27,11 +27,32 @@ TIMED = "65%"
 
 
 def build(kind: str, options: argparse.Namespace) -> Any:
-    """Return the model: 8 layers of 512 by default."""
+    """Return the model `kind`: 8 layers of 512 by default."""
     import torch
-    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
     torch.manual_seed(0)
+    if kind == "t5":
+        return T5ForConditionalGeneration(T5Config(
+            num_layers=options.layers, num_decoder_layers=options.layers, d_model=options.hidden, num_heads=8,
+            d_kv=options.hidden // 8, d_ff=4 * options.hidden, vocab_size=options.words, decoder_start_token_id=0,
+            use_cache=False,
+        ))  # fmt: skip
+    if kind == "llama":
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=options.words, hidden_size=options.hidden, num_hidden_layers=options.layers,
+            intermediate_size=2 * options.hidden, num_attention_heads=8, num_key_value_heads=4, use_cache=False,
+            max_position_embeddings=options.length, bos_token_id=0, eos_token_id=0,
+        ))  # fmt: skip
     if kind == "gpt2":
         return GPT2LMHeadModel(GPT2Config(
             n_layer=options.layers, n_embd=options.hidden, n_head=8, vocab_size=options.words,
@@ -62,7 +83,7 @@ def work(options: argparse.Namespace) -> None:
             "off": {}, "upstream-1": {}, "all": {"recompute": "all"}, "checkpointing": {"checkpointing": "recompute"}
         }  # fmt: skip
         memory = sections.get(variant, {"recompute": "auto", "budget": variant})
-        level = config.OrtModuleConfig(log_level="ERROR")
+        level = config.OrtModuleConfig(log_level="ERROR", fuse_loss=options.fuse_loss)
         runtime, wrapped = wrap_model(model, level, 0, memory=config.MemoryConfig(**memory))
         if variant == "upstream-1":
             _as_upstream(runtime)
@@ -138,8 +159,8 @@ class Process:
     """A variant that trains on demand."""
 
     def __init__(self, variant: str, options: argparse.Namespace):
-        passed = ["model", "layers", "hidden", "words", "length", "batch"]
-        arguments = [f"--{name}={getattr(options, name)}" for name in passed]
+        passed = ["model", "layers", "hidden", "words", "length", "batch", "fuse_loss"]
+        arguments = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in passed]
         self.process = subprocess.Popen(
             [sys.executable, __file__, f"--variant={variant}", *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -223,13 +244,16 @@ def show(kind: str, found: dict[str, dict]) -> None:
 def main() -> int:
     """Run the benchmark; return 1 where a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="gpt2,bert")
+    parser.add_argument(
+        "--models", default="gpt2,bert", help="of gpt2, bert, llama and t5 (layers in encoder and decoder)"
+    )
     parser.add_argument("--variants", default="off,80%,65%,50%,all,checkpointing,upstream-1,torch,torch-checkpoint")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--words", type=int, default=8192, help="size of the vocabulary")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--fuse-loss", choices=("auto", "on", "off"), default="auto", help='of "ortmodule"')
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="in a turn")
     parser.add_argument("--json", action="store_true")

@@ -15,12 +15,10 @@ from onnx import helper
 from ort_zero.compat.ort_kernels import BACKWARD, BARRIER, RECOMPUTED
 from ort_zero.onnx_edit.node_edits import copied, with_nodes, with_values
 from ort_zero.onnx_edit.topology import input_names, topological_order
+from ort_zero.recompute.own_clusters import read_late, with_own_copies
 
 if TYPE_CHECKING:
     from ort_zero.compat.ortmodule import GraphInfo, Manager, Recompute
-
-_OWN = frozenset(("IsNaN", "IsInf", "Not"))
-"""Operators with one operand, and flags for a result, that ORT does not compute again."""
 
 
 def optimized(manager: Manager, model: onnx.ModelProto, info: GraphInfo, plan: Recompute | None = None) -> tuple:
@@ -58,57 +56,7 @@ def with_copies(
         file.flush()
         _, changed = optimized(manager, model, info, Recompute(file.name, probe))
     names = [node.name for node in model.graph.node]
-    return _with_own_copies(_with_kept_masks(in_given_order(changed, names)), clusters, names)
-
-
-def own_table(model: onnx.ModelProto) -> dict[str, tuple[str, int]]:
-    """Return rows beyond ORT's table, in its form: operators whose results can be computed again for little.
-
-    Their operand is there in the backward anyhow, and is at least as large.
-    """
-    types = {info.name: info.type.tensor_type for info in model.graph.value_info}
-    savings: dict[str, list[str]] = {}
-    for node in _cheap(model):
-        kind = types.get(node.output[0])
-        dims = [dim.dim_param or str(dim.dim_value) for dim in kind.shape.dim] if kind is not None else ["0"]
-        savings.setdefault(f"{node.op_type}+:1:-1", []).append(f"({'*'.join(dims)}) * 1")
-    return {row: (" + ".join(found), len(found)) for row, found in savings.items()}
-
-
-def _cheap(model: onnx.ModelProto) -> list[onnx.NodeProto]:
-    late = _read_late(model)
-    return [
-        node for node in model.graph.node
-        if node.op_type in _OWN and node.output[0] in late and node.input[0] in late
-    ]  # fmt: skip
-
-
-def _read_late(model: onnx.ModelProto) -> set[str]:
-    """Return what the barrier, and nodes behind it, read; copies stand there only for somebody who reads them."""
-    found: set[str] = set()
-    for node in itertools.dropwhile(lambda node: node.op_type != BARRIER, model.graph.node):
-        if not node.name.endswith(RECOMPUTED):
-            found.update(node.input)
-    return found
-
-
-def _with_own_copies(model: onnx.ModelProto, clusters: Collection[str], names: Sequence[str]) -> onnx.ModelProto:
-    """Return `model` with copies of our own clusters among `clusters`, which its backward reads."""
-    wanted = [node for node in _cheap(model) if f"{node.op_type}+:1" in clusters]
-    if not wanted:
-        return model
-    again = {node.output[0]: node.output[0] + RECOMPUTED for node in wanted}
-    nodes, backward = [], False
-    for node in model.graph.node:
-        if backward and any(name in again for name in node.input):
-            node = with_values(node, inputs=[again.get(name, name) for name in node.input])
-        backward = backward or node.op_type == BARRIER
-        nodes.append(node)
-    for node in wanted:
-        copy = with_values(node, outputs=[again[node.output[0]]])
-        copy.name += RECOMPUTED
-        nodes.append(copy)
-    return in_given_order(with_nodes(model, nodes), names)
+    return in_given_order(_with_kept_masks(with_own_copies(in_given_order(changed, names), clusters)), names)
 
 
 def _with_kept_masks(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -117,7 +65,7 @@ def _with_kept_masks(model: onnx.ModelProto) -> onnx.ModelProto:
     A mask is a byte an element, and drawing one takes five times as long as using it. Copies of which the backward
     reads the mask alone are left as they are.
     """
-    late = _read_late(model)
+    late = read_late(model)
     drawing = [node for node in model.graph.node if node.op_type == "Dropout" and not node.domain]
     random = {node.name + RECOMPUTED: node for node in drawing}
     copies = [

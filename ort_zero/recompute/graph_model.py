@@ -16,8 +16,22 @@ from typing import Any
 
 import onnx
 
-from ort_zero.compat.ort_kernels import ALIASES, BARRIER, FROM_TORCH, HEAP, RECOMPUTED, SCRATCH
+from ort_zero.compat.ort_kernels import (
+    ALIASES,
+    ATEN_IN_PLACE,
+    BARRIER,
+    FROM_TORCH,
+    FUSED_LOSS,
+    HEAP,
+    LOGITS_AT_ONCE,
+    LOSS_BUFFERS,
+    RECOMPUTED,
+    SCRATCH,
+    SCRATCH_FROM,
+    loss_slice,
+)
 from ort_zero.onnx_edit.topology import input_names
+from ort_zero.recompute.missing_shapes import constants_of, shape_of_result, type_of_result
 
 _BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 14: 8, 15: 16, 16: 2}
 """Bytes of one element, by ONNX's number of the data type."""
@@ -97,8 +111,15 @@ class GraphModel:
                 barrier = i
             if node.op_type in ALIASES and at(node.input[0]) not in given:
                 alias[makes[0]] = alias.get(at(node.input[0]), at(node.input[0]))
-            scratch = (known.of(node.output[0]),) * SCRATCH.get(node.op_type, 0)
+            of_torch = _aten_operator(node)
+            if of_torch in ATEN_IN_PLACE:
+                changed = at(node.input[ATEN_IN_PLACE[of_torch]])
+                alias[makes[0]] = alias.get(changed, changed)
+            blocks = SCRATCH.get(node.op_type, 0) if len(node.input) >= SCRATCH_FROM.get(node.op_type, 0) else 0
+            scratch = (known.of(node.output[0]),) * blocks
             heap = HEAP[node.op_type] * known.of(node.input[0]) if node.op_type in HEAP else 0
+            if of_torch.startswith(FUSED_LOSS):
+                heap = known.while_a_loss_runs(node)
             if node.op_type in FROM_TORCH:
                 outside.update(makes)
             nodes.append(Node(node.name, node.op_type, reads, makes, node.name.endswith(RECOMPUTED), scratch, heap))
@@ -152,6 +173,13 @@ def _barrier(nodes: Sequence[Node]) -> int:
     return next((i for i, node in enumerate(nodes) if node.operator == BARRIER), -1)
 
 
+def _aten_operator(node: onnx.NodeProto) -> str:
+    """Return the name of PyTorch's operator that an ATen node runs, "" for any other node."""
+    if node.op_type != "ATen":
+        return ""
+    return next((attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"), "")
+
+
 class _Sizes:
     """Bytes of the values of a graph."""
 
@@ -159,22 +187,57 @@ class _Sizes:
         self._types = {v.name: v.type.tensor_type for v in chain(graph.value_info, graph.output, graph.input)}
         self._dims = dict(dims)
         self._expressions: dict[str, int | None] = {}
+        self._found: dict[str, tuple[tuple[int, ...], int]] = {}
+        """Shape and element type of values that the graph does not declare."""
+        self._initializers = {tensor.name: (tuple(tensor.dims), tensor.data_type) for tensor in graph.initializer}
         self.unknown: list[str] = []
+        self._constants = constants_of(graph)
+        for node in graph.node:
+            if not node.output or not node.output[0] or self.shape(node.output[0]) is not None:
+                continue
+            shape = shape_of_result(node, self.shape, self._constants)
+            if shape is not None:
+                self._found[node.output[0]] = shape, type_of_result(node, self._element_type)
 
     def of(self, name: str) -> int:
         shape = self.shape(name)
         if shape is None:
             self.unknown.append(name)
             return 0
-        return _BYTES.get(self._type(name).elem_type, 4) * math.prod(shape)
+        return _BYTES.get(self._element_type(name), 4) * math.prod(shape)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
+        if name in self._initializers:
+            return self._initializers[name][0]
+        if name in self._found:
+            return self._found[name][0]
         kind = self._type(name)
         if kind is None or not kind.HasField("shape"):
             return None
         dims = [self._dim(dim) for dim in kind.shape.dim]
         known = tuple(size for size in dims if size is not None)
         return known if len(known) == len(dims) else None
+
+    def while_a_loss_runs(self, node: onnx.NodeProto) -> int:
+        """Return the bytes that a fused loss takes besides its results: logits of some rows, and their gradient."""
+        hidden, weight = self.shape(node.input[0]), self.shape(node.input[1])
+        if not hidden or not weight:
+            return 0
+        classes, width = weight
+        at_once = self._constants.get(node.input[-1])
+        logits = LOGITS_AT_ONCE if at_once is None else int(at_once)
+        rows = min(math.prod(hidden[:-1]), max(1, logits // classes))
+        # a product of a part of the weight's gradient exists twice
+        return 4 * rows * (classes + width) + 8 * min(classes, loss_slice(logits)) * width + LOSS_BUFFERS
+
+    def _element_type(self, name: str) -> int:
+        """Return ONNX's number of the element type, 0 if it is not known."""
+        if name in self._initializers:
+            return int(self._initializers[name][1])
+        if name in self._found:
+            return self._found[name][1]
+        kind = self._type(name)
+        return int(kind.elem_type) if kind is not None else 0
 
     def _type(self, name: str) -> Any:
         # ORT writes no shape for the copies that it makes

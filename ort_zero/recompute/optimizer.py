@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from ort_zero import env
+from ort_zero.compat.c_library import return_large_blocks
 from ort_zero.errors import MemoryPlanError
 from ort_zero.recompute import graph_edits
 from ort_zero.recompute.arrangement import arranged
@@ -36,6 +37,7 @@ from ort_zero.recompute.candidates import (
 from ort_zero.recompute.decision import Decision, plan_texts, table_rows
 from ort_zero.recompute.graph_model import GraphModel
 from ort_zero.recompute.options import ALL, AUTO, PLAN, RecomputeRequest, free_memory, machine_memory
+from ort_zero.recompute.own_clusters import own_table
 from ort_zero.recompute.plan_store import PlanStore, plan_digest
 from ort_zero.recompute.planner import Point, Search, budget_for
 from ort_zero.utils.sizes import binary_size
@@ -112,10 +114,12 @@ class MemoryOptimizer:
             MemoryPlanError: a cluster of the plan is not in the graph, or nothing fits the budget.
         """
         started = time.perf_counter()
+        if self.request.mode == AUTO:
+            return_large_blocks()
         agent, optimized = graph_edits.optimized(manager, model, info)
         table = manager.recomputable(agent, self.request.probe)
         del agent
-        clusters = clusters_of(table | graph_edits.own_table(optimized))
+        clusters = clusters_of(table | own_table(optimized))
         self._check_names(clusters)
 
         def with_copies(names: Sequence[str]) -> onnx.ModelProto:

@@ -7,7 +7,7 @@ import torch
 from ort_zero.log import get_logger
 from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.options import is_wrong
-from ort_zero.recompute.resident_memory import PeakMeter
+from ort_zero.recompute.resident_memory import PeakMeter, give_back
 from ort_zero.utils.sizes import binary_size
 
 
@@ -32,7 +32,9 @@ class PeakCheck:
             self._over = not self._meter.start()
 
     def after(self, phase: str) -> None:
-        """End with the first backward."""
+        """End with the first backward; between the two of every step free memory goes back where there is a budget."""
+        if phase == "forward" and self._decision.budget is not None:
+            give_back()  # what kernels have taken for a moment lies scattered in the heap
         if phase != "backward" or self._over or not self._meter.started:
             return
         self._over = True

@@ -6,31 +6,20 @@ Imports neither torch nor onnxruntime: all that needs them happens in the script
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ort_zero import env
 from ort_zero.errors import MemoryPlanError, RankError
-from ort_zero.recompute.script_process import run_script
 from ort_zero.recompute.trial import DONE, FAILED, TrialRequest, TrialResult, read_results
 from ort_zero.recompute.trial_report import BUDGET, POINT, WITHOUT, TrialReport, TrialRun
 from ort_zero.recompute.trial_task import TrialTask
-
-_TAIL = 20
-"""Number of lines that are shown of the output of a script that failed."""
+from ort_zero.utils.script_process import ScriptFailure, run_with_request
 
 
-class ScriptError(MemoryPlanError):
-    """The script did not get as far as it had to.
-
-    Attributes:
-        tail: the last lines that it printed.
-    """
-
-    def __init__(self, message: str, tail: Sequence[str] = ()):
-        super().__init__(message)
-        self.tail = list(tail)
+class ScriptError(ScriptFailure, MemoryPlanError):
+    """The script did not get as far as it had to."""
 
 
 def run_trials(task: TrialTask, tell: Callable[[int, int, str], None] = lambda done, of, what: None) -> TrialReport:
@@ -81,24 +70,25 @@ def between(decision: Mapping[str, Any], number: int) -> list[list[str]]:
 
 def _run(task: TrialTask, run: TrialRun) -> TrialRun:
     """Run the script with what `run` says, and note there what it has shown."""
-    with tempfile.TemporaryDirectory(prefix="ort_zero-") as name:
-        folder = Path(name)
-        request, report, log = folder / "request.json", folder / "report", folder / "log"
-        TrialRequest(run.memory, task.steps, str(report)).write(request)
-        status = run_script(task.command, request, report, log)
-        results = read_results(report)
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
-    failed = [result for result in results if result.state == FAILED]
-    done = [result for result in results if result.state == DONE]
+
+    def ask(request: Path, report: str) -> None:
+        TrialRequest(run.memory, task.steps, report).write(request)
+
+    def is_done(results: Sequence[TrialResult]) -> bool:
+        return any(result.state == DONE for result in results)
+
+    asked = run_with_request(task.command, env.MEMORY_TRIAL, ask, read_results, is_done)
+    failed = [result for result in asked.reports if result.state == FAILED]
+    done = [result for result in asked.reports if result.state == DONE]
     if failed:
         # the rank that failed itself tells it better than those that heard of it
         reported = min(failed, key=lambda result: result.error_type == RankError.__name__)
         if reported.error_type == MemoryPlanError.__name__ and run.kind == BUDGET:
             run.error = reported.error
             return run
-        raise ScriptError(f"{run.name}: {reported.error}", tail)
+        raise ScriptError(f"{run.name}: {reported.error}", asked.tail)
     if not done or done[0].rank != 0:
-        raise ScriptError(_why(task, run, status, results), tail)
+        raise ScriptError(_why(task, run, asked.status, asked.reports), asked.tail)
     return _noted(run, done)
 
 

@@ -34,7 +34,7 @@ class PeakMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._base = torch.cuda.memory_allocated(self._device)
             return True
-        _give_back()
+        give_back()
         try:
             with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
                 file.write("5")
@@ -62,7 +62,7 @@ def _resident() -> dict[str, int]:
     return found
 
 
-def _give_back() -> None:
+def give_back() -> None:
     """Let the C library return what it holds for later: the export of a model leaves hundreds of MB behind."""
     if not sys.platform.startswith("linux"):
         return

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import shutil
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from ort_zero import config as section_config
 from ort_zero.config import MemoryConfig
 from ort_zero.errors import ConfigError
 from ort_zero.recompute.options import parse_budget, read_json
+from ort_zero.utils.script_process import command_line, require_script
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +33,7 @@ class TrialTask:
     @property
     def command(self) -> list[str]:
         """The command line that starts the script, as a list of arguments."""
-        before = [str(_found(self.launcher[0])), *self.launcher[1:]] if self.launcher else [sys.executable]
-        return [*before, str(self.script), *self.arguments]
+        return command_line(self.script, self.arguments, self.launcher)
 
     def memory(self, recompute: str | list[str], budget: str | None = None) -> dict[str, Any]:
         """Return a ``memory`` part of the section."""
@@ -56,11 +53,8 @@ def prepare(task: TrialTask) -> TrialTask:
     """
     for budget in task.budgets:
         parse_budget(budget, "--budget")
-    if not task.script.is_file():
-        raise ConfigError(f"the script {task.script} does not exist")
+    require_script(task.script, task.launcher)
     section = read_section(task.config)
-    if task.launcher and _found(task.launcher[0]) is None:
-        raise ConfigError(f"--launcher: there is no program {task.launcher[0]!r}")
     budgets = task.budgets
     if not budgets and section.budget is not None:
         parse_budget(section.budget)
@@ -84,24 +78,3 @@ def read_section(path: Path) -> MemoryConfig:
     if not section.ortmodule.enabled:
         raise ConfigError(f'{path} has "ortmodule": {{"enabled": false}}: memory is planned for ONNX Runtime')
     return section.memory
-
-
-def split_launcher(launcher: str) -> tuple[str, ...]:
-    """Return the arguments of a launcher's command line.
-
-    Raises:
-        ConfigError: a quote is not closed, or there are none.
-    """
-    try:
-        arguments = tuple(shlex.split(launcher))
-    except ValueError as error:
-        raise ConfigError(f"--launcher {launcher!r}: {error}") from None
-    if not arguments:
-        raise ConfigError("--launcher is empty")
-    return arguments
-
-
-def _found(program: str) -> str | None:
-    """Return the path of a launcher, first of those installed beside this Python."""
-    beside = Path(sys.executable).parent / program
-    return str(beside) if beside.is_file() else shutil.which(program)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import onnx
 import pytest
 import torch
-from tiny_models import bert, gpt2
+from tiny_models import bert, gpt2, t5
 from torch import nn
 
 from ort_zero import config
@@ -39,6 +40,8 @@ def wrap(module: nn.Module, memory: dict | None = None, **section):
 
 def model(kind: str = "gpt2") -> nn.Module:
     torch.manual_seed(0)
+    if kind == "t5":
+        return t5(words=WORDS, hidden=64, dropout_rate=0.1)
     if kind == "gpt2":
         return gpt2(words=WORDS, hidden=64, positions=LENGTH, **DROPOUT)
     return bert(words=WORDS, hidden=64, positions=LENGTH, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
@@ -108,7 +111,7 @@ def test_what_is_left_of_everything_is_what_ort_makes_of_each_cluster(kind):
 
 @pytest.mark.parametrize("memory", [{"recompute": "all"}, {"recompute": "auto", "budget": "99%"},
                                     {"recompute": "all", "level": 0}, {"recompute": "all", "level": 2}])  # fmt: skip
-@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "t5"])
 def test_losses_are_those_without(kind, memory):
     plain, ours = model(kind), model(kind)
     expected = train(plain, wrap(plain)[1])
@@ -123,6 +126,27 @@ def test_losses_are_those_without(kind, memory):
         assert sum(row["actual"] for row in decision["table"]) > 10
         nodes = [n.name for n in runtime.modes[True].graphs[0].session.model.graph.node]
         assert sum(name.endswith(RECOMPUTED) for name in nodes) > 10
+
+
+def test_what_ort_does_not_compute_again_is_in_the_plan_of_an_encoder_decoder():
+    """Relu is not in ORT's list, and nothing stashes the masks and position biases that its softmaxes read."""
+    module = model("t5")
+    runtime, wrapped = wrap(module, {"recompute": "all", "level": 0})
+    train(module, wrapped, 1)
+    nodes = runtime.current(True).session.model.graph.node
+    again = Counter(node.op_type for node in nodes if node.name.endswith(RECOMPUTED))
+    assert (again["Relu"], again["Softmax"]) == (4, 6)
+    masked = [node.name for node in nodes if node.op_type == "DropoutGrad" and node.name.endswith(RECOMPUTED)]
+    assert sum("DenseReluDense" in name for name in masked) == 4
+    # what all layers share is held, and not computed once more
+    assert not again["Log"] and not again["ATen"] and not again["GreaterOrEqual"]
+    (decision,) = runtime.status()["memory"]
+    rows = {row["cluster"]: row["actual"] for row in decision["table"]}
+    assert sum(count for cluster, count in rows.items() if cluster.endswith("Softmax+")) == 6
+    sizes = GraphModel.from_onnx(runtime.current(True).session.model, decision["sizes"])
+    made = {value: node.operator for node in sizes.nodes for value in node.makes}
+    unknown = {made.get(sizes.values.index(name)) for name in sizes.unknown}
+    assert not unknown & {"Where", "Greater", "Transpose", "Add"}
 
 
 def test_masks_differ_from_step_to_step_and_from_seed_to_seed():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from launch_once import once
 from recompute_models import DROPOUT
-from tiny_models import bert, gpt2
+from tiny_models import bert, gpt2, t5
 
 from ort_zero.testing.ranks import run_on_ranks
 
@@ -23,7 +23,8 @@ def peak(kind: str, case: str) -> dict[str, Any]:
     from ort_zero.testing.peaks import start_at_first_run
 
     torch.manual_seed(0)
-    model = {"gpt2": gpt2, "bert": bert}[kind](words=1024, hidden=256, layers=4, positions=128, **DROPOUT[kind])
+    build = {"gpt2": gpt2, "bert": bert, "t5": t5}[kind]
+    model = build(words=1024, hidden=256, layers=4, positions=128, **DROPOUT[kind])
     section = {"off": {}, "all": {"recompute": "all"}}.get(case, {"recompute": "auto", "budget": case})
     # with the kernels of a graph that has a plan
     kernels = config.OrtModuleConfig(ort_kernels=["*"])
@@ -47,7 +48,7 @@ def peak(kind: str, case: str) -> dict[str, Any]:
 
 
 BUDGETS = ["80%", "65%", "55%"]
-CASES = {"gpt2": BUDGETS, "bert": ["all", "55%"]}
+CASES = {"gpt2": BUDGETS, "bert": ["all", "55%"], "t5": ["55%"]}
 
 
 @once

@@ -15,8 +15,9 @@ import pytest
 from ort_zero import env
 from ort_zero.cli import main as cli
 from ort_zero.errors import MemoryPlanError
-from ort_zero.recompute import plan_command, script_process, trial
+from ort_zero.recompute import plan_command, trial
 from ort_zero.recompute.trial_report import TrialRun
+from ort_zero.utils import script_process
 
 MIB = 2**20
 SCRIPT = """\
@@ -252,7 +253,7 @@ def test_a_signal_that_comes_while_the_script_is_being_started_ends_it(folder, m
     monkeypatch.setattr(script_process.subprocess, "Popen", Interrupted)
     try:
         with pytest.raises(raised):
-            script_process.run_script([sys.executable, "train.py"], folder / "order", folder / "report", folder / "log")
+            script_process.run_script([sys.executable, "train.py"], folder / "log", {}, lambda: False)
     finally:
         signal.signal(signal.SIGINT, before)
     assert started[0].poll() is not None

@@ -1,0 +1,34 @@
+"""Lets PyTorch allocate its tensors on the CPU so that the process does not grow with the steps.
+
+Why, and how: ``cpu_allocator.cpp`` beside this file. The order and the sizes of a step's blocks repeat, so that with
+this allocator each step finds the blocks of the one before.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+from ort_zero import env
+
+_OWN_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""With this variable torch's allocator aligns large blocks to huge pages (c10/core/impl/alloc_cpu.cpp), which ours
+does not."""
+
+
+def install(extension: ModuleType) -> bool:
+    """Use the allocator of `extension` for every tensor on the CPU that is made from now on; return whether it is used.
+
+    It is not where the user has asked for PyTorch's own (``ORT_ZERO_KEEP_ALLOCATOR``, ``THP_MEM_ALLOC_ENABLE``), where
+    another library has put in one, and where the C library is not glibc.
+    """
+    if env.flag("ORT_ZERO_KEEP_ALLOCATOR") or env.flag(_OWN_PAGES) or not _has_glibc():
+        return False
+    return extension.install()
+
+
+def _has_glibc() -> bool:
+    try:
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (AttributeError, ValueError, OSError):
+        return False
