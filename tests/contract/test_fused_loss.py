@@ -7,6 +7,7 @@ import gc
 import io
 import weakref
 
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from ort_zero import config
 from ort_zero.compat.lazy_tensor import LazyTensor
+from ort_zero.compat.ort_kernels import FUSED_LOSS
 from ort_zero.plugin.wrap import wrap_model
 from ort_zero.runtime.fused_loss import operators
 
@@ -34,6 +36,13 @@ class Model(nn.Module):
 
     def forward(self, ids, labels):
         logits = self.head(self.norm(self.layer(self.embedding(ids)).tanh()))
+        if self.form == "sized slice":
+            part = logits[..., :-1, :]
+            return F.cross_entropy(part.reshape(-1, part.size(-1)), labels[..., 1:].reshape(-1)), logits
+        if self.form == "sized":
+            return self._loss(logits, labels), logits
+        if self.form == "scaled":
+            return self._loss(logits, labels) / (logits.shape[0] * logits.size(-1) + logits.shape[-2]), logits
         if self.form == "shifted":
             part, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
             return F.cross_entropy(part.view(-1, self.classes), labels.view(-1)), logits
@@ -48,6 +57,10 @@ class Model(nn.Module):
         if self.form == "smoothed":
             loss = F.cross_entropy(logits.view(-1, self.classes), labels.view(-1), label_smoothing=0.1)
         return loss, logits
+
+    @staticmethod
+    def _loss(logits, labels):
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.view(-1))
 
 
 def batch(seed: int, share: float = 0.4, classes: int = CLASSES) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,15 +107,15 @@ def same(ours: nn.Module, theirs: nn.Module, given, loss_of=lambda result: resul
 @pytest.mark.parametrize("chunk", [operators.CHUNK, 7 * CLASSES, 1])
 @pytest.mark.parametrize("mean", [True, False])
 @pytest.mark.parametrize("share", [1, 0.3, 0])
-def test_loss_and_gradients_are_those_of_pytorch(monkeypatch, share, mean, chunk):
-    monkeypatch.setattr(operators, "CHUNK", chunk)
+def test_loss_and_gradients_are_those_of_pytorch(share, mean, chunk):
     torch.manual_seed(1)
     hidden, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((3, 11, 8), (CLASSES, 8), (CLASSES,)))
     labels = batch(2, share)[1].reshape(-1)
     expected = F.cross_entropy(
         F.linear(hidden, weight, bias).view(-1, CLASSES), labels, reduction="mean" if mean else "sum"
     )
-    found = operators.loss_and_gradients(hidden.detach(), weight.detach(), bias.detach(), labels, -100, mean, True)
+    given = hidden.detach(), weight.detach(), bias.detach(), labels
+    found = operators.loss_and_gradients(*given, -100, mean, True, chunk)
     torch.testing.assert_close(found[0], expected.detach(), equal_nan=True)
     if expected.isnan():
         assert not any(gradient.any() for gradient in found[1:])
@@ -146,7 +159,7 @@ def test_rows_without_a_label_are_not_computed_and_no_row_is_computed_twice(monk
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("form", ["plain", "shifted", "sum", "loss alone"])
+@pytest.mark.parametrize("form", ["plain", "shifted", "sum", "loss alone", "sized", "sized slice", "scaled"])
 def test_losses_of_any_form_and_gradients_from_the_logits_as_well(form, bias):
     runtime, ours, theirs = wrap(Model(form, bias, tied=not bias))
     for seed, share in enumerate((1, 0.4, 0.1)):
@@ -156,6 +169,52 @@ def test_losses_of_any_form_and_gradients_from_the_logits_as_well(form, bias):
         same(ours, theirs, batch(5), lambda result: 2 * result[0] + result[1].square().mean())
         same(ours, theirs, batch(6), lambda result: result[1][:, 2].tanh().sum())
     assert fused(runtime) == 1
+
+
+class Tied(Model):
+    """Reads the table of its head twice, once with a row for padding that gets no gradient from there."""
+
+    def __init__(self, scaled: bool = False):
+        super().__init__(bias=False, tied=True)
+        self.second = nn.Embedding(CLASSES, WIDTH, padding_idx=3, scale_grad_by_freq=scaled)
+        self.second.weight = self.embedding.weight
+
+    def forward(self, ids, labels):
+        hidden = self.embedding(ids) + self.second(ids % 5)
+        logits = self.head(self.norm(self.layer(hidden).tanh()))
+        return F.cross_entropy(logits.view(-1, CLASSES), labels.view(-1)), logits
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_embeddings_are_added_to_the_gradient_of_the_head_with_their_table(scaled):
+    runtime, ours, theirs = wrap(Tied(scaled))
+    for seed, factor in enumerate((1.0, 0.25, -3.0)):
+        same(ours, theirs, batch(seed), lambda result, factor=factor: factor * result[0])
+    same(ours, theirs, batch(4), lambda result: 0.5 * result[0] + result[1].square().mean())
+    model = runtime.current(True).session.model
+    assert fused(runtime) == 1
+    assert runtime.status()["graphs"]["training"]["kernels"]["tied_embedding"] == (1 if scaled else 2)
+    # a gradient that counts how often a row is read stays a sum
+    assert sum(node.op_type == "Sum" for node in model.graph.node) == int(scaled) + _sums_of_others(model)
+
+
+def _sums_of_others(model) -> int:
+    """Return how many sums of a graph are none of a weight's gradient."""
+    return sum(node.op_type == "Sum" and "weight_grad" not in node.output[0] for node in model.graph.node)
+
+
+def test_gradients_of_several_backwards_add_up_and_stay():
+    """The gradient of the head is scaled and added to in its own memory; what was returned before is not touched."""
+    _, ours, theirs = wrap(Tied())
+    for model in (ours, theirs):
+        for seed in range(3):
+            (0.5 * model(*batch(seed))[0]).backward()
+            if seed == 0:
+                first = model.embedding.weight.grad
+                model.embedding.weight.grad = first.clone()
+                before = first.clone()
+        torch.testing.assert_close(first, before, rtol=0, atol=0)
+    torch.testing.assert_close(ours.embedding.weight.grad, theirs.embedding.weight.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["penalty", "two losses", "smoothed"])
@@ -203,10 +262,29 @@ def test_without_gradients_the_logits_are_plain():
         torch.testing.assert_close((loss, logits), theirs(*batch(1)), rtol=1e-5, atol=1e-5)
 
 
-def test_with_a_memory_plan_the_graph_stays_as_it_is_planned():
-    runtime, wrapped = wrap_model(
-        Model(), config.OrtModuleConfig(fuse_loss="on"), 0, memory=config.MemoryConfig(recompute="all")
-    )
+def operator_of(node) -> str:
+    """Return the name of PyTorch's operator that a node runs."""
+    return next((attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"), "")
+
+
+def test_with_a_memory_plan_fewer_logits_exist_at_a_time():
+    torch.manual_seed(0)
+    ours, classes = Model(classes=4096), 4096
+    theirs = copy.deepcopy(ours)
+    memory = config.MemoryConfig(recompute="all")
+    section = config.OrtModuleConfig(log_level="ERROR", fuse_loss="on")
+    runtime, wrapped = wrap_model(ours, section, 0, memory=memory)
+    same(wrapped, theirs, batch(0, classes=classes))
+    assert fused(runtime) == 1
+    graph = runtime.current(True).session.model.graph
+    (node,) = [node for node in graph.node if node.domain and operator_of(node).startswith(FUSED_LOSS)]
+    constants = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    assert constants[node.input[-1]] == operators.SMALL_CHUNK < operators.CHUNK
+
+
+def test_with_checkpointed_blocks_the_graph_stays_as_it_is():
+    memory = config.MemoryConfig(checkpointing="recompute")
+    runtime, wrapped = wrap_model(Model(), config.OrtModuleConfig(fuse_loss="on"), 0, memory=memory)
     wrapped(*batch(0))[0].backward()
     assert fused(runtime) == 0
 

@@ -10,20 +10,25 @@ import functools
 
 import torch
 
+from ort_zero.compat.ort_kernels import LOGITS_AT_ONCE, loss_slice
 from ort_zero.compat.ortmodule import register_aten_gradient
 from ort_zero.compat.torch_products import product
 
 NAMESPACE = "ort_zero_loss"
 COPY = f"{NAMESPACE}::copy"
 """Name of the operator that copies its input."""
-CHUNK = 1 << 23
+ADD_ROWS = f"{NAMESPACE}::add_rows"
+"""Name of the operator that adds the gradient of an embedding to that of a table of which nobody else knows."""
+CHUNK = LOGITS_AT_ONCE
 """Number of logits that exist at a time: 32 MiB. A smaller chunk makes the sum of the weight's gradient slower."""
+LEAST_ROWS = 128
+"""Rows in a chunk of :data:`SMALL_CHUNK` logits, at least: with less of them their products become slow."""
+SMALL_CHUNK = 1 << 20
+"""Number of logits that exist at a time where a memory plan counts them: 4 MiB."""
 _BLOCK = 1 << 17
 """Number of logits of which one thread computes the softmax before it goes on: 512 KiB stay in a core's cache."""
-_SLICE = 1 << 12
-"""Classes whose gradient is added to that of the weight at a time, in chunks after the first one."""
 
-_INPUTS = "Tensor labels, int ignored, bool mean, bool weight_gradient"
+_INPUTS = "Tensor labels, int ignored, bool mean, bool weight_gradient, int at_once"
 _SCHEMAS = (
     f"loss(Tensor hidden, Tensor weight, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
     f"loss_bias(Tensor hidden, Tensor weight, Tensor bias, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
@@ -31,8 +36,9 @@ _SCHEMAS = (
     f"loss_bias_copies(Tensor hidden, Tensor weight, Tensor bias, {_INPUTS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "copy(Tensor values) -> Tensor",
-    "scaled(Tensor grad, Tensor values) -> Tensor",
-    "scaled_sum(Tensor grad, Tensor values, Tensor other) -> Tensor",
+    "scaled(Tensor grad, Tensor(a!) values) -> Tensor(a!)",
+    "scaled_sum(Tensor grad, Tensor(a!) values, Tensor other) -> Tensor(a!)",
+    "add_rows(Tensor(a!) table, Tensor grad, Tensor indices, int padding) -> Tensor(a!)",
 )
 
 
@@ -46,24 +52,24 @@ def name_of(*, bias: bool, copies: bool) -> str:
     return f"{NAMESPACE}::loss{'_bias' * bias}{'_copies' * copies}"
 
 
-def loss(hidden, weight, labels, ignored, mean, weight_gradient):
+def loss(hidden, weight, labels, ignored, mean, weight_gradient, at_once):
     """Return the loss and the gradients of `hidden` and `weight`, see :func:`loss_and_gradients`."""
-    return loss_and_gradients(hidden, weight, None, labels, ignored, mean, weight_gradient)[:3]
+    return loss_and_gradients(hidden, weight, None, labels, ignored, mean, weight_gradient, at_once)[:3]
 
 
-def loss_bias(hidden, weight, bias, labels, ignored, mean, weight_gradient):
+def loss_bias(hidden, weight, bias, labels, ignored, mean, weight_gradient, at_once):
     """Return the loss and the gradients of `hidden`, `weight` and `bias`, see :func:`loss_and_gradients`."""
-    return loss_and_gradients(hidden, weight, bias, labels, ignored, mean, weight_gradient)
+    return loss_and_gradients(hidden, weight, bias, labels, ignored, mean, weight_gradient, at_once)
 
 
-def loss_copies(hidden, weight, labels, ignored, mean, weight_gradient):
+def loss_copies(hidden, weight, labels, ignored, mean, weight_gradient, at_once):
     """Return what :func:`loss` returns, and a copy of `weight`."""
-    return *loss(hidden, weight, labels, ignored, mean, weight_gradient), weight.clone()
+    return *loss(hidden, weight, labels, ignored, mean, weight_gradient, at_once), weight.clone()
 
 
-def loss_bias_copies(hidden, weight, bias, labels, ignored, mean, weight_gradient):
+def loss_bias_copies(hidden, weight, bias, labels, ignored, mean, weight_gradient, at_once):
     """Return what :func:`loss_bias` returns, and copies of `weight` and `bias`."""
-    found = loss_bias(hidden, weight, bias, labels, ignored, mean, weight_gradient)
+    found = loss_bias(hidden, weight, bias, labels, ignored, mean, weight_gradient, at_once)
     return *found, weight.clone(), bias.clone()
 
 
@@ -73,14 +79,31 @@ def copy(values: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(grad: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return `values` times `grad`, a single element."""
-    return values * grad.reshape(())
+    """Multiply `values` by `grad`, a single element, in place, and return it: only one backward runs for a forward."""
+    factor = grad.item()
+    return values if factor == 1.0 else values.mul_(factor)
 
 
 def scaled_sum(grad: torch.Tensor, values: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return `values` times `grad`, plus `other`, of which one element of zero stands for none."""
+    """Do what :func:`scaled` does, and add `other`, of which one element of zero stands for none."""
     result = scaled(grad, values)
     return result.add_(other) if other.shape == values.shape else result
+
+
+def add_rows(table: torch.Tensor, grad: torch.Tensor, indices: torch.Tensor, padding: int) -> torch.Tensor:
+    """Add the gradient of an embedding to the rows of `table` that it has read, in place, and return that.
+
+    Args:
+        table: [rows, width].
+        grad: [..., width], of the embedding's results.
+        indices: [...], integers.
+        padding: row that gets no gradient; -1 for none.
+    """
+    rows, of_rows = indices.reshape(-1), grad.reshape(-1, table.shape[1])
+    if padding >= 0:
+        counts = rows != padding
+        rows, of_rows = rows[counts], of_rows[counts]
+    return table.index_add_(0, rows, of_rows)
 
 
 def loss_and_gradients(
@@ -91,6 +114,7 @@ def loss_and_gradients(
     ignored: int,
     mean: bool,
     weight_gradient: bool,
+    at_once: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the cross entropy of a linear layer, and the gradients of its input, weight and bias.
 
@@ -102,6 +126,7 @@ def loss_and_gradients(
         ignored: the label of a row that has none; such rows are not computed.
         mean: divide by the number of labels; else the loss is their sum.
         weight_gradient: whether that of the weight is wanted; it is empty otherwise.
+        at_once: number of logits that exist at a time, if that is a row's or more.
 
     Raises:
         RuntimeError: a label is no class, or there are not as many as rows.
@@ -117,7 +142,8 @@ def loss_and_gradients(
     of_bias = weight.new_zeros(classes if bias is not None else 0)
     total = torch.zeros((), dtype=torch.float64)
     scale = 1 / len(rows) if mean and len(rows) else 1.0
-    size = max(1, CHUNK // classes)
+    size = max(1, at_once // classes)
+    step = loss_slice(at_once)
     for at in range(0, len(rows), size):
         part = rows[at : at + size]
         states = flat[at : at + size] if every else flat[part]
@@ -131,7 +157,7 @@ def loss_and_gradients(
         else:
             of_rows[part] = gradient
         if weight_gradient:
-            _add_product(of_weight, logits, states, first=at == 0)
+            _add_product(of_weight, logits, states, first=at == 0, at_once=step)
         if bias is not None:
             of_bias += logits.sum(0)
         del logits
@@ -161,14 +187,24 @@ def _into_gradient(logits: torch.Tensor, labels: torch.Tensor, scale: float) -> 
     return chosen.sum(dtype=torch.float64).neg_()
 
 
-def _add_product(target: torch.Tensor, gradient: torch.Tensor, states: torch.Tensor, *, first: bool) -> None:
-    """Add the gradient of a weight by one chunk of rows to `target`; the first one is put there."""
-    for at in range(0, len(target), _SLICE):
-        part = product(gradient[:, at : at + _SLICE].t(), states)
+def _add_product(
+    target: torch.Tensor, gradient: torch.Tensor, states: torch.Tensor, *, first: bool, at_once: int
+) -> None:
+    """Add the gradient of a weight by one chunk of rows to `target`; the first one is put there.
+
+    Args:
+        target: [classes, width], is changed.
+        gradient: [rows, classes], of the logits.
+        states: [rows, width].
+        first: put it there.
+        at_once: number of classes that are computed at a time.
+    """
+    for at in range(0, len(target), at_once):
+        part = product(gradient[:, at : at + at_once].t(), states)
         if first:
-            target[at : at + _SLICE] = part
+            target[at : at + at_once] = part
         else:
-            target[at : at + _SLICE] += part
+            target[at : at + at_once] += part
 
 
 @functools.cache
