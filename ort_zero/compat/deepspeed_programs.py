@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 from importlib import metadata
 from pathlib import Path
@@ -25,3 +26,14 @@ def missing_program() -> str | None:
     counting = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "get_numa_cores")
     guarded = (any(isinstance(node, ast.Try) for node in ast.walk(function)) for function in counting)
     return None if all(guarded) else "numactl"
+
+
+def unsuitable_compiler() -> str | None:
+    """Return the compiler with which torch would compile DeepSpeed's operators, if it is a clang.
+
+    The operator for shared memory, which DeepSpeed compiles on CPUs at its start, gives AVX vectors to functions that
+    are compiled without AVX and is linked without OpenMP; clang takes neither.
+    """
+    name = os.environ.get("CXX") or "c++"
+    path = shutil.which(name)
+    return name if path is not None and "clang" in os.path.basename(os.path.realpath(path)) else None

@@ -359,12 +359,13 @@ def _low_precision_groups(optimizer: Any) -> list[list[torch.nn.Parameter]]:
 
 def _flat_layout(optimizer: Any) -> list[list[tuple[torch.nn.Parameter, int]]]:
     """Return, for each parameter group, the parameters and their first elements in the group's flat vector."""
-    if hasattr(optimizer, "round_robin_bit16_groups"):
-        layout = zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets)
-        return [list(zip(parameters, offsets)) for parameters, offsets in layout]
+    groups = getattr(optimizer, "round_robin_bit16_groups", None)
+    if groups is not None and hasattr(optimizer, "round_robin_bit16_offsets"):
+        return [list(zip(parameters, at)) for parameters, at in zip(groups, optimizer.round_robin_bit16_offsets)]
+    # DeepSpeed before 0.19 leaves no room between parameters
     return [
         list(zip(group, accumulate((p.numel() for p in group), initial=0)))
-        for group in _low_precision_groups(optimizer)
+        for group in groups or _low_precision_groups(optimizer)
     ]
 
 

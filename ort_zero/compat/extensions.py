@@ -1,9 +1,9 @@
-"""Builds, caches and loads the two CPU extensions whose sources onnxruntime-training carries.
+"""Builds, caches and loads the CPU extensions: two whose sources onnxruntime-training carries, and one of our own.
 
-``aten_op_executor`` lets ONNX Runtime run ATen operators, ``torch_interop_utils`` lets it run autograd functions.
-Both are compiled once per Python, torch, onnxruntime-training and edit table into :func:`extension_dir`; the installed
-packages are never written to. The compiler is ``$CXX``, else ``g++``, else ``c++``. Importing this module imports
-neither torch nor onnxruntime.
+``aten_op_executor`` lets ONNX Runtime run ATen operators, ``torch_interop_utils`` lets it run autograd functions,
+``cpu_allocator`` (see the module of that name) lets PyTorch allocate tensors. They are compiled once per Python, torch,
+onnxruntime-training and edit table into :func:`extension_dir`; the installed packages are never written to. The
+compiler is ``$CXX``, else ``g++``, ``c++`` or ``clang++``. Importing this module imports neither torch nor onnxruntime.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ _SOURCES: dict[str, tuple[str, ...]] = {
         "torch_interop_utils.cc",
     ),
 }
+_OWN_SOURCES: dict[str, Path] = {"cpu_allocator": Path(__file__).with_name("cpu_allocator.cpp")}
+_NAMES = (*_SOURCES, *_OWN_SOURCES)
 # In place of torch's umbrella headers, which pull in the whole C++ frontend: a fifth of the time to compile.
 _HEADERS: dict[str, str] = {
     "torch/torch.h": """\
@@ -101,13 +103,14 @@ def extension_dir() -> Path:
     Raises:
         BuildError: torch or onnxruntime-training is not installed.
     """
-    recipe = repr((source_edits.table_hash(), _SOURCES, _HEADERS, _FLAGS, _OLD_ABI_SIGN, _LIBRARIES))
+    own = [path.read_text(encoding="utf-8") for path in _OWN_SOURCES.values()]
+    recipe = repr((source_edits.table_hash(), _SOURCES, own, _HEADERS, _FLAGS, _OLD_ABI_SIGN, _LIBRARIES))
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     key = f"{python}-torch{_torch_version()}-ort{_version('onnxruntime-training')}-{digest}"
-    own = env.own_cache_dir()
-    if own is not None and _has_all(own / "extensions" / key):
-        return own / "extensions" / key  # built before, though this process may not be able to write there
+    of_user = env.own_cache_dir()
+    if of_user is not None and _has_all(of_user / "extensions" / key):
+        return of_user / "extensions" / key  # built before, though this process may not be able to write there
     return env.cache_dir() / "extensions" / key
 
 
@@ -118,7 +121,7 @@ def built_paths() -> dict[str, Path]:
 
 def _paths_in(directory: Path) -> dict[str, Path]:
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
-    return {name: directory / f"{name}{suffix}" for name in _SOURCES}
+    return {name: directory / f"{name}{suffix}" for name in _NAMES}
 
 
 def is_built() -> bool:
@@ -191,7 +194,7 @@ def build(force: bool = False, progress: Callable[[str], None] | None = None) ->
 
 
 def load_modules() -> dict[str, ModuleType]:
-    """Import both extensions, after building what is missing, and return them by name.
+    """Import all extensions, after building what is missing, and return them by name.
 
     The modules are not entered into ``sys.modules``; see :func:`install_into`.
 
@@ -218,9 +221,10 @@ def install_into(ortmodule_package: ModuleType) -> None:
         ortmodule_package: the imported package ``onnxruntime.training.ortmodule``.
     """
     package = importlib.import_module(f"{ortmodule_package.__name__}.torch_cpp_extensions")
-    for name, module in load_modules().items():
-        setattr(package, name, module)
-        sys.modules[f"{package.__name__}.{name}"] = module
+    modules = load_modules()
+    for name in _SOURCES:
+        setattr(package, name, modules[name])
+        sys.modules[f"{package.__name__}.{name}"] = modules[name]
     error = getattr(ortmodule_package, "_FALLBACK_INIT_EXCEPTION", None)
     if error is not None and "extensions were not detected" in str(error):
         vars(ortmodule_package)["_FALLBACK_INIT_EXCEPTION"] = None
@@ -256,8 +260,7 @@ class _Progress:
 def _version(distribution: str) -> str:
     found = versions.installed(distribution)
     if found is None:
-        cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == distribution)
-        raise BuildError(f"{distribution} is not installed: {cure}")
+        raise BuildError(versions.how_to_get(distribution))
     return found
 
 
@@ -320,7 +323,7 @@ def _write_failure(directory: Path, message: str) -> None:
 
 def _compiler() -> list[str]:
     explicit = shlex.split(os.environ.get("CXX", ""))
-    for command in [explicit] if explicit else [["g++"], ["c++"]]:
+    for command in [explicit] if explicit else [["g++"], ["c++"], ["clang++"]]:
         if shutil.which(command[0]):
             return command
     wanted = explicit[0] if explicit else "g++"
@@ -368,6 +371,9 @@ def _cxx11_abi(torch: Path) -> int:
 
 def _write_sources(name: str, folder: Path) -> None:
     """Put the edited copy of the extension's sources, and the unit that includes them, into `folder`."""
+    if name in _OWN_SOURCES:
+        shutil.copyfile(_OWN_SOURCES[name], folder / f"{name}.cpp")
+        return
     headers = _package_dir("torch") / "include"
     copies = folder / name
     copies.mkdir()

@@ -102,25 +102,32 @@ EDITS: tuple[Edit, ...] = (
 
 _HELPERS = """\
 #include <ATen/DLConvertor.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/utils/device_lazy_init.h>
 
 // Every PyNode is created together with its THPFunction and no other node has one, so the type of the Python object
 // tells the kind of the node as surely as the typeinfo would.
-template <typename N>
-static auto ort_zero_pyobj(const N* node, int) -> decltype(node->pyobj_slot()->load_pyobj()) {
-  return node->pyobj_slot()->load_pyobj();
+static bool ort_zero_is_python_function(PyObject* self) {
+  return self != nullptr && PyObject_TypeCheck(self, &THPFunctionType);
 }
 
-// Older versions of torch keep the object in the node itself.
 template <typename N>
-static PyObject* ort_zero_pyobj(const N* node, long) {
-  return node->pyobj();
+static auto ort_zero_has_python_function(N* node, int) -> decltype(node->pyobj_slot()->load_pyobj(), bool()) {
+  return ort_zero_is_python_function(node->pyobj_slot()->load_pyobj());
+}
+
+// Older versions of torch keep the object where the base class does not show it.
+template <typename N>
+static bool ort_zero_has_python_function(N* node, long) {
+  PyObject* self = torch::autograd::functionToPyObject(node->getptr());
+  const bool is_one = ort_zero_is_python_function(self);
+  Py_XDECREF(self);
+  return is_one;
 }
 
 static torch::autograd::PyNode* ort_zero_as_py_node(torch::autograd::Node* node) {
-  PyObject* self = node == nullptr ? nullptr : ort_zero_pyobj(node, 0);
-  if (self == nullptr || !PyObject_TypeCheck(self, &THPFunctionType)) {
+  if (node == nullptr || !ort_zero_has_python_function(node, 0)) {
     return nullptr;
   }
   return static_cast<torch::autograd::PyNode*>(node);

@@ -8,10 +8,14 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from ort_zero import env
 from ort_zero.utils.trusted_folder import reason_not_to_trust
+
+_ROOM = 64 << 20
+"""Bytes that must be free where a compiler keeps its temporary files."""
 
 
 def prepare() -> None:
@@ -19,7 +23,7 @@ def prepare() -> None:
 
     torch compiles into the home and calls the ninja on the path. A home may be read-only or missing, and an interpreter
     that is called by its path has the tools of its environment beside it, but not on the path. What the user has set
-    stays.
+    stays, but for a folder of temporary files whose disk is full, in which no compiler can work.
     """
     if not os.environ.get("TORCH_EXTENSIONS_DIR"):
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -28,7 +32,24 @@ def prepare() -> None:
     beside = os.path.dirname(sys.executable)
     if shutil.which("ninja") is None and shutil.which("ninja", path=beside) is not None:
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
+    _leave_a_full_disk()
     _name_libraries_without_spaces()
+
+
+def _leave_a_full_disk() -> None:
+    """Name another folder for the temporary files of compilers if the disk with the usual one is full.
+
+    Python itself passes over a folder that it cannot write to; compilers that torch starts do not.
+    """
+    usual = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+    other = env.cache_dir() / "temporary"
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(usual).free >= _ROOM:
+            return
+    with contextlib.suppress(OSError):
+        other.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if shutil.disk_usage(other).free >= _ROOM:
+            os.environ["TMPDIR"] = str(other)
 
 
 def _name_libraries_without_spaces() -> None:

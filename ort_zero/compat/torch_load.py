@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+_Replace = Callable[[torch.Tensor, int], Any]
+_C: Any = torch._C
 
-def load_trusted(stream: IO[bytes], replace: Callable[[torch.Tensor, int], Any]) -> Any:
+
+def load_trusted(stream: IO[bytes], replace: _Replace) -> Any:
     """Return what the file holds, unpickled with the real classes; the pickle may run any code.
 
     Args:
@@ -20,18 +25,60 @@ def load_trusted(stream: IO[bytes], replace: Callable[[torch.Tensor, int], Any])
     Raises:
         Exception: whatever the pickle raises.
     """
+    storages = _Storages(stream)
     with FakeTensorMode():
-        return _replaced(torch.load(stream, weights_only=False), replace)
+        content = torch.load(stream, weights_only=False, pickle_module=storages.pickle_module())
+        return _replaced(content, storages.offsets, replace)
 
 
-def _replaced(value: Any, replace: Callable[[torch.Tensor, int], Any]) -> Any:
+class _Storages:
+    """Notes the offset of each storage that torch makes while it unpickles; torch up to 2.6 keeps none of them.
+
+    Args:
+        stream: the zip.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._file = _C.PyTorchFileReader(stream)
+        stream.seek(0)
+        self.offsets: dict[int, int] = {}
+        """Where the record of a storage begins in the file, in bytes, by the address of the storage."""
+        self._alive: list[Any] = []
+
+    def pickle_module(self) -> Any:
+        """Return what ``torch.load`` takes for the module ``pickle``."""
+        storages = self
+
+        class Unpickler(pickle._Unpickler):
+            """Asks torch for storages; the one of Python can be looked on, the one of C cannot."""
+
+            def __setattr__(self, name: str, value: Any) -> None:
+                super().__setattr__(name, storages.noting(value) if name == "persistent_load" else value)
+
+        return SimpleNamespace(__name__="pickle", Unpickler=Unpickler, load=pickle.load)
+
+    def noting(self, load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return `load`, which makes storages, so that their offsets are noted."""
+
+        def noted(saved_id: Any) -> Any:
+            found = load(saved_id)
+            storage = getattr(found, "_untyped_storage", None)
+            if storage is not None:
+                self.offsets[storage._cdata] = self._file.get_record_offset(f"data/{saved_id[2]}")
+                self._alive.append(storage)
+            return found
+
+        return noted
+
+
+def _replaced(value: Any, offsets: dict[int, int], replace: _Replace) -> Any:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             return value
-        start = getattr(value.untyped_storage(), "_checkpoint_offset", None)
+        start = offsets.get(value.untyped_storage()._cdata)
         return value if start is None else replace(value, start)
     if isinstance(value, dict):
-        return {key: _replaced(item, replace) for key, item in value.items()}
+        return {key: _replaced(item, offsets, replace) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_replaced(item, replace) for item in value)
+        return type(value)(_replaced(item, offsets, replace) for item in value)
     return value

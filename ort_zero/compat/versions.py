@@ -156,17 +156,31 @@ def require(needed_for: str) -> tuple[str, ...]:
     for row in rows:
         if row.ok:
             continue
-        if row.name == "python" and on_musl():
-            raise UnsupportedVersionError(f"models cannot run in ONNX Runtime here: {MUSL}")
-        if row.name == "python" and Version(str(row.found)) in PYTHON:
-            raise UnsupportedVersionError(
-                f"models cannot run in ONNX Runtime on Python {row.found}, since onnxruntime-training has no wheel for "
-                f"it; checkpoints, statistics and training in PyTorch work here. {ORT_PYTHON_CURE}, or set "
-                '"ortmodule": {"enabled": false} in the section'
-            )
+        if row.name == "python" and (on_musl() or Version(str(row.found)) in PYTHON):
+            raise UnsupportedVersionError(_no_wheel(str(row.found)))
         found = f"{row.name} {row.found}" if row.found else f"{row.name} is not installed"
         raise UnsupportedVersionError(f"{found}; ort_zero works with {row.name}{row.needed}: {row.cure}")
     return tuple(f"{row.name} {row.found}" for row in rows if row.untested)
+
+
+def _no_wheel(python: str) -> str:
+    """Return why there is no onnxruntime-training for this Python, and the way out."""
+    if on_musl():
+        return f"models cannot run in ONNX Runtime here: {MUSL}"
+    return (
+        f"models cannot run in ONNX Runtime on Python {python}, since onnxruntime-training has no wheel for it; "
+        f"checkpoints, statistics and training in PyTorch work here: {ORT_PYTHON_CURE}, or set "
+        '"ortmodule": {"enabled": false} in the section'
+    )
+
+
+def how_to_get(distribution: str) -> str:
+    """Return what to say of `distribution`, one of :data:`REQUIREMENTS` that is not installed."""
+    python = _python()
+    if distribution == "onnxruntime-training" and not python.ok and installed(distribution) is None:
+        return _no_wheel(str(python.found))
+    cure = next(req.cure for req in REQUIREMENTS if req.distribution == distribution)
+    return f"{distribution} is not installed: {cure}"
 
 
 @functools.cache

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import checkpoint_files
 import deepspeed_states
 import pytest
 import torch
+from packaging.requirements import Requirement
 from safetensors.torch import load_file
 
 HEAVY = ("torch", "deepspeed", "transformers", "onnx", "onnxruntime", "fsspec", "rich", "tqdm", "packaging")
@@ -45,6 +48,46 @@ def test_aggregate_verify_and_ls_import_no_torch(tmp_path, kind):
     report = json.loads(run("aggregate", source, out, "--dtype", "bf16", "--json", heavy=heavy))
     found = load_file(out / "model.safetensors")
     assert len(found) == report["tensors"] and torch.bfloat16 in {value.dtype for value in found.values()}
+
+
+_FOREIGN = """
+import sys
+from importlib import metadata
+from ort_zero.cli.main import main
+code = main(sys.argv[2:])
+names = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+owners = metadata.packages_distributions()
+foreign = {owner.lower().replace("_", "-") for name in names for owner in owners.get(name, ())}
+foreign -= set(sys.argv[1].split(","))
+sys.exit(f"not installed with ort-zero alone: {sorted(foreign)}" if foreign else code)
+"""
+
+
+def installed_alone() -> set[str]:
+    """Return the distributions that an installation without extras brings, those needed by others among them."""
+    found, waiting = {"ort-zero", "setuptools", "pip"}, list(core_requirements())
+    while waiting:
+        name = waiting.pop().lower().replace("_", "-")
+        if name not in found:
+            found.add(name)
+            needed = map(Requirement, metadata.requires(name) or ())
+            waiting += [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return found
+
+
+def core_requirements() -> list[str]:
+    parser = configparser.ConfigParser()
+    parser.read(Path(__file__).resolve().parents[2] / "setup.cfg")
+    return [Requirement(line).name for line in parser["options"]["install_requires"].strip().splitlines()]
+
+
+@pytest.mark.parametrize("golden", ["checkpoint_v1", "deepspeed_zero2", "deepspeed_zero3"])
+def test_an_installation_without_extras_verifies_and_aggregates(tmp_path, golden):
+    source = Path(__file__).resolve().parents[1] / "golden" / golden
+    for command in (("verify", source), ("aggregate", source, tmp_path / "out")):
+        words = [sys.executable, "-c", _FOREIGN, ",".join(installed_alone()), *map(str, command)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_torchs_own_format_imports_torch_only_then(tmp_path):

@@ -60,3 +60,21 @@ def test_with_the_program_nothing_is_missing(deepspeed_with, monkeypatch, tmp_pa
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert deepspeed_programs.missing_program() is None
+
+
+def test_the_doctor_names_a_clang_that_would_compile_deepspeeds_operators(monkeypatch, tmp_path):
+    for name in ("clang++-14", "g++-12"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert deepspeed_programs.unsuitable_compiler() is None
+    (tmp_path / "c++").symlink_to("g++-12")
+    assert deepspeed_programs.unsuitable_compiler() is None
+    monkeypatch.setenv("CXX", "clang++-14")
+    assert deepspeed_programs.unsuitable_compiler() == "clang++-14"
+    monkeypatch.delenv("CXX")
+    (tmp_path / "c++").unlink()
+    (tmp_path / "c++").symlink_to("clang++-14")
+    (what,) = (problem.what for problem in doctor.examine().problems if "clang" in problem.what)
+    assert what == "DeepSpeed's operators for CPUs do not compile with c++, which is a clang"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import re
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,19 @@ from packaging.specifiers import SpecifierSet
 from ort_zero.compat import versions
 
 ROOT = Path(__file__).resolve().parents[2]
-IMPORT_NAMES = {"filelock", "fsspec", "isal", "packaging", "pydantic", "safetensors", "tqdm", "wrapt", "xxhash"}
+sys.path.insert(0, str(ROOT / "tests/versions"))
+IMPORT_NAMES = {
+    "filelock",
+    "fsspec",
+    "isal",
+    "numpy",
+    "packaging",
+    "pydantic",
+    "safetensors",
+    "tqdm",
+    "wrapt",
+    "xxhash",
+}
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +140,24 @@ def test_constraints_pin_versions_that_the_extras_allow(setup_cfg):
         assert pin.operator == "==" and requirement.specifier.contains(pin.version), name
 
 
+def test_pins_without_a_marker_are_for_every_python_of_make_venv():
+    """Pip searches for ever for a version that its Python cannot use; the metadata of what is installed tells."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    looked = 0
+    for pin in pins:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found = metadata.metadata(pin.name)
+            if not pin.specifier.contains(found["Version"]):
+                continue  # of an environment with other versions
+            wanted = SpecifierSet((found["Requires-Python"] or "").strip())
+            for python in ("3.10.19", "3.11.14"):
+                if pin.marker is None or pin.marker.evaluate({"python_version": python.rpartition(".")[0]}):
+                    assert python in wanted, pin
+            looked += 1
+    assert looked > 50
+
+
 def test_the_extra_of_the_clients_bounds_every_package_and_names_no_torch(setup_cfg):
     own = requirements(setup_cfg["options.extras_require"]["clients"])
     assert own.pop("ort-zero").extras == {"ort", "examples"} and "torch" not in own
@@ -133,6 +166,54 @@ def test_the_extra_of_the_clients_bounds_every_package_and_names_no_torch(setup_
     makefile = (ROOT / "Makefile").read_text()
     (install,) = re.findall(r"^.*pip install .*clients.*$", makefile, flags=re.M)
     assert "-c constraints.txt" in install and "$(READY)" in makefile.split("\n$(CLIENTS_READY):")[1].split("\n")[0]
+
+
+def test_the_conda_recipe_is_that_of_this_version_with_the_same_requirements(setup_cfg):
+    import yaml
+
+    import ort_zero
+
+    text = (ROOT / "conda/meta.yaml").read_text()
+    (version,) = re.findall(r'{% set version = "(.+)" %}', text)
+    assert version == ort_zero.__version__
+    plain = re.sub(r"{%.*?%}", "", text).replace("{{ version }}", version).replace("{{ PYTHON }}", "python")
+    recipe = yaml.safe_load(plain)
+    names = {"isal": "python-isal", "xxhash": "python-xxhash"}  # as conda-forge has them
+    core = requirements(setup_cfg["options"]["install_requires"])
+    run = requirements("\n".join(recipe["requirements"]["run"]))
+    assert run.pop("python").specifier == versions.PYTHON
+    assert {name: r.specifier for name, r in run.items()} == {names.get(n, n): r.specifier for n, r in core.items()}
+    constrained = requirements("\n".join(recipe["requirements"]["run_constrained"]))
+    zero = extra(setup_cfg, "zero")
+    assert constrained["pytorch"].specifier == zero["torch"].specifier
+    assert constrained["deepspeed"].specifier == zero["deepspeed"].specifier
+    assert recipe["build"]["entry_points"] == [setup_cfg["options.entry_points"]["console_scripts"].strip()]
+
+
+def test_the_tests_of_the_matrix_are_there():
+    from steps import STEPS
+
+    for step in STEPS.values():
+        for test in (*step.short, *step.full, *step.full_without_ort, *step.without):
+            file, _, name = test.partition("::")
+            function = name.partition("[")[0]
+            path = ROOT / file
+            assert path.exists() and (not function or f"\ndef {function}" in path.read_text()), test
+
+
+def test_a_failure_of_plain_deepspeed_is_told_from_one_of_ours():
+    from row import fails_plainly
+
+    stages = {"1": {"error": "RuntimeError: a view is modified", "function": "all_gather_dp_groups"}, "3": None}
+    raised = 'File "deepspeed/runtime/utils.py", line 9, in {}\nRuntimeError: a view is modified'
+    assert fails_plainly(raised.format("all_gather_dp_groups"), stages)
+    assert not fails_plainly(raised.format("step"), stages)
+    assert fails_plainly("    def all_gather_dp_groups(x):\nE   RuntimeError: a view is modified", stages)
+    assert fails_plainly("E  assert 'error' not in {'error': 'granularity in torch:\\nTraceback", {})
+    assert fails_plainly("DeepSpeed itself keeps of a destroyed engine: module", {})
+    assert not fails_plainly("E  assert 'error' not in {'error': 'granularity in ort:\\nTraceback", {})
+    assert not fails_plainly("in all_gather_dp_groups\nValueError: another", stages)
+    assert not fails_plainly(raised.format("all_gather_dp_groups"), {"1": None})
 
 
 def test_makefile_installs_the_pinned_torch():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from importlib import metadata
 
 import pytest
 
-from ort_zero.compat import versions
-from ort_zero.errors import UnsupportedVersionError
+from ort_zero.compat import extensions, versions
+from ort_zero.errors import BuildError, UnsupportedVersionError
 
 ALL = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "onnxruntime-training": "1.19.2", "onnx": "1.23.2"}
 
@@ -75,6 +76,9 @@ def test_a_python_without_a_wheel_lacks_onnxruntime_alone(installed, python):
     said = str(error.value)
     assert said.startswith(f"models cannot run in ONNX Runtime on Python {python[0]}.{python[1]}")
     assert "checkpoints, statistics and training in PyTorch work here" in said and "\n" not in said
+    with pytest.raises(BuildError) as error:  # `ort-zero build` names no wheel that cannot be installed
+        extensions.extension_dir()
+    assert str(error.value) == said
 
 
 def test_a_build_of_ones_own_is_accepted_under_either_name_and_on_any_python(installed):
@@ -95,3 +99,29 @@ def test_musl_is_refused_in_words(installed, monkeypatch):
     with pytest.raises(UnsupportedVersionError, match=r"musl \(Alpine\).*use a system with glibc, such as Debian"):
         versions.require("ort")
     assert next(row for row in versions.findings() if row.name == "python").found == "3.11.7 on musl"
+
+
+_WRAP_WITHOUT_ORT = """
+import sys
+from importlib import metadata
+absent = ("onnx", "onnxruntime", "onnxruntime-training", "onnxruntime-training-cpu")
+sys.modules |= dict.fromkeys(absent)
+found = metadata.version
+def version(name):
+    if name in absent:
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.version = version
+import torch, ort_zero
+from ort_zero.errors import UnsupportedVersionError
+try:
+    ort_zero.wrap(torch.nn.Linear(2, 2))
+except UnsupportedVersionError as error:
+    print(error)
+"""
+
+
+def test_wrapping_a_model_without_onnx_and_onnxruntime_says_what_is_missing():
+    done = subprocess.run([sys.executable, "-c", _WRAP_WITHOUT_ORT], capture_output=True, text=True)
+    missing = "onnxruntime-training is not installed" if sys.version_info < (3, 12) else "cannot run in ONNX Runtime"
+    assert missing in done.stdout, done.stderr

@@ -19,8 +19,14 @@ class Router(Protocol):
     def before(self, node: TracedNode) -> str | None:
         """Return why `node` cannot be exported, or None to try."""
 
-    def after(self, node: TracedNode, operators: list[str]) -> str | None:
-        """Return why the ONNX operators `operators` will not do for `node`, or None to keep them."""
+    def after(self, node: TracedNode, operators: list[str], of_sizes: frozenset[str] = frozenset()) -> str | None:
+        """Return why the ONNX operators `operators` will not do for `node`, or None to keep them.
+
+        Args:
+            node: the operator.
+            operators: what it has become.
+            of_sizes: those of them that compute with sizes and constants alone, so that no gradient goes through them.
+        """
 
     def run_in_torch(self, node: TracedNode, why: str, without_symbolic: bool) -> tuple[list[TracedValue], dict]:
         """Return inputs and attributes of the node that runs `node` in PyTorch.
@@ -73,8 +79,8 @@ def _routed(original: Callable, router: Router, utils: Any) -> Callable:
 
         context = _context(utils, graph, block, node, env, values_in_env, new_nodes)
         if TracedNode(node).passes_on:
-            result = export()
-            # the exporter knows no shapes of what Python code returns
+            result = _typed(export(), TracedNode(node))
+            # the sizes too are those of the argument
             (result[0] if isinstance(result, (list, tuple)) else result).setType(inputs[0].type())
             return result
         if node.kind() == "prim::ConstantChunk":
@@ -86,6 +92,8 @@ def _routed(original: Callable, router: Router, utils: Any) -> Callable:
         try:
             if traced.is_control_flow:
                 raise Unexportable("is TorchScript code with a branch or a loop, of which ONNX Runtime has no gradient")
+            if node.kind() == "prim::PythonOp":
+                return _typed(export(), traced)
             if traced.has_blocks or node.kind().partition("::")[0] in ("prim", "onnx"):
                 return export()
             result, why, failed = _tried(router, traced, inputs, export)
@@ -97,6 +105,20 @@ def _routed(original: Callable, router: Router, utils: Any) -> Callable:
             raise
 
     return run
+
+
+def _typed(result: Any, node: TracedNode) -> Any:
+    """Return `result` with the element types and ranks of the trace.
+
+    The exporter knows neither of what Python code returns, and warns of each such node on stderr.
+    """
+    import torch
+
+    values = list(result) if isinstance(result, (list, tuple)) else [result]
+    for value, out in zip(values, node.outputs, strict=False):
+        if isinstance(value, torch._C.Value) and out.is_tensor and out.scalar_type and out.rank is not None:
+            value.setType(out.jit_type([None] * out.rank))
+    return result
 
 
 def _tried(
@@ -117,7 +139,7 @@ def _tried(
         raise  # a mistake in a symbolic is no reason to leave it out
     except Exception as error:
         return None, str(error).strip().splitlines()[0] if str(error).strip() else repr(error), error
-    return result, router.after(node, _kinds(result, inputs)), None
+    return result, router.after(node, *_kinds(result, inputs)), None
 
 
 def _run_in_torch(router: Router, node: TracedNode, why: str, failed: Exception | None, context: Any) -> Any:
@@ -272,27 +294,41 @@ def _context(utils, graph, block, node, env, values_in_env, new_nodes):
     )
 
 
-def _kinds(result, inputs) -> list[str]:
-    """Return the ONNX operators between `inputs` and `result`."""
+def _kinds(result, inputs) -> tuple[list[str], frozenset[str]]:
+    """Return the ONNX operators between `inputs` and `result`, and which compute with sizes and constants alone."""
     import torch
 
     given = [value for value in inputs if isinstance(value, torch._C.Value)]
-    stop = {value.debugName() for value in given}
-    for value in given:
+    for value in list(given):
         if value.node().kind() == "prim::ListConstruct":
-            stop.update(item.debugName() for item in value.node().inputs())
+            given += value.node().inputs()
+    of_values = {value.debugName(): not _is_whole_number(value) for value in given}
     kinds: list[str] = []
-    seen: set[str] = set()
-    stack = [v for v in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(v, torch._C.Value)]
-    while stack:
-        value = stack.pop()
+    differentiated: set[str] = set()
+
+    def visit(value) -> bool:
+        """Return whether a gradient may go through a value."""
         name = value.debugName()
-        if name in stop or name in seen:
-            continue
-        seen.add(name)
-        node = value.node()
-        if node.kind() == "prim::Param":
-            continue
-        kinds.append(node.kind().removeprefix("onnx::"))
-        stack += list(node.inputs())
-    return kinds
+        if name not in of_values:
+            node = value.node()
+            of_values[name] = True
+            if node.kind() != "prim::Param":
+                kind = node.kind().removeprefix("onnx::")
+                kinds.append(kind)
+                reached = [visit(each) for each in node.inputs()]
+                of_values[name] = any(reached) and kind not in ("Shape", "Size")
+                if of_values[name]:
+                    differentiated.add(kind)
+        return of_values[name]
+
+    for value in result if isinstance(result, (list, tuple)) else [result]:
+        if isinstance(value, torch._C.Value):
+            visit(value)
+    return kinds, frozenset(kinds) - differentiated
+
+
+def _is_whole_number(value) -> bool:
+    """Return whether a value is a constant or an integer, which has no gradient."""
+    kind = value.type()
+    dtype = kind.scalarType() if kind.kind() == "TensorType" else None
+    return value.node().kind() in ("onnx::Constant", "prim::Constant") or dtype in ("Long", "Int", "Bool")

@@ -41,6 +41,18 @@ class Symbolic:
         return symbolic_helper._get_const(value, "is", name)
 
     @staticmethod
+    def items(value, name: str) -> list[int | None]:
+        """Return the integers that a traced argument holds, None for those that are no constants."""
+        from torch.onnx import symbolic_helper
+
+        if not symbolic_helper._is_packed_list(value):
+            return [*Symbolic.integers(value, name)]
+        return [
+            symbolic_helper._get_const(item, "i", name) if symbolic_helper._is_constant(item) else None
+            for item in value.node().inputs()
+        ]
+
+    @staticmethod
     def is_list(value) -> bool:
         """Return True if a traced argument is a list."""
         from torch.onnx import symbolic_helper

@@ -1,0 +1,105 @@
+"""Writes the section about versions of ``docs/compatibility.md`` from the stored results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pairs import PAIRS, Pair
+from steps import STEPS
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = Path(__file__).parent / "results"
+DOCUMENT = ROOT / "docs" / "compatibility.md"
+BEGIN, END = "<!-- versions: written by make matrix -->", "<!-- end of versions -->"
+SHOWN = ("torch", "deepspeed", "transformers", "accelerate", "onnxruntime-training")
+
+_INTRODUCTION = """\
+## Versions
+
+Each row is an environment of its own, on CPUs. A number is a count of tests of this repository that passed; the
+differences from PyTorch that they allow are those of the tests. `not run` is what it says. `plain` tells under which
+stages of ZeRO DeepSpeed alone, without anything of ort_zero, trains and saves a small model on two ranks there. A test
+that fails with the error of plain DeepSpeed, in the same function of DeepSpeed, counts as `fails without us too`."""
+
+
+def write_page() -> None:
+    """Put the results into the page, in place of the section that is there, else behind what there is."""
+    found = []
+    for pair in PAIRS:
+        path = RESULTS / f"{pair.name}.json"
+        if path.exists():
+            found.append((pair, json.loads(path.read_text())))
+    text = DOCUMENT.read_text()
+    made = f"{BEGIN}\n{section(found)}\n{END}"
+    if BEGIN in text:
+        text = text[: text.index(BEGIN)] + made + text[text.index(END) + len(END) :]
+    else:
+        text = f"{text.rstrip()}\n\n{made}\n"
+    DOCUMENT.write_text(text)
+
+
+def section(found: list[tuple[Pair, dict[str, Any]]]) -> str:
+    """Return the section about versions, of the results of some pairs."""
+    columns = ["plain", "extensions", "doctor", *STEPS]
+    lines = [
+        _INTRODUCTION,
+        "",
+        f"| Python | {' | '.join(SHOWN)} | {' | '.join(columns)} | seconds | date |",
+        "| --- " * (len(SHOWN) + len(columns) + 3) + "|",
+    ]
+    for pair, record in found:
+        if pair.trains:
+            versions = [record["python"], *(record["versions"].get(name) or "none" for name in SHOWN)]
+            cells = [cell(record["steps"].get(name)) for name in columns]
+            lines.append(f"| {' | '.join((*versions, *cells))} | {_seconds(record)} | {_date(record)} |")
+    lines += ["", "What each row is for:", ""]
+    lines += [f"- {record['name']}: {pair.why}" for pair, record in found if pair.trains]
+    lines += _failures(found) + _refusals(found)
+    return "\n".join(lines)
+
+
+def cell(result: dict[str, Any] | None) -> str:
+    """Return what the table says of a step."""
+    if result is None:
+        return "not run"
+    if result.get("words"):
+        return result["words"]
+    parts = [f"{result['passed']} passed"] if result["passed"] else []
+    parts += [f"{result['failed']} **failed**"] if result["failed"] else []
+    parts += [f"{result['plain']} fails without us too"] if result.get("plain") else []
+    parts += [f"{result['skipped']} skipped"] if result["skipped"] else []
+    return ", ".join(parts)
+
+
+def _seconds(record: dict[str, Any]) -> int:
+    return round(sum(step["seconds"] for step in record["steps"].values()))
+
+
+def _date(record: dict[str, Any]) -> str:
+    return max((step["date"] for step in record["steps"].values()), default="")
+
+
+def _failures(found: list[tuple[Pair, dict[str, Any]]]) -> list[str]:
+    lines = []
+    for pair, record in found:
+        for name, step in record["steps"].items() if pair.trains else ():
+            if step.get("first"):
+                lines.append(f"- {record['name']}, {name}: `{step['first']}`")
+            if step.get("first_plain"):
+                lines.append(f"- {record['name']}, {name}, without us too: `{step['first_plain']}`")
+    return ["", "The first failure of each step that has one:", "", *lines] if lines else []
+
+
+def _refusals(found: list[tuple[Pair, dict[str, Any]]]) -> list[str]:
+    lines = []
+    for _, record in found:
+        step = record["steps"].get("refusal")
+        if step is not None:
+            versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
+            lines.append(f"| {record['python']}, {versions} | {step['said']} | {step['date']} |")
+    if not lines:
+        return []
+    head = ["", "What is refused, and the first line of the error that was seen:", ""]
+    return [*head, "| Python, packages | error | date |", "| --- | --- | --- |", *lines]
