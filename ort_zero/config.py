@@ -25,6 +25,9 @@ class OrtModuleConfig(_Strict):
     """Run the model in ONNX Runtime; False keeps PyTorch execution."""
     fallback: Literal["raise", "warn"] = "raise"
     """What a failed export does: raise, or warn once on rank 0 and train in PyTorch."""
+    split: Literal["auto", "off"] = "auto"
+    """What becomes of a model whose own forward cannot be in a graph: PyTorch runs that code, and its submodules have
+    graphs of their own; with "off", and with ``fallback`` "warn", that is a failed export."""
     exclude: list[str] = Field(default_factory=list)
     """Glob patterns of module paths that stay in PyTorch."""
     log_level: str = "INFO"
@@ -89,6 +92,19 @@ class StatisticsConfig(_Strict):
         return self
 
 
+class MetricsConfig(_Strict):
+    """``ort_zero.metrics``: figures of the running training, for files and DeepSpeed's monitors."""
+
+    path: str | None = None
+    """File to write: ``.prom`` holds the newest figures for Prometheus, any other gets a line of JSON each time. Rank 0
+    writes it; with ``{rank}`` in it each rank has its own."""
+    every: int = Field(default=10, ge=1)
+    """Optimizer steps between two writes."""
+    monitor: bool = True
+    """Give the figures to TensorBoard, Weights & Biases, CSV, ... too, where the DeepSpeed config has switched them
+    on."""
+
+
 class MemoryConfig(_Strict):
     """``ort_zero.memory``: which activations are computed again in the backward instead of being held."""
 
@@ -124,6 +140,7 @@ class Config(_Strict):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     statistics: StatisticsConfig = Field(default_factory=StatisticsConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     memory_efficient_gradients: bool = False
     """Hand each gradient to its parameter the moment the graph has it, as ZeRO-3 always does."""
 

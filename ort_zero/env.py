@@ -4,9 +4,11 @@
 |---|---|
 | ``ORT_ZERO_DISABLE`` | ``1``: the entry point arms nothing and :func:`ort_zero.enable` does nothing |
 | ``ORT_ZERO_CACHE_DIR`` | folder of the built C++ extensions (default ``$XDG_CACHE_HOME/ort_zero``) |
+| ``ORT_ZERO_KEEP_ALLOCATOR`` | ``1``: PyTorch's tensors on the CPU keep its own allocator (docs/memory.md) |
 | ``ORT_ZERO_LOG_LEVEL`` | wins over the section's ``log_level``; an unknown name raises (:mod:`ort_zero.log`) |
 | ``ORT_ZERO_DEBUG`` | ``1``: command line errors keep their traceback |
 | ``ORT_ZERO_MEMORY_TRIAL`` | internal: what ``ort-zero memory plan`` wants of the script that it runs, a file |
+| ``ORT_ZERO_PROFILE`` | internal: what ``ort-zero profile`` wants of the script that it runs, a file |
 | ``ORT_ZERO_WARM_RANKS`` | ``1``: see `fresh` of :func:`ort_zero.testing.ranks.run_on_ranks` |
 
 ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set by the launchers.
@@ -21,6 +23,7 @@ from pathlib import Path
 from ort_zero.utils.cpu_count import usable_cores
 
 MEMORY_TRIAL = "ORT_ZERO_MEMORY_TRIAL"
+PROFILE = "ORT_ZERO_PROFILE"
 _TRUE = {"1", "true", "yes", "on"}
 
 
@@ -71,6 +74,12 @@ def memory_trial_file() -> Path | None:
     return Path(name) if name else None
 
 
+def profile_file() -> Path | None:
+    """Return the file in which ``ort-zero profile`` says what it wants of this process; None otherwise."""
+    name = os.environ.get(PROFILE)
+    return Path(name) if name else None
+
+
 def rank() -> int:
     """Return this process's global rank; 0 without a launcher."""
     return int(os.environ.get("RANK", "0") or 0)
@@ -84,6 +93,12 @@ def world_size() -> int:
 def local_world_size() -> int:
     """Return how many ranks share this machine; 1 without a launcher."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
+
+
+def several_hosts() -> bool:
+    """Return True if the launcher says that its ranks are on more hosts than this one."""
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""  # torchrun's; DeepSpeed's
+    return local.isdigit() and 0 < int(local) < world_size()
 
 
 def threads_per_rank() -> int:

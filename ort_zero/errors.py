@@ -29,11 +29,23 @@ class BuildError(OrtZeroError):
 
 
 class ExportError(OrtZeroError):
-    """A module could not be exported to ONNX, or its graph could not be built."""
+    """A module could not be exported to ONNX, or its graph could not be built.
+
+    Attributes:
+        concerns_parts: whether no part of the module could run either, or may.
+        can_be_excluded: whether the submodule that failed may stay in PyTorch as a whole instead.
+    """
+
+    concerns_parts: bool = False
+    can_be_excluded: bool = False
 
 
 class DeviceError(ExportError):
     """An argument is on another device than the module."""
+
+
+class LayoutError(ExportError, TypeError):
+    """An argument is a nested, sparse or quantized tensor, which no graph takes; submodules may be given dense ones."""
 
 
 class UnsupportedTypeError(ExportError):
@@ -70,3 +82,7 @@ class StatisticsError(OrtZeroError):
 
 class MemoryPlanError(OrtZeroError):
     """A recomputation plan does not suit the model, or none fits the budget."""
+
+
+class ProfileError(OrtZeroError):
+    """A script cannot be profiled: it failed, made nothing that runs in ONNX Runtime, or ended too early."""

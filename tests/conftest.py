@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch_free import heavy_imports, needs_torch
+from torch_free import needs_torch
+from without_ort import NO_WHEEL, ORT_IS_MISSING, shows_its_absence
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
 
@@ -27,6 +28,16 @@ os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.enviro
 _cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 _environment = hashlib.sha256(f"{sys.prefix} {sys.version}".encode()).hexdigest()[:12]
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(_cache, "torch_extensions", f"tests_{_environment}"))
+
+
+def _torch_loads_plugins() -> bool:
+    spec = importlib.util.find_spec("torch")
+    return spec is None or spec.origin is None or "_import_device_backends" in Path(spec.origin).read_text("utf-8")
+
+
+if not _torch_loads_plugins():  # 2.4: what the tests start has a sitecustomize that loads ort_zero, as a user's would
+    _folder = str(Path(__file__).parent / "versions" / "without_plugins")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_folder, os.environ.get("PYTHONPATH"))))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,23 +65,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-NO_WHEEL = "onnxruntime-training has no wheel for it"
-"""What whoever asks for ONNX Runtime is told on a Python without a wheel of it."""
-_ITS_ABSENCE = (NO_WHEEL, "No module named 'onnxruntime", "No package metadata was found for onnxruntime-training")
-_ORT_IS_MISSING = sys.version_info >= (3, 12) and importlib.util.find_spec("onnxruntime") is None
-
-
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Skip, with the reason, the modules that import onnxruntime, on a Python for which it has no wheel."""
-    if not _ORT_IS_MISSING or "onnxruntime" not in heavy_imports(module_path.resolve()):
-        return None
-    return _NeedsOrt.from_parent(parent, path=module_path)
+    """Skip, with the reason, the modules that need onnxruntime or onnx to be imported, on a Python without a wheel."""
+    return _MayNeedOrt.from_parent(parent, path=module_path) if ORT_IS_MISSING else None
 
 
-class _NeedsOrt(pytest.Module):
-    """A test module that cannot be imported without onnxruntime."""
+class _MayNeedOrt(pytest.Module):
+    """A test module on a Python for which there is no onnxruntime."""
 
     def collect(self):
+        try:
+            return super().collect()
+        except self.CollectError as error:
+            if not shows_its_absence(str(error)):
+                raise
         pytest.skip(f"Python {sys.version_info[0]}.{sys.version_info[1]}: {NO_WHEEL}", allow_module_level=True)
 
 
@@ -79,7 +87,7 @@ def pytest_runtest_makereport(item: pytest.Item):
     """Make a skip of a test that asked for ONNX Runtime, on a Python for which it has no wheel, and only there."""
     outcome = yield
     report = outcome.get_result()
-    if _ORT_IS_MISSING and report.failed and any(text in report.longreprtext for text in _ITS_ABSENCE):
+    if report.failed and shows_its_absence(report.longreprtext):
         report.outcome = "skipped"
         report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {NO_WHEEL}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,13 +62,28 @@ class DeepSpeedParameters(PlainParameters):
 
     def start(self, parameters: Sequence[Any]) -> Any:
         """Begin to gather; all ranks of the partition group must call."""
-        with self._allocations:
-            return parameters[0].all_gather_coalesced(list(parameters))
+        with self._not_in_flight_after_errors(parameters), self._allocations:
+            return parameters[0].all_gather_coalesced(list(parameters)), list(parameters)
 
     def wait(self, handle: Any) -> None:
         """Return when the data is there."""
-        with self._allocations:
-            handle.wait()
+        gather, parameters = handle
+        with self._not_in_flight_after_errors(parameters), self._allocations:
+            gather.wait()
+
+    @contextlib.contextmanager
+    def _not_in_flight_after_errors(self, parameters: Sequence[Any]) -> Iterator[None]:
+        """Run a block; after an error in it, no parameter waits for a gather that nobody will finish.
+
+        DeepSpeed notes a parameter as on its way before it takes the memory for it.
+        """
+        try:
+            yield
+        except BaseException:
+            for parameter in parameters:
+                if self.in_flight(parameter):
+                    parameter.ds_status = self._status.NOT_AVAILABLE
+            raise
 
     def release(self, parameters: Sequence[Any]) -> None:
         """Partition those that are whole; what was taken from them stays valid."""

@@ -173,6 +173,23 @@ def global_names(code: CodeType) -> tuple[set[str], set[str]]:
     return found, names
 
 
+def attribute_chains(code: CodeType) -> list[tuple[str, tuple[str, ...]]]:
+    """Return each global that `code` looks up, with the attributes that it takes one of the other: ``F.relu``."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    before = ""
+    for instruction in _instructions(code):
+        if instruction.opname == "LOAD_GLOBAL":
+            found.append((instruction.argval, ()))
+        elif instruction.opname in _LOADING_METHOD and before in ("LOAD_GLOBAL", *_LOADING_METHOD) and found:
+            name, path = found[-1]
+            found[-1] = name, (*path, instruction.argval)
+        else:
+            before = ""
+            continue
+        before = instruction.opname
+    return list(dict.fromkeys(found))
+
+
 def is_augmented_read(frame: FrameType) -> bool:
     """Return True while `frame` reads an attribute for an augmented assignment to it, such as ``self.calls += 1``."""
     ops, place = frame.f_code.co_code, frame.f_lasti
@@ -206,9 +223,16 @@ def use_of_read(frame: FrameType) -> str:
     return _use_after(frame.f_code, frame.f_lasti)
 
 
-def is_only_filled(code: CodeType, name: str) -> bool:
-    """Return whether all that `code` does with the variable `name` is to give the container more or other items."""
-    loads = [i.offset for i in _instructions(code) if i.opname in _LOADING and i.argval == name]
+def is_only_filled(code: CodeType, name: str, *, attribute: bool = False) -> bool:
+    """Return whether all that `code` does with a variable is to give the container more or other items.
+
+    Args:
+        code: of a function.
+        name: of the variable.
+        attribute: it is the name of an attribute instead, of whatever object.
+    """
+    loading = _LOADING_METHOD if attribute else _LOADING
+    loads = [i.offset for i in _instructions(code) if i.opname in loading and i.argval == name]
     return bool(loads) and all(_use_after(code, offset) == FILLED for offset in loads)
 
 
@@ -229,6 +253,9 @@ def _use_after(code: CodeType, offset: int) -> str:
             return FILLED if instruction.argval in _FILLING else READ
         if above == 1 and name == "STORE_SUBSCR":
             return FILLED
+        if above == 1 and name == "BINARY_SUBSCR":  # the same of the item
+            above = 0
+            continue
         if above == 1 and (name in _IN_PLACE or (name == "BINARY_OP" and instruction.argrepr in ("+=", "-="))):
             return ADDED_TO
         if name in _PUSHING or (name == "LOAD_GLOBAL" and not (instruction.arg or 0) & _CALL_BIT):

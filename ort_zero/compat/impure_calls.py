@@ -1,4 +1,4 @@
-"""Notices calls whose result is another one each time: clocks, the system's random bytes, the seeds of PyTorch.
+"""Notices calls whose result is another one each time: clocks, files, queues, random bytes, the seeds of PyTorch.
 
 While a module is traced their results would become constants of its graph. Seeds count because ONNX Runtime draws from
 generators of its own: ``torch.manual_seed(0)`` in a forward would not repeat what the graph draws.
@@ -10,8 +10,11 @@ something: when it is compared, becomes an integer, or is given to a function of
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import io
 import os
+import queue
 import random
 import sys
 import time
@@ -47,6 +50,9 @@ def noticed(notice: Callable[[str], None]) -> Iterator[None]:
     originals: list[tuple[Any, str, Any]] = [(random.Random, "seed", random.Random.seed)]
     for module in list(sys.modules.values()):
         originals += [(module, name, vars(module)[name]) for name in _names_in(module, replacements.keys())]
+    for owner, name, replacement in _from_outside():
+        originals.append((owner, name, vars(owner)[name]))
+        replacements[id(vars(owner)[name])] = replacement
     for owner, name, value in originals:
         setattr(owner, name, replacements[id(value)])
     before, _notice = _notice, notice
@@ -68,6 +74,20 @@ def _replacements() -> dict[int, Callable]:
     made[id(os.urandom)] = _noticing(os.urandom, "draws random bytes from the system", _serves_user)
     made[id(random.Random.seed)] = _noticing_seed(random.Random.seed)
     return made
+
+
+def _from_outside() -> Iterator[tuple[Any, str, Any]]:
+    """Yield owner and name of what brings values from outside of the process or from other threads, and what notices
+    its use."""
+    opening = _noticing(open, "opens a file", _serves_user)
+    yield builtins, "open", opening
+    yield io, "open", opening  # pathlib's
+    yield queue.Queue, "get", _noticing(queue.Queue.get, "takes from a queue", _serves_user)
+    shared = sys.modules.get("multiprocessing.sharedctypes")
+    if shared is not None:
+        value = shared.Synchronized.value
+        reads = _noticing(value.fget, "reads a value that processes share", _serves_user)
+        yield shared.Synchronized, "value", property(reads, value.fset)
 
 
 _names_of_file: dict[str, tuple[int, list[str]]] = {}

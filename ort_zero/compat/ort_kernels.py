@@ -15,14 +15,42 @@ BARRIER = "YieldOp"
 
 ALIASES = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 """Operators whose kernels say Alias(0, 0): the result is the input's memory."""
-SCRATCH = {"Where": 2}
+SCRATCH = {"Where": 2, "Sum": 1}
 """Memory that a kernel takes from the arena while it runs, in sizes of its first result: the CPU's Where selects twice,
-then merges."""
-HEAP = {"SoftmaxCrossEntropyLossInternal": 1, "SoftmaxCrossEntropyLoss": 1, "LayerNormalizationGrad": 4}
+then merges; Sum has a result of each two inputs, the last one apart."""
+SCRATCH_FROM = {"Sum": 3}
+"""Number of inputs from which a kernel of :data:`SCRATCH` takes any."""
+HEAP = {
+    "SoftmaxCrossEntropyLossInternal": 1,
+    "SoftmaxCrossEntropyLoss": 1,
+    "LayerNormalizationGrad": 4,
+    "SimplifiedLayerNormalizationGrad": 4,
+}
 """Memory that a kernel takes from the heap while it runs, in sizes of its first operand: shifted logits, products of
 matrices that are not merged."""
 FROM_TORCH = frozenset((BARRIER, "ATen", "PythonOp", "PythonOpGrad"))
 """Operators whose results are tensors of PyTorch's, outside of ORT's arena."""
+
+ATEN_IN_PLACE = {"ort_zero_loss::scaled": 1, "ort_zero_loss::scaled_sum": 1, "ort_zero_loss::add_rows": 0}
+"""Operators of ATen nodes that write their result into the memory of an input, and which one that is."""
+FUSED_LOSS = "ort_zero_loss::loss"
+"""How the names of the operators begin that compute a head and its loss: of hidden states [..., width] and a weight
+[classes, width]."""
+LOGITS_AT_ONCE = 1 << 23
+"""Number of logits that such an operator computes at a time, if its last input says nothing else."""
+
+
+def loss_slice(logits: int) -> int:
+    """Return how many classes' gradients of the weight are computed at a time by an operator of :data:`FUSED_LOSS`.
+
+    Args:
+        logits: number of logits that it computes at a time.
+    """
+    return 1 << 12 if logits >= LOGITS_AT_ONCE else 1 << 10
+
+
+LOSS_BUFFERS = 3 << 20
+"""Bytes that PyTorch's products take inside of such an operator, measured."""
 
 PRODUCTS = frozenset(("MatMul", "FusedMatMul", "Gemm"))
 """Operators that multiply matrices."""
@@ -49,9 +77,10 @@ ATEN_NEW_MEMORY = frozenset(
         "tensordot",
         "ort_zero_loss::scaled",
         "ort_zero_loss::scaled_sum",
+        "ort_zero_loss::add_rows",
     )
 )
-"""Operators of ATen nodes that write each result into memory of its own; they return tensors of PyTorch's."""
+"""Operators of ATen nodes whose results are tensors of PyTorch's in memory of which no other value is read any more."""
 EFFECTS = frozenset((BARRIER, "PythonOp", "PythonOpGrad", "BatchNormalization", "BatchNormInternal"))
 """Operators that do something besides computing their results: Python code, running statistics that are changed in
 place."""

@@ -98,6 +98,13 @@ class SizeNumbers:
             return key if same else key._make(parts) if hasattr(key, "_make") else type(key)(parts)
         return self.number_in(key) if self.includes(key) else key
 
+    def _plain_switch(self, value: Any) -> Any:
+        """Return a bool for what a size was compared to; a function that takes nothing but a bool is given it."""
+        if isinstance(value, torch.Tensor) and value.dtype == torch.bool and self.includes(value):
+            self._take(value)
+            return self.number_in(value)
+        return value
+
     # -- how they behave -------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -111,10 +118,19 @@ class SizeNumbers:
             setattr(torch.Tensor, name, method)
         is_tensor: Any = torch.is_tensor
         torch.is_tensor = self._is_tensor  # type: ignore[assignment]
+        attention = torch.nn.functional.scaled_dot_product_attention
+
+        @functools.wraps(attention)
+        def with_plain_switches(*args: Any, **kwargs: Any) -> Any:
+            plain = {name: self._plain_switch(value) for name, value in kwargs.items()}
+            return attention(*map(self._plain_switch, args), **plain)
+
+        torch.nn.functional.scaled_dot_product_attention = with_plain_switches
         try:
             yield
         finally:
             torch.is_tensor = is_tensor
+            torch.nn.functional.scaled_dot_product_attention = attention
             for name, method in own.items():
                 if method is None:
                     delattr(torch.Tensor, name)

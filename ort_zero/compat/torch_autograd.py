@@ -17,6 +17,15 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def keeps_graph() -> bool:
+    """Return whether the backward that runs leaves the graph for another one (``retain_graph=True``).
+
+    True where this torch does not tell.
+    """
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or bool(ask())
+
+
 def leaves_behind(nodes: Iterable[Any]) -> list[torch.Tensor]:
     """Return the leaf tensors to which a backward through `nodes` of autograd's graph would lead."""
     leaves: list[torch.Tensor] = []
@@ -46,6 +55,11 @@ def comes_to(leaf: torch.Tensor) -> bool:
 def has_hooks(leaf: torch.Tensor) -> bool:
     """Return True if a Python hook sees the leaf's gradient."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def has_backward_hooks(tensor: torch.Tensor) -> bool:
+    """Return True if a Python hook is called before the tensor's gradient is accumulated, even with None."""
+    return bool(tensor._backward_hooks)
 
 
 class LeafInGraph:
@@ -111,7 +125,23 @@ def gradients(ends: Sequence[BackwardEnd], starts: Sequence[Any], given: Sequenc
     if not ends:
         return [None] * len(starts)
     outputs, values = zip(*(end.start(value) for end, value in zip(ends, given, strict=True)), strict=True)
-    return torch.autograd.grad(outputs, starts, values, allow_unused=True)
+    reached = [edge for edge in starts if _is_in_a_graph(edge.node)]
+    if not reached:
+        return [None] * len(starts)
+    found = dict(zip(map(id, reached), torch.autograd.grad(outputs, reached, values, allow_unused=True), strict=True))
+    return [found.get(id(edge)) for edge in starts]
+
+
+def _is_in_a_graph(node: Any) -> bool:
+    """Return False for the node of a Python Function that no graph leads to any more.
+
+    The object that Python has holds the node itself from torch 2.13 on; before, a
+    backward down to a node that is gone ends the process.
+    """
+    try:
+        return node.next_functions is not None
+    except RuntimeError:
+        return False
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ort_zero.utils.patching import replaced
@@ -83,6 +83,38 @@ def buffers_as_inputs(module: Any) -> Iterator[None]:
             vars(child)["_non_persistent_buffers_set"] = names
 
 
+@contextlib.contextmanager
+def registrations_put_back(module: Any) -> Iterator[None]:
+    """Undo what the block registers in, and removes from, `module` and the modules in it, if it raises.
+
+    A forward that is given up on its way cannot undo it itself: PEFT parametrizes weights for the time of a forward,
+    before the ``try`` whose end takes that back. A parametrization changes the module's class as well.
+    """
+    before = [
+        (child, type(child), [(table, list(table.items())) for table in _registrations(child)])
+        for child in module.modules()
+        if not is_scripted(child)
+    ]
+    try:
+        yield
+    except BaseException:
+        for child, kind, tables in before:
+            if type(child) is not kind:
+                child.__class__ = kind
+            for table, items in tables:
+                now = list(table.items())
+                if len(now) != len(items) or any(
+                    name != other or value is not then for (name, value), (other, then) in zip(now, items)
+                ):
+                    table.clear()
+                    table.update(items)
+        raise
+
+
+def _registrations(module: Any) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, module._modules
+
+
 def is_complex(buffer: Any) -> bool:
     """Return whether a buffer, which may be None, holds complex numbers."""
     return buffer is not None and buffer.is_complex()
@@ -94,6 +126,18 @@ def forward_hooks(module: Any) -> Mapping[str, list[Callable]]:
     The keys of the tables are left out: they count up in the process.
     """
     return {name: list(getattr(module, name).values()) for name in ("_forward_hooks", "_forward_pre_hooks")}
+
+
+def forward_hook_tables(module: Any) -> list[Any]:
+    """Return torch's own tables of the hooks around the forward of `module`."""
+    return [getattr(module, name) for name in ("_forward_hooks", "_forward_pre_hooks")]
+
+
+def global_forward_hooks() -> list[Callable]:
+    """Return the hooks around the forward of every module of the process."""
+    from torch.nn.modules import module
+
+    return [*module._global_forward_hooks.values(), *module._global_forward_pre_hooks.values()]
 
 
 def hook_tables(module: Any) -> tuple[dict[int, Callable], ...]:
@@ -153,6 +197,11 @@ def is_scripted(module: Any) -> bool:
 
 CALL = "_compiled_call_impl"
 """The attribute of a module that is called in place of its hooks and its forward, if it has it."""
+
+
+def plain_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what `module` returns with its hooks and its forward, whatever stands in :data:`CALL`."""
+    return module._call_impl(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -223,6 +272,11 @@ def version_of(tensor: Any) -> int:
         return 0
 
 
+def is_view(tensor: Any) -> bool:
+    """Return whether `tensor` is a view of another tensor for autograd."""
+    return tensor._is_view()
+
+
 def change_in_place(tensor: Any, change: Callable, *args: Any) -> None:
     """Call a method that changes `tensor` in place, also one that was made under ``torch.inference_mode()``."""
     import torch
@@ -253,5 +307,25 @@ def traceable_parametrizations() -> Iterator[None]:
         return set_to
 
     with replaced(parametrize, "_maybe_set", set_to_another):
-        with replaced(parametrize, "cached", lambda original: contextlib.nullcontext):
+        with replaced(parametrize, "cached", lambda original: contextlib.nullcontext), uncached_parametrizations():
             yield
+
+
+@contextlib.contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """Let parametrized weights be computed at each use in the block, inside of ``parametrize.cached()`` as well.
+
+    A weight that one run of a graph has cached has no gradient in the next one.
+    """
+    from torch.nn.utils import parametrize
+
+    with replaced(parametrize, "_cache_enabled", lambda original: 0):
+        yield
+
+
+def versions_of(tensors: Sequence[Any]) -> list[int]:
+    """Return how often the values of each tensor were changed in place; 50 ns a tensor."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]  # some were made under torch.inference_mode()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,27 +38,55 @@ def is_in_graph(tensor: torch.Tensor) -> bool:
     return _C._get_value_trace(tensor).node().kind() not in ("prim::Param", "prim::Constant")
 
 
+class _SavedTensors(threading.local):
+    """The pairs of functions with which :func:`saved_through` has replaced what autograd saves, of each thread."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Any, Any]] = []
+
+
+_saved_tensors = _SavedTensors()
+
+
+@contextlib.contextmanager
+def saved_through(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Let autograd save what `pack` returns in the block, but not in blocks of :func:`plain_autograd` in it."""
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        _saved_tensors.pairs.append((pack, unpack))
+        try:
+            yield
+        finally:
+            _saved_tensors.pairs.pop()
+
+
 @contextlib.contextmanager
 def plain_autograd() -> Iterator[bool]:
-    """Take away the saved-tensor hooks of a trace in the block, in which code may compute gradients.
+    """Take away the hooks of :func:`saved_through` in the block, in which code may compute gradients.
 
     Yields:
-        Whether a trace is being made; otherwise nothing is changed.
+        Whether they were the innermost ones, as while a trace is made; otherwise nothing is changed.
     """
     # inside of an operator that is traced the state is hidden, and the hooks are there
-    hooks = _C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None or getattr(hooks[0], "__name__", "") != KEEPS_NOTHING:
+    hooks = _innermost_hooks()
+    if hooks is None or hooks not in _saved_tensors.pairs:
         yield False
         return
     _C._autograd._pop_saved_tensors_default_hooks()
+    _saved_tensors.pairs.remove(hooks)
     try:
         yield True
     finally:
+        _saved_tensors.pairs.append(hooks)
         _C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
-KEEPS_NOTHING = "keeps_nothing"
-"""Name of the hook that drops what autograd saves during a trace."""
+def _innermost_hooks() -> tuple[Any, Any] | None:
+    """Return the pair that autograd would save with; where torch does not tell (2.6 and before), the last of ours."""
+    top = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None:
+        return _saved_tensors.pairs[-1] if _saved_tensors.pairs else None
+    found = top(False)
+    return None if found is None else tuple(found)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,9 @@ _ASSIGNING = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__it
                         "__iand__", "__ior__", "__ixor__", "__imod__"})  # fmt: skip
 _NO_CHANGE = frozenset({"requires_grad_", "retain_grad", "share_memory_", "pin_memory_"})
 
+PUTS_DATA = "puts other data into a tensor"
+"""The problem with ``weight.data = tensor``."""
+
 
 class Views:
     """The views of tensors that a trace has seen."""
@@ -27,7 +30,7 @@ class Views:
         """For each view, whether the exporter follows it: whether it is a slice of a whole tensor."""
         self._outdated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._slices: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """For each slice of a whole tensor that ``t[index]`` made: the tensor and the index."""
+        """For each slice of a whole tensor: the tensor and the index."""
 
     def slice_of(self, view: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
         """Return the whole tensor that `view` is a slice of, and the index; None for anything else."""
@@ -38,7 +41,7 @@ class Views:
         if self._outdated and any(t in self._outdated for t in _tensors([*args, *kwargs.values()])):
             return "uses a view of a tensor that was changed in place after the view was taken"
         if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
-            return "puts other data into a tensor"
+            return PUTS_DATA
         target = changed_by(func, args, kwargs)
         if target is None or (target._base is None and target not in self._followed):
             return None
@@ -72,8 +75,13 @@ class Views:
                 of_whole = args and isinstance(args[0], torch.Tensor) and args[0]._base is None
                 followed = bool(of_whole) and func in _SLICES and not _adds_axes(func, args)
                 self._followed[tensor] = followed
-                if followed and func is torch.Tensor.__getitem__:
-                    self._slices[tensor] = args[:2]
+                if followed:
+                    self._slices[tensor] = args[:2] if func is torch.Tensor.__getitem__ else _of_row(*args, **kwargs)
+
+
+def _of_row(tensor: torch.Tensor, dim: int, index: int) -> tuple[torch.Tensor, Any]:
+    """Return the tensor and the index of what ``tensor.select(dim, index)`` returns."""
+    return tensor, (*[slice(None)] * (dim % tensor.dim()), index)
 
 
 def changed_by(func: Any, args: tuple, kwargs: dict) -> torch.Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,7 +19,10 @@ TAKE_NO_BOOLS = frozenset(
     | {torch.Tensor.index_fill, torch.Tensor.index_fill_, torch.index_fill, torch.Tensor.scatter, torch.scatter}
 )
 """Functions whose Python numbers decide nothing about the type of the result."""
-_OBSERVERS = (os.path.join("compat", "tracing.py"), os.path.join("compat", "traced_calls.py"), "overrides.py")
+_OBSERVERS = (
+    *(os.path.join("compat", f"{name}.py") for name in ("tracing", "traced_calls", "traced_vmap")),
+    "overrides.py",
+)
 """Ends of the names of the files that a function passes through before a ``TorchFunctionMode`` sees it."""
 _ON_THE_WAY = (*_OBSERVERS, "_tensor.py")
 """Ends of the names of the files between the user's code and a function that the mode sees."""
@@ -100,3 +104,14 @@ def user_line() -> str:
     """Return "FILE:LINE in FUNCTION" of the model's code that runs."""
     stack = (Frame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_stack())
     return users_line(stack) or "unknown line"
+
+
+def running_modules(frame: FrameType | None) -> Iterator[torch.nn.Module]:
+    """Yield the modules whose calls are under way in `frame` and around it, innermost first."""
+    while frame is not None:
+        if frame.f_code is _CALL:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+_CALL = torch.nn.Module._call_impl.__code__

@@ -5,26 +5,28 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
+from ort_zero.compat.deepspeed_parameters import is_partitioned
 from ort_zero.compat.impure_calls import is_time, notice_time, noticed
 from ort_zero.compat.size_calls import counted_axis, have_one_shape, note_call, numbers_among, uses_of
 from ort_zero.compat.size_lists import with_open_lists
 from ort_zero.compat.size_numbers import SizeNumbers
 from ort_zero.compat.torch_modules import has_backward_hooks, is_batch_norm
 from ort_zero.compat.trace_aliases import Aliases
+from ort_zero.compat.trace_gradients import UNANSWERED, GradientReads, property_read
 from ort_zero.compat.trace_operators import assign, complex_number, computed_after, copied
 from ort_zero.compat.trace_origins import Origin, Origins
 from ort_zero.compat.trace_sizes import ELEMENTS, TRUTH, SizeReads
 from ort_zero.compat.trace_state import trace_goes_on
 from ort_zero.compat.trace_switches import GradientSwitches
-from ort_zero.compat.trace_views import Views, changed_by
+from ort_zero.compat.trace_views import PUTS_DATA, Views, changed_by
 from ort_zero.compat.traced_calls import (
     BOOKKEEPING,
     CHECKING,
@@ -44,6 +46,7 @@ from ort_zero.compat.traced_calls import (
     user_line,
 )
 from ort_zero.compat.traced_numbers import NumberReadError, TracedNumbers
+from ort_zero.compat.traced_vmap import vmap_by_broadcasting
 from ort_zero.compat.value_reads import Guard, ValueReadError
 
 _C: Any = torch._C
@@ -66,12 +69,17 @@ class Seen(Protocol):
     """The tensors that share memory."""
     switches: GradientSwitches
     """The parameters whose ``requires_grad`` was switched."""
+    gradients: GradientReads
+    """What the code has asked about gradients."""
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return a result that depends on the arguments."""
 
     def running(self) -> torch.nn.Module | None:
         """Return the innermost module that runs."""
+
+    def refuse_draws(self) -> None:
+        """Raise ValueReadError if the code that ran last has drawn random numbers."""
 
 
 class Draws(Protocol):
@@ -101,6 +109,8 @@ class TracedInputs:
     """Those of both kinds that stand for numbers of Python: tensors without axes."""
     frozen: frozenset[int] = frozenset()
     """``id()`` of the parameters that want no gradient."""
+    originals: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    """The tensors of the call by the ``id()`` of those that the module is given."""
 
 
 NO_INPUTS = TracedInputs()
@@ -118,6 +128,7 @@ class _Observer(TorchFunctionMode):
         self._numbers = TracedNumbers(list(inputs.numbers))
         self._views = Views()
         self.switches = GradientSwitches(inputs.frozen)
+        self.gradients = GradientReads(inputs.frozen, inputs.originals)
         self._normalised: dict[torch.nn.Module, tuple[torch.Tensor, bool]] = {}
         """Last result and mode of each module that keeps running statistics: its calls change them in turn."""
         self._sized = next((tensor for tensor in inputs.arguments if tensor.dim()), None)
@@ -131,6 +142,11 @@ class _Observer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         func = getattr(func, "unobserved", func)
+        asked = property_read(func)
+        if asked and is_users_call(sys._getframe(1)):
+            answer = self._asked_for_gradient(asked, args[0])
+            if answer is not UNANSWERED:
+                return answer
         wanted = switched(func, args, kwargs)
         if wanted is None:
             args, kwargs = self.switches.put_into(args, kwargs)
@@ -183,6 +199,16 @@ class _Observer(TorchFunctionMode):
             self._numbers.follow(func, args, kwargs, result, origins)
         return result
 
+    def _asked_for_gradient(self, name: str, tensor: torch.Tensor) -> Any:
+        """Return what PyTorch would answer, see :class:`GradientReads`; raise for what changes with each backward."""
+        if not torch.jit.is_tracing():
+            return UNANSWERED
+        if name != "grad":
+            return self.gradients.answer(name, tensor)
+        if isinstance(tensor, torch.nn.Parameter):
+            raise ValueReadError(self.running(), "reads the gradient of a parameter", user_line())
+        return UNANSWERED
+
     def _number_step(self, tensor: torch.Tensor) -> int | None:
         return self.sizes.number_step(tensor) if self.size_numbers.includes(tensor) else None
 
@@ -227,6 +253,14 @@ class _Observer(TorchFunctionMode):
             changed = args[0].clone()  # the exporter follows what is assigned to a slice, but not to a part of one
             assign(changed, *args[1:])
             return self._called(func, (*whole, changed), {})
+        whole = self._views.slice_of(target) if target is not None and target is not kwargs.get("out") else None
+        if target is not None and whole is not None:
+            # the exporter follows a change of a slice only where one line of the program takes and changes it
+            changed = target.clone()
+            self._called(func, (changed, *args[1:]), kwargs)
+            self._called(torch.Tensor.__setitem__, (*whole, changed), {})
+            _C._set_value_trace(target, _C._get_value_trace(changed))
+            return target
         if func is torch.Tensor.copy_ and args[0].dim() and args[0]._base is None and len(args) > 1:
             assign(args[0], (slice(None),) * args[0].dim(), args[1])
             return args[0]
@@ -245,7 +279,9 @@ class _Observer(TorchFunctionMode):
         if func in STORAGES and is_users_call(sys._getframe(1)):
             problem = "looks at the memory of a tensor"
         if problem is not None:
-            raise ValueReadError(self.running(), problem, user_line())
+            read = ValueReadError(self.running(), problem, user_line())
+            read.of_partition = problem == PUTS_DATA and is_partitioned(args[0])
+            raise read
 
     def anchored(self, result: torch.Tensor, given: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return `result`, computed from a size of an argument if nothing else is: ORT wants no constant results."""
@@ -258,7 +294,7 @@ class _Observer(TorchFunctionMode):
 
     def begin_module(self, module: torch.nn.Module, args: tuple) -> tuple:
         """Note that a module is called; return the arguments for it."""
-        self._refuse_draws()
+        self.refuse_draws()
         earlier, mode = self._normalised.get(module, (None, module.training))
         if mode != module.training:
             raise ValueReadError(module, "is called in train() and in eval()", user_line())
@@ -269,7 +305,7 @@ class _Observer(TorchFunctionMode):
 
     def end_module(self, module: torch.nn.Module, result: Any) -> None:
         """Note that the call of the innermost module is over."""
-        self._refuse_draws()
+        self.refuse_draws()
         del self.modules[-1]
         in_graph = "forward" not in vars(module)  # else PyTorch runs it
         if torch.jit.is_tracing() and in_graph and is_batch_norm(module) and isinstance(result, torch.Tensor):
@@ -282,7 +318,7 @@ class _Observer(TorchFunctionMode):
             read.function = function
             raise read
 
-    def _refuse_draws(self) -> None:
+    def refuse_draws(self) -> None:
         """Raise if the code that ran last has drawn random numbers that the tracer takes for constants."""
         drawn = self._draws.since_last() if self._draws is not None else None
         if self._draws is not None and drawn is not None:
@@ -421,7 +457,7 @@ def is_number_of_sizes(tensor: torch.Tensor) -> bool:
 def drawing_at_each_run() -> Iterator[None]:
     """Let the code in the block draw random numbers, as it is going to do at each run of the graph."""
     observer = _observers[-1]
-    observer._refuse_draws()
+    observer.refuse_draws()
     yield
     observer.forget_draws()
 
@@ -464,7 +500,13 @@ def watched(inputs: TracedInputs = NO_INPUTS, draws: Draws | None = None) -> Ite
     ]
     _observers.append(observer)
     try:
-        with observer, observer.sizes.recording(), observer.size_numbers.behaving(), noticed(observer.refuse):
+        with (
+            observer,
+            observer.sizes.recording(),
+            observer.size_numbers.behaving(),
+            noticed(observer.refuse),
+            vmap_by_broadcasting(),
+        ):
             yield observer
     finally:
         _observers.remove(observer)

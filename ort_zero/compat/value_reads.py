@@ -24,6 +24,10 @@ class ValueReadError(BaseException):
         """Whether the value depends on nothing but sizes, which only a run of the graph can tell."""
         self.of_attribute = False
         """Whether the value depends on nothing but attributes that are inputs of the graph."""
+        self.of_partition = False
+        """Whether the code changes a weight of which each rank has a part, so that PyTorch would lose the change."""
+        self.moves = False
+        """Whether the value is an item of a list of which the code moves items to other indices."""
         self.function: Any = None
         """The function that draws the random numbers and makes tensors or arrays of them; None if unknown."""
 

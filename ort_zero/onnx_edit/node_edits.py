@@ -1,4 +1,4 @@
-"""Changes nodes and models of ONNX; every function but :func:`rename_inputs` leaves what it is given as it is."""
+"""Changes nodes and models of ONNX; functions that change what they are given say so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import onnx
 from google.protobuf.message import Message
 from onnx import helper
 
-from ort_zero.onnx_edit.topology import subgraphs
+from ort_zero.onnx_edit.topology import input_names, subgraphs
 
 M = TypeVar("M", bound=Message)
 ATEN_DOMAIN = "org.pytorch.aten"
@@ -61,6 +61,18 @@ def replace_field(message: Message, field: str, content: Iterable[Any]) -> None:
     content = [copied(item) for item in content]  # some of it may be what the field holds
     message.ClearField(field)
     getattr(message, field).extend(content)
+
+
+def remove_unread_initializers(graph: onnx.GraphProto) -> int:
+    """Remove the initializers that no node reads and that are no results; changes `graph`; return their number.
+
+    ONNX Runtime warns of each when a session is made. Edits that leave nodes out leave such constants behind.
+    """
+    read = {output.name for output in graph.output}.union(*(input_names(node) for node in graph.node))
+    unread = [i for i, tensor in enumerate(graph.initializer) if tensor.name not in read]
+    for i in reversed(unread):
+        del graph.initializer[i]
+    return len(unread)
 
 
 def rename_inputs(node: onnx.NodeProto, names: Mapping[str, str]) -> None:

@@ -40,7 +40,8 @@ def _make(wrapper: Any, module: Any, debug_options: Any) -> None:
         return  # PyTorch runs it, as the user's policy says
     log.set_level(options.level, wrapper)
     section = config.Config(
-        ortmodule=config.OrtModuleConfig(log_level=options.level, cache_dir=options.cache_dir),
+        # upstream's policy decides what becomes of a model that cannot be exported
+        ortmodule=config.OrtModuleConfig(log_level=options.level, cache_dir=options.cache_dir, split="off"),
         memory=_memory_of(options),
     )
     attach_to(wrapper, module, section, keeps_checkpointing=options.keeps_checkpointing)
@@ -71,7 +72,7 @@ def attach_to(wrapper: Any, module: Any, section: config.Config, *, keeps_checkp
         section: how it runs.
         keeps_checkpointing: PyTorch runs a module that uses torch's activation checkpointing.
     """
-    from ort_zero.plugin import summary
+    from ort_zero.plugin import profiled_script, summary
     from ort_zero.plugin.wrap import attach_runtime
     from ort_zero.recompute import trial
 
@@ -87,6 +88,7 @@ def attach_to(wrapper: Any, module: Any, section: config.Config, *, keeps_checkp
         **more,
     )
     runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
+    profiled_script.measure_runtime(runtime)
     return runtime
 
 

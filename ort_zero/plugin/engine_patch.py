@@ -8,11 +8,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ort_zero import config, log
+from ort_zero import config, env, log
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import third_party
+from ort_zero.distributed import lone_failures
+from ort_zero.distributed.missing_ranks import note_this_rank
 from ort_zero.errors import CheckpointError, ConfigError
-from ort_zero.plugin import registry, statistics, summary
+from ort_zero.plugin import metrics, profiled_script, registry, statistics, summary
 from ort_zero.plugin.wrap import wrap_model
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
@@ -26,20 +28,27 @@ def _engine_init(original):
         if section is None:
             original(self, *args, **kwargs)
             return _note(self)
+        if profiled_script.in_torch():
+            original(self, *args, **kwargs)
+            _note(self)
+            return profiled_script.measure_engine(self)
         self.ort_zero_section = section
+        _refuse_local_storage(ds_config, section)
         log.set_level(section.ortmodule.log_level, self)
         third_party.silence()
+        registry.patch_gathers()
         if not section.ortmodule.enabled:
             with backend_context.running_in("torch"):
                 original(self, *args, **kwargs)
             _note(self)
             summary.announce(section, self.module, None)
+            metrics.write_metrics_of(self, section.metrics, None)
             return _subscribe(self, section.statistics)
         stage = int((ds_config.get("zero_optimization") or {}).get("stage", 0))
         _refuse_half_on_cpu(ds_config)
         runtime, bound.arguments["model"] = wrap_model(
             bound.arguments["model"],
-            section.ortmodule,
+            profiled_script.without_fallback(section.ortmodule),
             stage,
             memory_efficient_gradients=section.memory_efficient_gradients,
             memory=section.memory,
@@ -50,6 +59,8 @@ def _engine_init(original):
         _note(self)
         self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
         runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
+        profiled_script.measure_engine(self, runtime)
+        metrics.write_metrics_of(self, section.metrics, runtime)
         return _subscribe(self, section.statistics)
 
     return __init__
@@ -57,6 +68,8 @@ def _engine_init(original):
 
 def _note(engine: Any) -> None:
     """Let subscribers know the stage, also without a section; nothing here may keep an engine from being made."""
+    note_this_rank()
+    lone_failures.prepare()
     from ort_zero.statistics.collect.subscriber_manager import remember_zero_stage
 
     remember_zero_stage(engine.module, int(engine.zero_optimization_stage()))
@@ -77,6 +90,21 @@ def _connect(engine: Any, runtime: Any) -> None:
         runtime.group = ds_compat.partition_group_of(offload)
         runtime.prefetch_elements = ds_compat.prefetch_window(offload)
         ds_compat.connect_leaf_gradients(engine)
+
+
+def _refuse_local_storage(ds_config: dict, section: config.Config) -> None:
+    """Raise ConfigError if ranks of several hosts are to keep their parts of a sharded checkpoint on their own disks.
+
+    Said before training: else the first save would be the one to fail.
+    """
+    local = (ds_config.get("checkpoint") or {}).get("use_node_local_storage") is True
+    if local and section.checkpoint.sharded and env.several_hosts():
+        raise ConfigError(
+            '"use_node_local_storage" in the DeepSpeed config means that each host keeps the files of its ranks on its '
+            "own disk; a sharded checkpoint is one folder that all hosts see. Save to a folder that they share, or to "
+            's3:// or gs://, and remove the key; or set "ort_zero": {"checkpoint": {"sharded": false}} for files of '
+            "DeepSpeed's own format"
+        )
 
 
 def _refuse_half_on_cpu(ds_config: dict) -> None:
@@ -107,15 +135,16 @@ def _save_checkpoint(original):
         arguments = given.arguments
         from ort_zero.checkpoint.saves import saving
 
-        saving.save(
-            self,
-            arguments["save_dir"],
-            arguments["tag"],
-            section.checkpoint.async_save,
-            client_state=arguments["client_state"],
-            save_latest=arguments["save_latest"],
-            exclude_frozen_parameters=arguments["exclude_frozen_parameters"],
-        )
+        with metrics.save_of(self):
+            saving.save(
+                self,
+                arguments["save_dir"],
+                arguments["tag"],
+                section.checkpoint.async_save,
+                client_state=arguments["client_state"],
+                save_latest=arguments["save_latest"],
+                exclude_frozen_parameters=arguments["exclude_frozen_parameters"],
+            )
         return True
 
     return save_checkpoint
@@ -190,9 +219,20 @@ def _loaded_by_deepspeed(engine: Any, reason: Any, by_deepspeed: Callable[[], tu
     return found
 
 
+def _step(original):
+    @functools.wraps(original)
+    def step(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        metrics.after_step_of(self)
+        return result
+
+    return step
+
+
 def _destroy(original):
     @functools.wraps(original)
     def destroy(self):
+        metrics.end_metrics_of(self)
         session = self.__dict__.pop("ort_zero_statistics", None)
         if session is not None:
             session.remove()
@@ -215,6 +255,12 @@ PATCHES = (
         target=f"{ds_compat.ENGINE}:DeepSpeedEngine.save_checkpoint",
         build=_save_checkpoint,
         why="writes sharded checkpoints",
+        guard=defined_in(ds_compat.ENGINE),
+    ),
+    Patch(
+        target=f"{ds_compat.ENGINE}:DeepSpeedEngine.step",
+        build=_step,
+        why="writes metrics",
         guard=defined_in(ds_compat.ENGINE),
     ),
     Patch(

@@ -142,7 +142,7 @@ def enable() -> None:
     """
     if env.disabled() or _engine_is_patched():
         return
-    from ort_zero.compat import torch_extensions, versions
+    from ort_zero.compat import submodules, torch_extensions, versions
 
     registry.restore("refused_section")
     _enable_ortmodule()
@@ -152,6 +152,7 @@ def enable() -> None:
     _refuse_late()
     torch_extensions.prepare()
     importlib.import_module(_HOOKED_MODULE)
+    submodules.attach_submodules("deepspeed")
     if _engine_is_patched():
         return  # the armed hook has just done it
     from ort_zero.distributed import gloo_exit
@@ -188,7 +189,7 @@ def disable() -> None:
         PatchError: somebody patched one of our targets after us; nothing is changed then.
     """
     was_enabled = is_enabled()
-    registry.restore("refused_section", "ORTModule", "onnxruntime", "torch.onnx", "deepspeed")
+    registry.restore("refused_section", "ORTModule", "onnxruntime", "torch.onnx", "gathers", "deepspeed")
     _state["bare"] = False
     if was_enabled:
         from ort_zero.compat import third_party

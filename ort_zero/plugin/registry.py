@@ -10,8 +10,9 @@ if TYPE_CHECKING:  # autoload runs at the end of every ``import torch``
     from ort_zero.utils.patching import PatchSet
 
 patch_sets: dict[str, PatchSet] = {}
-"""The patches of each patched dependency: ``"deepspeed"``, ``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its
-constructor), and ``"refused_section"`` where the plugin could not be enabled."""
+"""The patches of each patched dependency: ``"deepspeed"``, ``"gathers"`` (DeepSpeed's, once an engine has the section),
+``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its constructor), and ``"refused_section"`` where the plugin could
+not be enabled."""
 _PATCHING = threading.Lock()
 _runtimes: list[weakref.ref] = []
 """The runtimes of wrapped models, in the order in which the models were wrapped."""
@@ -32,10 +33,28 @@ def name_exporter_modules() -> None:
     patch_sets["torch.onnx"] = old_names
 
 
+def patch_gathers() -> None:
+    """Let DeepSpeed wait for all that it gathers, where it does not; a second call does nothing.
+
+    Called when the first engine has the section: without one DeepSpeed stays as it is.
+    """
+    from ort_zero.compat import deepspeed_waits
+    from ort_zero.utils.patching import PatchSet
+
+    with _PATCHING:
+        if "gathers" not in patch_sets:
+            wanted = PatchSet("gathers", deepspeed_waits.patches())
+            wanted.apply()
+            patch_sets["gathers"] = wanted
+
+
 def patch_ortmodule() -> None:
     """Apply the patches of ORTModule, all or nothing; a second call does nothing.
 
     Called when the first model is wrapped, since it imports onnxruntime; threads may wrap models side by side.
+
+    Raises:
+        UnsupportedVersionError: Python, torch, onnx or onnxruntime-training is missing or out of range.
     """
     with _PATCHING:
         if "onnxruntime" not in patch_sets:
@@ -43,6 +62,10 @@ def patch_ortmodule() -> None:
 
 
 def _patch_ortmodule() -> None:
+    from ort_zero.compat import versions
+
+    versions.require("ort")  # before the imports below, which need onnx
+
     from ort_zero.compat import ortmodule, torch_ddp
     from ort_zero.compat.torch_onnx import exporter_modules
     from ort_zero.runtime.operators import symbolics

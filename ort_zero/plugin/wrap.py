@@ -15,7 +15,7 @@ def wrap(model: Any, **section: Any) -> Any:
     """Return `model` wrapped so that ONNX Runtime runs it, without DeepSpeed.
 
     ``ort_zero.wrap(model, ortmodule={"exclude": ["head"]}, statistics={"enabled": True, "output_dir": "run"})``: the
-    keys are those of the section in a DeepSpeed config, but for "checkpoint", which an engine's checkpoints need. The
+    keys are those of the section in a DeepSpeed config, but for "checkpoint" and "metrics", which need an engine. The
     result is an ORTModule; where the section or ``ORT_ZERO_DISABLE`` says so, it is `model` itself. In a
     DistributedDataParallel the module inside is wrapped. Every rank calls it with the same options.
 
@@ -29,11 +29,13 @@ def wrap(model: Any, **section: Any) -> Any:
         BuildError: the C++ extensions cannot be built.
     """
     from ort_zero.compat import torch_ddp
-    from ort_zero.plugin import statistics, summary
+    from ort_zero.plugin import profiled_script, statistics, summary
 
     options = config.parse(section)
     if "checkpoint" in section:
         raise ConfigError('ort_zero.checkpoint: checkpoints are those of a DeepSpeed engine; leave "checkpoint" out')
+    if "metrics" in section:
+        raise ConfigError("ort_zero.metrics: a model without a DeepSpeed engine has no steps; read ort_zero.status()")
     if env.disabled() or not options.enabled:
         return model
     if torch_ddp.is_ddp(model):
@@ -43,13 +45,14 @@ def wrap(model: Any, **section: Any) -> Any:
     if options.ortmodule.enabled:
         runtime, wrapped = wrap_model(
             model,
-            options.ortmodule,
+            profiled_script.without_fallback(options.ortmodule),
             0,
             memory_efficient_gradients=options.memory_efficient_gradients,
             memory=options.memory,
         )
         runtime.in_step = False
         runtime.announce = lambda ready: summary.announce(options, ready.module, ready)
+        profiled_script.measure_runtime(runtime)
     log.set_level(options.ortmodule.log_level, wrapped)
     session = statistics.collect(wrapped, options.statistics)
     if session is not None:

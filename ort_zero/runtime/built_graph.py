@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import onnx
 
@@ -16,6 +17,7 @@ from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.tracer import Effects
 from ort_zero.runtime.fused_loss.rewrite import FusedLoss, ReturnedLogits
 from ort_zero.runtime.guards.keys import ExportedModelInfo, ExportKey, KnownGraph, PostExportProcessedModelInfo
+from ort_zero.runtime.result_dependencies import ResultDependencies
 from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.statistics.collect import reader_marks
 
@@ -73,6 +75,21 @@ class BuiltGraph:
 
     returned_logits: ReturnedLogits | None = None
     """Where the results are from which the model's logits are computed; None for a graph that returns them."""
+
+    dependencies: ResultDependencies | None = None
+    """Which results depend on what; None until somebody wants to know."""
+
+    read_by_backward: frozenset[str] | None = None
+    """Names of the inputs whose values the backward reads; None until somebody wants to know."""
+
+    draws_again: Callable[[int], Any] | None = None
+    """Returns an agent of the graph whose first run draws what that of :attr:`session` draws in the run of a number."""
+
+    runs_begun: int | None = 0
+    """Number of forward runs of the session; None when one has failed, since some nodes have drawn then."""
+
+    surround: Callable[[str, Callable[[], Any]], Any] | None = None
+    """Surrounds each half of a run, see :mod:`.run_observer`."""
 
     @property
     def effects(self) -> Effects:

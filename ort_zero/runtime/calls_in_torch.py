@@ -24,7 +24,20 @@ from torch.nn.modules import module as torch_module
 from ort_zero.log import get_logger
 
 EMPTY = "forward with a batch of size 0"
-"""Stands for the method in the counts of calls of the engine itself whose batch is empty."""
+SHARED = "forward with arguments that share memory"
+TRANSFORMED = "forward in a transform of torch.func"
+REPLACED = "forward with the parameters of functional_call"
+UNINITIALIZED = "forward that initializes parameters"
+_WHOLE_CALLS = {
+    EMPTY: "batches of size 0 are run by PyTorch",
+    SHARED: "arguments that share memory, where the forward changes one in place, are run by PyTorch",
+    TRANSFORMED: "calls in torch.func's transforms (vmap, grad, jvp) are run by PyTorch",
+    REPLACED: "calls for which functional_call replaces parameters are run by PyTorch",
+    UNINITIALIZED: "the first call initializes lazy modules and is run by PyTorch",
+}
+"""The messages about the calls of the engine that PyTorch runs as a whole, by what stands for the method in counts."""
+SECOND_ORDER = "backward with create_graph=True"
+"""Stands for the method in the counts of gradients that are to be differentiated themselves."""
 _TORCH_FILE = torch_module.__file__
 
 
@@ -85,12 +98,26 @@ class CallsInTorch:
                 what,
             )
 
-    def note_empty(self) -> None:
-        """Count a call of the engine whose batch is empty, which PyTorch runs; the first one is told."""
-        self.methods[EMPTY] += 1
+    def note_second_order(self) -> None:
+        """Count gradients that are to be differentiated themselves, which PyTorch computes; the first time is told."""
+        self.methods[SECOND_ORDER] += 1
         model = self._model()
-        if self.methods[EMPTY] == 1 and model is not None:
-            get_logger().info("%s: batches of size 0 are run by PyTorch", type(model).__name__)
+        if self.methods[SECOND_ORDER] == 1 and model is not None:
+            get_logger().info(
+                "%s: gradients that are differentiated themselves (create_graph=True) are computed by PyTorch, which "
+                "runs the forward again for them", type(model).__name__,
+            )  # fmt: skip
+
+    def note_whole_call(self, why: str) -> None:
+        """Count a call of the engine that PyTorch runs as a whole; the first one is told.
+
+        Args:
+            why: a key of the messages, such as :data:`EMPTY`.
+        """
+        self.methods[why] += 1
+        model = self._model()
+        if self.methods[why] == 1 and model is not None:
+            get_logger().info("%s: %s", type(model).__name__, _WHOLE_CALLS[why])
 
 
 @contextlib.contextmanager

@@ -8,39 +8,56 @@ Called by :class:`ort_zero.runtime.runtime.Runtime`. The ranks agree on each ste
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ort_zero.compat import ortmodule as ort_compat
-from ort_zero.compat.torch_onnx import Unexportable
+from ort_zero.compat.shared_memory import shares_memory
 from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.config import OrtModuleConfig
-from ort_zero.errors import ExportError, RankError
+from ort_zero.errors import ExportError
 from ort_zero.log import get_logger
+from ort_zero.runtime import calls_in_torch
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.call_effects import carry_out
-from ort_zero.runtime.error_messages import cause_of, explain
+from ort_zero.runtime.error_messages import explain
 from ort_zero.runtime.export import pytree
-from ort_zero.runtime.export.attribute_inputs import AttributeInputError, can_be_input
-from ort_zero.runtime.export.attribute_paths import ATTRIBUTE, MODULE, Place, PlaceFinder, is_number
-from ort_zero.runtime.export.attribute_records import AttributeChangedError, StartValuesError
+from ort_zero.runtime.export.advanced_iterators import unmoved
 from ort_zero.runtime.export.buffer_states import BufferStates
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
+from ort_zero.runtime.export.part_states import PartStates
 from ort_zero.runtime.export.pytorch_calls import CALLS
 from ort_zero.runtime.export.random_states import GlobalStates, preserved
-from ort_zero.runtime.export.tracer import ArgumentInputError
+from ort_zero.runtime.export_retries import ExportRetries
 from ort_zero.runtime.fused_loss.lazy_logits import put_logits
+from ort_zero.runtime.gradients_of_gradients import gradients_in_torch
 from ort_zero.runtime.guards import value_guards
 from ort_zero.runtime.guards.keys import Action, Observed, Transition
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.rank_agreement import RankAgreement
 from ort_zero.runtime.rank_protocol import Action as RankAction
-from ort_zero.runtime.rank_protocol import BuildAgain, BuildAnew, Decided, Enter, Entered, Ran, Return, Run, Scope
+from ort_zero.runtime.rank_protocol import (
+    BuildAgain,
+    BuildAnew,
+    Decided,
+    Enter,
+    Entered,
+    Problem,
+    Ran,
+    Return,
+    Run,
+    Scope,
+)
+from ort_zero.runtime.repeated_forward import RepeatedForward
 from ort_zero.runtime.transitions import GraphTransitionManager
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
+
+MOST_ATTEMPTS = 500
+"""Maximum number of exports for one graph: each one that fails teaches what has to stay in PyTorch in the next."""
 
 
 class ModuleRuntime(Protocol):
@@ -48,6 +65,7 @@ class ModuleRuntime(Protocol):
 
     module: torch.nn.Module
     config: OrtModuleConfig
+    stage: int
     ranks: RankAgreement
     excluded: ExcludedModules
     guard_failures: value_guards.GuardFailures
@@ -76,6 +94,12 @@ class ModuleRuntime(Protocol):
     def end_call(self, graph: BuiltGraph, result: Any, args: tuple, kwargs: dict) -> None:
         """Note that a call has its result."""
 
+    def note_second_order(self) -> None:
+        """Note that PyTorch computes gradients that are to be differentiated themselves."""
+
+    def takes_over(self, error: BaseException, building: bool) -> bool:
+        """Return whether PyTorch may run the module, or its own code, after an error."""
+
 
 class ForwardCall:
     """Carries out one call.
@@ -84,7 +108,8 @@ class ForwardCall:
         runtime: runtime of the module.
         manager: ORT's, of the mode.
         transitions: holds the graphs of the mode.
-        in_torch: runs the module in PyTorch in the place of its graph; None for a call that the graph runs.
+        in_torch: runs the module in PyTorch in the place of its graph, for the reason that it is given.
+        why_in_torch: why PyTorch is to run this call; None if the graph is.
     """
 
     def __init__(
@@ -92,13 +117,16 @@ class ForwardCall:
         runtime: ModuleRuntime,
         manager: ort_compat.Manager,
         transitions: GraphTransitionManager,
-        in_torch: Callable[[], Any] | None = None,
+        in_torch: Callable[[str], Any],
+        why_in_torch: str | None = None,
     ):
         self._runtime = runtime
         self._ranks = runtime.ranks
         self._manager = manager
         self._transitions = transitions
         self._in_torch = in_torch
+        self._retries = ExportRetries(runtime, transitions)
+        self._why_in_torch = why_in_torch
         self._transition = Transition(Action.EXPORT)
         self._given: tuple[tuple, dict] = (), {}
         self._new: BuiltGraph | None = None
@@ -108,6 +136,8 @@ class ForwardCall:
         self._why_excluded = ""
         self._random_states: GlobalStates | None = None
         """States before the run of a graph that may not hold; None where nothing in PyTorch draws from them."""
+        self._part_states: PartStates | None = None
+        """What the code of PyTorch's parts left behind before the run of a graph that may not hold; None for others."""
         self._buffer_states: BufferStates | None = None
         """Buffers before the run of a graph that may not hold; None for other graphs."""
 
@@ -118,9 +148,11 @@ class ForwardCall:
         self._given = args, kwargs
         self._take_apart()
         observed = self._observe()
+        if transitions.module_guard.is_replaced:
+            return self._in_torch(calls_in_torch.REPLACED)
         self._transition = transitions.check(observed)
         if self._transition.action is Action.EXPORT:
-            self._exclude_readers(transitions.note_changes(observed))
+            self._retries.exclude_readers(transitions.note_changes(observed))
             self._note_sizes(observed)
             if transitions.note_numbers(observed):
                 self._take_apart()
@@ -145,11 +177,15 @@ class ForwardCall:
                 action = self._ranks.advance(Entered(graph.digest, bool(graph.effects.guards)))
             else:
                 assert isinstance(action, Run)
-                if self._in_torch is not None:
-                    result = self._in_torch()
+                if graph.effects.changed and self._shares_changed_memory(graph):
+                    self._why_in_torch = calls_in_torch.SHARED
+                if self._why_in_torch is not None:
+                    result = self._in_torch(self._why_in_torch)
                     self._ranks.advance(Ran(None))
                     return result
                 tensors, action = self._run_graph(graph)
+        if self._part_states is not None:
+            self._part_states.end()
         result = carry_out(
             graph, tensors, self._arguments, self._given, self._runtime.module, transitions.attribute_guard
         )
@@ -168,17 +204,22 @@ class ForwardCall:
                 with contextlib.suppress(Exception):
                     graph.executor.drain()
         builder = transitions.builder
-        builder.output.replay()
         if state.builds:
             transitions.forget(self._new)
         clear = error
-        if state.concerns_building and not self._is_users(error):
+        if state.concerns_building and not self._retries.is_users_own(error):
             clear = explain(error, self._runtime.module, builder.fallback_policy.failed_place)
-        if state.builds and isinstance(clear, ExportError) and transitions.graphs:
+        falls_back = self._runtime.takes_over(clear, state.builds)
+        warns = self._runtime.config.fallback == "warn"
+        if state.builds and isinstance(clear, ExportError) and transitions.graphs and (warns or not falls_back):
             reasons = "; ".join(self._transition.reasons)
             clear = type(clear)(f"{clear} [a new graph was needed: {reasons}; earlier ones are kept]")
-        falls_back = self._runtime.config.fallback == "warn" and isinstance(clear, (ExportError, RankError))
-        return clear, self._ranks.fail(str(clear), falls_back).fall_back
+        stop = self._ranks.fail(str(clear), falls_back)
+        # ranks that differ in what they run would not get on with PyTorch either, unless the configuration says so
+        falls_back = stop.fall_back and (warns or stop.problem in (Problem.OWN_ERROR, Problem.OTHERS_ERROR))
+        if warns or not falls_back:
+            builder.output.replay()
+        return clear, falls_back
 
     # -- before the run ---------------------------------------------------------------------------------------------
 
@@ -188,16 +229,6 @@ class ForwardCall:
 
     def _observe(self) -> Observed:
         return self._transitions.observe(self._arguments, self._runtime.graph_subscribers)
-
-    def _exclude_readers(self, reasons: Mapping[str, str]) -> None:
-        """Let submodules that read what changes often stay in PyTorch.
-
-        Args:
-            reasons: why, by path; "" stands for the model itself, which cannot.
-        """
-        for path, reason in reasons.items():
-            if not self._runtime.excluded.add_alone(path, reason) and path == "":
-                self._slow(f"the forward of {type(self._runtime.module).__name__} {reason}")
 
     def _note_sizes(self, observed: Observed) -> None:
         """Count what makes this call export for its sizes; a submodule that does so too often is to stay in PyTorch."""
@@ -209,7 +240,7 @@ class ForwardCall:
             self._excludes = [path for path, _ in self._runtime.module.named_modules()].index(read.path)
             self._why_excluded = f"{read.what()}, which changes often"
         else:
-            self._slow(f"the forward of {type(self._runtime.module).__name__} {read.what()}")
+            self._retries.warn_of_exports(f"the forward of {type(self._runtime.module).__name__} {read.what()}")
 
     def _exclude_together(self, numbers: Sequence[int]) -> None:
         """Let submodules stay in PyTorch, on all ranks that agree on this call, and have a graph built without them.
@@ -229,15 +260,6 @@ class ForwardCall:
         if self._transition.action is not Action.EXPORT:
             self._force("a submodule stays in PyTorch for another rank's sizes")
 
-    def _slow(self, why: str) -> None:
-        """Warn once that each new value is exported."""
-        if why not in self._runtime.slow_attributes:
-            self._runtime.slow_attributes.add(why)
-            get_logger().warning(
-                "%s: each new value is exported, which takes seconds; use the value in tensor arithmetic only, give it "
-                "as a tensor argument, or move that code into a submodule, which then stays in PyTorch", why
-            )  # fmt: skip
-
     def _decided(self) -> Decided:
         """Return what this rank is about to do, for the vote."""
         transition = self._transition
@@ -254,168 +276,42 @@ class ForwardCall:
         self._transition = Transition(Action.EXPORT, (reason,), forced=True)
 
     def _enter(self, observed: Observed) -> BuiltGraph:
-        """Carry out the transition; what a failure teaches is tried again, while other ranks wait for this one."""
-        while True:
+        """Carry out the transition; what a failure teaches is tried again, while other ranks wait for this one.
+
+        Raises:
+            RuntimeError: after :data:`MOST_ATTEMPTS` of them there is no graph.
+        """
+        for _ in range(MOST_ATTEMPTS):
             transition, self._new = self._transition, None
             try:
                 # an export runs the module, and its result must not depend on whether there was one
-                with preserved(self._runtime.module) if transition.action.builds else contextlib.nullcontext():
+                with self._unmoved() if transition.action.builds else contextlib.nullcontext():
                     graph = self._transitions.enter(
                         transition, observed, self._arguments, self._runtime.graph_subscribers
                     )
             except BaseException as error:
-                reason = self._learned(error)
+                reason = self._retries.after_failure(error)
                 if reason is None:
                     raise
                 self._force(reason)
+                self._take_apart()
                 observed = self._observe()
                 continue
             if transition.action.builds:
                 self._new = graph
                 self._runtime.observe_runs(graph)
             return graph
+        raise RuntimeError(
+            f"no graph after {MOST_ATTEMPTS} attempts; what the last one has taught is: {self._transition.reasons[0]}"
+        )
 
-    def _learned(self, error: BaseException) -> str | None:
-        """Return why the module is exported again after `error`, some of it in PyTorch then; None if that is no help.
-
-        Raises:
-            ExportError: all of the module would have to run in PyTorch.
-        """
-        if isinstance(error, AttributeInputError):
-            return self._no_input(error.places, str(error))
-        if isinstance(error, StartValuesError):
-            known = self._transitions.builder.start_values
-            if error.places <= known:
-                raise RuntimeError(f"{error}, and its values cannot be put back") from error
-            known |= error.places
-            return str(error)
-        if isinstance(error, AttributeChangedError):
-            return self._carry_over(error)
-        if isinstance(error, ArgumentInputError):
-            return self._no_numbers(error.names, str(error))
-        changes, tracer = self._transitions.changes, self._transitions.builder.tracer
-        doubtful = isinstance(error, Exception) and self._ranks.state.builds and not self._is_users(error)
-        why = f"the export failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        if doubtful and changes.untried:  # it worked without them
-            return self._no_input(changes.untried, why)
-        numbers = tracer.numbers if doubtful and tracer is not None else {}
-        if any(name in self._transitions.numbers.inputs for name in numbers):
-            return self._no_numbers(numbers, why)
-        try:
-            reason = self._moved_to_pytorch(error)
-        except ExportError:
-            if not doubtful or not changes.untried_carried:
-                raise
-            reason = None
-        if reason is None and doubtful and changes.untried_carried:
-            return self._no_input(changes.untried_carried, why)
-        return reason
-
-    def _moved_to_pytorch(self, error: BaseException) -> str | None:
-        """Let PyTorch run the part that has failed; return why that helps, None if it does not.
-
-        Raises:
-            ExportError: all of the module would have to run in PyTorch.
-        """
-        excluded, builder = self._runtime.excluded, self._transitions.builder
-        if isinstance(error, ValueReadError):
-            return excluded.exclude(error)
-        if isinstance(error, Unexportable):
-            place = builder.fallback_policy.failed_place
-            assert place is not None
-            module = excluded.smallest_around(place.path)
-            where = f"{error}; {place.line}" if place.line else str(error)
-            return excluded.exclude(ValueReadError(module, "calls an operator", where))
-        if not isinstance(error, Exception) or not self._ranks.state.builds or self._is_users(error):
-            return None
-        if builder.fallback_policy.learn(str(error)):
-            return str(error).splitlines()[0]
-        return builder.smaller_parts.move(error)
-
-    def _is_users(self, error: BaseException) -> bool:
-        """Return True for an error that PyTorch raises as well."""
-        builder = self._transitions.builder
-        if builder.tracer is not None and error is builder.tracer.users_error:
-            return True
-        # in the run, PyTorch's nodes raise what the module raises; but it has run on the same arguments in the export
-        return bool(torch_fallback.node_of(error)) and "export" not in builder.seconds
-
-    def _outgrown(self, error: BaseException) -> str | None:
-        """Return why the module is exported again after a graph that ran before has failed; None if that is no help.
-
-        Python code may have used sizes of the first batch in a way that other sizes do not fit. Where ranks are in the
-        middle of the collectives of a graph, none of them can build another one.
-        """
-        state, builder = self._ranks.state, self._transitions.builder
-        failed_in_node = bool(torch_fallback.node_of(error)) or "while running" in str(error)
-        if state.builds or state.scope is not Scope.ALONE or not isinstance(error, Exception) or not failed_in_node:
-            return None
-        cause = cause_of(error)
-        if self._runtime.guard_failures.happens_often(cause):
-            builder.smaller_parts.move(error)
-        return f"the graph cannot run with these arguments: {cause}"
-
-    def _carry_over(self, error: AttributeChangedError) -> str:
-        """Make inputs and outputs of the graph of what the forward changes for the next call.
-
-        Raises:
-            ExportError: a number cannot be carried over, and the model's own forward reads it.
-        """
-        transitions, excluded = self._transitions, self._runtime.excluded
-        changes, finder = transitions.changes, PlaceFinder(self._runtime.module)
-        done = []
-        for place, read in error.reads.items():
-            value = finder.value_at(place)
-            name = place.named(type(self._runtime.module).__name__)
-            if can_be_input(value) and not changes.is_refused(place):
-                changes.add(place, read)
-                done.append(f"{name}, which the forward changes, is carried over from call to call")
-            elif is_number(value) or excluded.own_path(read.module):
-                done.append(self._leave_to_python(place, read))
-            else:
-                transitions.builder.settled_attributes.add(place)
-                done.append(f"{name} stays what it was")
-                get_logger().warning("the forward %s; the graph takes it for a constant", read)
-        return "; ".join(done)
-
-    def _leave_to_python(self, place: Place, read: ValueReadError) -> str:
-        """Let the submodule that reads a number, and changes it for the next call, stay in PyTorch.
-
-        Where that is the model's own forward, each value of the number has a graph of its own instead.
-
-        Raises:
-            ExportError: it is the model's own forward, and the number is no attribute.
-        """
-        builder = self._transitions.builder
-        if self._runtime.excluded.own_path(read.module) or place.steps[-1][0] != ATTRIBUTE or place.root[0] != MODULE:
-            return self._runtime.excluded.exclude(read)
-        builder.counted_by_value.add(place)
-        builder.start_values.add(place)
-        self._slow(f"the forward of {type(self._runtime.module).__name__} {read}")
-        return f"each value of {place.named(type(self._runtime.module).__name__)} has a graph of its own"
-
-    def _no_input(self, places: Sequence[Place], why: str) -> str:
-        """Take attributes out of the inputs of the graph; the submodules that read them stay in PyTorch instead."""
-        transitions = self._transitions
-        tracer = transitions.builder.tracer
-        reads = tracer.attributes.reads if tracer is not None and tracer.attributes is not None else {}
-        text = transitions.changes.refuse(places, why)
-        for place in places:
-            if place in transitions.changes.carried:
-                self._leave_to_python(place, transitions.changes.carried[place])
-                continue
-            readers = reads[place].readers if place in reads else []
-            paths = [self._runtime.excluded.own_path(module) for module in readers] or [""]
-            self._exclude_readers(dict.fromkeys(paths, transitions.changes.why(place)))
-        return text
-
-    def _no_numbers(self, names: Iterable[str], why: str) -> str:
-        """Let numbers among the arguments be constants of the graph again; return why it is another one."""
-        self._transitions.numbers.refuse(names)
-        self._take_apart()
-        text = f"argument {', '.join(names)} cannot be an input of the graph: {why}"
-        self._slow(text)
-        return text
+    @contextlib.contextmanager
+    def _unmoved(self) -> Iterator[None]:
+        """Leave generators of random numbers and iterators where they stand, though the block runs the module."""
+        module, excluded = self._runtime.module, self._runtime.excluded
+        in_torch = functools.partial(_is_in_torch, excluded)
+        with preserved(module), unmoved(module, in_torch, excluded.iterators):
+            yield
 
     # -- the run ----------------------------------------------------------------------------------------------------
 
@@ -427,6 +323,8 @@ class ForwardCall:
         self._random_states = GlobalStates() if may_draw else None
         may_repeat = graph.effects.guards or self._runtime.excluded.reasons
         self._buffer_states = BufferStates(self._runtime.excluded) if may_repeat else None
+        repeats_parts = graph.effects.guards and self._runtime.excluded.reasons
+        self._part_states = PartStates(self._runtime.module, self._runtime.excluded) if repeats_parts else None
         try:
             given = list(arguments.tensors)
             if self._manager.training:
@@ -435,7 +333,24 @@ class ForwardCall:
             inputs = graph.info.construct_inputs(dict(zip(arguments.names, given, strict=True)))
             for call, _ in graph.effects.left:
                 CALLS.numbered(call).take_left()  # of an export, or of a run that has failed
-            tensors = self._manager.run(graph.session, inputs)
+            in_torch = functools.partial(
+                gradients_in_torch, self._runtime.module, graph, arguments, inputs, note=self._runtime.note_second_order
+            )
+            # below a ZeRO optimizer, which takes none for zeros, and counts the gradients that come
+            again = RepeatedForward(
+                graph,
+                inputs,
+                self._runtime.excluded,
+                self._random_states,
+                in_torch,
+                self._transitions.draw_in_torch,
+                leaves_out=self._runtime.stage == 0,
+            )
+            number, graph.runs_begun = graph.runs_begun, None  # for a run that fails
+            tensors = self._manager.run(graph.session, inputs, again)
+            graph.runs_begun = number + 1 if number is not None else None
+            if graph.session.gradients:
+                again.note_run()
             torch_fallback.keep_saved_with(tensors)
             if graph.returned_logits is not None:
                 tensors = put_logits(tensors, graph.returned_logits, self._transitions.logit_reads.note)
@@ -445,12 +360,30 @@ class ForwardCall:
             failed = value_guards.first_failed(guards, tensors[first_guard : first_guard + len(guards)])
         except BaseException as error:
             self._refuse_alone(error)
-            reason = self._learned(error) or self._outgrown(error)
+            reason = self._retries.after_failure(error) or self._retries.after_run(error)
             if reason is None:
                 raise
             self._force(reason)
+            self._take_apart()
             return [], self._ranks.advance(BuildAnew())
         return tensors, self._ranks.advance(Ran(failed))
+
+    def _shares_changed_memory(self, graph: BuiltGraph) -> bool:
+        """Return whether an argument that the graph changes shares memory with another one, or with a weight.
+
+        Raises:
+            ExportError: it does, and the other ranks wait in the collectives of the graph.
+        """
+        tensors = self._arguments.tensors
+        held = graph.info.held_tensors(dict(zip(self._arguments.names, tensors, strict=True)))
+        training = self._manager.training
+        shared = next((i for i in graph.effects.changed if shares_memory(i, tensors, held, in_autograd=training)), None)
+        if shared is not None and graph.executor is not None:
+            raise ExportError(
+                f"argument {self._arguments.names[shared]}, which the forward changes in place, shares memory with "
+                "another argument or a weight, which no graph can follow: give the forward a copy (.clone())"
+            )
+        return shared is not None
 
     def _undo_run(self) -> None:
         """Take back what PyTorch's parts have done in a run that did not hold: the call runs another graph."""
@@ -458,6 +391,9 @@ class ForwardCall:
             self._random_states.restore()
         if self._buffer_states is not None:
             self._buffer_states.restore()
+        if self._part_states is not None:
+            self._part_states.restore()
+            self._part_states = None
 
     def _refuse_alone(self, error: BaseException) -> None:
         """Raise for a module that must run in PyTorch as of now where other ranks cannot know of it.
@@ -485,3 +421,7 @@ class ForwardCall:
             return  # there is nothing smaller, and PyTorch trains it
         if self._runtime.guard_failures.changes_often(read):
             excluded.exclude(read)
+
+
+def _is_in_torch(excluded: ExcludedModules, module: torch.nn.Module) -> bool:
+    return excluded.own_path(module) in excluded.reasons

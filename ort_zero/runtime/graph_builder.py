@@ -14,7 +14,7 @@ import torch
 
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_onnx
-from ort_zero.compat.torch_modules import buffers_as_inputs, without_infrastructure_hooks
+from ort_zero.compat.torch_modules import buffers_as_inputs, registrations_put_back, without_infrastructure_hooks
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.log import get_logger
@@ -33,15 +33,17 @@ from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export.fake_weights import fake_weights, unchanged_buffers
 from ort_zero.runtime.export.post_export_passes import (
     anchor_constant_results,
+    bound_clips,
     complete_dropout,
     divide_sums,
     remove_casts_to_the_same_type,
     seed_dropout,
 )
 from ort_zero.runtime.export.tracer import Tracer
+from ort_zero.runtime.export.unchanged_weights import UnchangedWeights
 from ort_zero.runtime.export_cache.lookup import Lookup
 from ort_zero.runtime.export_cache.store import ExportCache
-from ort_zero.runtime.graph_processing import GraphProcessor, Timed
+from ort_zero.runtime.graph_processing import TRACE, GraphProcessor, Timed
 from ort_zero.runtime.guards.attribute_guard import NOTHING_READ, AttributeGuard, ReadValues
 from ort_zero.runtime.guards.keys import (
     ExportedModelInfo,
@@ -93,8 +95,11 @@ class GraphBuilder:
         self.manager = manager
         self.excluded = excluded
         self.functions = AutogradFunctions(module)
-        self.fuses_loss = manager.training and self.memory is None and config.fuse_loss != "off"
-        """Whether graphs may have head and loss in one node: a memory plan counts ORT's buffers alone."""
+        checkpointed = isinstance(self.memory, BlockRecomputation)
+        wanted = config.fuse_loss == "on" or (config.fuse_loss == "auto" and self.memory is None)
+        self.fuses_loss = manager.training and wanted and not checkpointed
+        """Whether graphs may have head and loss in one node: checkpointed blocks are computed as they stand, and with
+        a memory plan it has to be asked for: shares of what the graph takes without it would be other bytes."""
         self.fallback_policy = FallbackPolicy(manager.training, ort_compat.register_function)
         self.smaller_parts = SmallerParts(module, excluded, self.fallback_policy)
         self.processor = GraphProcessor(
@@ -205,6 +210,7 @@ class GraphBuilder:
             model = self.manager.process(model, infer_python_op)
         remove_casts_to_the_same_type(model)
         divide_sums(model)
+        bound_clips(model)
         anchor_constant_results(model)
         names = tuple(given.name for given in model.graph.input)
         info = ExportedModelInfo(
@@ -214,7 +220,12 @@ class GraphBuilder:
             dynamic_axes_map=axes,
             exported_model=model.SerializeToString(),
         )
-        key = dataclasses.replace(observed.export, attributes=self._read_values(tracer), sizes=self._size_guard(tracer))
+        key = dataclasses.replace(
+            observed.export,
+            attributes=self._read_values(tracer),
+            sizes=self._size_guard(tracer),
+            gradients=observed.export.gradients if tracer.asks_for_gradients else None,
+        )
         differentiable = tracer.differentiable.union(observed.process.inputs)  # buffers among them
         unreached = self._unreached(tracer)
         return ExportedModule(key, info, tracer.effects, differentiable, tracer.readers, only_read, unreached)
@@ -293,10 +304,12 @@ class GraphBuilder:
         """Return the exported model, the structure of its results, and the names of its dynamic axes."""
         flattened = self.manager.flattened_module
         self.fallback_policy.failed_place = None
+        self.seconds.pop(TRACE, None)  # of a trace that was given up
         tracer.outside = self.excluded.changing_buffers()
         checkpointed = self._checkpointed_calls(tracer)
         with (
             self._timed("export"),
+            registrations_put_back(self.module),
             self.output.captured(),
             paused(),
             without_infrastructure_hooks(self.module),
@@ -318,10 +331,13 @@ class GraphBuilder:
             reader_marks.marking(tracer.readers),
             tracer.everything_trainable(flattened),
         ):
+            tracer.weights = UnchangedWeights(flattened)
             try:
                 traced = self.manager.export(tracer.graph_inputs)
             finally:
+                tracer.weights.restore()
                 self._state = None  # it holds what the attributes were
+        self.seconds["export"] -= self.seconds.get(TRACE, 0.0)
         if checkpointed.called and self._replaces_checkpointing:
             self.manager.note_layerwise_recompute()
         if str in pytree.types_in_call(tracer.call.structure):
@@ -343,7 +359,7 @@ class GraphBuilder:
             if parameter.device.type == "cpu" and parameter.dtype in (torch.float16, torch.bfloat16):
                 kind = str(parameter.dtype).removeprefix("torch.")
                 key = "bf16" if parameter.dtype == torch.bfloat16 else "fp16"
-                raise ExportError(
+                raise _of_all_parts(
                     f"parameter {name} is {kind}, and ONNX Runtime's CPU provider has no {kind} kernels for training; "
                     f'train in fp32 (drop "{key}" from the DeepSpeed config, or {key}=True from TrainingArguments or '
                     'SFTConfig, and load the model with dtype="float32"), use a GPU, '
@@ -352,7 +368,7 @@ class GraphBuilder:
 
     def _refuse_checkpointing(self) -> None:
         """Raise for a module that calls torch's activation checkpointing while it is traced."""
-        raise ExportError(
+        raise _of_all_parts(
             f"{type(self.module).__name__} uses torch activation checkpointing, which an ONNX graph cannot contain: "
             'write "ort_zero": {"memory": {"checkpointing": "recompute"}} to let ONNX Runtime compute the checkpointed '
             "blocks again, or "
@@ -363,6 +379,13 @@ class GraphBuilder:
 
     def _timed(self, step: str) -> Timed:
         return Timed(self.seconds, step)
+
+
+def _of_all_parts(text: str) -> ExportError:
+    """Return an error that another way to divide the model does not cure."""
+    error = ExportError(text)
+    error.concerns_parts = True
+    return error
 
 
 def wanted_of(call: pytree.Call) -> frozenset[str]:

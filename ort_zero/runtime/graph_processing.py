@@ -22,6 +22,7 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters, PlainParameters, full_shape, is_partitioned
 from ort_zero.compat.torch_modules import buffer_table
 from ort_zero.config import OrtModuleConfig
+from ort_zero.onnx_edit.node_edits import remove_unread_initializers
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.optimizer import MemoryOptimizer
@@ -31,10 +32,11 @@ from ort_zero.runtime.export.attribute_inputs import as_tensor, float_dtype
 from ort_zero.runtime.export.attribute_paths import Place
 from ort_zero.runtime.export.post_optimize_passes import accept_empty_batches, name_all_results, unfuse_for_cpu
 from ort_zero.runtime.export.repeated_reads import asked_for_twice, without_gradients
-from ort_zero.runtime.export_cache.lookup import session_of
+from ort_zero.runtime.export_cache.lookup import run_seed, session_of
 from ort_zero.runtime.export_cache.store import ExportCache
 from ort_zero.runtime.fused_loss import operators as fused_operators
 from ort_zero.runtime.fused_loss.rewrite import LARGE, FusedLoss, fuse_loss, without_zeros
+from ort_zero.runtime.fused_loss.tied_embedding import add_embeddings_in_place
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard
 from ort_zero.runtime.guards.keys import (
     KnownGraph,
@@ -130,6 +132,8 @@ class GraphProcessor:
             accept_empty_batches(model)
         if built.fused is not None:
             kernels["fused_loss"] += 1
+            if tied := add_embeddings_in_place(model):
+                kernels["tied_embedding"] = tied
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
         if self.memory is not None and ort_compat.has_gradients(model):
             with self._timed("memory plan"):
@@ -146,9 +150,16 @@ class GraphProcessor:
             graph_readers.insert_readers(model)
         if self.memory is not None and decision is not None:
             model = self.memory.arrange(model, sizes, decision)
+        remove_unread_initializers(model.graph)
         run = self._model_info(exported, model, parameters, wanted, inputs, executor)
         self._save(model)
-        session = self._session(run, model, info, gradient, in_order=decision is not None)
+        seed = run_seed()
+
+        def agent(runs_before: int = 0) -> Any:
+            shifted = seed + runs_before
+            return session_of(self.cache, manager, model, info, seed=shifted, in_order=decision is not None)
+
+        session = self._session(run, model, info, gradient, agent)
         held = {*parameters, *dict(manager.flattened_module.named_buffers())}
         logits = built.fused.returned if built.fused is not None else None
         seen = exported.effects.results + exported.effects.written
@@ -167,6 +178,8 @@ class GraphProcessor:
             returned_weights=weights_returned(model, held, seen, logits),
             kernels=kernels,
             returned_logits=logits,
+            # what the backward computes again draws in another order
+            draws_again=agent if decision is None else None,
         )
 
     def _recomputed(
@@ -228,7 +241,9 @@ class GraphProcessor:
         """Return an exported model with head and loss in one node, and what that has changed; None where it has not."""
         least = {"auto": LARGE, "on": 2}.get(self.config.fuse_loss, LARGE)
         edited = onnx.load_model_from_string(model)
-        fused = fuse_loss(edited, frozenset(trained), results=results, least_classes=least)
+        fused = fuse_loss(
+            edited, frozenset(trained), results=results, least_classes=least, small=self.memory is not None
+        )
         return (model, None) if fused is None else (edited.SerializeToString(), fused)
 
     def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any], training: bool) -> CollectivePlan | None:
@@ -300,8 +315,7 @@ class GraphProcessor:
         model: onnx.ModelProto,
         info: Any,
         gradient: str | None,
-        *,
-        in_order: bool,
+        make_agent: Callable[[], Any],
     ) -> ort_compat.Session:
         index = {output.name: i for i, output in enumerate(model.graph.output)}
         gradients = {name: index[f"{name}_grad"] for name in run.onnx_graph_input_names_require_grad
@@ -312,7 +326,7 @@ class GraphProcessor:
         gradient_map = [gradients[run.onnx_graph_input_names[i]] for i in differentiable]
         self.manager.follow_determinism()
         with self._timed("session"):
-            agent = session_of(self.cache, self.manager, model, info, in_order=in_order)
+            agent = make_agent()
         return ort_compat.Session(model, info, agent, differentiable, gradient_map, ort_compat.has_gradients(model))
 
     # -- helpers ---------------------------------------------------------------------------------------------------
@@ -331,6 +345,10 @@ class GraphProcessor:
 
     def _timed(self, step: str) -> Timed:
         return Timed(self.seconds, step)
+
+
+TRACE = "trace"
+"""The step in which the module runs in PyTorch for the exporter: once for its results, once recorded."""
 
 
 class Timed:

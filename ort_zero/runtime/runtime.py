@@ -13,6 +13,7 @@ Who does what: :mod:`.forward_call` carries out one call, :mod:`.rank_protocol` 
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -25,28 +26,31 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_ddp
 from ort_zero.compat.deepspeed_parameters import is_partitioned
 from ort_zero.config import OrtModuleConfig
-from ort_zero.errors import DeviceError
+from ort_zero.errors import DeviceError, ExportError, LayoutError, RankError
 from ort_zero.log import get_logger
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.recompute.options import BLOCKS, OFF, RecomputeRequest
 from ort_zero.recompute.peak_check import PeakCheck
 from ort_zero.recompute.trial import Trial, TrialEndedError, TrialMonitor
-from ort_zero.runtime import calls_in_torch, run_observer, status
+from ort_zero.runtime import calls_in_torch, run_observer, status, whole_calls
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.calls_in_torch import CallsInTorch
+from ort_zero.runtime.divided_model import divide, run_divided
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import as_tensor, float_dtype
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.runtime.export_cache.store import ExportCache
 from ort_zero.runtime.forward_call import ForwardCall
 from ort_zero.runtime.graph_builder import GraphBuilder
+from ort_zero.runtime.graph_processing import TRACE
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard
 from ort_zero.runtime.guards.module_guard import ModuleGuard
 from ort_zero.runtime.guards.value_guards import GuardFailures
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.rank_agreement import RankAgreement
 from ort_zero.runtime.rank_protocol import Scope
+from ort_zero.runtime.submodule_graphs import SubmoduleGraphs, callable_parts
 from ort_zero.runtime.transitions import GraphTransitionManager, TransitionHistory
 from ort_zero.runtime.zero3 import gathered_weights
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
@@ -64,6 +68,7 @@ class Runtime:
         memory_efficient_gradients: hand each gradient to its parameter the moment it exists, also below ZeRO-3.
         memory: the recomputation of activations that is asked for; None for none.
         trial: the trial of ``ort-zero memory plan`` that this process is part of; None outside of one.
+        part_of: the runtime of the model that holds `module`, whose own forward runs in PyTorch; None for a model.
 
     Raises:
         ConfigError: a pattern of ``exclude`` matches nothing, or ``cache_dir`` cannot be written to.
@@ -77,8 +82,16 @@ class Runtime:
         memory_efficient_gradients: bool = False,
         memory: RecomputeRequest | None = None,
         trial: Trial | None = None,
+        part_of: Runtime | None = None,
     ):
         self.module = module
+        self._part_of = part_of
+        self._divides = config.split == "auto" and config.fallback == "raise" and trial is None
+        """Whether PyTorch runs the module's own code where no graph can hold it, and its submodules have graphs."""
+        self._divides = self._divides and (memory is None or memory.mode in (OFF, BLOCKS))  # a budget is for the whole
+        self._memory_request = memory
+        self.submodule_graphs: SubmoduleGraphs | None = None
+        """The graphs of the submodules, where the module's own code runs in PyTorch; None where it does not."""
         self.memory_efficient_gradients = memory_efficient_gradients
         self.config = config
         self.stage = stage
@@ -88,11 +101,12 @@ class Runtime:
         """Process group of the ranks that share the model; None for the default one."""
         self.prefetch_elements = 0
         """Number of elements that may be gathered ahead of their use."""
-        self.ranks = RankAgreement(fallback=config.fallback == "warn")
-        self.sums = GradientSums(self.ranks.agree_on_backward)
+        self.ranks = RankAgreement(fallback=config.fallback == "warn" or self._divides)
+        self.sums: GradientSums = part_of.sums if part_of is not None else GradientSums(self.ranks.agree_on_backward)
         self.fallback_reason: str | None = None
         """The reason why PyTorch runs the model; None while ONNX Runtime does."""
         self.excluded = ExcludedModules(module, config.exclude)
+        self.excluded.divisible = self._divisible
         self.guard_failures = GuardFailures()
         self.slow_attributes: set[str] = set()
         """Warnings about attributes whose each new value is exported."""
@@ -115,7 +129,7 @@ class Runtime:
         """The subscribed models whose root is this module or lies below it, in this call."""
         self.graph_subscribers: list[SubscribedModel] = []
         """Those of the subscribed models with a subscriber that wants to see tensors of the graph in this call."""
-        self.calls_in_torch = CallsInTorch(module)
+        self.calls_in_torch: CallsInTorch = part_of.calls_in_torch if part_of is not None else CallsInTorch(module)
         self._parameters = pytree.parameters_of(module.forward)
         self.last_wanted_gradients = True
         """Whether the call that runs, or the last one, wants gradients; the module's own mode is another matter."""
@@ -123,6 +137,8 @@ class Runtime:
         """Called with this runtime and each graph that is about to run; may raise ExportError, so that it does not."""
         self.announce: Callable[[Runtime], None] | None = None
         """Called once with this runtime, when the first training graph has run or PyTorch takes over."""
+        self.graph_recorder: Callable[[BuiltGraph], Callable[[], None]] | None = None
+        """Called with each new graph before its first run; returns what is called after each half of a run."""
 
     # -- called by ORTModule ----------------------------------------------------------------------------------------
 
@@ -147,21 +163,29 @@ class Runtime:
             self._trial_monitor.call()
         if self.fallback_reason is not None:
             return run_in_torch()
+        if self.submodule_graphs is not None:
+            return run_divided(self, self.submodule_graphs, run_in_torch)
+        # under ZeRO-3 the other ranks wait for the collectives of the graph
+        why = whole_calls.reason_in_state(self.module, first=self._module_guard is None) if self.stage != 3 else None
+        if why is not None:
+            return self._run_call_in_torch(run_in_torch, why)
         manager = managers[self.wants_gradients(args, kwargs)]
         self.last_wanted_gradients = manager.training
         alone = not self.in_step and not torch_ddp.in_forward()
-        if self.stage != 3 and not self._guard().any_trainable():
-            alone = True  # there are no gradients to reduce, and arguments may want some on one rank only
+        if self.stage != 3 and (self._part_of is not None or not self._guard().any_trainable()):
+            alone = True  # there are no gradients to reduce, or the module's caller decides whether it is called
         self.ranks.begin(self.group, self.stage, manager.training, alone=alone)
+        self._guard().follows_replaced = self.ranks.state.scope is not Scope.ALONE
         torch_fallback.take_failure()
         self._begin_step()
         transitions = self.find_mode(manager)
         transitions.begin_call()
-        in_torch = functools.partial(self._run_without_elements, run_in_torch)
-        without_elements = self._is_for_torch(args, kwargs)
-        if without_elements and self.ranks.state.scope is Scope.ALONE:
-            return in_torch()
-        call = ForwardCall(self, manager, transitions, in_torch if without_elements else None)
+        in_torch = functools.partial(self._run_call_in_torch, run_in_torch)
+        collectives = self.stage == 3 or self.memory_efficient_gradients
+        why_in_torch = None if collectives else whole_calls.reason_in_arguments(args, kwargs)
+        if why_in_torch is not None and self.ranks.state.scope is Scope.ALONE:
+            return in_torch(why_in_torch)
+        call = ForwardCall(self, manager, transitions, in_torch, why_in_torch)
         try:
             with torch_fallback.memory_owners(self._memory_owner_of()):
                 return call.run(args, kwargs)
@@ -175,6 +199,8 @@ class Runtime:
                 if clear is error:
                     raise
                 raise clear from error
+        if self.config.fallback == "raise":
+            return divide(self, clear, run_in_torch)
         return self._fall_back(str(clear), run_in_torch)
 
     def current(self, training: bool) -> BuiltGraph | None:
@@ -183,9 +209,13 @@ class Runtime:
 
     def run_module(self, module: torch.nn.Module, tensors: tuple) -> tuple[list[torch.Tensor], Any]:
         """Run the module for the exporter, on its arguments, put together."""
-        tracer = self.modes[self.last_wanted_gradients].builder.tracer
-        assert tracer is not None, "only an export runs the flattened module"
-        return tracer.run_module(module, tensors)
+        builder = self.modes[self.last_wanted_gradients].builder
+        assert builder.tracer is not None, "only an export runs the flattened module"
+        before, started = builder.seconds.get(TRACE, 0.0), time.perf_counter()
+        try:
+            return builder.tracer.run_module(module, tensors)
+        finally:
+            builder.seconds[TRACE] = before + time.perf_counter() - started
 
     # -- called by the forward call ---------------------------------------------------------------------------------
 
@@ -267,7 +297,13 @@ class Runtime:
             check = PeakCheck(graph.memory, type(self.module).__name__, device)
         trial_monitor = self._trial_monitor if self.last_wanted_gradients else None
         run_observer.observe(
-            graph, self.runs[self.last_wanted_gradients], device=device, peak_check=check, trial_monitor=trial_monitor
+            graph,
+            self.runs[self.last_wanted_gradients],
+            device=device,
+            peak_check=check,
+            trial_monitor=trial_monitor,
+            seconds=self.history.completed[-1].steps,
+            ran=self.graph_recorder(graph) if self.graph_recorder is not None else None,
         )
 
     def graph_is_ready(self, graph: BuiltGraph) -> None:
@@ -291,6 +327,28 @@ class Runtime:
         for model in self._subscribed:
             model.end_step(result)
 
+    def note_second_order(self) -> None:
+        """Note that PyTorch computes gradients that are to be differentiated themselves."""
+        self.calls_in_torch.note_second_order()
+
+    def takes_over(self, error: BaseException, building: bool) -> bool:
+        """Return whether PyTorch may run the module, or its own code, after an error.
+
+        Args:
+            error: what is to be raised otherwise.
+            building: whether a graph was being made.
+        """
+        if self.config.fallback == "warn":
+            return isinstance(error, (ExportError, RankError))
+        if not self._divides or self.check_graph is not None:
+            return False
+        if self._part_of is None and not callable_parts(self.module, self.excluded.reasons):
+            return False  # nothing would run in ONNX Runtime
+        if isinstance(error, RankError):
+            return True  # if that rank wants so as well
+        divides = building or self._part_of is not None or isinstance(error, LayoutError)
+        return isinstance(error, ExportError) and not error.concerns_parts and divides
+
     # -- reports ----------------------------------------------------------------------------------------------------
 
     def memory_summary(self) -> list[tuple[str, str]]:
@@ -308,7 +366,8 @@ class Runtime:
             runs=self.runs,
             transitions=self.history.completed,
             memory=self.memory,
-            called_in_torch=self.calls_in_torch.methods,
+            called_in_torch=self.calls_in_torch.methods if self._part_of is None else {},
+            submodule_graphs=self.submodule_graphs,
         )
 
     # -- helpers ----------------------------------------------------------------------------------------------------
@@ -331,21 +390,10 @@ class Runtime:
             return False  # the call itself raises it, for all ranks
         return any(tensor.requires_grad for tensor in tensors)
 
-    def _is_for_torch(self, args: tuple, kwargs: dict) -> bool:
-        """Return whether PyTorch runs a call: a batch of size 0, for which many kernels of ORT fail or crash.
-
-        Not where the graph has collectives, for which the other ranks wait.
-        """
-        if self.stage == 3 or self.memory_efficient_gradients:
-            return False
-        tensor = pytree.first_tensor((args, kwargs))
-        return tensor is not None and tensor.numel() == 0
-
-    def _run_without_elements(self, run_in_torch: Callable[[], Any]) -> Any:
-        """Run a call whose batch is empty in PyTorch."""
-        for model in self._subscribed:
-            model.step -= 1  # PyTorch begins it anew
-        self.calls_in_torch.note_empty()
+    def _run_call_in_torch(self, run_in_torch: Callable[[], Any], why: str) -> Any:
+        """Run a single call in PyTorch, for a reason that :mod:`.calls_in_torch` knows."""
+        self.forget_step()
+        self.calls_in_torch.note_whole_call(why)
         return run_in_torch()
 
     def _begin_step(self) -> None:
@@ -359,11 +407,44 @@ class Runtime:
     def _fall_back(self, reason: str, run_in_torch: Callable[[], Any]) -> Any:
         """Run this call and all later ones in PyTorch."""
         self.fallback_reason = reason
-        for model in self._subscribed:
-            model.step -= 1  # PyTorch begins it anew
+        self.forget_step()
         get_logger().warning("running in PyTorch: %s", reason)
         self._announce()
         return run_in_torch()
+
+    def has_run(self) -> bool:
+        """Return whether ONNX Runtime has run the module, or a part of it."""
+        parts = self.submodule_graphs.parts.values() if self.submodule_graphs is not None else ()
+        return any(count.total() for count in self.runs.values()) or any(part.has_run() for part in parts)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the module is a submodule of a model whose own forward runs in PyTorch."""
+        return self._part_of is not None
+
+    def runtime_of_part(self, module: torch.nn.Module, config: OrtModuleConfig) -> Runtime:
+        """Return the runtime of a submodule, which shares the sums of gradients and the counts of calls."""
+        part = Runtime(module, config, self.stage, self.memory_efficient_gradients, self._memory_request, part_of=self)
+        part.group, part.in_step, part.prefetch_elements = self.group, self.in_step, self.prefetch_elements
+        return part
+
+    def _divisible(self, module: torch.nn.Module) -> list[torch.nn.Module]:
+        """Return what in `module` may have graphs of its own, if the graph that is being built is given up for them."""
+        ranks = self.ranks.state
+        if not self._divides or self.check_graph is not None or not ranks.builds or ranks.scope is Scope.EVERY_CALL:
+            return []
+        return [part for _, part in callable_parts(module)]
+
+    def forget_step(self) -> None:
+        """Let PyTorch begin the step of the subscribers anew."""
+        for model in self._subscribed:
+            model.step -= 1
+
+    def announce_gradients(self) -> None:
+        """Announce what runs, once, if it has run with gradients."""
+        wanted_gradients = torch.is_grad_enabled() and self._guard().any_trainable()
+        if self.announce is not None and wanted_gradients and self.has_run():
+            self._announce()
 
     def _announce(self) -> None:
         """Call :attr:`announce`, once; an error in it is no reason to end a training."""
@@ -385,8 +466,10 @@ class Runtime:
             if any(graph.executor is not None and graph.executor.plan.gathers_weights for graph in self.graphs()):
                 return gathered_weights.weight_at(tensor)
             if not here:
-                whole = (p for p in self.module.parameters() if not is_partitioned(p))
-                here.update(p.untyped_storage().data_ptr() for p in whole)
+                for parameter in self.module.parameters():
+                    if not is_partitioned(parameter):
+                        # ZeRO-1 and 2 lay weights into one storage; for ORT's tensors each begins one of its own
+                        here.update((parameter.untyped_storage().data_ptr(), parameter.data_ptr()))
             return torch_fallback.PERSISTENT if tensor.untyped_storage().data_ptr() in here else None
 
         return owner_of

@@ -14,6 +14,7 @@ import torch
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
+from ort_zero.runtime.submodule_graphs import SubmoduleGraphs, merged_graphs
 from ort_zero.runtime.transitions import CompletedTransition, GraphTransitionManager, counted
 
 NOT_CALLED = "not called yet"
@@ -31,6 +32,7 @@ def report(
     transitions: Iterable[CompletedTransition],
     memory: MemoryOptimizer | BlockRecomputation | None,
     called_in_torch: Mapping[str, int],
+    submodule_graphs: SubmoduleGraphs | None = None,
 ) -> dict[str, Any]:
     """Return what runs and why, as plain values.
 
@@ -44,8 +46,12 @@ def report(
         transitions: transitions of all modes, the oldest first.
         memory: computes activations again; None if the configuration asks for no recomputation.
         called_in_torch: calls of the model's modules that PyTorch ran, by the method that made them.
+        submodule_graphs: graphs of the submodules, where PyTorch runs the module's own code.
     """
     transitions = list(transitions)
+    if submodule_graphs is not None:
+        parts = {path: part.status() for path, part in submodule_graphs.parts.items()}
+        return _report_divided(module, stage, submodule_graphs.why, excluded, parts, called_in_torch)
     policies = [mode.builder.fallback_policy for mode in modes.values()]
     return {
         "module": type(module).__name__,
@@ -63,6 +69,35 @@ def report(
         },
         "transitions": [done.as_dict() for done in transitions],
         "memory": [decision.as_dict() for decision in memory.decisions] if memory is not None else [],
+    }
+
+
+def _report_divided(
+    module: torch.nn.Module,
+    stage: int,
+    why: str,
+    excluded: ExcludedModules,
+    parts: Mapping[str, Mapping[str, Any]],
+    called_in_torch: Mapping[str, int],
+) -> dict[str, Any]:
+    """Return the report on a module whose own code runs in PyTorch; what its submodules do is added up."""
+    in_torch = {f"{type(module).__name__}.forward": why, **excluded.reasons}
+    for path, part in parts.items():
+        own = f"{part['module']}.forward"
+        for name, reason in part["in_torch"].items():
+            in_torch[name if "::" in name else path if name == own else f"{path}.{name}"] = reason
+    return {
+        "module": type(module).__name__,
+        "zero_stage": stage,
+        "backend": "onnxruntime" if any(part["backend"] == "onnxruntime" for part in parts.values()) else "torch",
+        "fallbacks": 0,
+        "fallback_reason": None,
+        "in_torch": in_torch,
+        "called_in_torch": dict(called_in_torch),
+        "graphs": merged_graphs(parts),
+        "transitions": [done for part in parts.values() for done in part["transitions"]],
+        "memory": [decision for part in parts.values() for decision in part["memory"]],
+        "submodules": dict(parts),
     }
 
 

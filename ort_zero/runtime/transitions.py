@@ -152,6 +152,7 @@ class GraphTransitionManager:
                 self.attribute_guard.check(version.number),
                 torch_state(device.type),
                 tuple([t.shape for t in call.tensors]),
+                (self.module_guard.frozen, wanted),
             ),
             ProcessKey(
                 frozen=self.module_guard.frozen if training else (),
@@ -210,6 +211,13 @@ class GraphTransitionManager:
         keys = [graph.known.export for graph in self.graphs]
         alike = [key for key in keys if key.matches_but_for_sizes(observed.export)]
         return self.sizes.note([key.size_guard for key in alike], observed.export.shapes)
+
+    def draw_in_torch(self) -> None:
+        """Let PyTorch draw the masks of dropout from the next call on: it can draw them again for another backward."""
+        why = "several backwards go through one call, and each of them needs the same masks"
+        if self.builder.fallback_policy.avoid_all("Dropout", why):
+            self.forget_all()
+            get_logger().info("%s: PyTorch draws the masks of dropout: %s", type(self.builder.module).__name__, why)
 
     def forget_all(self) -> None:
         """Drop all graphs: those that wait for their backward stay until then."""
@@ -311,8 +319,10 @@ class GraphTransitionManager:
             verb = "exported" if "export" in done.steps else "loaded"
         bridge = f", {graph.bridge}" if graph.bridge else ""
         cache = f"; export cache {done.cache}" if done.cache else ""
-        log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s%s",
-                 name, verb, done.seconds, why, graph.nodes, graph.python_ops, bridge, cache)  # fmt: skip
+        parts = ", ".join(f"{step} {seconds:.1f}" for step, seconds in done.steps.items() if seconds >= 0.05)
+        parts = f"; seconds: {parts}" if parts else ""
+        log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s%s%s",
+                 name, verb, done.seconds, why, graph.nodes, graph.python_ops, bridge, parts, cache)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)

@@ -25,8 +25,8 @@ from typing import Any
 IMPORTED = (
     "pytest",  # the function is in a test's file
     "torch",
+    "deepspeed",  # before what imports torch._dynamo, in the middle of which torch 2.4 would import it
     "torch.distributed.checkpoint",
-    "deepspeed",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",

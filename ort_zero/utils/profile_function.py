@@ -14,7 +14,9 @@ def profile_function(function: Callable[[FrameType, str, Any], object]) -> Itera
     """Have the interpreter call `function` at each call and return of this thread while the block runs.
 
     A profiler that was at work sees nothing of the block and goes on after it. ``sys.setprofile`` does not take back
-    the object that ``sys.getprofile`` returns for ``cProfile.Profile``: that one is switched on by its own method.
+    the object that ``sys.getprofile`` returns for ``cProfile.Profile``: that one is switched on by its own method. The
+    profiler of ``torch.profiler.profile(with_stack=True)`` has no such method: it sees no Python calls after the block,
+    until it starts anew; operators it goes on recording.
     """
     before: Any = sys.getprofile()
     sys.setprofile(function)
@@ -24,5 +26,5 @@ def profile_function(function: Callable[[FrameType, str, Any], object]) -> Itera
         sys.setprofile(None)
         if callable(before):
             sys.setprofile(before)
-        elif before is not None:
+        elif hasattr(before, "enable"):
             before.enable()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ort_zero.compat import deepspeed_hooks
+from ort_zero.distributed.lone_failures import ended_unless_shared
 from ort_zero.zero3_hooks.hook_manager import SubscriberManager
 from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
 
@@ -119,8 +120,14 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
 
     def prepare(self, module: torch.nn.Module) -> None:
         """Store the two actions of `module`; they replace those of an earlier registration."""
+        gather = self.hooks.run_before_backward
+
+        def gather_before_backward(module: torch.nn.Module) -> None:  # no method: copies of a module share it
+            with ended_unless_shared():
+                gather(module)
+
         for name, function, run in (
-            (deepspeed_hooks.BEFORE_BACKWARD, BeforeBackward, self.hooks.run_before_backward),
+            (deepspeed_hooks.BEFORE_BACKWARD, BeforeBackward, gather_before_backward),
             (deepspeed_hooks.AFTER_BACKWARD, AfterBackward, self.hooks.run_after_backward),
         ):
             action = BackwardAction(function, module, run)
@@ -129,7 +136,8 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
 
     def pre_forward_module_apply(self, module: torch.nn.Module, args: tuple) -> Any:
         """Gather the parameters of `module` before its forward."""
-        return self.hooks.pre_forward(module, args)
+        with ended_unless_shared():
+            return self.hooks.pre_forward(module, args)
 
     def post_forward_module_apply(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
         """Release the parameters of `module` after its forward."""

@@ -309,7 +309,7 @@ def test_what_is_no_result_of_a_node_keeps_the_caller_in_pytorch(call, write):
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_what_no_larger_part_cures_is_an_error_that_says_so(call, write, what):
-    wrapped = wrap_model(Caller(call, write), config.OrtModuleConfig(exclude=["part"]), stage=0)[1]
+    wrapped = wrap_model(Caller(call, write), config.OrtModuleConfig(exclude=["part"], split="off"), stage=0)[1]
     with pytest.raises(ExportError, match=f"part, which runs in PyTorch inside the graph, .*{what}"):
         for rows in (2, 3):
             wrapped(torch.randn(rows, WIDTH))

@@ -159,6 +159,6 @@ def thaws(model, x):
 def test_parameters_that_a_forward_thaws_are_refused():
     module = Model(thaws)
     module.linear.requires_grad_(False)
-    wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)[1]
+    wrapped = wrap_model(module, config.OrtModuleConfig(split="off"), stage=0)[1]
     with pytest.raises(ExportError, match=r"switches the gradient of a frozen parameter on .*test_calls_in_turn.py"):
         wrapped(torch.ones(2, 6))

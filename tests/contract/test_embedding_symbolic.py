@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ort_zero import config
+from ort_zero.compat.torch_onnx.exporter_modules import module_of
 from ort_zero.plugin.wrap import wrap_model
 
 VOCAB, WIDTH = 11, 6
@@ -69,7 +70,7 @@ def symbolic_output(weight_sizes, index_sizes, dtype=torch.float32):
     from ort_zero.runtime.operators import symbolics
 
     registry.patch_ortmodule()
-    from torch.onnx._internal.torchscript_exporter import jit_utils
+    jit_utils = module_of("jit_utils")
 
     example = torch.empty(VOCAB, WIDTH, dtype=dtype), torch.zeros(3, dtype=torch.int64)
     graph = torch.jit.trace(lambda w, i: nn.functional.embedding(i, w), example).graph

@@ -147,7 +147,7 @@ def test_an_error_that_the_module_raises_for_some_values_is_its_own_and_training
 
 
 def test_what_the_model_itself_reads_is_refused_with_its_line():
-    _, wrapped, _ = both(Lister)
+    _, wrapped, _ = both(Lister, split="off")
     where = r"its forward takes a tensor for a Python list \(.*test_excluded_modules.py:\d+"
     with pytest.raises(ExportError, match=where):
         wrapped(torch.rand(2, 400))
@@ -191,7 +191,7 @@ class Differentiating(nn.Module):
 
 
 def test_gradients_inside_of_forward_are_refused_with_the_line():
-    _, wrapped, _ = both(Differentiating)
+    _, wrapped, _ = both(Differentiating, split="off")
     where = r"computes gradients inside its forward.*test_excluded_modules.py:\d+ in forward"
     with pytest.raises(ExportError, match=where):
         wrapped(torch.randn(2, 6))

@@ -165,6 +165,7 @@ add(
         "xlogy": lambda t: torch.xlogy(t.square(), t.square() + 1),
         "copysign": lambda t: torch.copysign(t.square() + 1, t.detach()),
         "heaviside": lambda t: t * torch.heaviside(t.detach(), torch.tensor(0.5)),
+        "nan_to_num of a number": lambda t: torch.nan_to_num(t.mean()) * t,
         "nan_to_num": lambda t: torch.nan_to_num(t.where(t < 1, torch.tensor(float("nan"))), nan=1.0),
         "clamp": lambda t: t.clamp(-0.3, 0.3) + t.clamp(min=0.1) + t.clamp(max=0.1) + t.clip(0, 1),
         "clamp tensors": lambda t: torch.clamp(t, t[:, :1].detach(), t[:, :1].detach() + 1),
@@ -840,6 +841,8 @@ add(
         "interpolate bicubic corners": _resize(size=(9, 4), mode="bicubic", align_corners=True),
         "interpolate antialias": _resize(size=(3, 4), mode="bilinear", antialias=True),
         "interpolate factors": _resize(scale_factor=(1.5, 2.5), mode="nearest"),
+        "interpolate by 1.7": _resize(scale_factor=1.7, mode="nearest"),
+        "interpolate bicubic by 1.7": _resize(scale_factor=1.7, mode="bicubic"),
         "interpolate recomputed": _resize(scale_factor=1.7, mode="bilinear", recompute_scale_factor=True),
         "interpolate to another's size": lambda t: F.interpolate(t[:, :, ::2, ::2], size=t.shape[-2:], mode="bilinear"),
         "grid_sample": lambda t: F.grid_sample(t, (t[:, :2].permute(0, 2, 3, 1)).tanh(), align_corners=False),
@@ -895,11 +898,6 @@ EXPORT_AT_1 = SIZES[1]
 GAPS: dict[tuple[str, tuple[int, ...]], str] = {
     **{("split batch", sizes): "the number of results depends on the batch" for sizes in SIZES},
     **{("set broadcast", sizes): "torch's exporter writes the sizes of the trace" for sizes in SIZES},
-    **{("as_strided", sizes): "the strides are those of the trace" for sizes in SIZES},
-    **{("in-place on a view of a view", sizes): "torch's exporter does not know it" for sizes in SIZES},
-    **{("in-place on a transposed view", sizes): "torch's exporter loses what is written" for sizes in SIZES},
-    **{("interpolate area", sizes): "torch's own code takes no traced sizes" for sizes in SIZES},
-    **{("interpolate recomputed", sizes): "torch's own code takes no traced sizes" for sizes in SIZES},
 }
 """What does not work, and why."""
 
@@ -969,6 +967,35 @@ def compare_gradients(module, reference, found, expected, size) -> None:
         limit = 1e-4 * max(one.grad.abs().max().item(), 1e-2)
         worst = (one.grad - other.grad).abs().max().item()
         assert worst <= limit, f"gradient of {key} at batch {size}: {worst:.2e} off, largest {one.grad.abs().max():.2e}"
+
+
+STAY_IN_THE_GRAPH = {
+    "unflatten": lambda t: t.unflatten(-1, (2, 3)) + t.unflatten(2, (-1, 3)),
+    "unflatten to sizes of a tensor": lambda t: t.unflatten(-1, (2, t.shape[-1] // 2)),
+    "attention of torch.nn": lambda t, net: net.layer(t, t, t, need_weights=False)[0],
+    "einsum of experts": lambda t: torch.einsum("btd,edh->bteh", t, t[:2, :6].new_ones(3, 6, 4) * t.mean()),
+    "einsum over two": lambda t: torch.einsum("btd,ctd->bc", t, t[:1]),
+    "where with one argument": lambda t: t[torch.where(t > 0)].sum() * t,
+    "routing": lambda t: t.flatten(0, 1)[torch.where(t.flatten(0, 1)[:, 0] > 0)[0]].square().sum() + t,
+}
+"""Functions whose form in ONNX computes with sizes by operators of which ORT has no gradient, or finds elements."""
+
+
+@pytest.mark.parametrize("name", STAY_IN_THE_GRAPH)
+def test_what_only_computes_with_sizes_or_indices_is_no_reason_for_pytorch(name):
+    attention = {"layer": lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True)}
+    case = Case("words", STAY_IN_THE_GRAPH[name], attention if "torch.nn" in name else {})
+    torch.manual_seed(0)
+    module = Net(case)
+    reference = copy.deepcopy(module)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(log_level="ERROR"), 0)
+    for batch in (3, 1, 5):
+        x = torch.randn(batch, *SHAPES["words"], generator=torch.Generator().manual_seed(batch))
+        found, expected = wrapped(x), reference(x)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+        compare_gradients(module, reference, found, expected, batch)
+    assert runtime.status()["in_torch"] == {} and runtime.status()["graphs"]["training"]["exports"] == 1
 
 
 class SqueezesArgument(nn.Module):

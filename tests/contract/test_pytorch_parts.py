@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, rnn
 
 from ort_zero import config
+from ort_zero.compat import versions
 from ort_zero.errors import ExportError
 from ort_zero.plugin.wrap import wrap_model
 
@@ -504,19 +506,26 @@ def looks_for_infinite_weights(t, x, net):
     return t * net.vector
 
 
-def run_steps(case: Case, model: type[nn.Module], *more: Callable[[int, int], Any]) -> dict[str, Any]:
+def run_steps(
+    case: Case, model: type[nn.Module], *more: Callable[[int, int], Any], split: Any = "auto"
+) -> dict[str, Any]:
     """Train a model in PyTorch and its twin in ORT, compare losses and gradients, and return the status of the twin."""
     torch.manual_seed(0)
     reference = model(case)
     torch.manual_seed(0)
-    runtime, wrapped = wrap_model(model(case), config.OrtModuleConfig(), stage=0)
+    runtime, wrapped = wrap_model(model(case), config.OrtModuleConfig(split=split), stage=0)
     for step, batch in enumerate((3, 3, 2)):
         torch.manual_seed(step)
         arguments = torch.randn(batch, 5, WIDTH), *(make(step, batch) for make in more)
         losses = []
         for each in (reference, wrapped):
             each.zero_grad()
-            loss = each(*arguments)
+            try:
+                loss = each(*arguments)
+            except IndexError as error:
+                if each is reference and any(text.startswith("torch ") for text in versions.require("ort")):
+                    pytest.skip(f"this torch does not run it: {error}")
+                raise
             loss.backward()
             losses.append(loss.item())
         assert losses[1] == pytest.approx(losses[0], rel=1e-5, abs=1e-5)
@@ -536,7 +545,8 @@ def run_steps(case: Case, model: type[nn.Module], *more: Callable[[int, int], An
                     parameter -= 0.02 * parameter.grad.to_dense()
     status = runtime.status()
     assert status["backend"] == "onnxruntime"
-    assert status["graphs"]["training"]["runs"]["backward"] == 3
+    last = status["submodules"]["last"] if "submodules" in status else status
+    assert last["graphs"]["training"]["runs"]["backward"] == 3
     return status
 
 
@@ -566,8 +576,17 @@ def test_in_the_forward_of_the_model(name):
         assert set(run_steps(case, InModel)["in_torch"]) == set(case.parts)
         return
     with pytest.raises(ExportError, match=case.refused) as raised:
-        run_steps(case, InModel)
+        run_steps(case, InModel, split="off")
     assert "InModel cannot run in ONNX Runtime" in str(raised.value)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.refused])
+@pytest.mark.filterwarnings("ignore")
+def test_what_no_graph_of_the_whole_model_can_hold_leaves_the_submodules_graphs(name):
+    status = run_steps(CASES[name], InModel)
+    assert status["backend"] == "onnxruntime" and "InModel.forward" in status["in_torch"]
+    assert {"first", "last"} <= set(status["submodules"])
+    assert status["submodules"]["first"]["graphs"]["training"]["runs"] == {"forward": 3, "backward": 3}
 
 
 @pytest.mark.parametrize(
@@ -577,7 +596,7 @@ def test_in_the_forward_of_the_model(name):
 def test_a_refusal_names_the_line_of_the_user(name):
     line = CASES[name].function.__code__.co_firstlineno
     with pytest.raises(ExportError) as raised:
-        run_steps(CASES[name], InModel)
+        run_steps(CASES[name], InModel, split="off")
     assert any(f"{__file__}:{line + i} in {name}" in str(raised.value) for i in range(8)), raised.value
 
 
@@ -693,3 +712,42 @@ def test_an_embedding_with_max_norm_scales_its_weight(kind):
     assert (reference.words.weight[5:8].norm(dim=-1) < 2).all()
     assert list(runtime.status()["in_torch"]) == ["words"]
     assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 3, "backward": 3}
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["in the first call", "in a later call"])
+def test_a_submodule_changes_its_weight_in_place_before_it_uses_it(seen):
+    class Clamped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.calls = nn.Parameter(torch.linspace(-2, 2, 8)), 0
+
+        def forward(self, x):
+            self.calls += 1
+            if seen or self.calls > 2:
+                with torch.no_grad():
+                    self.weight.copy_(self.weight.clamp(-1, 1))
+            return x * self.weight.view(1, -1)[:, :] + random.random()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.clamped, self.last = nn.Linear(8, 8), Clamped(), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.clamped(self.first(x)))).square().mean()
+
+    module = Net()
+    reference = copy.deepcopy(module)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)
+    for model in (wrapped, reference):
+        random.seed(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.linspace(-1, 1, 16).view(2, 8) * (step + 1)).backward()
+            optimizer.step()
+    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert list(runtime.status()["in_torch"]) == ["clamped"]
+    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 4, "backward": 4}

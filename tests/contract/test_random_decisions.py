@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import time
+from collections import Counter
 from time import perf_counter
 
 import numpy as np
@@ -414,7 +415,7 @@ class Own(nn.Module):
 
 
 def test_a_decision_of_the_model_itself_is_refused_with_its_line():
-    _, wrapped = wrap_model(Own(), config.OrtModuleConfig(), stage=0)
+    _, wrapped = wrap_model(Own(), config.OrtModuleConfig(split="off"), stage=0)
     line = Own.forward.__code__.co_firstlineno + 2
     with pytest.raises(ExportError, match=rf"draws random numbers from numpy.random \(.*{HERE}:{line} in forward\)"):
         wrapped(torch.ones(2, 6))
@@ -513,27 +514,41 @@ def opt():
     return OPTForCausalLM(made), {"input_ids": IDS, "labels": IDS}
 
 
+def run_in_parts(status, path: str = "") -> dict[str, int]:
+    """Return how many forwards of training ONNX Runtime has run of each submodule with a graph of its own."""
+    runs = {path: status["graphs"]["training"]["runs"]["forward"]} if "submodules" not in status else {}
+    for name, part in status.get("submodules", {}).items():
+        runs.update(run_in_parts(part, f"{path}.{name}" if path else name))
+    return runs
+
+
+WAV2VEC2 = {"Wav2Vec2ForCTC.forward", "wav2vec2", "wav2vec2.encoder"}
+BART = {"BartForConditionalGeneration.forward", "model", "model.encoder", "model.decoder"}
 MASKS_OF = "transformers.models.{0}.modeling_{0}._compute_mask_indices()"
 
 
 @pytest.mark.parametrize(
     ("make", "kept"),
     [
-        (lambda: wav2vec2(0.0), {"wav2vec2.encoder"}),
-        (lambda: wav2vec2(0.3), {"wav2vec2.encoder", MASKS_OF.format("wav2vec2")}),
+        (lambda: wav2vec2(0.0), WAV2VEC2),
+        (lambda: wav2vec2(0.3), WAV2VEC2),
         (whisper, {MASKS_OF.format("whisper")}),
-        (bart, {"model.encoder", "model.decoder"}),
-        (opt, {"model.decoder"}),
+        (bart, BART),
+        (opt, {"OPTForCausalLM.forward", "model.decoder"}),
     ],
     ids=["wav2vec2", "wav2vec2 with SpecAugment", "whisper", "bart", "opt"],
 )
 def test_layerdrop_and_masks_of_transformers(make, kept):
-    found = []
+    """Where a stack of layers decides by chance which of them run, its own code stays in PyTorch, and no layer does."""
+    found, called_layers = [], Counter()
     for wraps in (False, True):
         seed()
         model, arguments = make()
         model.train()
         runtime, called = wrap_model(model, config.OrtModuleConfig(), stage=0) if wraps else (None, model)
+        for path, module in model.named_modules():
+            if not wraps and ".layers." in path and path.rpartition(".")[2].isdigit():
+                module.register_forward_hook(lambda *about, path=path: called_layers.update([path]))
         seed()
         found.append((losses(called, **arguments), {n: p.grad for n, p in model.named_parameters()}))
     assert runtime is not None
@@ -545,6 +560,28 @@ def test_layerdrop_and_masks_of_transformers(make, kept):
             torch.testing.assert_close(ours[name], gradient, atol=2e-4, rtol=1e-3)
     assert kept == {name for name in status["in_torch"] if "::" not in name}
     assert status["backend"] == "onnxruntime"
+    if make is whisper:
+        assert status["graphs"]["training"]["runs"] == {"forward": STEPS, "backward": STEPS}
+        assert status["graphs"]["training"]["exports"] == 1
+    else:
+        ran = {path: count for path, count in run_in_parts(status).items() if path in called_layers}
+        assert ran == called_layers and len(set(ran.values()) - {STEPS}) > 0
+
+
+def test_a_stack_that_decides_by_chance_stays_in_pytorch_where_models_are_not_to_be_divided():
+    found = []
+    for wraps in (False, True):
+        seed()
+        model, arguments = wav2vec2(0.3)
+        runtime, called = wrap_model(model, config.OrtModuleConfig(split="off"), 0) if wraps else (None, model)
+        seed()
+        found.append(losses(called, **arguments))
+    status = runtime.status()
+    assert found[1] == pytest.approx(found[0], abs=2e-5) and len(set(found[0])) > 1
+    assert {name for name in status["in_torch"] if "::" not in name} == {
+        "wav2vec2.encoder",
+        MASKS_OF.format("wav2vec2"),
+    }
     assert status["graphs"]["training"]["runs"] == {"forward": STEPS, "backward": STEPS}
     assert status["graphs"]["training"]["exports"] == 1
 
@@ -555,6 +592,15 @@ def test_layerdrop_and_masks_of_transformers(make, kept):
 def mask_of(rows, columns, rate):
     """Return a mask [rows, columns] of bool."""
     return np.array([[random.random() < rate for _ in range(columns)] for _ in range(rows)])
+
+
+def spans_of(rows, columns):
+    """Return a mask [rows, columns] of bool, about half of each row; NumPy takes the number only as an int."""
+    count = columns // 2 + (random.random() < 0.5)
+    mask = np.zeros((rows, columns), dtype=bool)
+    for row in mask:
+        row[np.random.choice(np.arange(columns), count, replace=False)] = True
+    return mask
 
 
 def noise_for(x, scale):
@@ -586,6 +632,11 @@ class FromArrayWithoutCopy(Part):
         return x
 
 
+class FailsWhereSizesAreTensors(Part):
+    def forward(self, x):
+        return self.linear(x) * torch.tensor(spans_of(*x.shape), dtype=x.dtype)
+
+
 class FromTensor(Part):
     def forward(self, x):
         return self.linear(x) + noise_for(self.linear(x), 0.3)
@@ -601,6 +652,7 @@ class OfTwoFunctions(Part):
     [
         (FromArray, {"mask_of"}),
         (FromArrayWithoutCopy, {"mask_of"}),
+        (FailsWhereSizesAreTensors, {"spans_of"}),
         (FromTensor, {"noise_for"}),
         (OfTwoFunctions, {"mask_of", "noise_for"}),
     ],

@@ -156,7 +156,7 @@ class Memory(nn.Module):
 
 def test_bytes_of_the_memory_behind_a_tensor_are_pytorchs():
     with pytest.raises(ExportError, match="looks at the memory of a tensor .*test_sizes_as_numbers.py"):
-        wrap_model(Memory(), config.OrtModuleConfig(), stage=0)[1](torch.ones(2, 6))
+        wrap_model(Memory(), config.OrtModuleConfig(split="off"), stage=0)[1](torch.ones(2, 6))
     inside = nn.Sequential(Memory(), nn.Linear(6, 6))
     runtime, wrapped = wrap_model(copy.deepcopy(inside), config.OrtModuleConfig(), stage=0)
     for rows in (2, 5):
@@ -181,3 +181,14 @@ RATIOS = {0.1 * n: float(n) for n in LENGTHS}
 )
 def test_fractions_of_sizes_have_pythons_precision(function):
     run(function)
+
+
+def causal_where_long(module, x):
+    """Asks PyTorch for a causal mask only where there is more than one query, as transformers does."""
+    causal = x.shape[1] > 1
+    return nn.functional.scaled_dot_product_attention(x, x, x, is_causal=causal).mean()
+
+
+def test_what_a_size_is_compared_to_is_a_switch_of_a_function():
+    module, _, exports = run(causal_where_long, (4, 1, 12, 1, 9, 1))
+    assert exports == 2

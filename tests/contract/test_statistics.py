@@ -158,6 +158,22 @@ def test_only_the_asked_steps_are_there_and_hooks_go(tmp_path):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_graph_with_readers_is_built_at_once_and_without_a_word_of_the_exporter(tmp_path, capfd):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 8), nn.LayerNorm(8), nn.Linear(8, 300))
+    runtime, run = wrap_model(model, OrtModuleConfig(log_level="ERROR"), stage=0)
+    session = GlobalSubscriberManager.subscribe(run, [StatisticsSubscriber(str(tmp_path / "run"))])
+    run(IDS).square().sum().backward()
+    session.remove()
+    status = runtime.status()
+    graph = status["graphs"]["training"]
+    assert (graph["exports"], graph["runs"]) == (1, {"forward": 1, "backward": 1})
+    # the gradient of a layer norm runs in a kernel of PyTorch's, which does not tell the type of its results
+    assert graph["kernels"] == {"layer_norm_gradient": 1} and not status["in_torch"]
+    assert [made["reasons"] for made in status["transitions"]] == [["first call"]]
+    assert "shape inference" not in capfd.readouterr().err
+
+
 def test_a_layer_that_is_unfrozen_has_gradients_from_then_on(tmp_path):
     model = Net()
     model.fc.requires_grad_(False)

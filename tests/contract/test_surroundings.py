@@ -87,6 +87,16 @@ def test_a_profile_function_of_the_program_is_called_after_the_export_too():
     pair.ran_in_ort()
 
 
+def test_the_profiler_of_torch_may_record_the_python_stack():
+    """Python cannot put its profile function back."""
+    pair = Pair()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True) as profiler:
+        pair.step()
+        pair.step()
+    pair.ran_in_ort()
+    assert profiler.key_averages()
+
+
 def test_warnings_may_be_errors():
     pair = Pair()
     with warnings.catch_warnings():

@@ -9,8 +9,10 @@ import torch
 import ort_zero
 
 
-def ds_config(stage: int, *, ort: bool | None, gas: int = 1, lr: float = 1e-3, **zero: Any) -> dict[str, Any]:
-    """Return a DeepSpeed config; `ort` None leaves the section out."""
+def ds_config(
+    stage: int, *, ort: bool | None, gas: int = 1, lr: float = 1e-3, split: str | None = None, **zero: Any
+) -> dict[str, Any]:
+    """Return a DeepSpeed config; `ort` None leaves the section out, `split` None that key."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": gas,
@@ -19,7 +21,7 @@ def ds_config(stage: int, *, ort: bool | None, gas: int = 1, lr: float = 1e-3, *
         "zero_optimization": {"stage": stage, **zero},
     }
     if ort is not None:
-        config["ort_zero"] = {"ortmodule": {"enabled": ort}}
+        config["ort_zero"] = {"ortmodule": {"enabled": ort, **({"split": split} if split is not None else {})}}
     return config
 
 
@@ -36,7 +38,9 @@ def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of every full parameter. All ranks must call."""
     import deepspeed
 
-    params = dict(model.named_parameters())
-    partitioned = hasattr(next(iter(params.values())), "ds_id")
-    with deepspeed.zero.GatheredParameters(list(params.values()), enabled=partitioned):
-        return {name: p.detach().clone() for name, p in params.items()}
+    found = {}
+    for name, parameter in model.named_parameters():
+        # one by one: of several, DeepSpeed before 0.19 waits for the last alone
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            found[name] = parameter.detach().clone()
+    return found

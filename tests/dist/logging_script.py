@@ -66,7 +66,7 @@ def main(model: str, stage: int, level: str) -> None:
     import deepspeed
 
     config = ds_config(stage, ort=True, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
-    config["ort_zero"]["ortmodule"]["log_level"] = level
+    config["ort_zero"]["ortmodule"] |= {"log_level": level, "split": "off"}
     torch.manual_seed(0)
     net = globals()[model]()
     engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)

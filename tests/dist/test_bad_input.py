@@ -131,7 +131,8 @@ def _engine(model: nn.Module, config: dict):
 def first_step(name: str, stage: int) -> dict[str, Any]:
     """Train one step of a model that cannot be exported."""
     start()
-    engine = _engine(MODELS[name](), ds_config(stage, ort=True, stage3_param_persistence_threshold=0))
+    config = ds_config(stage, ort=True, split="off", stage3_param_persistence_threshold=0)
+    engine = _engine(MODELS[name](), config)
     found = _caught(lambda: engine.backward(engine(torch.randn(4, 6)).sum()))
     return {**found, "in_torch": dict(ort_zero.status()["models"][-1]["in_torch"])}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import itertools
+import tempfile
 from typing import Any
 
 import pytest
@@ -22,11 +22,11 @@ def train(name: str, config: dict, steps: int, inspect: bool = False) -> dict[st
     from models import Batches, build
 
     model = build(name)
-    calls = itertools.count()  # nothing that a graph carries over, as it does with numbers and containers
+    calls = tempfile.TemporaryFile()  # graphs carry over numbers, containers and iterators, but never what a file holds
     plain = type(model).forward
 
     def counted(self, *args, **kwargs):
-        next(calls)
+        calls.write(b".")
         return plain(self, *args, **kwargs)
 
     counted.__wrapped__ = plain
@@ -59,7 +59,7 @@ def train(name: str, config: dict, steps: int, inspect: bool = False) -> dict[st
             "evaluated": evaluated,
             "parameters": full_parameters(model),
             "status": ort_zero.status(),
-            "forward_calls": next(calls),
+            "forward_calls": calls.tell(),
             "left_whole": left,
         }
         engine.destroy()
@@ -68,6 +68,7 @@ def train(name: str, config: dict, steps: int, inspect: bool = False) -> dict[st
         return result
     finally:
         type(build(name)).forward = plain
+        calls.close()
 
 
 def compare(name: str, stages: list[int], steps: int, options: dict | None = None) -> dict[str, Any]:

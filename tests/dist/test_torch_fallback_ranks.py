@@ -54,19 +54,33 @@ class MixtureOfExperts(nn.Module):
         return self.last(h).pow(2).mean()
 
 
+class Clamped(nn.Module):
+    """Changes its weight in place before it uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-2, 2, 16))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.copy_(self.weight.clamp(-1, 1))
+        return x + self.weight  # the backward needs no weight: what ZeRO-3 gathers for it may be older
+
+
 class Operators(nn.Module):
-    """Weights of operators that run in PyTorch: recurrent, in groups, normalised."""
+    """Weights of operators that run in PyTorch: recurrent, in groups, normalised. One is changed by a submodule."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(16, 16)
+        self.clamped = Clamped()
         self.lstm = nn.LSTM(16, 8, bidirectional=True, batch_first=True)
         self.conv = nn.Conv1d(16, 16, 3, padding=1, groups=4, bias=False)
         self.norm = nn.BatchNorm1d(16)
         self.last = nn.Linear(16, 3)
 
     def forward(self, x):
-        h = self.lstm(self.first(x).unsqueeze(1).expand(-1, 5, -1))[0]
+        h = self.lstm(self.clamped(self.first(x)).unsqueeze(1).expand(-1, 5, -1))[0]
         h = self.norm(self.conv(h.transpose(1, 2))).transpose(1, 2)
         return self.last(h).pow(2).mean()
 
@@ -282,8 +296,11 @@ def test_between_forward_and_backward_no_weight_is_kept(reports, name):
 def test_each_part_is_told_in_the_status(reports):
     experts = reports[0]["MixtureOfExperts", 3][1]["status"]["in_torch"]
     assert set(experts) == {"layers.0", "layers.1"}
-    operators = reports[0]["Operators", 3][1]["status"]["in_torch"]
-    assert {"aten::lstm", "aten::_convolution", "aten::batch_norm"} <= set(operators)
+    for stage in (1, 3):
+        operators = reports[0]["Operators", stage][1]["status"]["in_torch"]
+        assert {"aten::lstm", "aten::_convolution", "aten::batch_norm", "clamped"} <= set(operators)
+        assert operators["clamped"].startswith("changes its parameter weight in place")
+        assert all("::" in name or name == "clamped" for name in operators)
 
 
 def test_a_branch_that_turns_on_one_rank_is_traced_again_by_all(reports):

@@ -207,7 +207,30 @@ def accumulating(stage: int, ort: bool | None) -> dict[str, Any]:
     return changing(stage, ort, accumulation=2)
 
 
-PROGRAMS = [schedules, leaving, leaves, changing, accumulating, frozen]
+class GraphNetwork(nn.Module):
+    """Multiplies by a sparse matrix, which no graph takes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, adjacency):
+        return torch.sparse.mm(adjacency, self.second(torch.sparse.mm(adjacency, self.first(x)).tanh())).pow(2).mean()
+
+
+def sparse(stage: int, ort: bool | None) -> dict[str, Any]:
+    """Give a forward a sparse argument: its own code runs in PyTorch, and its layers have graphs."""
+    engine, rank, losses = engine_of(GraphNetwork(), stage, ort), torch.distributed.get_rank(), []
+    for step in range(STEPS):
+        loss = engine(noise(step, 5 + rank, 4), torch.eye(5 + rank).roll(1, 0).to_sparse())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return finished(losses, engine)
+
+
+PROGRAMS = [schedules, leaving, leaves, changing, accumulating, sparse, frozen]
 
 
 def both(stage: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -232,6 +255,7 @@ def test_what_one_rank_does_alone_is_as_in_pytorch(stage):
             "Leaving.aux",
             "Leaving.losses",
         ]
+        assert set(programs[5][1]["models"][0]["submodules"]) == {"first", "second"}
         assert set(programs[2][1]["models"][0]["in_torch"]) == {"blocks.0", "blocks.1"} | (
             {"blocks.0.inner", "blocks.0.outer", "blocks.1.inner", "blocks.1.outer"}
         )

@@ -1019,7 +1019,12 @@ def test_a_module_whose_engine_was_destroyed_gets_another_one():
 
 def test_a_destroyed_engine_leaves_nothing_behind():
     for report in _reports("destroyed"):
-        assert report["seen"][1] == {"alive": [], "tables": 0}
+        theirs, ours = report["seen"]
+        if ours["alive"] and ours["alive"] == theirs["alive"]:
+            pytest.fail(
+                f"DeepSpeed itself keeps a destroyed engine's {', '.join(theirs['alive'])} alive", pytrace=False
+            )
+        assert ours == {"alive": [], "tables": 0}
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "deepspeed_checkpoints"])

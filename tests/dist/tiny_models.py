@@ -1,4 +1,4 @@
-"""BERT and GPT-2 of transformers with random weights, as small as a test wants them; without dropout."""
+"""BERT, GPT-2 and T5 of transformers with random weights, as small as a test wants them; without dropout."""
 
 from __future__ import annotations
 
@@ -26,3 +26,17 @@ def bert(*, words: int, hidden: int, layers: int = 2, heads: int = 4, positions:
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return BertForMaskedLM(BertConfig(**{**arguments, **changes}))
+
+
+def t5(*, words: int, hidden: int, layers: int = 2, heads: int = 4, positions: int = 64, **changes) -> nn.Module:
+    """Return a T5 of `layers` layers in encoder and decoder; `changes` are arguments of its config.
+
+    Its positions are relative: it takes any number of them.
+    """
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    arguments = dict(
+        vocab_size=words, d_model=hidden, d_kv=hidden // heads, d_ff=4 * hidden, num_layers=layers, num_heads=heads,
+        num_decoder_layers=layers, decoder_start_token_id=0, pad_token_id=0, dropout_rate=0.0, use_cache=False,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(T5Config(**{**arguments, **changes}))

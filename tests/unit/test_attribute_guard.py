@@ -118,7 +118,10 @@ CHANGES = [
     (lambda m: m.items.update(a=5), ["Reader.items['a'] changed from 1 to 5"]),
     (lambda m: setattr(m.space, "x", 5), ["Reader.space.x changed from 1 to 5"]),
     (lambda m: m.layer.register_forward_pre_hook(print), ["hooks of layer changed"]),
-    (lambda m: setattr(m, "forward", lambda x: x), ["a method of a module was replaced"]),
+    (
+        lambda m: setattr(m, "forward", lambda x: x),
+        ["Reader.forward was changed (a function)", "a method of a module was replaced"],
+    ),
     (lambda m: setattr(m, "number", float("1.0")), []),
     (lambda m: setattr(m, "config", Config()), []),
     (lambda m: setattr(m, "items", {"a": 1}), []),

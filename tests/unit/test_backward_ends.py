@@ -53,3 +53,14 @@ def test_an_end_holds_no_data(kind):
     gc.collect()
     assert gone() is None
     torch.testing.assert_close(gradients([end], [get_gradient_edge(x)], [torch.ones(3)])[0], torch.full((3,), 2.0))
+
+
+def test_no_gradient_comes_where_nothing_leads_any_more(kind):
+    x = torch.randn(3, requires_grad=True)
+    left = [get_gradient_edge(Double.apply(x))]  # no result was computed of it
+    made = Double.apply(x)
+    ends, given = [BackwardEnd(made)], [torch.ones(3)]
+    assert gradients(ends, left, given) == [None]
+    found = gradients([BackwardEnd(made)], [*left, get_gradient_edge(x)], given)
+    assert found[0] is None
+    torch.testing.assert_close(found[1], torch.full((3,), 2.0))

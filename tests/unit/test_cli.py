@@ -177,7 +177,7 @@ def test_options_are_frozen():
         "--steps",
     ]  # fmt: skip
     assert found == {
-        "doctor": common,
+        "doctor": sorted([*common, "--file", "--ranks", "--storage"]),
         "build": sorted([*common, "--force"]),
         "aggregate": sorted([*common, *aggregate]),
         "convert": sorted([*common, *convert]),
@@ -189,6 +189,7 @@ def test_options_are_frozen():
         "stats merge": sorted([*common, "--ort_dir", "--output_dir", "--overwrite", "--pt_dir"]),
         "memory": ["--help", "-h"],
         "memory plan": sorted([*common, *plan]),
+        "profile": sorted([*common, "--html", "--launcher", "--overwrite", "--script", "--steps", "--warmup"]),
     }
 
 

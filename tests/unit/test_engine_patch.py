@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
@@ -11,7 +12,7 @@ from ort_zero import config
 from ort_zero.checkpoint.loads import loading
 from ort_zero.checkpoint.saves import saving
 from ort_zero.compat import deepspeed as ds_compat
-from ort_zero.errors import CheckpointError
+from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import engine_patch
 from ort_zero.utils.patching import PatchSet
 
@@ -27,6 +28,9 @@ class DeepSpeedEngine:
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
                         load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None, new_last=7):
         return ("deepspeed", load_dir, tag, new_last)
+
+    def step(self, lr_kwargs=None, new_last=7):
+        return new_last
 
     def destroy(self):
         pass
@@ -107,3 +111,19 @@ def test_load_checkpoint_follows_the_folder_and_a_new_argument_reaches_deepspeed
     assert called == [((engine, "ours", "tag"), wanted)]
     with pytest.raises(CheckpointError, match="custom_load_fn"):
         engine.load_checkpoint("ours", custom_load_fn=print)
+
+
+@pytest.mark.parametrize(
+    ("local", "sharded", "local_ranks", "refused"),
+    [(True, True, "2", True), (True, True, "4", False), (True, False, "2", False), (False, True, "2", False)],
+)
+def test_disks_of_the_hosts_own_are_refused_before_training(monkeypatch, local, sharded, local_ranks, refused):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+    table = {
+        "checkpoint": {"use_node_local_storage": local},
+        "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}},
+    }
+    expected = pytest.raises(ConfigError, match="one folder that all hosts see") if refused else nullcontext()
+    with expected:
+        engine_patch._refuse_local_storage(table, config.section_of(table))

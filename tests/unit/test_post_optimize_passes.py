@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+import onnxruntime
+from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from ort_zero.onnx_edit.node_edits import remove_unread_initializers
 from ort_zero.runtime.export.post_optimize_passes import name_all_results, unfuse_for_cpu
 
 MICROSOFT = "com.microsoft"
+
+
+def info(name: str) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, [2])
 
 
 def model(nodes, inputs, outputs, kind=TensorProto.FLOAT) -> onnx.ModelProto:
@@ -23,6 +29,30 @@ def model(nodes, inputs, outputs, kind=TensorProto.FLOAT) -> onnx.ModelProto:
 def run(built: onnx.ModelProto, **feeds):
     onnx.checker.check_model(built)
     return ReferenceEvaluator(built).run(None, {name: np.array(v, np.float32) for name, v in feeds.items()})
+
+
+def test_initializers_that_nothing_reads(capfd):
+    """ONNX Runtime warns of each of them; one that a branch reads, and one that is a result, stay."""
+    then = helper.make_graph([helper.make_node("Add", ["a", "of_branch"], ["sum"])], "then", [], [info("sum")])
+    other = helper.make_graph([helper.make_node("Identity", ["a"], ["same"])], "other", [], [info("same")])
+    nodes = [
+        helper.make_node("ReduceMax", ["a"], ["max"], keepdims=0),
+        helper.make_node("Cast", ["max"], ["any"], to=TensorProto.BOOL),
+        helper.make_node("If", ["any"], ["y"], then_branch=then, else_branch=other),
+    ]
+    built = model(nodes, "a", ["y", "returned"])
+    built.ir_version = 9
+    for name in ("unread", "of_branch", "returned", "unread_too"):
+        built.graph.initializer.append(numpy_helper.from_array(np.ones(2, np.float32), name))
+
+    def warnings() -> str:
+        session = onnxruntime.InferenceSession(built.SerializeToString(), providers=["CPUExecutionProvider"])
+        assert [list(one) for one in session.run(None, {"a": np.ones(2, np.float32)})] == [[2, 2], [1, 1]]
+        return capfd.readouterr().err
+
+    assert "unread" in warnings()
+    assert remove_unread_initializers(built.graph) == 2
+    assert warnings() == ""
 
 
 def test_a_scaled_sum_of_three():

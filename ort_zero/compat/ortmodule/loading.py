@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ort_zero.compat import extensions, third_party, versions
+from ort_zero.compat import cpu_allocator, extensions, third_party, versions
 from ort_zero.compat.torch_onnx import STOP_GRADIENT, exporter_modules
 
 PACKAGE = "onnxruntime.training.ortmodule"
@@ -15,8 +15,9 @@ _package: Any = None
 def import_ortmodule() -> Any:
     """Return the package ``onnxruntime.training.ortmodule``, importable on this torch, extensions loaded.
 
-    Builds the C++ extensions if they are not in the cache. The names of torch's exporter that the package imports, also
-    later, are there from then on, until the patches of :mod:`ort_zero.compat.torch_onnx.exporter_modules` are restored.
+    Builds the C++ extensions if they are not in the cache, and lets PyTorch allocate tensors on the CPU by one of them.
+    The names of torch's exporter that the package imports, also later, are there from then on, until the patches of
+    :mod:`ort_zero.compat.torch_onnx.exporter_modules` are restored.
 
     Raises:
         UnsupportedVersionError: a package is missing or out of range.
@@ -41,7 +42,8 @@ def import_ortmodule() -> Any:
 def _import() -> Any:
     # a tool of onnxruntime configures the root logger when it is imported
     with third_party.quiet(), third_party.root_logger_kept():
-        extensions.load_modules()
+        modules = extensions.load_modules()
+        cpu_allocator.install(modules["cpu_allocator"])
         package = importlib.import_module(PACKAGE)
         # the first export would import it, and show what it warns of
         importlib.import_module("onnxruntime.training.utils.hooks")

@@ -16,6 +16,7 @@ from ort_zero.compat.ortmodule.sessions import (
     AllInputs,
     GraphInfo,
     Recompute,
+    RunAgain,
     Session,
     has_gradients,
     inference_agent,
@@ -243,14 +244,22 @@ class Manager:
 
         ortmodule._use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
 
-    def run(self, session: Session, inputs: list[Any]) -> Sequence[Any]:
-        """Return the tensors that the session computes of `inputs`; in training autograd can run its backward."""
+    def run(self, session: Session, inputs: list[Any], again: RunAgain | None = None) -> Sequence[Any]:
+        """Return the tensors that the session computes of `inputs`; in training autograd can run its backward.
+
+        Args:
+            session: from :meth:`create_session`.
+            inputs: in the graph's order.
+            again: runs the forward again for a second backward; None where that is an error.
+        """
         from onnxruntime.training.ortmodule._inference_manager import InferenceManager
 
         m = self.manager
         self._show(session)
         if session.gradients:
-            return m._forward_class.apply(AllInputs(inputs), *(inputs[i] for i in session.differentiable))
+            given = AllInputs(inputs)
+            given.again = again
+            return m._forward_class.apply(given, *(inputs[i] for i in session.differentiable))
         outputs, _ = InferenceManager.execution_session_run_forward(session.agent, session.model, self.device, *inputs)
         return outputs
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from ort_zero.compat.ortmodule.functions import SYMBOLICS, with_all_gradients
@@ -12,17 +13,12 @@ from ort_zero.compat.ortmodule.loading import PACKAGE
 from ort_zero.compat.ortmodule.runner import current_runner, runner_of, running
 from ort_zero.compat.ortmodule.sessions import AllInputs
 from ort_zero.compat.ortmodule.wrapper_class import warn_of_collisions
+from ort_zero.compat.torch_autograd import keeps_graph
 from ort_zero.compat.torch_compile import not_compiled
 from ort_zero.utils.patching import Patch, defined_in
 
 _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
 """Attributes of the manager that upstream's backward reads."""
-_GRADIENT_OF_GRADIENT = (
-    "create_graph=True asks for the gradient of a gradient (a gradient penalty, forces of an energy, second-order "
-    "optimizers), which ONNX Runtime does not have: let PyTorch run that call, by calling the user's own module "
-    "(engine.module.module(...), or the model that the engine was given), or leave out create_graph=True if nothing "
-    "differentiates the result"
-)
 _NVTX = "onnxruntime.training.utils.torch_profile_utils"
 
 
@@ -177,6 +173,7 @@ def _patch_create_autofunction_class(original: Callable) -> Callable:
 
         def keeping_forward(ctx, *inputs):
             ctx.ort_zero_all = bool(inputs) and isinstance(inputs[0], AllInputs)
+            ctx.ort_zero_again = inputs[0].again if ctx.ort_zero_all else None
             result = forward(ctx, *(inputs[0] if ctx.ort_zero_all else inputs))
             # upstream takes the newest graph: an export between forward and backward would free this one
             ctx.ort_zero_graph = {name: getattr(self, name) for name in _GRAPH}
@@ -186,20 +183,39 @@ def _patch_create_autofunction_class(original: Callable) -> Callable:
             return result
 
         def own_backward(ctx, *grads):
-            if torch.is_grad_enabled():  # autograd says so by this
-                raise RuntimeError(_GRADIENT_OF_GRADIENT)
-            if not hasattr(ctx.run_info, "state"):
-                raise RuntimeError(
-                    "a second backward through one forward call: ONNX Runtime keeps nothing for it, with "
-                    "retain_graph=True or without; add the losses up, or call the model again"
-                )
+            if torch.is_grad_enabled() and ctx.ort_zero_again is not None:  # autograd says so by this
+                return None, *ctx.ort_zero_again.differentiable(grads)
+            if ctx.ort_zero_again is not None:
+                ctx.ort_zero_again.begin_backward(grads)
             newest = {name: getattr(self, name) for name in _GRAPH}
             vars(self).update(ctx.ort_zero_graph)
             try:
-                found = backward(ctx, *grads)
-                return (None, *found) if ctx.ort_zero_all else found
+                found = backward(ctx, *grads) if hasattr(ctx.run_info, "state") else backward_again(ctx, *grads)
             finally:
                 vars(self).update(newest)
+            again = ctx.ort_zero_again
+            if again is not None:
+                found = again.left_out(grads, found)
+                if not again.note_backward(grads, keeps_graph()):
+                    ctx.ort_zero_again = None  # as PyTorch lets go of what it has saved
+            return (None, *found) if ctx.ort_zero_all else found
+
+        def backward_again(ctx, *grads):
+            again = ctx.ort_zero_again
+            if again is None or not again.is_new(grads):
+                _ = ctx.saved_tensors  # PyTorch's own error, where the graph was not kept
+            if again is None:
+                raise RuntimeError("a second backward through a run that nobody can repeat")
+            with again.prepared(grads) as agent:
+                self._execution_agent = agent or self._execution_agent  # put back with the rest of the graph
+                _, ctx.run_info = self.execution_session_run_forward(
+                    self._execution_agent,
+                    self._onnx_models.optimized_model,
+                    self._device,
+                    self._gradient_accumulation_manager,
+                    *again.inputs,
+                )
+                return backward(SimpleNamespace(run_info=ctx.run_info, saved_tensors=()), *grads)
 
         function.forward, function.backward = staticmethod(keeping_forward), staticmethod(own_backward)
         return function

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 from ort_zero import env
+from ort_zero.compat.ortmodule import profiles
 
 _LAID_OUT = frozenset({"Conv", "FusedConv", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"})
 """Operators whose tensors ORT may lay out in blocks for the processor at hand."""
@@ -92,8 +94,39 @@ class Recompute:
     whole transformer layers are (0 or 1)."""
 
 
+class RunAgain(Protocol):
+    """Knows what the backward of one run leads to, and how its forward is run again for a second one."""
+
+    inputs: Sequence[Any]
+    """Inputs of the run, in the graph's order."""
+
+    def begin_backward(self, gradients: Sequence[Any]) -> None:
+        """Note that a backward is about to run; it may raise, as PyTorch does for inputs that have changed."""
+
+    def left_out(self, gradients: Sequence[Any], found: Sequence[Any]) -> Sequence[Any]:
+        """Return the gradients of the inputs that autograd sees, None for those that this backward does not lead to."""
+
+    def note_backward(self, gradients: Sequence[Any], keeps_graph: bool) -> bool:
+        """Note that a backward has run; return whether another one may come."""
+
+    def is_new(self, gradients: Sequence[Any]) -> bool:
+        """Return whether these results share nothing with those of a backward that has not kept the graph."""
+
+    def differentiable(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Return the gradients of the inputs that autograd sees, such that they can be differentiated themselves."""
+
+    def prepared(self, gradients: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Return a context in which the forward and the backward can run again; it may raise.
+
+        Its value is the agent to run them with, None for that of the graph.
+        """
+
+
 class AllInputs(list):
     """All inputs of a run, for an autograd Function that is given the differentiable ones apart as well."""
+
+    again: RunAgain | None = None
+    """Runs the forward again; None where nobody can."""
 
 
 def set_options(
@@ -133,6 +166,8 @@ def set_options(
         options.inter_op_num_threads = 1
     if on_cpu and _share_memory():
         options.add_session_config_entry("session.use_env_allocators", "1")
+    if profiles.prefix is not None:
+        options.enable_profiling, options.profile_file_prefix = True, profiles.prefix
     if optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if in_order:

@@ -14,6 +14,7 @@ import torch
 
 from ort_zero.runtime.export import attribute_writes, pytree
 from ort_zero.runtime.export.attribute_paths import ARGUMENT, ATTRIBUTE, ITEM, MISSING, Place
+from ort_zero.utils.containers import items_held
 
 _CONTAINERS = (list, dict, collections.deque)
 
@@ -54,7 +55,7 @@ class ArgumentChanges:
         if isinstance(value, (*_CONTAINERS, tuple, Mapping)):
             self._seen.add(id(value))
             if isinstance(value, _CONTAINERS):
-                self._containers.append((place, value, dict(value) if isinstance(value, dict) else list(value)))
+                self._containers.append((place, value, items_held(value)))
                 if path is not None:
                     self.paths[id(value)] = path
             for key, part in list(value.items()) if isinstance(value, Mapping) else list(enumerate(value)):
@@ -74,8 +75,7 @@ class ArgumentChanges:
     def found(self) -> Iterator[attribute_writes.Change]:
         """Yield the changes since."""
         for place, container, before in self._containers:
-            now = container if isinstance(container, dict) else list(container)
-            if not attribute_writes.same_items(now, before):
+            if not attribute_writes.same_items(container, before):
                 yield attribute_writes.Change(place, *attribute_writes.container_change(place, container, before))
         for place, value, before in self._attributes:
             here = dict(pytree.attributes_in(value))

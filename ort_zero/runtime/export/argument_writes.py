@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ort_zero.compat.torch_modules import version_of
+from ort_zero.compat.torch_modules import is_view, version_of
 from ort_zero.runtime.export import attribute_writes, left_behind, pytree
 from ort_zero.runtime.export.argument_changes import ArgumentChanges
 from ort_zero.runtime.export.attribute_paths import ATTRIBUTE, Place, attributes_of, step_into
@@ -24,6 +24,8 @@ class ResultAndChanges(NamedTuple):
     result: Any
     changes: dict[tuple[Place, str], Any]
     """The values that are written, by the place and how they are written."""
+    tensors: dict[int, torch.Tensor]
+    """New values of the tensors among the arguments that are changed in place, by their index."""
 
 
 class NotCarried(Exception):
@@ -74,21 +76,25 @@ class ArgumentWrites:
         if any(id(tensor) not in known for tensor in self._tensors_in_opaque()):
             raise NotCarried("writes a tensor into an object among its arguments")
         changes = {(change.place, change.how): change.value for change in self._changes.found()}
-        if any(version_of(t) != v for t, v in zip(self._tensors, self._versions, strict=True)):
-            if changes:
-                raise NotCarried("writes into its arguments, and changes tensors among them in place")
-            return pytree.flatten(result, drop_caches=self._drop_caches)
-        if changes:
-            result = ResultAndChanges(result, changes)
+        changed = self.changed()
+        if changes and changed:
+            raise NotCarried("writes into its arguments, and changes tensors among them in place")
+        if changes or changed:
+            result = ResultAndChanges(result, changes, {i: self._tensors[i] for i in changed})
         given = {id(holder): (place,) for place, holder in self._changes.holders()}
         try:
             found = pytree.flatten(result, drop_caches=self._drop_caches, given=given)
         except TypeError as error:
-            if changes:
+            if changes or changed:
                 raise NotCarried(f"writes into its arguments, and {error}") from None
             raise
         # a node without outputs would not run
-        return found if found[0] or changes else pytree.flatten(result, drop_caches=self._drop_caches)
+        return found if found[0] or changes or changed else pytree.flatten(result, drop_caches=self._drop_caches)
+
+    def changed(self) -> list[int]:
+        """Return the indices of the tensors that were changed in place since."""
+        pairs = enumerate(zip(self._tensors, self._versions, strict=True))
+        return [i for i, (tensor, version) in pairs if version_of(tensor) != version]
 
     def _tensors_in_opaque(self) -> list[torch.Tensor]:
         return [
@@ -122,6 +128,12 @@ def unflatten(
     value = pytree.unflatten(tensors, structure, given.objects, call=values)
     if not isinstance(value, ResultAndChanges):
         return value
+    for i, changed in value.tensors.items():
+        if is_view(given.tensors[i]):
+            raise NotCarried("changes a view of a tensor in place")
+        given.tensors[i].copy_(changed)
+    if not value.changes:
+        return value.result
     if ArgumentChanges(args, kwargs, {id(value) for value in given.objects}, drop_caches=drop_caches).shared:
         raise NotCarried("writes into its arguments, of which one container is given twice")
     targets = [(values[place.holder if how in (SET, DELETE) else place], place, how) for place, how in value.changes]

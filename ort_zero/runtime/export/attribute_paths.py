@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gc
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
 
+from ort_zero.compat.environment import Environment
+from ort_zero.compat.torch_settings import Settings
 from ort_zero.runtime.export.named_objects import value_named
 
-ATTRIBUTE, ITEM, CELL, DEFAULT = "attribute", "item", "cell", "default"
-MODULE, GLOBAL, ARGUMENT, CALLABLE = "module", "global", "argument", "callable"
+ATTRIBUTE, ITEM, CELL, DEFAULT, CONTEXT = "attribute", "item", "cell", "default", "context"
+CACHED = "cached"
+MODULE, GLOBAL, ARGUMENT, CALLABLE, ENVIRONMENT = "module", "global", "argument", "callable", "environment"
+SETTING = "setting"
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 """The value of an attribute that is not there."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout,
@@ -33,7 +40,8 @@ class Place:
 
     root: tuple[str, str]
     """``("module", path in the module tree)``, ``("global", name of a Python module)``, ``("argument", "")`` for
-    ``(args, kwargs)`` of a call, or ``("callable", name)`` for a function or an object among these."""
+    ``(args, kwargs)`` of a call, ``("callable", name)`` for a function or an object that exists in this process,
+    ``("environment", "")`` for the environment variables, or ``("setting", "")`` for the settings of PyTorch."""
     steps: tuple[tuple[str, Any], ...] = ()
     """(kind, key) of each step: ``("attribute", "config")``, ``("item", "temperature")``, ``("cell", "scale")``."""
 
@@ -53,11 +61,16 @@ class Place:
             model: name of the class of the model.
         """
         kind, start = self.root
-        text = start or (model if kind == MODULE else "argument " if kind == ARGUMENT else "")
+        text = start or {MODULE: model, ARGUMENT: "argument ", ENVIRONMENT: "os.environ", SETTING: "torch"}.get(
+            kind, ""
+        )
         text = text.partition(":")[0] if kind == CALLABLE else text
         for step, key in self.steps:
             plain = step == ATTRIBUTE or (kind == GLOBAL and text == start)
-            text += f".{key}" if plain else f" ({key})" if step in (CELL, DEFAULT) else f"[{key!r}]"
+            if step == CACHED:
+                text += " (cached)"
+                continue
+            text += f".{key}" if plain else f" ({key})" if step in (CELL, DEFAULT, CONTEXT) else f"[{key!r}]"
         return text
 
     def as_input(self, model: str) -> str:
@@ -83,6 +96,8 @@ class TensorState:
 
     tensor: torch.Tensor
     version: int
+    wanted: bool = False
+    """Whether it requires grad."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +116,32 @@ class Snapshot:
     copy: Any
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FunctionState:
+    """A function of the user's: the function, and what a program may replace in it."""
+
+    function: Any
+    code: Any
+    defaults: tuple
+    """Default values of the parameters; of iterators, in whose places an export has other objects, the class."""
+    keywords: tuple
+
+    @staticmethod
+    def of(function: Any) -> FunctionState:
+        """Return the state of a function now."""
+        keywords = function.__kwdefaults__ or {}
+        return FunctionState(
+            function,
+            function.__code__,
+            tuple(map(_default, function.__defaults__ or ())),
+            tuple((name, _default(value)) for name, value in keywords.items()),
+        )
+
+
+def _default(value: Any) -> Any:
+    return value.__class__ if hasattr(value, "__next__") else value
+
+
 def same(one: Any, other: Any) -> bool:
     """Return whether two values of one place make equal graphs."""
     if one is other:
@@ -108,9 +149,12 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, TensorState):
-        return one.tensor is other.tensor and one.version == other.version
+        return one.tensor is other.tensor and (one.version, one.wanted) == (other.version, other.wanted)
     if isinstance(one, Contents):
         return one.kind is other.kind and one.keys == other.keys
+    if isinstance(one, FunctionState):
+        same_code = one.function is other.function and one.code is other.code
+        return same_code and same(one.defaults, other.defaults) and same(one.keywords, other.keywords)
     if isinstance(one, Snapshot):
         return type(one.copy) is type(other.copy) and bool(one.copy == other.copy)
     if type(one) in (tuple, torch.Size):
@@ -127,9 +171,14 @@ def shown(value: Any) -> str:
     if isinstance(value, Contents):
         return f"a {value.kind.__name__} of {list(value.keys)}"[:60] if value.keys else f"a {value.kind.__name__}"
     if isinstance(value, Snapshot):
+        if isinstance(value.copy, tuple):
+            return f"an array of {list(value.copy[1])}"
         return f"a {type(value.copy).__name__} of {len(value.copy)} values"
     if is_plain(value) or value is MISSING:
         return repr(value)[:60]
+    if isinstance(value, FunctionState):
+        given = (*value.defaults, *value.keywords)
+        return f"a function with the default values {given}"[:60] if given else "a function"
     return f"a {type(value).__name__}" if not isinstance(value, type) else value.__name__
 
 
@@ -152,6 +201,12 @@ def step_into(holder: Any, kind: str, key: Any) -> tuple[Any, Any, Any]:
             return variables[key], variables, key
         except (KeyError, ValueError, AttributeError):
             return MISSING_STEP
+    if kind == CACHED:
+        entries = entries_of(holder)
+        return (entries[key], entries, key) if key in entries else MISSING_STEP
+    if kind == CONTEXT:
+        variable = ContextOf(holder)
+        return variable[key], variable, key
     if isinstance(holder, type):
         owner = next((cls for cls in holder.__mro__ if key in vars(cls)), None)
         return MISSING_STEP if owner is None else (vars(owner)[key], ClassAttributes(owner), key)
@@ -168,8 +223,16 @@ def step_into(holder: Any, kind: str, key: Any) -> tuple[Any, Any, Any]:
     return MISSING_STEP
 
 
+def entries_of(function: Any) -> dict[Any, Any]:
+    """Return the very dict in which a function with ``functools.lru_cache`` keeps its results, by their arguments."""
+    results = (value for value in gc.get_referents(function) if type(value) is dict and value is not vars(function))
+    return next(results, {})
+
+
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """Return the very dict of an object's attributes, None if it has none."""
+    if isinstance(value, threading.local):
+        return value.__dict__  # that of the thread that asks
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -220,13 +283,33 @@ class CellsOf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ContextOf:
+    """Looks up the value of a context variable, by its name, as an item."""
+
+    variable: ContextVar
+
+    def __getitem__(self, name: str) -> Any:
+        return self.variable.get(MISSING)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class DefaultsOf:
-    """Looks up the default values of a function's parameters as items."""
+    """Looks up and sets the default values of a function's parameters as items."""
 
     function: Any
 
     def __getitem__(self, name: str) -> Any:
         return defaults_of(self.function)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        function = self.function
+        if name in (function.__kwdefaults__ or {}):
+            function.__kwdefaults__[name] = value
+            return
+        names = [key for key in defaults_of(function) if key not in (function.__kwdefaults__ or {})]
+        function.__defaults__ = tuple(
+            value if key == name else old for key, old in zip(names, function.__defaults__, strict=True)
+        )
 
 
 def defaults_of(function: Any) -> dict[str, Any]:
@@ -234,6 +317,10 @@ def defaults_of(function: Any) -> dict[str, Any]:
     code, values = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
     return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+_environment = Environment(MISSING)
+_settings = Settings()
 
 
 class PlaceFinder:
@@ -255,6 +342,10 @@ class PlaceFinder:
             return self._modules.get(name, MISSING)
         if kind == ARGUMENT:
             return self.call
+        if kind == ENVIRONMENT:
+            return _environment
+        if kind == SETTING:
+            return _settings
         if kind == CALLABLE:
             value = value_named(name)
             return MISSING if value is None else value

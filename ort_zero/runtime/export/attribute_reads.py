@@ -9,13 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import (
-    CodeType,
-    FrameType,
-    FunctionType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -25,11 +19,8 @@ from ort_zero.compat.frames import (
     FILLED,
     is_augmented_read,
     is_foreign,
-    is_installed,
-    is_only_filled,
     use_of_read,
 )
-from ort_zero.compat.size_numbers import REPLACED_BUILTINS
 from ort_zero.compat.torch_modules import (
     BOOKKEEPING,
     BUFFER_TABLE,
@@ -41,32 +32,26 @@ from ort_zero.compat.torch_modules import (
 from ort_zero.log import get_logger
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
-    CELL,
-    DEFAULT,
-    GLOBAL,
     ITEM,
     MISSING,
     Place,
     attributes_of,
-    defaults_of,
     is_number,
-    is_plain,
     is_slot,
 )
-from ort_zero.runtime.export.attribute_records import CODE, AttributeRecord
+from ort_zero.runtime.export.attribute_records import CACHED_FUNCTION, CODE
 from ort_zero.runtime.export.callables import place_of
+from ort_zero.runtime.export.code_reads import CodeReads
 from ort_zero.runtime.export.functions_with_values import (
     CONTAINERS,
-    functions_of,
-    has_readable_attributes,
-    own_global_names,
 )
+from ort_zero.utils.new_objects import NewObjects
 from ort_zero.utils.profile_function import profile_function
 
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 
 
-class AttributeReads(AttributeRecord):
+class AttributeReads(CodeReads):
     """Records the reads of one trace.
 
     Args:
@@ -75,6 +60,7 @@ class AttributeReads(AttributeRecord):
         enter: called with the globals of each function of the user's before it runs.
         plain_key: returns a key of a dict with Python numbers in the place of sizes.
         callables: functions, and objects that are called, among the arguments; see :mod:`.callables`.
+        new_objects: knows what was made for this call, which nobody else can change; None for what the forward makes.
     """
 
     def __init__(
@@ -84,25 +70,13 @@ class AttributeReads(AttributeRecord):
         enter: Callable[[dict[str, Any]], None] = lambda names: None,
         plain_key: Callable[[Any], Any] = lambda key: key,
         callables: Iterable[Any] = (),
+        new_objects: NewObjects | None = None,
     ):
-        super().__init__(model, running, plain_key)
-        self._enter = enter
         self._known: dict[tuple[int, Any], Place | None] = {}
         """Place of each attribute that was read, by the object's ``id()`` and the name; None if it does not count."""
         self._patched: dict[type, Callable[[], None]] = {}
-        self._codes: set[CodeType] = set()
-        self._functions = {code: [found] for code, found in functions_of(model)}
-        """Functions that hold values, with their places, by their code."""
-        self._called: list[Any] = []
-        """Objects among the arguments whose attributes are recorded."""
-        for value in callables:
-            if isinstance(value, FunctionType):
-                self._functions.setdefault(value.__code__, []).append((place_of(value), value))
-            elif isinstance(value, CONTAINERS):
-                self._copies.append((place_of(value), value, dict(value) if isinstance(value, dict) else list(value)))
-            elif id(value) not in self._origins:
-                self._origins[id(value)] = place_of(value)
-                self._called.append(value)
+        self._new_objects = new_objects or NewObjects()
+        super().__init__(model, running, enter, plain_key, callables)
 
     # -- while the module runs -------------------------------------------------------------------------------------
 
@@ -115,7 +89,7 @@ class AttributeReads(AttributeRecord):
             self._patch(torch.nn.Module)
             for value in self._called:
                 self._patch(type(value))
-            with profile_function(self._entered):
+            with self._new_objects.noted(), profile_function(self._event):
                 yield
         finally:
             _Active.reads = before
@@ -123,9 +97,13 @@ class AttributeReads(AttributeRecord):
                 undo()
             self._patched.clear()
 
+    def _event(self, frame: FrameType, event: str, argument: Any) -> None:
+        if _Active.reads is self:
+            self._happened(frame, event, argument)
+
     def _patch(self, kind: type) -> None:
-        """Let the instances of a class tell what is read from them, and written to them."""
-        if kind in self._patched:
+        """Let the instances of a class tell what is read from them, and written to them, while reads are recorded."""
+        if _Active.reads is not self or self._is_patched(kind):
             return
         read: Any = kind.__getattribute__
         write: Any = kind.__setattr__
@@ -133,6 +111,8 @@ class AttributeReads(AttributeRecord):
 
         def __getattribute__(obj: Any, name: str) -> Any:
             reads = _Active.reads
+            if name == "__dict__" and reads is not None and not is_foreign(sys._getframe(1).f_code.co_filename):
+                reads._note_all(obj)
             if reads is None or name in _INTERNAL or name.startswith("__"):
                 return read(obj, name)
             try:
@@ -178,8 +158,25 @@ class AttributeReads(AttributeRecord):
 
         self._patched[kind] = undo
 
-    def _note_write(self, obj: Any, name: str) -> None:
+    def _is_patched(self, kind: type) -> bool:
+        """Return True if a class, or the one that it inherits its reads and writes from, tells of them already."""
+        bases = kind.__mro__
+        patched = next((i for i, base in enumerate(bases) if base in self._patched), None)
+        if patched is None:
+            return False
+        own = ("__getattribute__", "__setattr__", "__delattr__")
+        return not any(name in vars(base) for base in bases[:patched] for name in own)
+
+    def _origin_of(self, obj: Any) -> Place | None:
+        """Return the place of an object; None for one that the forward has made itself."""
         origin = self._origins.get(id(obj))
+        if origin is None and not isinstance(obj, torch.nn.Module) and obj not in self._new_objects:
+            origin = self._origins[id(obj)] = place_of(obj)
+            self._alive.append(obj)
+        return origin
+
+    def _note_write(self, obj: Any, name: str) -> None:
+        origin = self._origin_of(obj)
         if origin is None or name in _INTERNAL or BOOKKEEPING.match(name):
             return
         place = origin.then(ATTRIBUTE, name)
@@ -187,7 +184,7 @@ class AttributeReads(AttributeRecord):
             self._written[place] = (attributes_of(obj) or {}).get(name, MISSING), self._running()
 
     def _note_missing(self, obj: Any, name: str) -> None:
-        origin = self._origins.get(id(obj))
+        origin = self._origin_of(obj)
         if origin is None or (id(obj), name) in self._known:
             return
         if isinstance(obj, torch.nn.Module):
@@ -203,10 +200,23 @@ class AttributeReads(AttributeRecord):
         self._add(origin.then(ATTRIBUTE, name), MISSING)
         self._known[id(obj), name] = origin.then(ATTRIBUTE, name)
 
+    def _note_all(self, obj: Any) -> None:
+        """Note all attributes of an object, whose dict is read: ``vars(obj)["scale"]``."""
+        origin = self._origin_of(obj)
+        if origin is None:
+            return
+        for name, value in list((attributes_of(obj) or {}).items()):
+            if name in _INTERNAL or BOOKKEEPING.match(name) or (id(obj), name) in self._known:
+                continue
+            if isinstance(value, CONTAINERS):
+                self._look_into(value)
+            self._known[id(obj), name] = origin.then(ATTRIBUTE, name)
+            self._add(origin.then(ATTRIBUTE, name), value)
+
     def _note(self, obj: Any, name: str, value: Any) -> None:
         key = (id(obj), name)
         if isinstance(value, CONTAINERS) and use_of_read(sys._getframe(2)) != FILLED:
-            self._looked_into.add(id(value))
+            self._look_into(value)
         if key in self._known:
             place = self._known[key]
             if place is not None:
@@ -214,10 +224,12 @@ class AttributeReads(AttributeRecord):
             elif key in self._updated and not is_augmented_read(sys._getframe(2)):
                 self._add(self._origins[id(obj)].then(ATTRIBUTE, name), self._updated[key][0])
             return
-        origin = self._origins.get(id(obj))
-        if origin is None:
+        origin = self._origin_of(obj)
+        if origin is None or self._is_changed_class_attribute(obj, name, value):
             return
         place = origin.then(ATTRIBUTE, name)
+        if isinstance(value, MethodType) and isinstance(value.__func__, CACHED_FUNCTION):
+            self._note_entries(place, value.__func__)
         if BOOKKEEPING.match(name) or not _is_stored(obj, name):
             place = None
         elif is_number(value) and is_augmented_read(sys._getframe(2)):
@@ -227,67 +239,6 @@ class AttributeReads(AttributeRecord):
         self._known[key] = place
         if place is not None:
             self._add(place, value)
-
-    def _entered(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Note the globals that a function reads, before it runs."""
-        code = frame.f_code
-        if event != "call" or code in self._codes or _Active.reads is not self:
-            return
-        self._codes.add(code)
-        if is_foreign(code.co_filename) or code.co_filename.startswith("<"):
-            return
-        self._enter(frame.f_globals)
-        name = frame.f_globals.get("__name__")
-        module = sys.modules.get(name) if isinstance(name, str) else None
-        if module is not None and vars(module) is frame.f_globals:
-            self._note_globals(code, module)
-        for place, function in self._functions.get(code, ()):
-            self._note_closure(place, function)
-
-    def _note_globals(self, code: CodeType, module: ModuleType) -> None:
-        users = not is_installed(code.co_filename)
-        found, attributes = own_global_names(code)
-        root = Place((GLOBAL, module.__name__))
-        for name in sorted(found & vars(module).keys()):
-            value = vars(module)[name]
-            if name in REPLACED_BUILTINS and callable(value):
-                continue
-            if isinstance(value, CONTAINERS) and not is_only_filled(code, name):
-                self._looked_into.add(id(value))
-            if isinstance(value, ModuleType):
-                if users and _is_users(value):
-                    for other in sorted(attributes & vars(value).keys()):
-                        self._note_global(Place((GLOBAL, value.__name__), ((ITEM, other),)), vars(value)[other], True)
-            elif isinstance(value, type) and users:
-                for other in sorted(attributes):
-                    part = next((vars(cls)[other] for cls in value.__mro__ if other in vars(cls)), MISSING)
-                    if part is not MISSING and (is_plain(part) or isinstance(part, (list, dict, torch.Tensor))):
-                        self._add(root.then(ITEM, name).then(ATTRIBUTE, other), part)
-            else:
-                self._note_global(root.then(ITEM, name), value, users)
-
-    def _note_global(self, place: Place, value: Any, users: bool) -> None:
-        counts = is_plain(value) or users and not isinstance(value, (*CODE, torch.nn.Module)) and (
-            isinstance(value, (torch.Tensor, list, tuple, dict, SimpleNamespace)) or has_readable_attributes(value)
-        )  # fmt: skip
-        if counts and not place.steps[-1][1].startswith("__"):
-            self._add(place, value)
-
-    def _note_closure(self, place: Place, function: Any) -> None:
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-            with contextlib.suppress(ValueError):  # not set yet
-                value = cell.cell_contents
-                if not isinstance(value, (*CODE, torch.nn.Module)):
-                    self._note_use(function, name, value)
-                    self._add(place.then(CELL, name), value)
-        for name, value in defaults_of(function).items():
-            if isinstance(value, CONTAINERS):
-                self._note_use(function, name, value)
-                self._add(place.then(DEFAULT, name), value)
-
-    def _note_use(self, function: Any, name: str, value: Any) -> None:
-        if isinstance(value, CONTAINERS) and not is_only_filled(function.__code__, name):
-            self._looked_into.add(id(value))
 
 
 class _Active:
@@ -314,8 +265,3 @@ def _is_stored(obj: Any, name: str) -> bool:
             value = vars(cls)[name]
             return is_slot(value) or not (isinstance(value, CODE) or hasattr(type(value), "__get__"))
     return False
-
-
-def _is_users(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    return isinstance(file, str) and not is_foreign(file) and not is_installed(file)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
@@ -36,11 +38,14 @@ from ort_zero.runtime.export.attribute_paths import (
     same,
 )
 from ort_zero.runtime.export.functions_with_values import CONTAINERS, has_readable_attributes
+from ort_zero.utils.containers import UNORDERED, holds, items_held
 
 MOST_ITEMS = 64
 """Maximum number of items of a container that are compared one by one; a larger one is compared as a whole."""
 CODE = (FunctionType, MethodType, BuiltinFunctionType, type, ModuleType, property, classmethod, staticmethod)
 """Types of attributes that are code, and of which no value is recorded."""
+
+CACHED_FUNCTION = type(functools.lru_cache(int))
 
 
 @dataclass(slots=True)
@@ -121,6 +126,8 @@ class AttributeRecord:
         self._alive: list[Any] = []
         self._copies: list[tuple[Place, Any, Any]] = []
         """Place, container and a copy of what it held when it was read."""
+        self._unordered: list[tuple[Place, Any, Any]] = []
+        """The same of containers whose items have no places: sets, arrays, bytes that change."""
         self._updated: dict[tuple[int, str], tuple[Any, bool]] = {}
         """Numbers that an augmented assignment takes, and whether it adds, by the object's ``id()`` and the name."""
         self._looked_into: set[int] = set()
@@ -141,6 +148,18 @@ class AttributeRecord:
         """Let the instances of a class tell what is read from them."""
         raise NotImplementedError
 
+    def _note_code(self, place: Place, value: Any) -> None:
+        """Record what functions that were found at a place read when they run."""
+        raise NotImplementedError
+
+    def _follow(self, value: Any, place: Place | None = None) -> None:
+        """Record from now on what a function reads, or what is read from an object."""
+        raise NotImplementedError
+
+    def _note_entries(self, place: Place, function: Any) -> None:
+        """Record the results that a function with ``functools.lru_cache`` has cached."""
+        raise NotImplementedError
+
     # -- while the module runs -------------------------------------------------------------------------------------
 
     def _read_again(self, place: Place) -> None:
@@ -158,6 +177,8 @@ class AttributeRecord:
         if is_number(value) or isinstance(value, torch.Tensor):
             read.line = user_line()
             read.version = version_of(value) if isinstance(value, torch.Tensor) else 0
+        if isinstance(value, CODE):
+            self._note_code(place, value)
         if is_plain(value) or isinstance(value, (torch.Tensor, *CODE)) or depth > 8:
             return None
         if id(value) in self._origins:
@@ -167,14 +188,23 @@ class AttributeRecord:
         if isinstance(value, (list, tuple, Mapping, collections.deque)):
             self._origins[id(value)] = place
             self._add_items(place, value, depth)
-        elif isinstance(value, SimpleNamespace):
+        elif isinstance(value, UNORDERED):
             self._origins[id(value)] = place
-            for name, part in vars(value).items():
+            self._unordered.append((place, value, items_held(value)))
+        elif isinstance(value, (SimpleNamespace, threading.local)):
+            self._origins[id(value)] = place
+            for name, part in list(vars(value).items()):
                 self._add(place.then(ATTRIBUTE, name), part, depth + 1)
         elif isinstance(value, functools.partial):
             self._origins[id(value)] = place
             for name in ("func", "args", "keywords"):
                 self._add(place.then(ATTRIBUTE, name), getattr(value, name), depth + 1)
+        elif isinstance(value, weakref.ref):
+            target = value()
+            if has_readable_attributes(target) and not isinstance(target, torch.nn.Module):
+                self._follow(target)
+        elif isinstance(value, CACHED_FUNCTION):
+            self._note_entries(place, value)
         elif isinstance(value, torch.nn.Module):
             self._origins[id(value)] = place  # hidden from the tree in a plain container
         elif has_readable_attributes(value):
@@ -183,13 +213,34 @@ class AttributeRecord:
         return None
 
     def _add_items(self, place: Place, value: Any, depth: int) -> None:
-        keys = list(value) if isinstance(value, Mapping) else range(len(value))
+        held: Any = value
         if isinstance(value, (list, dict, collections.deque)):
-            self._copies.append((place, value, dict(value) if isinstance(value, dict) else list(value)))
-        if len(value) > MOST_ITEMS or not all(map(is_plain, keys)):
+            held = items_held(value)
+            self._copies.append((place, value, held))
+            if id(value) in self._looked_into:
+                self._look_into(value)
+        keys = list(held) if isinstance(held, Mapping) else range(len(held))
+        if len(keys) > MOST_ITEMS or not all(map(is_plain, keys)):
             return
         for key in keys:
-            self._add(place.then(ITEM, key), value[key], depth + 1)
+            item = value[key]
+            # what a class of containers builds for each read is another object at each step
+            if item is held[key] or is_plain(item):
+                self._add(place.then(ITEM, key), item, depth + 1)
+
+    def _look_into(self, container: Any) -> None:
+        """Note that the code does more with a container, and with those in it, than to fill it."""
+        stack = [container]
+        while stack:
+            held = stack.pop()
+            self._looked_into.add(id(held))
+            if isinstance(held, CONTAINERS) and len(held) <= MOST_ITEMS:
+                items = items_held(held)
+                stack += [
+                    item
+                    for item in (items.values() if isinstance(items, dict) else items)
+                    if isinstance(item, CONTAINERS) and id(item) not in self._looked_into
+                ]
 
     # -- when it has ended -----------------------------------------------------------------------------------------
 
@@ -247,14 +298,51 @@ class AttributeRecord:
             elif place.root[0] in (MODULE, GLOBAL, CALLABLE) and (
                 tensors or self._is_other_number(place, read.value, value)
             ):
-                module = read.readers[0] if read.readers else None
-                name = place.named(type(self._model).__name__)
-                changed[place] = ValueReadError(module, f"reads {name}, and changes it for the next call", read.line)
-            elif not (place in self._written or is_plain(value) and is_plain(read.value)):
+                changed[place] = self._changed_read(place)
+                changed[place].moves = self._moves(place) if tensors else self._changes_length(place, finder)
+            elif not (is_plain(read.value) and (is_plain(value) or self._decides(place)) or place in self._written):
                 self._leave_out(place)
+        for place in self._moved_containers():
+            changed[place] = self._changed_read(place)
+            changed[place].moves = True
         if changed:
             raise AttributeChangedError(changed)
         self._note_assigned(written)
+
+    def _changed_read(self, place: Place) -> ValueReadError:
+        read = self.reads.get(place)
+        module = read.readers[0] if read is not None and read.readers else None
+        name = place.named(type(self._model).__name__)
+        return ValueReadError(module, f"reads {name}, and changes it for the next call", read.line if read else "")
+
+    def _moved_containers(self) -> Iterator[Place]:
+        """Yield the containers that no graph can carry over: what they hold has no places, or other places now."""
+        for place, container, copy in self._unordered:
+            if not holds(container, copy):
+                yield place
+        for place, container, copy in self._copies:
+            if isinstance(copy, dict) and id(container) in self._looked_into:
+                now = list(items_held(container))
+                if [key for key in now if key in copy] != [key for key in copy if key in now]:
+                    yield place
+
+    def _moves(self, place: Place) -> bool:
+        """Return whether an item belongs to a list of which the forward moves tensors to other indices."""
+        for copy_of, container, copy in self._copies:
+            if copy_of == place.holder and isinstance(copy, list):
+                before = {id(item): i for i, item in enumerate(copy) if isinstance(item, torch.Tensor)}
+                return any(before.get(id(item), i) != i for i, item in enumerate(container))
+        return False
+
+    def _changes_length(self, place: Place, finder: PlaceFinder) -> bool:
+        """Return whether an item belongs to a list that is shorter or longer for the next call."""
+        now = finder.value_at(place.holder)
+        lists = [copy for copy_of, _, copy in self._copies if copy_of == place.holder and isinstance(copy, list)]
+        return any(isinstance(now, (list, collections.deque)) and len(now) != len(copy) for copy in lists)
+
+    def _decides(self, place: Place) -> bool:
+        """Return whether an item belongs to a container of which the code does more than to fill it."""
+        return any(copy_of == place.holder and id(held) in self._looked_into for copy_of, held, _ in self._copies)
 
     def _compare_start(
         self, written: Mapping[Place, Any], before: ValuesBefore, inputs: Collection[Place], finder: PlaceFinder
@@ -299,10 +387,9 @@ class AttributeRecord:
 
     def _note_filled(self, inputs: Collection[Place]) -> None:
         for place, container, copy in self._copies:
-            now = list(container) if type(container) is collections.deque else container
+            now = items_held(container)
             carried = _items_among(inputs, place)  # these are written one by one
             if carried:
-                now = dict(now) if isinstance(now, dict) else list(now)
                 for key in carried.intersection(range(len(now)) if isinstance(now, list) else now):
                     if isinstance(copy, dict) and key in copy or isinstance(copy, list) and key < len(copy):
                         now[key] = copy[key]
@@ -357,9 +444,7 @@ class AttributeRecord:
         return {
             id(container): (container, copy)
             for _, container, copy in self._copies
-            if not attribute_writes.same_items(
-                list(container) if type(container) is collections.deque else container, copy
-            )
+            if not attribute_writes.same_items(container, copy)
         }
 
     @property

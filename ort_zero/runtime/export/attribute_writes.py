@@ -24,6 +24,7 @@ from ort_zero.runtime.export.attribute_paths import (
     attributes_of,
     is_slot,
 )
+from ort_zero.utils.containers import items_held
 
 SET, ADD, DELETE, EXTEND, UPDATE, REFILL = "set", "add", "delete", "extend", "update", "refill"
 """An attribute gets a value; a number is added to it; it is deleted; a list gets more items; a dict gets other items; a
@@ -126,11 +127,11 @@ def container_change(place: Place, container: Any, before: Any) -> tuple[str, An
         container: a list, dict or deque, as it is now.
         before: a copy of what it held, a dict or a list.
     """
+    now = items_held(container)
     if isinstance(container, dict):
-        if before.keys() <= container.keys():
-            return UPDATE, {key: value for key, value in container.items() if before.get(key, MISSING) is not value}
-        return REFILL, dict(container)
-    now = list(container)
+        if before.keys() <= now.keys():
+            return UPDATE, {key: value for key, value in now.items() if before.get(key, MISSING) is not value}
+        return REFILL, now
     start = 0
     if isinstance(container, collections.deque) and container.maxlen is not None and len(now) == container.maxlen:
         # what it has dropped at its other end it drops by itself
@@ -142,6 +143,7 @@ def container_change(place: Place, container: Any, before: Any) -> tuple[str, An
 
 def same_items(one: Any, other: Any, without: Collection[Any] = ()) -> bool:
     """Return whether two containers hold the very same items, those with the keys or indices `without` left out."""
+    one, other = items_held(one), items_held(other)
     if len(one) != len(other):
         return False
     if isinstance(one, dict):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ort_zero.compat.shared_memory import overlap
 from ort_zero.compat.torch_modules import (
     buffer_table,
     change_in_place,
@@ -85,7 +86,18 @@ class BufferChanges:
                 raise ValueReadError(change.owner, f"changes its complex buffer {change.name}", user_line())
             if is_in_graph(now):
                 changes.append((change, now.detach()))
+        self._refuse_shared([change for change, _ in changes])
         for owner, name, tensor, version in self._parameters:
             if version_of(tensor) != version and is_in_graph(tensor):
                 raise ValueReadError(owner, f"changes its parameter {name} in place", user_line())
         return changes
+
+    def _refuse_shared(self, changes: Sequence[BufferChange]) -> None:
+        """Raise ValueReadError for a changed buffer whose memory is that of another buffer, or of a parameter."""
+        others = [tensor for _, tensor, _ in self._buffers] + [tensor for *_, tensor, _ in self._parameters]
+        for change in changes:
+            buffer = buffer_table(change.owner)[change.name]
+            if any(overlap(buffer, other) for other in others if other is not buffer):
+                raise ValueReadError(
+                    change.owner, f"changes its buffer {change.name}, which shares memory", user_line()
+                )

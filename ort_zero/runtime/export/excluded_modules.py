@@ -12,7 +12,8 @@ import contextlib
 import difflib
 import fnmatch
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -34,6 +35,7 @@ from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.errors import ConfigError, ExportError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export import left_behind, pytree
+from ort_zero.runtime.export.advanced_iterators import AdvancedIterator
 from ort_zero.runtime.export.function_effects import FunctionEffects
 from ort_zero.runtime.export.host_functions import HostFunctions
 from ort_zero.runtime.export.pytorch_calls import MISSING, FunctionCall, ModuleCall, attribute_of
@@ -58,8 +60,12 @@ class ExcludedModules:
         for module, path in self._paths.items():
             if is_scripted(module):
                 self.reasons[path] = "TorchScript code, which is traced without the parameters of its module"
+        self.divisible: Callable[[torch.nn.Module], Sequence[torch.nn.Module]] = lambda module: ()
+        """Returns the submodules of a module that may have graphs of their own, in the call that runs."""
         self.host_functions = HostFunctions()
         """Functions that draw random numbers, each of which runs as an operator."""
+        self.iterators: dict[int, AdvancedIterator] = {}
+        """What stands in the places of the iterators that PyTorch's parts advance, by its ``id()``."""
         self._changing: tuple[int, list[torch.nn.Module]] | None = None
         self._module_calls: list[ModuleCall] = []
         self._function_calls: list[FunctionCall] = []
@@ -73,6 +79,11 @@ class ExcludedModules:
                     f'"ort_zero.ortmodule.exclude": {pattern!r} matches no submodule of {type(root).__name__}{hint}'
                 )
             self.reasons.update(dict.fromkeys(matching, f"excluded by {pattern!r}"))
+        self._from_start = dict(self.reasons)
+
+    def forget_learned(self) -> None:
+        """Exclude only what was excluded from the start, not what exports of the whole model have stumbled on."""
+        self.reasons = dict(self._from_start)
 
     def add(self, module: torch.nn.Module | None, reason: str) -> bool:
         """Exclude `module` and all others of its class; return False for the model itself, or one that is excluded.
@@ -142,6 +153,8 @@ class ExcludedModules:
         """
         if read.function is not None and self.host_functions.add(read.function, str(read)):
             return f"{read.function.__qualname__}() stays in PyTorch"
+        if read.random:
+            self._refuse_most(read.module, str(read))
         if not self.add(read.module, str(read)):
             raise ExportError(
                 f"{type(self._root).__name__} cannot run in ONNX Runtime: its forward {read}, which a graph "
@@ -152,6 +165,30 @@ class ExcludedModules:
         log = get_logger().warning if share > 0.5 else get_logger().info
         log("%s stays in PyTorch (%.0f %% of the parameters so far): it %s", path, 100 * share, read)
         return f"{path} stays in PyTorch"
+
+    def _refuse_most(self, module: torch.nn.Module | None, reason: str) -> None:
+        """Raise where most of the model would stay in PyTorch with `module`, though its submodules could have graphs.
+
+        That is a stack of layers some of which are left out by chance. Modules of a class of which the model has
+        several stay in PyTorch all the same: what is around them is one graph then.
+
+        Raises:
+            ExportError: what could have graphs, in the module and in those learned before it, holds more than half of
+                the model's parameter elements.
+        """
+        if module is None or not self.own_path(module):
+            return
+        kinds = Counter(type(one) for one in self._paths)
+        learned = [self._root.get_submodule(path) for path in self.reasons if path not in self._from_start]
+        lost = {one: self.divisible(one) for one in {module, *learned} if kinds[type(one)] == 1}
+        elements = {id(p): full_size(p) for parts in lost.values() for part in parts for p in part.parameters()}
+        if lost.get(module) and 2 * sum(elements.values()) > sum(full_size(p) for p in self._root.parameters()):
+            error = ExportError(
+                f"{type(self._root).__name__} cannot run in ONNX Runtime: {self.path_of(module)} {reason}, which a "
+                "graph cannot hold; move that code"
+            )
+            error.can_be_excluded = True
+            raise error from None
 
     def parameter_share(self) -> float:
         """Return the share of the model's parameter elements that belong to excluded submodules, 0 to 1."""

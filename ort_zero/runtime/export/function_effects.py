@@ -6,6 +6,7 @@ run of it. Their counters and lists must see the runs alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from types import FunctionType
 from typing import Any
@@ -16,6 +17,7 @@ from ort_zero.compat.frames import is_foreign
 from ort_zero.runtime.export.attribute_paths import CellsOf, attributes_of, defaults_of, is_number
 from ort_zero.runtime.export.callables import callables_in, variables_of
 from ort_zero.runtime.export.functions_with_values import CONTAINERS, has_readable_attributes, own_global_names
+from ort_zero.utils.containers import items_held, put_back
 
 _MOST_LEVELS = 3
 """Number of functions that call each other, or of objects that hold each other, through which values are looked for."""
@@ -38,13 +40,7 @@ class FunctionEffects:
     def put_back(self) -> None:
         """Give everything that was noted its value of that time."""
         for container, copy in self._containers:
-            if isinstance(container, dict):
-                if container.keys() != copy.keys() or any(container[key] is not copy[key] for key in copy):
-                    container.clear()
-                    container.update(copy)
-            elif len(container) != len(copy) or any(a is not b for a, b in zip(container, copy, strict=True)):
-                container.clear()
-                container.extend(copy)
+            put_back(container, copy)
         for variables, name, number in self._numbers:
             variables[name] = number
 
@@ -64,7 +60,11 @@ class FunctionEffects:
                 self._note_variables(own, own, depth)
         else:
             for found in callables_in([value]):
-                self._note(found, depth)
+                if isinstance(found, functools.partial):
+                    for part in (*found.args, *found.keywords.values()):
+                        self._note(part, depth + 1)
+                else:
+                    self._note(found, depth)
 
     def _note_function(self, function: FunctionType, depth: int) -> None:
         self._seen.add(id(function))
@@ -86,4 +86,4 @@ class FunctionEffects:
     def _take(self, container: Any) -> None:
         self._seen.add(id(container))
         self._alive.append(container)
-        self._containers.append((container, dict(container) if isinstance(container, dict) else list(container)))
+        self._containers.append((container, items_held(container)))

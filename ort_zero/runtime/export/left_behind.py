@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from ort_zero.compat.torch_modules import buffer_table, parameter_table
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_paths import attributes_of
 from ort_zero.runtime.export.attribute_records import MOST_ITEMS
 from ort_zero.runtime.export.functions_with_values import has_readable_attributes
+from ort_zero.utils.containers import items_held
 
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 _DEPTH = 4
@@ -79,6 +81,36 @@ def put_back_weights(module: torch.nn.Module, weights: Mapping[str, torch.Tensor
         own = own or dict(module.named_parameters(remove_duplicate=False))
         if isinstance(slot.value, torch.Tensor) and names[id(slot.value)] in own:
             slot.fill(own[names[id(slot.value)]])
+
+
+@contextlib.contextmanager
+def parameters_stay_registered(module: torch.nn.Module) -> Iterator[None]:
+    """Register as parameters after the block what the forward has registered again as buffers.
+
+    That is what becomes of a parameter in the place of which a plain tensor stands in the block, where the forward
+    takes it away and brings it back, as ``torch.nn.utils.parametrize`` does.
+    """
+    before = [(child, items_held(parameter_table(child))) for child in module.modules()]
+    try:
+        yield
+    finally:
+        for child, parameters in before:
+            now, buffers = parameter_table(child), buffer_table(child)
+            for name in [name for name in buffers if name in parameters and name not in now]:
+                del buffers[name]
+                now[name] = parameters[name]
+
+
+def put_in_place(module: torch.nn.Module, tensors: Mapping[int, torch.Tensor]) -> None:
+    """Put other tensors into the places where a run has left some.
+
+    Args:
+        module: the module that has run.
+        tensors: what is put there, by the ``id()`` of what may be there.
+    """
+    for slot in slots_of(module, lambda tensor: id(tensor) in tensors) if tensors else ():
+        if isinstance(slot.value, torch.Tensor):
+            slot.fill(tensors[id(slot.value)])
 
 
 def _look(

@@ -121,16 +121,47 @@ def divide_sums(model: onnx.ModelProto) -> int:
     return replaced
 
 
+def bound_clips(model: onnx.ModelProto) -> int:
+    """Give every Clip of real numbers both limits, in place; return how many lacked one.
+
+    Without one ORT takes the largest finite number, so that ``x.clamp(min=0)`` made a finite number of infinity.
+
+    Args:
+        model: with the types of its values inferred.
+    """
+    types = {value.name: value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.value_info)}
+    types |= {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    dtypes = {onnx.TensorProto.FLOAT: np.float32, onnx.TensorProto.DOUBLE: np.float64}
+    limits: dict[str, onnx.NodeProto] = {}
+    changed = 0
+    for node in model.graph.node:
+        dtype = dtypes.get(types.get(node.input[0], 0)) if node.op_type == "Clip" and not node.domain else None
+        given = [*node.input, "", ""][:3]
+        if dtype is None or all(given):
+            continue
+        for i, limit in ((1, -np.inf), (2, np.inf)):
+            if not given[i]:
+                given[i] = f"ort_zero_{'lowest' if i == 1 else 'highest'}_{np.dtype(dtype).name}"
+                value = numpy_helper.from_array(np.array(limit, dtype))
+                limits[given[i]] = helper.make_node("Constant", [], [given[i]], given[i], value=value)
+        del node.input[:]
+        node.input.extend(given)
+        changed += 1
+    for constant in limits.values():
+        model.graph.node.insert(0, constant)
+    return changed
+
+
 def _axes_of(node: onnx.NodeProto) -> list[int] | None:
     """Return the axes that a ReduceMean names in its attribute, None for all of them."""
     return next((list(a.ints) for a in node.attribute if a.name == "axes"), None) if len(node.input) < 2 else [-1]
 
 
 def anchor_constant_results(model: onnx.ModelProto) -> int:
-    """Let PyTorch copy each result that no input of the graph leads to, in place; return how many there are.
+    """Let PyTorch copy each result that no value of an input leads to, in place; return how many there are.
 
-    ``x.new_ones(3)`` is one. ORT's optimizer computes constants once and for all, and its gradient builder takes no
-    result that is a constant.
+    ``x.new_ones(3)`` is one, and so is ``x.shape[-1]``: ORT's optimizer computes constants, and sizes that it knows,
+    once and for all, and its gradient builder takes no result that is a constant.
     """
     producers = {name: node for node in model.graph.node for name in node.output}
     inputs = {given.name for given in model.graph.input}
@@ -164,6 +195,8 @@ def _is_constant(name: str, producers: dict[str, onnx.NodeProto], inputs: set[st
         node = producers.get(name)
         if node is not None and node.domain:
             return False  # Python code, or an operator that ORT does not compute ahead
+        if node is not None and node.op_type in ("Shape", "Size"):
+            continue
         for given in node.input if node is not None else ():
             if given not in seen:
                 seen.add(given)

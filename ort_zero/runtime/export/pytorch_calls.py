@@ -16,7 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from ort_zero.compat import trace_state
-from ort_zero.compat.torch_modules import CALL, is_scripted, scripted_weights, without_infrastructure_hooks
+from ort_zero.compat.torch_modules import (
+    CALL,
+    is_scripted,
+    scripted_weights,
+    uncached_parametrizations,
+    without_infrastructure_hooks,
+)
 from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.errors import ExportError
 from ort_zero.runtime.export import argument_writes, pytree
@@ -24,7 +30,13 @@ from ort_zero.runtime.export.argument_writes import ArgumentWrites, NotCarried
 from ort_zero.runtime.export.attribute_reads import unrecorded
 from ort_zero.runtime.export.checkpoint_marks import plain_calls
 from ort_zero.runtime.export.fake_weights import plain_access
-from ort_zero.runtime.export.left_behind import LeftBehind, Slot, put_back_weights
+from ort_zero.runtime.export.left_behind import (
+    LeftBehind,
+    Slot,
+    parameters_stay_registered,
+    put_back_weights,
+    put_in_place,
+)
 from ort_zero.runtime.export.numbered_calls import NumberedCalls
 from ort_zero.runtime.export.scaled_weights import take_over_scaled, with_copies_of_scaled
 from ort_zero.zero3_hooks.hook_manager import paused
@@ -188,29 +200,35 @@ class ModuleCall(PyTorchCall):
         self.own_forward: Any = MISSING
         """The module's attribute ``forward``, if it has one besides that of its class."""
         self._writes: ArgumentWrites | None = None
+        self._changed: list[int] = []
+        """Indices of the tensors among the arguments that the module changes in place."""
         self._slots: list[Slot] = []
         self._runs: list[tuple[list[Slot], Any]] = []
 
     def _value(self, tensors: Sequence[torch.Tensor]) -> Any:
         count = len(tensors) - len(self.names)
-        args, kwargs, objects = pytree.unflatten_call(tensors[:count], self.arguments)
+        # ONNX Runtime's memory must not change; and autograd lets nobody change what it takes for a view
+        given = [t.clone() if self.results is None or i in self._changed else t for i, t in enumerate(tensors[:count])]
+        args, kwargs, objects = pytree.unflatten_call(given, self.arguments)
         constants = pytree.constants_in_call(self.arguments)
-        self._writes = ArgumentWrites(args, kwargs, objects, tensors[:count], constants, drop_caches=self.drop_caches)
+        self._writes = ArgumentWrites(args, kwargs, objects, given, constants, drop_caches=self.drop_caches)
         module = self.module
         weights, scaled = with_copies_of_scaled(module, dict(zip(self.names, tensors[count:], strict=True)))
         if any(tensor.is_meta for tensor in tensors):
             module = _copy_of(module)  # a trial that finds out shapes is to leave no traces
         with contextlib.ExitStack() as stack:
             contexts = unrecorded(), paused(), plain_calls(), plain_access(module), self._as_itself(module)
-            for context in (*contexts, _in_modes(module, self.modes)):
+            for context in (*contexts, uncached_parametrizations(), _in_modes(module, self.modes)):
                 stack.enter_context(context)
             if is_scripted(module):
                 with scripted_weights(module, weights):
                     return module(*args, **kwargs)
             stack.enter_context(without_infrastructure_hooks(module))
             left = LeftBehind(module)
-            result = functional_call(module, weights, args, kwargs)
+            with parameters_stay_registered(module):
+                result = functional_call(module, weights, args, kwargs)
             put_back_weights(module, weights)
+            put_in_place(module, {id(copy): t for copy, t in zip(given, tensors[:count], strict=True) if copy is not t})
             take_over_scaled(scaled)
             self._slots = left.slots()
         return result
@@ -218,6 +236,8 @@ class ModuleCall(PyTorchCall):
     def _flattened(self, value: Any) -> tuple[list[torch.Tensor], pytree.Structure]:
         writes, self._writes = self._writes, None
         assert writes is not None
+        if self.results is None:
+            self._changed = writes.changed()
         try:
             return writes.flatten(value)
         except NotCarried as error:

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ort_zero.errors import LayoutError
+
 _MOST_LEVELS = 12
 """Maximum depth of nested containers and objects that are flattened; what lies deeper is one constant."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, slice)
@@ -507,8 +509,9 @@ class _Flattener:
             return self._result(item)
         leaf = self._tensors.get(id(item))
         if leaf is None:
-            if item.layout != torch.strided:
-                raise TypeError(f"argument {name} is a {item.layout} tensor; ONNX graphs take dense ones: .to_dense()")
+            if item.layout != torch.strided or item.is_nested or item.is_quantized:
+                kind = f"{item.layout}" if item.layout != torch.strided else "nested" if item.is_nested else "quantized"
+                raise LayoutError(f"argument {name} is a {kind} tensor; ONNX graphs take dense ones")
             leaf = self._tensors[id(item)] = _TensorLeaf(len(self.tensors))
             self.tensors.append(item)
             # two paths may spell one name, as "a_b"[0] and "a"["b_0"] do

@@ -32,6 +32,8 @@ class RandomDraws:
         self._place = ""
         """Where the user's code was at the last line that began; "" while lines are not followed."""
         self._first: tuple[str, str] | None = None
+        self._failing: FrameType | None = None
+        """The call of the user's code through which an exception went last."""
         self._drawing: list[FrameType] = []
         """The calls of the user's code that were under way when it drew, innermost first."""
         self._function: Any = None
@@ -77,8 +79,12 @@ class RandomDraws:
 
     def _at_line(self, frame: FrameType, event: str, arg: Any) -> Callable:
         self._look(frame)
-        if event == "return" and self._function is None and frame in self._drawing and makes_tensors(arg):
-            self._function = _function_of(frame)
+        if event == "exception":
+            self._failing = frame
+        elif event == "return" and self._function is None and frame in self._drawing:
+            # a function that fails in a trace, where sizes are tensors, returns arrays otherwise or is no operator
+            if makes_tensors(arg) or arg is None and self._failing is frame:
+                self._function = _function_of(frame)
         at: FrameType | None = frame
         while event == "return" and at is not None and (at is frame or is_foreign(at.f_code.co_filename)):
             at = at.f_back

@@ -15,9 +15,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from ort_zero.compat import tracing
+from ort_zero.compat import trace_state, tracing
 from ort_zero.compat.size_numbers import SizeNumbers
 from ort_zero.compat.torch_autograd import leaves_behind
 from ort_zero.compat.torch_modules import traceable_parametrizations, version_of
@@ -25,7 +24,7 @@ from ort_zero.compat.trace_aliases import Evaluations
 from ort_zero.compat.trace_sizes import SizeReads
 from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.value_reads import ValueReadError
-from ort_zero.runtime.export import left_behind, pytree
+from ort_zero.runtime.export import advanced_iterators, left_behind, pytree
 from ort_zero.runtime.export.argument_changes import ArgumentChanges
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
 from ort_zero.runtime.export.attribute_paths import Place
@@ -36,7 +35,9 @@ from ort_zero.runtime.export.buffer_changes import BufferChange, BufferChanges
 from ort_zero.runtime.export.callables import callables_in
 from ort_zero.runtime.export.random_draws import RandomDraws
 from ort_zero.runtime.export.result_views import ResultViews, views_among
+from ort_zero.runtime.export.unchanged_weights import UnchangedWeights
 from ort_zero.statistics.collect import reader_marks
+from ort_zero.utils.new_objects import NewObjects
 
 
 @dataclass(slots=True)
@@ -131,14 +132,21 @@ class Tracer:
         by_value: Collection[Place] = (),
     ):
         self._state = state
+        self._grad_enabled = torch.is_grad_enabled()
         self._put_back = put_back
         self._by_value = by_value
         self._modes: list[tuple[torch.nn.Module, bool]] = []
         """Mode of each module at the time of the call."""
+        self._new_objects = NewObjects()
+        """Objects that were made in the trace."""
         self._frozen: frozenset[int] = frozenset()
         """``id()`` of the parameters that are frozen at the time of the call."""
+        self._wanted: list[tuple[torch.nn.Parameter, bool]] = []
+        """Whether each parameter wants a gradient at the time of the call."""
         self._trainable: list[tuple[torch.nn.Parameter, bool]] = []
-        """Whether each parameter wants a gradient when the module is run."""
+        """Whether each parameter wants a gradient when the module is traced."""
+        self.weights = UnchangedWeights(torch.nn.Module())
+        """The weights as they were before the export."""
         self.inputs = inputs
         self.settled = settled
         self._pytorch_context = pytorch_context
@@ -166,6 +174,8 @@ class Tracer:
         """Names of the arguments that a backward through the results leads to."""
         self.leaves_reached: frozenset[int] = frozenset()
         """``id()`` of all other leaf tensors that it leads to."""
+        self.asks_for_gradients = False
+        """Whether Python code of the module asks which tensors want a gradient."""
         self._has_drawn = False
         """Whether Python code of the module drew random numbers when it ran as PyTorch would run it."""
         self.users_error: BaseException | None = None
@@ -210,7 +220,7 @@ class Tracer:
 
         What the module itself switches does not outlast the block.
         """
-        before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        before = self._wanted = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._frozen = frozenset(id(parameter) for parameter, wanted in before if not wanted)
         self._trainable = [(p, wanted or self.training and p.is_floating_point()) for p, wanted in before]
         try:
@@ -228,11 +238,15 @@ class Tracer:
             values = [t.item() if i in self.numbers.values() else t for i, t in enumerate(handed)]
             args, kwargs, known = pytree.unflatten_call(values, self.call.structure)
             return self._run_in_pytorch(module, handed, args, kwargs, known)
-        if self.training:
-            # the trace then tells what has a gradient; nothing needs to be kept for one
-            with torch.enable_grad(), saved_tensors_hooks(keeps_nothing, _never_unpacked):
+        self._new_objects = NewObjects()
+        with self._new_objects.noted():  # the containers among the arguments, which are built anew, among them
+            if self.training:
+                # the trace then tells what has a gradient; nothing needs to be kept for one
+                with torch.enable_grad(), trace_state.saved_through(_keeps_nothing, _never_unpacked):
+                    return self._run_traced(module, tensors, attributes)
+            # where nothing wants a gradient, code may ask whether the mode is on all the same
+            with torch.set_grad_enabled(self._grad_enabled):
                 return self._run_traced(module, tensors, attributes)
-        return self._run_traced(module, tensors, attributes)
 
     def _handed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what the module is given: the tensors, and of those that it may change in place copies.
@@ -248,13 +262,21 @@ class Tracer:
         """Run the module as PyTorch would; an error here is the user's own."""
         versions = [version_of(tensor) for tensor in given]
         draws = RandomDraws(module)
+        _set_trainable(self._wanted)
         try:
             # modules that compute gradients in their forward fail without gradients only
-            with torch.enable_grad(), self._pytorch_context():
+            with (
+                torch.set_grad_enabled(self.training or self._grad_enabled),
+                self._pytorch_context(),
+                self.weights.noticed(),
+            ):
                 value = module(*args, **kwargs)
         except Exception as error:
             self.users_error = error
             raise
+        finally:
+            self.weights.restore()
+            _set_trainable(self._trainable)
         self._has_drawn = draws.any()
         self._computed = [i for i in self._computed if version_of(given[i]) != versions[i]]
         if self.training and self.all_inputs:
@@ -290,6 +312,11 @@ class Tracer:
             attributes=inputs,
             numbers=numbers,
             frozen=self._frozen if self.training else frozenset(),
+            originals={
+                id(tensor): original
+                for tensors in (given, handed)
+                for tensor, original in zip(tensors, self.call.tensors, strict=True)
+            },
         )
         placed = self.inputs.placed(inputs) if self.inputs else contextlib.nullcontext()
         buffers = BufferChanges(module, self.outside)
@@ -299,6 +326,7 @@ class Tracer:
         containers = ArgumentChanges(args, kwargs, known, drop_caches=self.drop_caches)
         self._put_modes_back()
         _set_trainable(self._trainable)
+        advanced_iterators.rewind()
         draws = RandomDraws(module)  # the first run may have made generators
         lines = draws.lines_followed() if self._has_drawn else contextlib.nullcontext()
         with placed, tracing.watched(traced, draws) as seen, lines, left_behind.collected() as left:
@@ -309,11 +337,14 @@ class Tracer:
                 numbers_of_sizes.enter,
                 numbers_of_sizes.plain,
                 callables_in(pytree.constants_in_call(self.call.structure)),
+                self._new_objects,
             )
             try:
                 with attributes.recording(), traceable_parametrizations():
                     value = module(*args, **kwargs)
             except Exception as error:
+                # of the two reasons why no graph can hold this code the error is the one that a trace may cause itself
+                seen.refuse_draws()
                 self.trace_error = error
                 raise
             except NumberReadError as error:
@@ -324,6 +355,7 @@ class Tracer:
             changed_buffers = buffers.found()
         modes = [(child, child.training) for child, mode in self._modes if child.training is not mode]
         self.sizes = seen.sizes
+        self.asks_for_gradients = seen.gradients.any
         seen.guards.sort(key=lambda guard: guard.read.of_attribute)  # those that all ranks have come first
         changed = [i for i, tensor in enumerate(handed) if version_of(tensor) != versions[i]]
         changes = [*attributes.changes, *containers.found()]
@@ -434,8 +466,8 @@ class Tracer:
         return AttributeInputError(read, f"the code {error}")
 
 
-def keeps_nothing(tensor: torch.Tensor) -> None:
-    """Save nothing for a backward; known to :func:`ort_zero.compat.trace_state.plain_autograd` by its name."""
+def _keeps_nothing(tensor: torch.Tensor) -> None:
+    """Save nothing for a backward."""
 
 
 def _never_unpacked(nothing: None) -> torch.Tensor:

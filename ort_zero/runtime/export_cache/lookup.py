@@ -20,8 +20,9 @@ from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltModel, ExportedModule
 from ort_zero.runtime.export import autograd_functions, pytorch_calls
-from ort_zero.runtime.export.attribute_paths import CELL, GLOBAL, Place, is_plain
-from ort_zero.runtime.export.attribute_writes import AttributeWrite
+from ort_zero.runtime.export.attribute_paths import (
+    Place,
+)
 from ort_zero.runtime.export.buffer_changes import BufferChange
 from ort_zero.runtime.export.checkpoint_marks import MARK, BlockMark
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
@@ -34,6 +35,14 @@ from ort_zero.runtime.export_cache.described import Describer
 from ort_zero.runtime.export_cache.serialization import NotStorable
 from ort_zero.runtime.export_cache.source_code import SourceCode, is_users
 from ort_zero.runtime.export_cache.store import ExportCache, Found, Missed
+from ort_zero.runtime.export_cache.written_places import (
+    read_place,
+    read_write,
+    text_of,
+    written_attributes,
+    written_place,
+    written_write,
+)
 from ort_zero.runtime.fused_loss.rewrite import FusedLoss, ReturnedLogits
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard, ReadValues
 from ort_zero.runtime.guards.keys import ExportedModelInfo, Observed
@@ -192,6 +201,8 @@ class Lookup:
             raise NotStorable("a result of the forward is a view of another tensor")
         if effects.modes or effects.switched:
             raise NotStorable("the forward leaves a module in another mode, or a parameter frozen")
+        if exported.key.gradients is not None:
+            raise NotStorable("the forward asks what requires grad")
         paths = {id(child): path for path, child in self.module.named_modules()}
         return {
             "result": serialization.encode(info.module_forward_output_schema, "result"),
@@ -203,18 +214,18 @@ class Lookup:
             "results": effects.results,
             "changed": effects.changed,
             "changed with gradient": effects.changed_with_gradient,
-            "carried over": [(_written(place), in_place) for place, in_place in effects.attributes],
+            "carried over": [(written_place(place), in_place) for place, in_place in effects.attributes],
             "buffers": [(paths[id(change.owner)], change.name) for change in effects.buffers],
             "written": effects.written,
             "complex": effects.complex,
             "dtypes": [serialization.encode(dtype) for dtype in effects.dtypes],
-            "writes": [_write(write) for write in effects.writes],
+            "writes": [written_write(write) for write in effects.writes],
             "guards": [
                 (value, paths.get(id(read.module)), str(read), read.random, read.of_attribute)
                 for value, read in effects.guards
             ],
             "counting": [paths[id(child)] for child in effects.counting],
-            "attributes": _attributes(exported.key.read),
+            "attributes": written_attributes(exported.key.read),
             "sizes": size_guards.written(exported.key.size_guard),
             "operators": _operators(built.model),
             "taken": routes.reasons,
@@ -237,9 +248,9 @@ class Lookup:
             results=int(meta["results"]),
             changed=[int(i) for i in meta["changed"]],
             changed_with_gradient=[int(i) for i in meta.get("changed with gradient", ())],
-            attributes=[(_place(*written), in_place) for written, in_place in meta["carried over"]],
+            attributes=[(read_place(*written), in_place) for written, in_place in meta["carried over"]],
             buffers=[BufferChange(modules[path], name) for path, name in meta["buffers"]],
-            writes=[_read_write(written) for written in meta.get("writes", ())],
+            writes=[read_write(written) for written in meta.get("writes", ())],
             written=int(meta.get("written", 0)),
             complex=[int(i) for i in meta.get("complex", ())],
             dtypes=[serialization.decode(dtype) for dtype in meta.get("dtypes", ())],
@@ -268,7 +279,9 @@ class Lookup:
         sizes = size_guards.read(meta["sizes"])
         if not sizes.holds(self.observed.export.shapes):
             raise ValueError("it is for other sizes")
-        key = dataclasses.replace(self.observed.export, attributes=self._read_values(meta["attributes"]), sizes=sizes)
+        key = dataclasses.replace(
+            self.observed.export, attributes=self._read_values(meta["attributes"]), sizes=sizes, gradients=None
+        )
         routes.reasons.update(meta["taken"])
         routes.without_symbolic.update(meta.get("without symbolic", {}))
         unreached = frozenset(meta.get("unreached", ()))
@@ -280,13 +293,13 @@ class Lookup:
         Raises:
             ValueError: a global has another value.
         """
-        places = [_place(root, steps) for root, steps, *_ in written["places"]]
+        places = [read_place(root, steps) for root, steps, *_ in written["places"]]
         inputs = {places[i]: name for i, name in written["inputs"]}
         readers = {place: paths for place, (_, _, paths, _) in zip(places, written["places"], strict=True)}
         kinds = [places[i] for i in written.get("kinds", ())]
         read = self._attribute_guard.watch(readers, inputs, [places[i] for i in written["whole"]], kinds)
         for place, (*_, then) in zip(places, written["places"], strict=True):
-            now = _text_of(place, read)
+            now = text_of(place, read)
             if now != then:
                 raise ValueError(f"{place.named(type(self.module).__name__)} is {now}, and was {then}")
         return read
@@ -302,54 +315,6 @@ def _read_fused(written: list[int] | None) -> FusedLoss | None:
     if written is None:
         return None
     return FusedLoss(ReturnedLogits(*(int(number) for number in written)) if written else None)
-
-
-def _attributes(read: ReadValues) -> dict[str, Any]:
-    """Return what a graph was traced with as plain values.
-
-    Raises:
-        NotStorable: the key of an item has no lasting name.
-    """
-    places = [place for place in read.values if place in read.readers]
-    index = {place: i for i, place in enumerate(places)}
-    return {
-        "places": [(*_written(place), list(read.readers[place]), _text_of(place, read)) for place in places],
-        "inputs": [(index[place], name) for place, name in read.inputs.items()],
-        "whole": sorted(index[place] for place in read.whole if place in index),
-        "kinds": sorted(index[place] for place in read.kinds if place in index),
-    }
-
-
-def _written(place: Place) -> tuple:
-    """Return a place as plain values."""
-    return place.root, [(kind, serialization.encode(key, "key")) for kind, key in place.steps]
-
-
-def _write(write: AttributeWrite) -> list[Any]:
-    """Return what a forward writes as plain values."""
-    return [_written(write.place), write.how, serialization.encode(write.structure, "attribute"), list(write.tensors)]
-
-
-def _read_write(written: list[Any]) -> AttributeWrite:
-    """Return what :func:`_write` wrote."""
-    place, how, structure, tensors = written
-    sources = tuple((str(source), int(index), bool(gradient)) for source, index, gradient in tensors)
-    return AttributeWrite(_place(*place), str(how), serialization.decode(structure), sources)
-
-
-def _place(root: list, steps: list) -> Place:
-    """Return the place that :func:`_written` wrote."""
-    kind, name = root
-    return Place((kind, name), tuple([(step, serialization.decode(key)) for step, key in steps]))
-
-
-def _text_of(place: Place, read: ReadValues) -> str | None:
-    """Return a plain value that no other criterion holds: of a global, or of a variable of a function around a method.
-
-    The attributes of modules are part of the model's criterion, as they are before the module runs.
-    """
-    outside = place.root[0] == GLOBAL or any(kind == CELL for kind, _ in place.steps)
-    return repr(read.values[place]) if outside and is_plain(read.values[place]) else None
 
 
 def _inputs(observed: Observed, call: Call) -> dict[str, Any]:
@@ -399,6 +364,7 @@ def session_of(
     model: onnx.ModelProto,
     info: ort_compat.GraphInfo,
     *,
+    seed: int,
     in_order: bool = False,
 ) -> Any:
     """Return the agent that runs `model`; with a cache, ORT optimizes each model once.
@@ -408,13 +374,14 @@ def session_of(
         manager: manager of the graph's mode.
         model: before its random numbers are those of this run.
         info: what ORT knows of it.
+        seed: decides what the nodes draw, see :func:`run_seed`; one more is what the next run of this agent draws.
         in_order: ORT has optimized the model, and its nodes run in their order.
     """
     if in_order:
-        ready = with_run_seed(model, _run_seed()).SerializeToString()
+        ready = with_run_seed(model, seed).SerializeToString()
         return manager.create_session(model, info, optimized=ready, in_order=True)
     if cache is None or manager.device.type != "cpu":
-        return manager.create_session(with_run_seed(model, _run_seed()), info)
+        return manager.create_session(with_run_seed(model, seed), info)
     data = model.SerializeToString()
     about = (fingerprint.packages().digest, sorted(manager.export_options().items()), manager.mode)
     digest = digest_of(data + repr(about).encode())
@@ -428,14 +395,15 @@ def session_of(
             optimized = target.read_bytes()
             cache.store_blob(digest, optimized)
     try:
-        ready = with_run_seed(onnx.load_model_from_string(optimized), _run_seed()).SerializeToString()
+        ready = with_run_seed(onnx.load_model_from_string(optimized), seed).SerializeToString()
         return manager.create_session(model, info, optimized=ready)
     except Exception as error:
         get_logger().info("export cache: an optimized model cannot be used (%s), ignored", error)
-        return manager.create_session(with_run_seed(model, _run_seed()), info)
+        return manager.create_session(with_run_seed(model, seed), info)
 
 
-def _run_seed() -> int:
+def run_seed() -> int:
+    """Return the seed of a new session: another one on each rank, and for each seed of torch."""
     # ranks draw independent masks, as they do not share their batches; a node's seed grows by one with each run, so
     # that seeds close to each other would draw the same masks some steps later
     return zlib.crc32(f"{torch.initial_seed()}, rank {env.rank()}".encode())

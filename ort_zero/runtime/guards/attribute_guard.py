@@ -9,20 +9,23 @@ count for all modules of the tree.
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from ort_zero.compat.frames import is_foreign
 from ort_zero.compat.torch_modules import hook_tables, is_complex, is_infrastructure, version_of
 from ort_zero.runtime.export.attribute_inputs import put
 from ort_zero.runtime.export.attribute_paths import (
     MISSING,
     Contents,
+    FunctionState,
     Place,
     PlaceFinder,
     Snapshot,
@@ -34,10 +37,16 @@ from ort_zero.runtime.export.attribute_paths import (
 )
 from ort_zero.runtime.export.attribute_records import MOST_ITEMS
 from ort_zero.runtime.export.attribute_writes import AttributeWrite
-from ort_zero.runtime.export.functions_with_values import has_readable_attributes
+from ort_zero.runtime.export.functions_with_values import ITERATORS, has_readable_attributes
+from ort_zero.utils.containers import UNORDERED, items_held
 
 HOOKS, METHODS = Place(("hooks", "")), Place(("methods", ""))
 """Stand for the hooks of all modules of the tree, and for the methods that are replaced on their instances."""
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_BYTES = operator.methodcaller("tobytes")
+MOST_BYTES = 2**24
+"""Maximum size of a NumPy array, in bytes, whose contents are compared; 16 MiB take a millisecond."""
+_DEFINITION = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 MOST_COPIED = 100_000
 """Maximum number of items of a container that is compared as a whole."""
 
@@ -270,7 +279,10 @@ class AttributeGuard:
                 list(map(len, self._sized)) == self._lengths
                 and not any(self._no_hooks)
                 and list(map(version_of, self._tensors)) == self._versions
+                and list(map(_REQUIRES_GRAD, self._tensors)) == self._wanted
                 and self._copied == self._copies
+                and list(map(_DEFINITION, self._functions)) == self._definitions
+                and list(map(_BYTES, self._arrays)) == self._bytes
             )
         except (ValueError, AttributeError, RuntimeError, TypeError):
             return False
@@ -312,6 +324,8 @@ class AttributeGuard:
         self._copied: list[Any] = []
         self._copies: list[Any] = []
         self._tensors: list[torch.Tensor] = []
+        self._functions: list[Any] = []
+        self._arrays: list[np.ndarray] = []
         # a complex buffer is no input of a graph, so its values count
         buffers = (buffer for buffer in self._module.buffers() if not is_complex(buffer))
         self._own = {id(t) for t in (*self._module.parameters(), *buffers)}
@@ -327,6 +341,10 @@ class AttributeGuard:
             state = values[place] = self._state_of(place, value)
             if isinstance(state, TensorState):
                 self._tensors.append(value)
+            elif isinstance(state, FunctionState):
+                self._functions.append(value)
+            elif isinstance(state, Snapshot) and isinstance(value, np.ndarray):
+                self._arrays.append(value)
             elif isinstance(state, Snapshot):
                 self._copied.append(value)
                 self._copies.append(state.copy)
@@ -335,6 +353,9 @@ class AttributeGuard:
                 if own is not None:
                     sized[id(own)] = own
         self._versions = [version_of(tensor) for tensor in self._tensors]
+        self._wanted = list(map(_REQUIRES_GRAD, self._tensors))
+        self._bytes = list(map(_BYTES, self._arrays))
+        self._definitions = [(f.__code__, f.__defaults__, copy.copy(f.__kwdefaults__)) for f in self._functions]
         values[HOOKS], values[METHODS] = self._hooks(sized), self._methods(sized)
         self._entries += [None] * (len(self._values) - len(self._entries))
         self._sized = list(sized.values())
@@ -349,15 +370,23 @@ class AttributeGuard:
             return value
         if isinstance(value, torch.Tensor):
             # what an optimizer does to a weight (of a list of weights, as in torch.nn.LSTM) changes no graph
-            return value if id(value) in self._own else TensorState(value, version_of(value))
+            return value if id(value) in self._own else TensorState(value, version_of(value), value.requires_grad)
+        if isinstance(value, np.ndarray) and value.nbytes <= MOST_BYTES:
+            return Snapshot((value.dtype, value.shape, value.tobytes()))
         if isinstance(value, set):
             return Snapshot(set(value)) if all(map(is_plain, value)) else value
+        if isinstance(value, UNORDERED):
+            return Snapshot(items_held(value))
         if isinstance(value, (list, tuple, Mapping, collections.deque)):
             return _contents(value)
         if isinstance(value, torch.nn.Module):
             return value
+        if isinstance(value, FunctionType) and not is_foreign(value.__code__.co_filename):
+            return FunctionState.of(value)
         if isinstance(value, (SimpleNamespace, functools.partial)) or has_readable_attributes(value):
             return Contents(type(value), ())
+        if isinstance(value, ITERATORS):  # an export has another object in its place
+            return Contents(value.__class__, ())
         return value
 
     def _hooks(self, sized: dict[int, Any]) -> tuple:
@@ -378,8 +407,23 @@ class AttributeGuard:
         return tuple(found)
 
     def _methods(self, sized: dict[int, Any]) -> tuple:
-        """Return the attributes of instances that stand in the place of a method."""
+        """Return the attributes of instances that stand in the place of a method, and the forward of each class."""
         found = []
+        for kind in {type(module): None for module in self._module.modules()}:
+            for cls in kind.__mro__[: kind.__mro__.index(torch.nn.Module)]:
+                attributes = vars(cls)
+                sized[id(cls)] = attributes  # a class may get a method that it has from another class so far
+                if "forward" in attributes:
+                    self._containers.append(attributes)
+                    self._keys.append("forward")
+                    self._values.append(attributes["forward"])
+                    found.append((cls.__qualname__, "forward", attributes["forward"]))
+                    break
+        of_tensors = vars(torch.Tensor)  # a method of torch's that a program replaces gets a new entry
+        sized[id(torch.Tensor)] = of_tensors
+        added = [(name, method) for name, method in of_tensors.items() if name not in _OF_TENSORS]
+        # another thread may trace at the moment
+        found += [("Tensor", name, method) for name, method in added if not _is_foreign_function(method)]
         for path, module in self._module.named_modules():
             own = vars(module)
             sized[id(own)] = own
@@ -390,6 +434,14 @@ class AttributeGuard:
                 self._values.append(own[name])
                 found.append((path, name, own[name]))
         return tuple(found)
+
+
+_OF_TENSORS = frozenset(vars(torch.Tensor))
+
+
+def _is_foreign_function(value: Any) -> bool:
+    code = getattr(getattr(value, "fget", value), "__code__", None)
+    return code is not None and is_foreign(code.co_filename)
 
 
 _methods: dict[type, frozenset[str]] = {}

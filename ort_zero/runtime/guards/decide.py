@@ -72,6 +72,8 @@ def export_reasons(old: ExportKey, new: ExportKey) -> tuple[str, ...]:
     found += old.size_guard.reasons(new.shapes)
     now = dict(new.torch_state)
     found += [f"{name}: {was} -> {now.get(name)}" for name, was in old.torch_state if now.get(name) != was]
+    if old.gradients is not None and new.gradients is not None and old.gradients != new.gradients:
+        found.append("the forward asks what requires grad, and that has changed")
     if new.readers != old.readers:
         found.append("subscribers read values" if new.readers else "no subscriber reads values any more")
     if not found and not old.matches(new):

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ort_zero.runtime.guards.attribute_guard import NOTHING_READ, AttributeValues, ReadValues
 from ort_zero.runtime.guards.size_guard import NO_SIZES_READ, Shapes, SizeGuard
 
@@ -76,6 +78,9 @@ class ExportKey:
     """Names and values of torch's global settings that a trace depends on."""
     sizes: SizeGuard | Shapes = NO_SIZES_READ
     """Of a graph: what Python code took from sizes while it was traced; of a call: the shape of each tensor."""
+    gradients: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    """Names of the frozen parameters, and of the arguments that require grad; None for a graph whose code does not ask
+    for that."""
 
     def matches(self, other: ExportKey) -> bool:
         """Return whether a model that was exported for this key serves a call, or has the key of another graph."""
@@ -89,6 +94,7 @@ class ExportKey:
             and self.readers == other.readers
             and self.torch_state == other.torch_state
             and self.structure == other.structure
+            and (self.gradients is None or self.gradients == other.gradients)
             and self.read.hold(other.attributes)
         )
 
@@ -224,6 +230,16 @@ class PostExportProcessedModelInfo:
         for position, accessor in self._positions:
             inputs[position] = accessor(tensors)
         return inputs
+
+    def held_tensors(self, tensors: Mapping[str, Any]) -> list[Any]:
+        """Return those inputs of a run that are no arguments of the call: parameters, buffers, attributes.
+
+        Args:
+            tensors: arguments of the call by name.
+        """
+        inputs = zip(self.buffer_for_ort_runs, self.construct_inputs(tensors), strict=True)
+        arguments = set(self.onnx_graph_input_names_user_defined)
+        return [value for name, value in inputs if name not in arguments and isinstance(value, torch.Tensor)]
 
     def restore_outputs(
         self,

@@ -9,20 +9,22 @@ under a microsecond a parameter. What the code of a module reads besides (attrib
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain, compress
 from typing import Any
 
 import torch
 
 from ort_zero.compat.deepspeed_parameters import full_shape
-from ort_zero.compat.torch_modules import buffer_table, parameter_table, submodule_table
+from ort_zero.compat.torch_modules import buffer_table, is_batch_norm, parameter_table, submodule_table
+from ort_zero.compat.torch_transforms import are_replaced
 from ort_zero.runtime.guards.keys import ModelVersion
 
 MOST_CHANGES = 5
 """Maximum number of changes in one call that are described one by one."""
 _TRAINING = operator.itemgetter("training")
 _DTYPE = operator.attrgetter("dtype")
+_KIND = operator.attrgetter("shape", "dtype")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _CONTAINERS = (
     torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict
@@ -41,6 +43,10 @@ class ModuleGuard:
         self.module = module
         self._version = ModelVersion()
         self._trainable = b""
+        self.follows_replaced = False
+        """Whether tensors in place of parameters make another version of the module, as parameters do."""
+        self.is_replaced = False
+        """Whether the last check has found such tensors, as ``functional_call`` puts there, and left them alone."""
         self.frozen: tuple[str, ...] = ()
         """Names of the parameters that do not require grad."""
         self._remember()
@@ -49,7 +55,9 @@ class ModuleGuard:
         """Take copies of all tables of the tree."""
         self._modules = dict(self.module.named_modules(remove_duplicate=False))
         self._parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        owners = list(self.module.modules())
+        owners = self._owners = list(self.module.modules())
+        self._types = list(map(type, owners))
+        self._type_of = {path: type(module) for path, module in self._modules.items()}
         both = ((m, table) for m in owners for table in (submodule_table(m), parameter_table(m)))
         tables: list[dict[str, Any]] = [table for m, table in both if table or isinstance(m, _CONTAINERS)]
         # by dict's own methods: DeepSpeed's table of parameters gathers what is looked up in it
@@ -62,6 +70,10 @@ class ModuleGuard:
         # torch.compile and TorchScript keep the mode elsewhere
         self._others = [m for m in owners if "training" not in vars(m)]
         self._buffers = [(path, buffer_table(m)) for path, m in self.module.named_modules() if buffer_table(m)]
+        # those of normalisation keep their sizes
+        named = self.module.named_modules()
+        self._sized = [(path, buffer_table(m)) for path, m in named if buffer_table(m) and not is_batch_norm(m)]
+        self._kinds = self._kinds_of_buffers()
         unique = dict(self.module.named_parameters())
         self._tensors = list(unique.values())
         self._names = list(unique)
@@ -73,7 +85,11 @@ class ModuleGuard:
 
     def check(self) -> ModelVersion:
         """Return the version of the module now, and bring :attr:`frozen` up to date."""
+        self.is_replaced = False
         if not self._unchanged():
+            if not self.follows_replaced and are_replaced(self._other_tensors()):
+                self.is_replaced = True
+                return self._version
             self._note_changes()
         trainable = bytes(map(_REQUIRES_GRAD, self._tensors))
         if trainable != self._trainable:
@@ -139,20 +155,51 @@ class ModuleGuard:
             same
             and all(dict.get(table, key) is value for table, key, value in self._single)
             and list(map(_DTYPE, self._typed)) == self._dtypes
+            and list(map(type, self._owners)) == self._types
+            and self._kinds_of_buffers() == self._kinds
         )
+
+    def _other_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors in the places of the parameters of the last look."""
+        for table, copy in zip(self._tables, self._copies, strict=True):
+            for name, value in dict.items(table):
+                before = copy.get(name)
+                if value is not before and isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor):
+                    yield value
+
+    def _kinds_of_buffers(self) -> list[Any]:
+        """Return shape and dtype of each buffer, None where there is none; Python code may ask for them."""
+        tables = [table for _, table in self._sized]
+        try:
+            return list(map(_KIND, chain.from_iterable(map(dict.values, tables))))
+        except (AttributeError, RuntimeError):  # some are None, or have no shape yet
+            return [_kind_of(value) for table in tables for value in table.values()]
 
     def _note_changes(self) -> None:
         """Begin a new version of the module, with a description of what is different from the last one."""
-        modules, parameters = self._modules, self._parameters
-        dtypes = self._dtype_of
+        modules, parameters, types = self._modules, self._parameters, self._type_of
+        dtypes, buffers = self._dtype_of, self._named_kinds()
         self._remember()
         changes = list(self._module_changes(modules))
         paths = tuple(path for path, _ in changes)
         found = [text for _, text in changes]
+        for path, kind in self._type_of.items():
+            before = types.get(path, kind)
+            if before is not kind and self._modules[path] is modules[path]:
+                found.append(f'layer "{path}" has another class ({before.__name__} -> {kind.__name__})')
+        for name, now in self._named_kinds().items():
+            was = buffers.get(name, now)
+            if was != now:
+                found.append(f'buffer "{name}": {_shown_kind(was)} -> {_shown_kind(now)}')
         found += self._parameter_changes(parameters, dtypes, paths)
         if len(found) > MOST_CHANGES:
             found = [*found[:MOST_CHANGES], f"and {len(found) - MOST_CHANGES} more changes of the module"]
         self._version = ModelVersion(self._version.number + 1, tuple(found), self._version.modes)
+
+    def _named_kinds(self) -> dict[str, Any]:
+        """Return :meth:`_kinds_of_buffers` of the last look by the names of the buffers."""
+        names = [f"{path}.{name}" if path else name for path, table in self._sized for name in table]
+        return dict(zip(names, self._kinds, strict=False))
 
     def _module_changes(self, old: dict[str, torch.nn.Module]) -> Iterable[tuple[str, str]]:
         """Yield (path, description) of the topmost modules that changed."""
@@ -185,3 +232,14 @@ class ModuleGuard:
                 yield f'parameter "{name}" was replaced{sizes}'
             elif dtypes.get(name, after.dtype) is not after.dtype:
                 yield f'parameter "{name}": {dtypes[name]} -> {after.dtype}'
+
+
+def _kind_of(buffer: Any) -> Any:
+    try:
+        return _KIND(buffer)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _shown_kind(kind: Any) -> str:
+    return f"{list(kind[0])} {str(kind[1]).removeprefix('torch.')}" if kind is not None else "none"

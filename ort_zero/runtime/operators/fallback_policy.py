@@ -72,6 +72,10 @@ class FallbackPolicy:
         self._avoided[path, operator] = why
         return True
 
+    def avoid_all(self, operator: str, why: str) -> bool:
+        """Avoid an ONNX operator in the whole model; return False if it is avoided already."""
+        return operator not in self._learned and self._learned.setdefault(operator, why) == why
+
     def failed(self, node: TracedNode) -> None:
         """Note that `node` can neither be exported nor run in PyTorch by itself."""
         self.failed_place = node.place
@@ -92,8 +96,14 @@ class FallbackPolicy:
         entry = IN_TORCH.get(node.name.removesuffix("_"))
         return entry(node) if callable(entry) else entry
 
-    def after(self, node: TracedNode, exported: list[str]) -> str | None:
-        """Return why the ONNX operators `exported` will not do for `node`, or None to keep them."""
+    def after(self, node: TracedNode, exported: list[str], of_sizes: frozenset[str] = frozenset()) -> str | None:
+        """Return why the ONNX operators `exported` will not do for `node`, or None to keep them.
+
+        Args:
+            node: the operator.
+            exported: what it has become.
+            of_sizes: those of them that compute with sizes and constants alone, so that no gradient goes through them.
+        """
         for operator in exported:
             if operator in self._learned:
                 return self._learned[operator]
@@ -101,7 +111,7 @@ class FallbackPolicy:
                 return self._avoided[node.module_path, operator.rpartition("::")[2]]
         if self.training and any(value.requires_grad for value in node.outputs):
             for operator in exported:
-                if operator in WITHOUT_GRADIENT:
+                if operator in WITHOUT_GRADIENT and operator not in of_sizes:
                     return f"ONNX Runtime has no gradient for {operator}"
                 if operator in WRONG_GRADIENT:
                     return WRONG_GRADIENT[operator]

@@ -59,7 +59,14 @@ def _broadcasts_into_places(node: TracedNode) -> bool:
 
 
 def _of_vectors(node: TracedNode) -> str | None:
-    return "ONNX Runtime's gradient of MatMul is wrong for vectors" if 1 in (v.rank for v in node.inputs) else None
+    vectors = 1 in (v.rank for v in node.inputs)
+    return "ONNX Runtime's gradient of MatMul is wrong for vectors" if vectors else _without_columns(node)
+
+
+def _without_columns(node: TracedNode) -> str | None:
+    if any(0 in value.known_sizes for value in node.inputs if value.is_tensor and value.rank):
+        return "ONNX Runtime's gradient of MatMul fails for matrices without rows or columns"
+    return None
 
 
 def _variable_exponent(node: TracedNode) -> str | None:
@@ -112,7 +119,7 @@ def _negative_start(node: TracedNode) -> str | None:
 
 def _of_product_alone(node: TracedNode) -> str | None:
     alone = _known_value(node.argument("beta")) == 0
-    return "ONNX Runtime has no gradient for a Gemm without its third input" if alone else None
+    return "ONNX Runtime has no gradient for a Gemm without its third input" if alone else _without_columns(node)
 
 
 def _of_probabilities(node: TracedNode) -> str | None:
@@ -150,15 +157,52 @@ def _to_one(node: TracedNode) -> str | None:
     return _SIZES_OF_POOLING if 1 in node.outputs[0].traced_sizes[-2:] else None
 
 
+def _scaled_unevenly(node: TracedNode) -> str | None:
+    factors = node.argument("scale_factors")
+    if factors is None or (factors.is_constant and factors.constant is None):
+        return None
+    values = factors.constant if factors.is_constant else [item.constant for item in factors.items or ()]
+    if values and all(value is not None and float(value).is_integer() for value in values):
+        return None
+    return "ONNX Runtime's gradient takes the ratio of the sizes for the scale factor"
+
+
+def _sampling(node: TracedNode) -> str | None:
+    modes = [_known_value(node.argument(name)) for name in ("interpolation_mode", "padding_mode")]
+    inexact = modes[0] not in (0, 1) or modes[1] not in (0, 1)  # bilinear and nearest; zeros and border
+    return "ONNX Runtime samples otherwise with bicubic interpolation, and where it reflects" if inexact else None
+
+
+def _dividing(node: TracedNode) -> str | None:
+    mode = node.argument("rounding_mode")
+    rounds = mode is not None and mode.is_constant and mode.constant == "trunc"
+    of_numbers = node.outputs[0].rank and any(value.is_floating for value in node.inputs[:2] if value.is_tensor)
+    return (
+        "torch's exporter rounds by way of integers, which hold neither NaN nor large numbers"
+        if (rounds and of_numbers)
+        else None
+    )
+
+
+def _of_one_number(node: TracedNode) -> str | None:
+    return None if node.outputs[0].rank else "torch's exporter gives the result of a number a dimension"
+
+
 _PADDINGS = tuple(f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)) + ("_pad_circular",)
 _RECURRENT = "ONNX Runtime trains recurrent layers in one direction and on the CPU only"
 _PACKED = "ONNX has no packed sequences"
 _TOWARDS_ZERO = "torch's exporter rounds negative numbers towards zero"
 _SPLITS = ("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split", "unsafe_chunk")
+_RESIZING = ("nearest1d", "nearest2d", "nearest3d", "bicubic2d", "bilinear2d", "linear1d", "trilinear3d")
 _CONVOLUTIONS = ("_convolution", "convolution", "_convolution_mode", "conv1d", "conv2d", "conv3d")
 
 IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
     "aten::batch_norm": "ONNX Runtime keeps other running statistics than PyTorch",
+    **{f"aten::upsample_{name}": _scaled_unevenly for name in _RESIZING},
+    "aten::nan_to_num": _of_one_number,
+    "aten::grid_sampler": _sampling,
+    "aten::div": _dividing,
+    **dict.fromkeys(("aten::softshrink", "aten::hardshrink"), "ONNX Runtime gives 0 for NaN"),
     "aten::cdist": "ONNX Runtime has no gradient for an input that is used twice in one Concat",
     "aten::flip": _flipped,
     "aten::index_copy": "the exporter's shapes are wrong",
@@ -167,6 +211,7 @@ IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
     "aten::masked_scatter": "ONNX Runtime's gradient is wrong",
     "aten::matmul": _of_vectors,
     "aten::mv": _of_vectors,
+    **dict.fromkeys(("aten::linear", "aten::mm", "aten::bmm"), _without_columns),
     "aten::dot": _of_vectors,
     "aten::pow": _variable_exponent,
     "ort_zero::setitem": "torch's exporter does not broadcast what is assigned, and keeps sizes of the first batch",

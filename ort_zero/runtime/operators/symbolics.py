@@ -158,6 +158,23 @@ def flatten(g: Any, self: Any, start_dim: Any, end_dim: Any) -> Any:
     return g.op("Reshape", self, shape)
 
 
+def unflatten(g: Any, self: Any, dim: Any, sizes: Any) -> Any:
+    """Export ``aten::unflatten`` to sizes of which one may vary; torch's own computes the axis in the graph.
+
+    Raises:
+        ValueError: more of them vary, or one behind the axis; then PyTorch runs it.
+    """
+    value = Symbolic.traced(g, self, dim, sizes).inputs[0]
+    axis = Symbolic.integer(dim, "dim") % value.rank
+    behind = value.known_sizes[axis + 1 :]
+    new = [-1 if size is None else size for size in Symbolic.items(sizes, "sizes")]
+    if new.count(-1) > 1 or None in behind:
+        raise ValueError("unflatten to several sizes that vary")
+    # 0 keeps a size as it is; from the shape of a value the exporter would take the sizes of the trace
+    before = [0] * axis if -1 in new else [-1, *[0] * (axis - 1)][:axis]
+    return g.op("Reshape", self, _constant(g, [*before, *new, *behind]))
+
+
 def _constant(g: Any, values: int | list[int]) -> Any:
     return g.op("Constant", value_t=torch.tensor(values))
 
@@ -225,14 +242,14 @@ def repeat_interleave(g: Any, self: Any, repeats: Any, dim: Any = None, output_s
     return plain(g, self, repeats, _constant(g, Symbolic.integer(dim, "dim") % rank), output_size)
 
 
-def where(g: Any, condition: Any, self: Any = None, other: Any = None, *rest: Any) -> Any:
+def where(g: Any, condition: Any, self: Any = None, other: Any = None, _outputs: int | None = None) -> Any:
     """Export ``aten::where`` so that the gradients have the shapes of the operands.
 
     ORT's gradient of Where does not sum over what was broadcast, so that is done by an Expand of its own.
     """
     plain = Symbolic.original("aten::where", g.opset)
     if self is None:
-        return plain(g, condition, *rest)
+        return plain(g, condition, _outputs=_outputs)
     node = Symbolic.traced(g, condition, self, other)
     result = node.outputs[0]
     operands = [
@@ -304,6 +321,7 @@ TABLE: dict[str, Callable] = {
     "::layer_norm": layer_norm,
     "::permute": permute,
     "::squeeze": squeeze,
+    "::unflatten": unflatten,
     "::masked_fill": masked_fill,
     "::masked_fill_": masked_fill,
     "::where": where,

@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from ort_zero.compat import torch_autograd
 from ort_zero.compat.deepspeed_gathering import whole_tensors
 from ort_zero.compat.torch_modules import is_zero_tensor
+from ort_zero.utils.named_ranges import IN_PYTORCH, named_range
 
 Function = Callable[..., Sequence[torch.Tensor]]
 
@@ -112,6 +113,19 @@ def keep_saved_with(results: Sequence[torch.Tensor]) -> None:
             return
 
 
+@contextlib.contextmanager
+def recorded_apart() -> Iterator[None]:
+    """Let what the nodes of a run in the block save go at its end: its backward runs in the block as well."""
+    before = _recordings.copy()
+    _recordings.clear()
+    try:
+        yield
+    finally:
+        for recording in _recordings:
+            recording.forget()
+        _recordings[:] = before
+
+
 def node_of(error: BaseException) -> str:
     """Return the name of the function of the node that raised `error`, empty if none did."""
     return getattr(error, _NODE_NAME, "")
@@ -157,12 +171,13 @@ class _Enter(torch.autograd.Function):
     """Gives a tensor a place in autograd's graph that does not keep its data alive, as a leaf would."""
 
     @staticmethod
-    def forward(ctx, leaf, data):
-        return data.view_as(data)
+    def forward(ctx, leaf, data, is_weight):
+        # code may change its weights in place, and autograd lets nobody change a view that a Function has returned
+        return data.data if is_weight else data.view_as(data)
 
     @staticmethod
     def backward(ctx, gradient):
-        return None, gradient
+        return None, gradient, None
 
 
 @dataclass(slots=True)
@@ -196,6 +211,11 @@ class _OwnCopies:
             address: _GatheredAgain(owner) for address, owner in found.items() if owner not in (None, PERSISTENT)
         }
         self._copies: dict[int, torch.Tensor] = {}
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Return whether the memory of an input is that of a weight, and not ORT's own."""
+        address = _address(tensor)
+        return address in self.persistent or address in self.gathered_again
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout != torch.strided or tensor.is_nested or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -248,6 +268,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+@named_range(IN_PYTORCH)
 def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     wanted = [i for i, t in enumerate(inputs) if t.requires_grad]
     own = _OwnCopies(inputs)
@@ -262,7 +283,7 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
         hooks = contextlib.nullcontext() if plain else saved_tensors_hooks(own.pack, _unpack)
         with torch.enable_grad(), hooks, gathers:
             for i in wanted:
-                arguments[i] = _Enter.apply(leaf, arguments[i])
+                arguments[i] = _Enter.apply(leaf, arguments[i], own.is_weight(arguments[i]))
             starts = {i: get_gradient_edge(arguments[i]) for i in wanted}
             outputs = function(*arguments)
         # an object of its own: ORT wants to hold the only reference to the context
@@ -284,6 +305,7 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
     return tuple(results)
 
 
+@named_range(IN_PYTORCH)
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
     recording: _Recording = ctx.recording
     ends, given = [], []

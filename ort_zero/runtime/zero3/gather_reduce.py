@@ -23,7 +23,7 @@ from ort_zero.runtime.zero3.gather_memory import GatherMemory
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.runtime.zero3.node_names import GATHER_FUNCTION, REDUCE_FUNCTION
 from ort_zero.runtime.zero3.parameter_store import GradientStore, ParameterStore
-from ort_zero.utils.heap import Heap
+from ort_zero.utils.named_ranges import GATHER, REDUCE, named_range
 
 BUCKET_ELEMENTS = 1 << 20
 """Maximum number of elements of a collective that small gathers started ahead share; a larger gather has its own."""
@@ -31,8 +31,6 @@ BUCKET_ELEMENTS = 1 << 20
 executors: weakref.WeakValueDictionary[int, CollectiveExecutor] = weakref.WeakValueDictionary()
 """The executors that some graph still holds, by their number."""
 _numbers = itertools.count()
-heap = Heap()
-"""The heap of this process, which gathers and gradients outside of ORT's arena would let grow."""
 
 
 @dataclass(slots=True)
@@ -98,6 +96,8 @@ class CollectiveExecutor:
         self.weights_read_in_torch: frozenset[str] = frozenset()
         """Names of the weights that are read by nodes that run in PyTorch, and that these may need again in their
         backward."""
+        self.without_gradient: frozenset[str] = frozenset()
+        """Names of the weights to which the backward that runs does not lead; ONNX Runtime computes zeros for them."""
         self.sums = sums or GradientSums()
         self._parameters = [[parameters[name] for name in event.weights] for event in plan.events]
         self._reduced = {name: parameters[name] for _, event in plan.reduces() for name in event.weights}
@@ -112,7 +112,6 @@ class CollectiveExecutor:
 
     def new_trigger(self, device: Any) -> torch.Tensor:
         """Return the trigger of a run that starts now; it requires grad, so that autograd calls the run's backward."""
-        heap.check()
         trigger = torch.zeros(1, device=device).requires_grad_()
         if self._reduced and torch.is_grad_enabled():
             self.sums.expect_backward(
@@ -120,6 +119,7 @@ class CollectiveExecutor:
             )
         return trigger
 
+    @named_range(GATHER)
     def gather(self, index: int) -> tuple[torch.Tensor, ...]:
         """Return the full weights of event `index`, and start the next gathers of its phase.
 
@@ -156,6 +156,7 @@ class CollectiveExecutor:
         self.counters.gathered_elements += sum(w.numel() for w in weights)
         return weights
 
+    @named_range(GATHER)
     def gather_again(self, parameters: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Return the full weights of `parameters`, outside of the plan's events. All ranks must call this."""
         mine: list[Any] = []
@@ -167,6 +168,7 @@ class CollectiveExecutor:
         finally:
             self.store.release(mine)
 
+    @named_range(REDUCE)
     def reduce(self, index: int, gradients: Sequence[torch.Tensor]) -> None:
         """Hand the gradients of event `index` to their parameters, those that no other run will add to.
 
@@ -182,8 +184,10 @@ class CollectiveExecutor:
         assert isinstance(event, Reduce)
         names = event.gradients
         given = []
-        for parameter, name, gradient in zip(self._parameters[index], names, gradients[: len(names)], strict=True):
-            whole = self.sums.add(parameter, gradient, name in self.plan.own_memory)
+        reduced = zip(event.weights, self._parameters[index], names, gradients[: len(names)], strict=True)
+        for weight, parameter, name, gradient in reduced:
+            found = None if weight in self.without_gradient else gradient
+            whole = self.sums.add(parameter, found, name in self.plan.own_memory)
             if whole is not None:
                 given.append((parameter, *whole))
         if given:

@@ -77,19 +77,21 @@ class GradientSums:
             self._begin(current_backward())
         return self._reduces_parameters
 
-    def add(self, parameter: Any, gradient: torch.Tensor, own_memory: bool) -> tuple[torch.Tensor, bool] | None:
-        """Return the gradient to reduce, or None if another run of this backward has still to add to it.
+    def add(self, parameter: Any, gradient: torch.Tensor | None, own_memory: bool) -> tuple[torch.Tensor, bool] | None:
+        """Return the gradient to reduce, None if another run of this backward has still to add to it, or if none has.
 
         The second value says whether the parameter may keep the gradient's memory.
 
         Args:
             parameter: a parameter of the model.
-            gradient: that a run has computed.
+            gradient: that a run has computed; None for a parameter to which the backward does not lead in this run.
             own_memory: nothing else uses the gradient's memory.
         """
         missing = self._missing.get(id(parameter), 1) - 1
         if missing > 0:
             self._missing[id(parameter)] = missing
+            if gradient is None:
+                return None
             if id(parameter) in self._sums:
                 self._sums[id(parameter)] += gradient
             else:
@@ -98,6 +100,8 @@ class GradientSums:
             return None
         self._missing.pop(id(parameter), None)
         before = self._sums.pop(id(parameter), None)
+        if gradient is None:
+            return (before, True) if before is not None else None
         return (gradient, own_memory) if before is None else (before.add_(gradient), True)
 
     def _begin(self, backward: int) -> None:

@@ -97,7 +97,10 @@ def insert_readers(model: onnx.ModelProto) -> None:
         ends.append(_wait("ort_zero_wait_forward", values[0].output[1], taken.end_of_forward, TOKEN_TYPE, values))
     if gradients:
         smallest = min(graph.output, key=lambda output: _size(output.type.tensor_type))
-        ends.append(_behind("ort_zero_wait_backward", taken.nodes, smallest, gradients))
+        end, before = _behind("ort_zero_wait_backward", taken.nodes, smallest, gradients)
+        ends.append(end)
+        # kernels of PyTorch in place of ORT's leave it to the graph to say what type their results have
+        graph.value_info.append(before)
     del graph.node[:]
     graph.node.extend([*taken.nodes, *reversed(values + gradients), *ends])
 
@@ -178,8 +181,8 @@ def _wait(name: str, value: str, made: str, kind: tuple[int, int], readers: list
     return python_op(WAIT, name, (), [(value, *kind), *tokens], [(made, *kind)])
 
 
-def _behind(name: str, nodes: list, output: Any, readers: list) -> onnx.NodeProto:
-    """Return the node that makes `output` of the graph from what made it until now."""
+def _behind(name: str, nodes: list, output: Any, readers: list) -> tuple[onnx.NodeProto, onnx.ValueInfoProto]:
+    """Return the node that makes `output` of the graph from the value that was it until now, and that value's type."""
     before = f"{output.name}_unwaited"
     for node in (*nodes, *readers):
         for names in (node.input, node.output):
@@ -187,7 +190,10 @@ def _behind(name: str, nodes: list, output: Any, readers: list) -> onnx.NodeProt
                 if known == output.name:
                     names[i] = before
     kind = output.type.tensor_type
-    return _wait(name, before, output.name, (kind.elem_type, len(kind.shape.dim)), readers)
+    info = onnx.ValueInfoProto()
+    info.CopyFrom(output)
+    info.name = before
+    return _wait(name, before, output.name, (kind.elem_type, len(kind.shape.dim)), readers), info
 
 
 def _size(kind: Any) -> int:

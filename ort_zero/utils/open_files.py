@@ -1,0 +1,32 @@
+"""Room for as many open files and connections as many ranks need."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+_SPARE = 256
+"""Number of files that a process is left to open besides."""
+
+
+def allow_open_files(more: int) -> int:
+    """Raise the limit of open files, as far as the system lets a process, so that `more` can be opened.
+
+    Systems begin with 1024, which two connections from each of 512 ranks to all others use up.
+
+    Returns:
+        How many may be open now; -1 where the system does not say.
+    """
+    try:
+        import resource
+
+        now = len(os.listdir("/proc/self/fd"))
+    except (ImportError, OSError):
+        return -1
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = now + more + _SPARE
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
