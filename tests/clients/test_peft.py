@@ -151,7 +151,7 @@ LINEAR = ["q_proj", "v_proj"]
 
 
 def other_adapters(run: Run) -> Result:
-    """(IA)3, LoHa, VeRA, OFT and layer-norm tuning"""
+    """(IA)3, LoHa, VeRA, OFT, OFT with `coft`, and layer-norm tuning"""
     from peft import IA3Config, LNTuningConfig, LoHaConfig, OFTConfig, VeraConfig
 
     configs = [
@@ -159,6 +159,7 @@ def other_adapters(run: Run) -> Result:
         LoHaConfig(r=4, target_modules=LINEAR),
         VeraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"),
         OFTConfig(oft_block_size=8, target_modules=LINEAR),
+        OFTConfig(oft_block_size=8, coft=True, block_share=True, target_modules=["q_proj"]),
         LNTuningConfig(task_type="CAUSAL_LM"),
     ]
     return one_by_one(run, configs, steps=3, rate=2e-2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2_AND_3, Result, Run, begin_trainer
+from harness import ZERO_2_AND_3, ZERO_3, Result, Run, begin_trainer
 
 PACKAGES = ("sentence-transformers", "datasets", "transformers", "accelerate")
 pytestmark = pytest.mark.clients
@@ -66,9 +66,10 @@ def trained(run: Run, dataset: Any, loss: Any, model: Any, **flags: Any) -> Any:
 def trained_by(trainer_class: Any, kind: Any, run: Run, dataset: Any, loss: Any, model: Any, **flags: Any) -> Any:
     """Train with a trainer of sentence-transformers and arguments of `kind`; return it."""
     begin_trainer()
+    rate = 0.3 if flags.get("optim") == "sgd" else 1e-3
     arguments = kind(
         output_dir=str(run.folder / "output"), deepspeed=run.config_path, max_steps=5, logging_steps=1,
-        per_device_train_batch_size=4, learning_rate=1e-3, report_to=[], save_strategy="no", disable_tqdm=True,
+        per_device_train_batch_size=4, learning_rate=rate, report_to=[], save_strategy="no", disable_tqdm=True,
         accelerator_config={"use_configured_state": True}, **flags,
     )  # fmt: skip
     trainer = trainer_class(model=model, args=arguments, train_dataset=dataset, loss=loss)
@@ -116,6 +117,33 @@ def similarity_and_matryoshka(run: Run) -> Result:
 @ZERO_2_AND_3
 def test_similarity_and_matryoshka(client, stage):
     client.compare(similarity_and_matryoshka, stage)
+
+
+def losses_of_other_kinds(run: Run) -> Result:
+    """SentenceTransformerTrainer by SGD: `TripletLoss`, `CoSENTLoss`, `MarginMSELoss`, `GISTEmbedLoss` with a guide"""
+    from datasets import Dataset
+    from sentence_transformers import losses
+
+    rows = range(48)
+    a, b, c = ([sentence(i + shift) for i in rows] for shift in (0, 24, 7))
+    scores = [(i % 5) / 4 for i in rows]
+    cosine = {"distance_metric": losses.TripletDistanceMetric.COSINE, "triplet_margin": 0.5}
+    guide = model_of(run.folder).requires_grad_(False)
+    trainers = []
+    for data, loss in (
+        ({"a": a, "b": b, "c": c}, lambda model: losses.TripletLoss(model, **cosine)),
+        ({"a": a, "b": b, "score": scores}, losses.CoSENTLoss),
+        ({"a": a, "b": b, "c": c, "label": scores}, losses.MarginMSELoss),
+        ({"a": a, "b": b}, lambda model: losses.GISTEmbedLoss(model, guide)),
+    ):
+        model = model_of(run.folder)
+        trainers.append(trained(run, Dataset.from_dict(data), loss(model), model, optim="sgd"))
+    return Result([value for trainer in trainers for value in logged(trainer)], alive=(trainers, guide))
+
+
+@ZERO_3
+def test_losses_of_other_kinds(client, stage):
+    client.compare(losses_of_other_kinds, stage)
 
 
 def cross_and_sparse_encoders(run: Run) -> Result:
