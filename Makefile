@@ -111,11 +111,15 @@ test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and
 
 .PHONY: bench
 bench: $(READY) ## Run every benchmark
-	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py benchmarks/training_models.py benchmarks/bench_check.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done
+	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py benchmarks/training_models.py benchmarks/bench_check.py benchmarks/soak.py benchmarks/soak_training.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done
 
 .PHONY: bench-check
 bench-check: $(READY) ## Hold the step's ratios to PyTorch against benchmarks/ratios.json; fails when one is lost
 	$(BIN)/python benchmarks/bench_check.py
+
+.PHONY: soak
+soak: $(READY) ## Train 2,000 steps with saves, evaluations and statistics, then start 50 times: nothing may grow or be left (half an hour)
+	$(BIN)/python benchmarks/soak.py --plot docs/soak.svg
 
 .PHONY: readme-figures
 readme-figures: $(READY) ## Measure these ratios anew, store them and write README's table
