@@ -9,6 +9,7 @@ on, and where they have not after :data:`SECONDS`, this process ends, which ends
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import socket
@@ -25,11 +26,15 @@ from ort_zero.masking import masked
 
 SECONDS = 30.0
 """Time in seconds in which the other ranks must have failed as well."""
+_STORE_SECONDS = 10.0
+"""Longest wait in seconds for an answer of the store when the process ends."""
 _EXIT_STATUS = 1
 _failures = 0
 """Number of runs that have failed on this rank."""
-_watches: queue.SimpleQueue[_Watch] | None = None
-"""What the thread that watches takes its work from; None before there is one."""
+_watches: queue.SimpleQueue[_Watch | None] | None = None
+"""What the thread that watches takes its work from, None for its end; None before there is a thread."""
+_ends = threading.Event()
+"""Set when this process ends by itself."""
 
 
 def prepare() -> None:
@@ -43,12 +48,21 @@ def prepare() -> None:
     if _watches is not None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     _watches = queue.SimpleQueue()
-    threading.Thread(target=_work, args=(_watches,), name="ort_zero lone failures", daemon=True).start()
+    thread = threading.Thread(target=_work, args=(_watches,), name="ort_zero lone failures", daemon=True)
+    thread.start()
+    atexit.register(_stop, thread, _watches)
 
 
-def _work(watches: queue.SimpleQueue[_Watch]) -> None:
-    while True:
-        watches.get().run()
+def _work(watches: queue.SimpleQueue[_Watch | None]) -> None:
+    while (watch := watches.get()) is not None:
+        watch.run()
+
+
+def _stop(thread: threading.Thread, watches: queue.SimpleQueue[_Watch | None]) -> None:
+    """End the thread: one that is inside the store while the interpreter ends, aborts the process (status -6)."""
+    _ends.set()
+    watches.put(None)
+    thread.join(_STORE_SECONDS)
 
 
 @contextmanager
@@ -96,7 +110,7 @@ class _Watch:
         self._store = default_store()
 
     def run(self) -> None:
-        """Tell the store; return once all ranks have failed as often, else end the process."""
+        """Tell the store; return once all ranks have failed as often or the process ends by itself, else end it."""
         deadline = time.monotonic() + SECONDS
         with suppress(Exception):  # a store that is gone: its host, and with it the job
             self._store.set(error_key(self._rank), self._reason)
@@ -104,16 +118,16 @@ class _Watch:
             if self._wait(deadline):
                 self._store.delete_key(error_key(self._rank))
                 return
-        time.sleep(max(0.0, deadline - time.monotonic()))
+        if _ends.wait(max(0.0, deadline - time.monotonic())):
+            return
         _end(f"this rank has failed, and others have not: {self._reason}; they wait for it in a collective, so that "
              "this process ends")  # fmt: skip
 
     def _wait(self, deadline: float) -> bool:
-        """Return whether all ranks have failed as often as this one before the deadline."""
+        """Return whether all ranks have failed as often as this one before the deadline and before this one ends."""
         while not all(self._failures_of(rank) >= self._number for rank in range(self._size)):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or _ends.wait(0.2):
                 return False
-            time.sleep(0.2)
         return True
 
     def _failures_of(self, rank: int) -> int:
