@@ -559,7 +559,6 @@ def test_bad_arguments_are_refused_by_name_and_training_goes_on():
     rows = {
         "generator": ("ExportError", ["argument extra", "generator", "pass a list"]),
         "array": ("ExportError", ["argument x", "numpy.ndarray", "torch.Tensor"]),
-        "sparse": ("ExportError", ["argument x", "sparse_coo", ".to_dense()"]),
         "other arguments": ("ExportError", ["ranks [1]", "rank 0", "structure"]),
         "other order": ("ExportError", ["ranks [1]", "another order"]),
         "meta": ("", ["device meta", "cpu"]),
@@ -570,6 +569,13 @@ def test_bad_arguments_are_refused_by_name_and_training_goes_on():
             assert kind in found[name]["type"], found[name]
             for word in words:
                 assert word in found[name]["text"], found[name]
+
+
+def test_a_sparse_argument_divides_the_model_and_training_goes_on():
+    for found in run_on_ranks(goes_on, 2, ["sparse"]):
+        got = found["sparse"]
+        assert got["type"] is None and got["whole"] == [], got
+        assert got["losses"] == pytest.approx(got["expected"], abs=2e-4)
 
 
 def test_an_argument_that_is_bad_on_one_rank_is_raised_on_all_and_training_goes_on():
