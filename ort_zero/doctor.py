@@ -1,4 +1,4 @@
-"""Examines whether this machine can train in ONNX Runtime.
+"""Examines whether this machine can train in ONNX Runtime, or, with a Python that has no wheel of it, do all else.
 
 Everything is read from metadata and files, but for the execution providers: onnxruntime-training imports torch and
 DeepSpeed, which print to stdout, so a process of its own is asked, and only where the package is installed.
@@ -31,7 +31,7 @@ _NAMES = frozenset("CC CXX HOME LD_LIBRARY_PATH MALLOC_MMAP_THRESHOLD_ OMP_NUM_T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that keeps models from being trained in ONNX Runtime."""
+    """One thing that keeps models from being trained."""
 
     what: str
     fix: str
@@ -68,6 +68,8 @@ class Report:
     """Folder for temporary files, and how much is free there."""
     environment: dict[str, str]
     """The variables that change what ort_zero, ORTModule, DeepSpeed or torch do, as they are set; secrets masked."""
+    left_out: tuple[str, ...]
+    """Those of the versions that are no problem though ONNX Runtime needs others: this Python has no wheel of it."""
     problems: tuple[Problem, ...]
     first_fix: str | None
     """The command that cures the first problem."""
@@ -81,15 +83,16 @@ class Report:
 def examine() -> Report:
     """Return what this machine has and lacks; raises nothing for what is missing."""
     findings = versions.findings()
+    left_out = tuple(f.name for f in findings if _is_optional(f)) if versions.lacks_wheel() else ()
     problems = [
         Problem(what=f"{f.name} {f.found or 'is missing'}, needed: {f.needed}", fix=f.cure)
         for f in findings
-        if not f.ok
+        if not f.ok and f.name not in left_out
     ]
-    complete = not problems
+    complete = not problems and not left_out
     built, directory = _extensions()
     compiler, trouble = _compiler()
-    if not built:
+    if not built and not left_out:
         if trouble is not None:
             problems.append(trouble)
         if directory is not None:
@@ -132,9 +135,16 @@ def examine() -> Report:
         ninja=shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable)),
         temporary=_temporary(),
         environment=_environment(),
+        left_out=left_out,
         problems=tuple(problems),
         first_fix=problems[0].fix if problems else None,
     )
+
+
+def _is_optional(finding: versions.Finding) -> bool:
+    """Return whether something is missing or of another version that only ONNX Runtime cannot do without."""
+    of_ort = finding.name in ("python", "onnxruntime-training", "onnx")
+    return not finding.ok and (of_ort or finding.found is None)
 
 
 def _temporary() -> str:

@@ -1,4 +1,4 @@
-"""``ort-zero doctor``: says whether this machine can train in ONNX Runtime, and what to fix first."""
+"""``ort-zero doctor``: says what works on this machine, training in ONNX Runtime above all, and what to fix first."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 if something must be fixed before ONNX Runtime can train, else 0."""
+    """Print the report; return 1 if something must be fixed before models can train, else 0.
+
+    ONNX Runtime need not be there where this Python has no wheel of it.
+    """
     from ort_zero import doctor
 
     if args.ranks:
@@ -71,7 +74,8 @@ def text_of(report: doctor.Report) -> str:
     """Return the report as aligned lines."""
     rows = [("", "", "found", "needed")]
     for v in report.versions:
-        rows.append((("untested" if v.untested else "ok") if v.ok else "FIX", v.name, v.found or "missing", v.needed))
+        state = ("untested" if v.untested else "ok") if v.ok else "-" if v.name in report.left_out else "FIX"
+        rows.append((state, v.name, v.found or "missing", v.needed))
     for name, version in (("accelerate", report.accelerate), ("transformers", report.transformers)):
         rows.append(("ok" if version else "-", name, version or "missing", "(optional)"))
     lines = aligned(rows)
@@ -96,5 +100,17 @@ def text_of(report: doctor.Report) -> str:
         lines += [f"problem: {problem.what}" for problem in report.problems]
         lines.append(f"fix first: {report.first_fix}")
     else:
-        lines.append("ready: models can be trained in ONNX Runtime")
+        lines.append(_without_ort(report) if report.left_out else "ready: models can be trained in ONNX Runtime")
     return "\n".join(lines)
+
+
+def _without_ort(report: doctor.Report) -> str:
+    """Return what works with a Python that has no ONNX Runtime, and what does not."""
+    python = next(v for v in report.versions if v.name == "python")
+    absent = [v.name for v in report.versions if v.name in ("torch", "deepspeed") and v.found is None]
+    ready = "ready: checkpoints, statistics and training in PyTorch"
+    if absent:
+        ready = f"ready: checkpoints; for statistics and training in PyTorch {' and '.join(absent)} must be installed: "
+        ready += "pip install 'ort-zero[zero]'"
+    no_wheel = f"onnxruntime-training has no wheel for Python {python.found}: {python.cure}"
+    return f"{ready}\nnot on this Python: models in ONNX Runtime, since {no_wheel}"

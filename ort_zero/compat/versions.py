@@ -126,6 +126,12 @@ def _python() -> Finding:
     )
 
 
+def lacks_wheel() -> bool:
+    """Return whether ONNX Runtime is missing because this Python, with which all else works, has no wheel of it."""
+    python = _python()
+    return not python.ok and not on_musl() and Version(str(python.found)) in PYTHON
+
+
 def findings() -> tuple[Finding, ...]:
     """Return one finding for Python and one for each requirement."""
     rows = [_python()]
@@ -156,7 +162,7 @@ def require(needed_for: str) -> tuple[str, ...]:
     for row in rows:
         if row.ok:
             continue
-        if row.name == "python" and (on_musl() or Version(str(row.found)) in PYTHON):
+        if row.name == "python" and (on_musl() or lacks_wheel()):
             raise UnsupportedVersionError(_no_wheel(str(row.found)))
         found = f"{row.name} {row.found}" if row.found else f"{row.name} is not installed"
         raise UnsupportedVersionError(f"{found}; ort_zero works with {row.name}{row.needed}: {row.cure}")

@@ -26,6 +26,7 @@ BAD = (
 def healthy(monkeypatch):
     """Makes the doctor find a machine that lacks nothing, without starting a process."""
     monkeypatch.setattr(doctor.versions, "findings", lambda: GOOD)
+    monkeypatch.setattr(doctor.versions, "lacks_wheel", lambda: False)
     monkeypatch.setattr(doctor, "_extensions", lambda: (True, Path("/cache/x")))
     monkeypatch.setattr(doctor, "_compiler", lambda: ("g++", None))
     monkeypatch.setattr(doctor, "_providers", lambda: (("CPUExecutionProvider",), None))
@@ -55,6 +56,54 @@ def test_doctor_says_which_version_is_untested(healthy, monkeypatch, capsys):
     monkeypatch.setattr(doctor.versions, "findings", lambda: (later,))
     assert cli.main(["doctor"]) == 0
     assert "untested" in capsys.readouterr().out
+
+
+@pytest.fixture
+def on_python_3_12(monkeypatch):
+    """Return a function that makes these the installed packages; onnxruntime has no wheel for this Python."""
+    monkeypatch.setattr(sys, "version_info", (3, 12, 1, "final", 0))
+    monkeypatch.setattr(doctor, "_extensions", lambda: (False, None))
+    monkeypatch.setattr(doctor, "_compiler", lambda: (None, doctor.Problem(what="no C++ compiler", fix="")))
+    monkeypatch.setattr(doctor, "_providers", lambda: pytest.fail("must not be asked"))
+    monkeypatch.setattr(doctor, "_has_entry_point", lambda: True)
+    monkeypatch.setattr(doctor.deepspeed_programs, "missing_program", lambda: None)
+    monkeypatch.setattr(doctor.deepspeed_programs, "unsuitable_compiler", lambda: None)
+    monkeypatch.delenv("ORT_ZERO_DISABLE", raising=False)
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+
+    def use(**found: str) -> None:
+        monkeypatch.setattr(versions, "installed", found.get)
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"torch": "2.13.0", "deepspeed": "0.19.8"}, "ready: checkpoints, statistics and training in PyTorch\n"),
+        ({"torch": "2.13.0"}, "for statistics and training in PyTorch deepspeed must be installed: pip install"),
+        ({}, "ready: checkpoints; for statistics and training in PyTorch torch and deepspeed must be installed"),
+    ],
+)
+def test_doctor_misses_no_onnxruntime_on_a_python_without_a_wheel(on_python_3_12, capsys, found, said):
+    on_python_3_12(**found)
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert said in out and "FIX" not in out and "problem" not in out and "can be trained in ONNX Runtime" not in out
+    assert "models in ONNX Runtime, since onnxruntime-training has no wheel for Python 3.12.1: use Python 3.10" in out
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True and report["first_fix"] is None and report["problems"] == []
+    assert {"python", "onnxruntime-training", "onnx"} <= set(report["left_out"]) and not found.keys() & set(
+        report["left_out"]
+    )
+
+
+def test_doctor_names_what_is_too_old_on_a_python_without_a_wheel(on_python_3_12, capsys):
+    on_python_3_12(torch="2.3.1", deepspeed="0.19.8")
+    assert cli.main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("FIX") == 1 and "fix first: pip install 'torch==2.13.0'" in out and "ready" not in out
 
 
 def test_doctor_json_is_one_object(healthy, capsys):

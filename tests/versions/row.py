@@ -60,7 +60,7 @@ class Row:
         self._keep("plain", self._plain())
         if not self._pair.refused:
             self._keep("extensions", self._command("build"))
-            self._keep("doctor", self._command("doctor"))
+        self._keep("doctor", self._command("doctor"))
         wanted = [name for name in names or STEPS if names or full or self._is_due(name)]
         wanted = [name for name in wanted if not (STEPS[name].needs_ort and self._pair.refused and name != _ALONE[0])]
         for group in ([name for name in wanted if name in _ALONE], [name for name in wanted if name not in _ALONE]):
