@@ -13,7 +13,7 @@ import onnx
 
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.recompute.decision import Decision
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import structures
 from ort_zero.runtime.export.tracer import Effects
 from ort_zero.runtime.fused_loss.rewrite import FusedLoss, ReturnedLogits
 from ort_zero.runtime.guards.keys import ExportedModelInfo, ExportKey, KnownGraph, PostExportProcessedModelInfo
@@ -98,4 +98,4 @@ class BuiltGraph:
 
     def result_types(self) -> Iterator[type]:
         """Yield the type of each container, object and constant in the result of the module."""
-        yield from pytree.types_in(self.info.module_forward_output_schema)
+        yield from structures.types_in(self.info.module_forward_output_schema)

@@ -21,7 +21,7 @@ from ort_zero.log import get_logger
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.runtime.built_graph import BuiltGraph, ExportedModule
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import pytree, structures
 from ort_zero.runtime.export.attribute_inputs import AttributeInputs
 from ort_zero.runtime.export.attribute_paths import Place
 from ort_zero.runtime.export.attribute_state import AttributeState, unchanged_attributes
@@ -325,7 +325,7 @@ class GraphBuilder:
                 tracer.inputs.names if tracer.inputs else (),
                 lambda: tracer.attributes,
                 list(self.excluded.reasons),
-                callables_in(pytree.constants_in_call(tracer.call.structure)),
+                callables_in(structures.constants_in_call(tracer.call.structure)),
             ) as self._state,
             fake_weights(flattened),
             reader_marks.marking(tracer.readers),
@@ -340,7 +340,7 @@ class GraphBuilder:
         self.seconds["export"] -= self.seconds.get(TRACE, 0.0)
         if checkpointed.called and self._replaces_checkpointing:
             self.manager.note_layerwise_recompute()
-        if str in pytree.types_in_call(tracer.call.structure):
+        if str in structures.types_in_call(tracer.call.structure):
             self.manager.note_text()
         return traced
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import structures
 from ort_zero.runtime.export_cache import store
 from ort_zero.runtime.export_cache.criteria import Criterion
 from ort_zero.runtime.export_cache.serialization import decode
@@ -46,8 +46,8 @@ def test_a_stored_entry_is_found_by_its_criteria_and_has_all_that_a_graph_needs(
     found = ExportCache(entry.parent).find(criteria, "training")
     assert isinstance(found, Found) and found.path == entry
     assert found.compared == "the same model, packages, options, inputs, model code"
-    slots = tuple((name, pytree._TensorLeaf(i)) for i, name in enumerate(("y", "loss")))
-    assert decode(found.meta["result"]) == pytree._Mapping(dict, slots)
+    slots = tuple((name, structures.TensorLeaf(i)) for i, name in enumerate(("y", "loss")))
+    assert decode(found.meta["result"]) == structures.MappingNode(dict, slots)
     weights = [f"_original_module.{layer}.{kind}" for layer in ("first", "last") for kind in ("weight", "bias")]
     assert found.meta["names"] == ["x", *weights] and found.meta["arguments"] == found.meta["differentiable"] == ["x"]
     assert found.meta["axes"] == {"x": [[0, "x_dim0"], [1, "x_dim1"]]} and found.meta["results"] == 2

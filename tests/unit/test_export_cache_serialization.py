@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import structures
 from ort_zero.runtime.export.pytree import flatten, flatten_call, parameters_of, unflatten, unflatten_call
 from ort_zero.runtime.export_cache.serialization import NotStorable, decode, encode, name_of
 from ort_zero.runtime.operators import aten_op
@@ -130,16 +130,16 @@ def test_constants_come_back_equal_and_of_their_type(value):
 
 @pytest.mark.parametrize("value", CONSTANTS, ids=repr)
 def test_constants_inside_of_nodes_come_back_equal(value):
-    node = pytree._Constant(value)
+    node = structures.ConstantLeaf(value)
     back = through_json(node)
-    assert type(back) is pytree._Constant and same(back.value, value)
+    assert type(back) is structures.ConstantLeaf and same(back.value, value)
     assert back == node or isinstance(value, (tuple, list)) and type(value) is not torch.Size  # those are nodes' own
     operator = aten_op.Operator("aten::cat", "", ((None, aten_op.List((aten_op.Constant(value),))),))
     assert same(through_json(operator).arguments[0][1].items[0].value, value)
 
 
 def test_the_nan_of_structures_equals_that_of_math():
-    args = pytree._Constant(math.nan)
+    args = structures.ConstantLeaf(math.nan)
     assert through_json(args) == args
     odd = struct.unpack(">d", bytes.fromhex("fff8000000000001"))[0]
     assert struct.pack(">d", through_json(odd)).hex() == "fff8000000000001"
@@ -183,7 +183,7 @@ def test_structures_of_results_come_back_equal():
     value = {"a": (torch.ones(1), shared, shared), "b": Pair(torch.Size([2]), [3, None, Frozen(torch.ones(2))])}
     tensors, schema = flatten(value, drop_caches=True, known={id(shared): 4})
     back = through_json(schema)
-    assert back == schema and "origin=4" in repr(back) and "_Size" in repr(back) and "_Reference" in repr(back)
+    assert back == schema and "origin=4" in repr(back) and "SizeLeaf" in repr(back) and "Reference" in repr(back)
     made = unflatten(tensors, back, [None] * 4 + [State(None)])
     assert made["a"][1] is made["a"][2] and type(made["b"]) is Pair and made["b"].left == (2,)
 
@@ -247,7 +247,7 @@ NOT_STORABLE = [
     (call_of(y=defaultdict(lambda: 0)), '"y" is a function'),
     (aten_op.Operator("aten::x", "", (("alpha", aten_op.Constant(torch.ones(1))),)), '"alpha" is a Tensor'),
     (aten_op.Operator("ort_zero::submodule", "", (("call", aten_op.Constant(0)),)), "ort_zero::submodule"),
-    (pytree._Constant(torch.nn.Parameter(torch.ones(1))), "is a Parameter"),
+    (structures.ConstantLeaf(torch.nn.Parameter(torch.ones(1))), "is a Parameter"),
     (object(), "is a object"),
     (type("Int", (int,), {})(3), "is a Int"),
 ]
@@ -262,7 +262,7 @@ def test_what_has_no_lasting_name_is_refused_by_its_name(value, words):
 
 def test_says_what_the_caller_calls_it():
     with pytest.raises(NotStorable, match='^result "loss" is a object, which'):
-        encode(pytree._Mapping(dict, (("loss", pytree._Constant(object())),)), "result")
+        encode(structures.MappingNode(dict, (("loss", structures.ConstantLeaf(object())),)), "result")
 
 
 def tagged(tag, **fields):

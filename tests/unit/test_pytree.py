@@ -10,15 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ort_zero.runtime.export.pytree import (
-    differences,
-    flatten,
-    flatten_call,
-    is_cache,
-    parameters_of,
-    unflatten,
-    unflatten_call,
-)
+from ort_zero.runtime.export.plain_objects import is_cache
+from ort_zero.runtime.export.pytree import flatten, flatten_call, parameters_of, unflatten, unflatten_call
+from ort_zero.runtime.export.structure_changes import differences
 
 Pair = namedtuple("Pair", "left right")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ort_zero.runtime.export import attribute_writes, pytree
+from ort_zero.runtime.export import attribute_writes, plain_objects
 from ort_zero.runtime.export.attribute_paths import ARGUMENT, ATTRIBUTE, ITEM, MISSING, Place
 from ort_zero.utils.containers import items_held
 
@@ -50,7 +50,7 @@ class ArgumentChanges:
         if id(value) in self._seen:
             self.shared |= isinstance(value, _CONTAINERS)
             return
-        if self._drop_caches and pytree.is_cache(value):
+        if self._drop_caches and plain_objects.is_cache(value):
             return
         if isinstance(value, (*_CONTAINERS, tuple, Mapping)):
             self._seen.add(id(value))
@@ -62,7 +62,7 @@ class ArgumentChanges:
                 self._look(part, place.then(ITEM, key), None if path is None else (*path, key))
         elif id(value) in self._objects:
             self._seen.add(id(value))
-            attributes = dict(pytree.attributes_in(value))
+            attributes = dict(plain_objects.attributes_in(value))
             self._attributes.append((place, value, attributes))
             for name, part in attributes.items():
                 self._look(part, place.then(ATTRIBUTE, name), None)
@@ -78,7 +78,7 @@ class ArgumentChanges:
             if not attribute_writes.same_items(container, before):
                 yield attribute_writes.Change(place, *attribute_writes.container_change(place, container, before))
         for place, value, before in self._attributes:
-            here = dict(pytree.attributes_in(value))
+            here = dict(plain_objects.attributes_in(value))
             for name in before.keys() - here.keys():
                 yield attribute_writes.Change(place.then(ATTRIBUTE, name), attribute_writes.DELETE, None)
             for name, now in here.items():

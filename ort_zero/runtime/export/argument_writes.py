@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ort_zero.compat.torch_modules import is_view, version_of
-from ort_zero.runtime.export import attribute_writes, left_behind, pytree
+from ort_zero.runtime.export import attribute_writes, left_behind, pytree, structures
 from ort_zero.runtime.export.argument_changes import ArgumentChanges
 from ort_zero.runtime.export.attribute_paths import ATTRIBUTE, Place, attributes_of, step_into
 from ort_zero.runtime.export.attribute_writes import DELETE, SET
@@ -32,7 +32,7 @@ class NotCarried(Exception):
     """A submodule writes into an argument in a way that is no result of its node."""
 
 
-def has_changes(structure: pytree.Structure) -> bool:
+def has_changes(structure: structures.Structure) -> bool:
     """Return whether a node with results of this structure writes into its arguments."""
     return getattr(structure, "kind", None) is ResultAndChanges
 
@@ -66,7 +66,7 @@ class ArgumentWrites:
         self._opaque = [value for value in opaque if attributes_of(value) is not None and not isinstance(value, type)]
         self._before = self._tensors_in_opaque()  # keeps them alive, so that no other one has the id() of one of them
 
-    def flatten(self, result: Any) -> tuple[list[torch.Tensor], pytree.Structure]:
+    def flatten(self, result: Any) -> tuple[list[torch.Tensor], structures.Structure]:
         """Return the tensors of a result and of what was written since, and the structure of both.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import plain_objects, pytree, structures
 from ort_zero.runtime.export.attribute_paths import (
     ATTRIBUTE,
     MISSING,
@@ -54,7 +54,7 @@ class AttributeWrite:
 
     place: Place
     how: str
-    structure: pytree.Structure
+    structure: structures.Structure
     """Structure of the value, whose tensors are numbered by :attr:`tensors`."""
     tensors: tuple[tuple[str, int, bool], ...]
     """Of each tensor of the value: ``"output"`` or ``"argument"``, its index there, and whether it has a gradient."""
@@ -191,7 +191,7 @@ class Outputs:
         Raises:
             NotWritable: the value cannot be taken apart.
         """
-        if drop_caches and pytree.is_cache(change.value):
+        if drop_caches and plain_objects.is_cache(change.value):
             raise NotWritable(change, "caches of keys and values are left out in training")
         try:
             found, structure = pytree.flatten(
@@ -201,7 +201,7 @@ class Outputs:
             raise NotWritable(change, str(error)) from None
         kind = self._numbers.number_type(change.place) if self._numbers is not None else None
         if kind is not None and isinstance(change.value, torch.Tensor):
-            structure = pytree.number_of(kind)
+            structure = structures.number_of(kind)
         sources = []
         for tensor in found:
             known = self._sources.get(id(tensor))

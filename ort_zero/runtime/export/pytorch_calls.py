@@ -25,7 +25,7 @@ from ort_zero.compat.torch_modules import (
 )
 from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.errors import ExportError
-from ort_zero.runtime.export import argument_writes, pytree
+from ort_zero.runtime.export import argument_writes, pytree, structures
 from ort_zero.runtime.export.argument_writes import ArgumentWrites, NotCarried
 from ort_zero.runtime.export.attribute_reads import unrecorded
 from ort_zero.runtime.export.checkpoint_marks import plain_calls
@@ -106,7 +106,7 @@ class PyTorchCall:
         self._note_left(places)
         return found + left
 
-    def _flattened(self, value: Any) -> tuple[list[torch.Tensor], pytree.Structure]:
+    def _flattened(self, value: Any) -> tuple[list[torch.Tensor], structures.Structure]:
         """Return the tensors and the structure of what the code has returned."""
         return pytree.flatten(value, drop_caches=self.drop_caches)
 
@@ -143,7 +143,7 @@ class PyTorchCall:
         """
         if argument_writes.has_changes(self.results) or argument_writes.has_changes(results):
             return self._not_carried(NotCarried("writes something else into its arguments from run to run"))
-        then, now = pytree.described(self.results), pytree.described(results)
+        then, now = structures.described(self.results), structures.described(results)
         if self.owner is not None:
             return self._moves_owner(f"returns now {then}, now {now}, or of other parts")
         return ExportError(
@@ -210,7 +210,7 @@ class ModuleCall(PyTorchCall):
         # ONNX Runtime's memory must not change; and autograd lets nobody change what it takes for a view
         given = [t.clone() if self.results is None or i in self._changed else t for i, t in enumerate(tensors[:count])]
         args, kwargs, objects = pytree.unflatten_call(given, self.arguments)
-        constants = pytree.constants_in_call(self.arguments)
+        constants = structures.constants_in_call(self.arguments)
         self._writes = ArgumentWrites(args, kwargs, objects, given, constants, drop_caches=self.drop_caches)
         module = self.module
         weights, scaled = with_copies_of_scaled(module, dict(zip(self.names, tensors[count:], strict=True)))
@@ -233,7 +233,7 @@ class ModuleCall(PyTorchCall):
             self._slots = left.slots()
         return result
 
-    def _flattened(self, value: Any) -> tuple[list[torch.Tensor], pytree.Structure]:
+    def _flattened(self, value: Any) -> tuple[list[torch.Tensor], structures.Structure]:
         writes, self._writes = self._writes, None
         assert writes is not None
         if self.results is None:

@@ -24,7 +24,7 @@ from ort_zero.compat.trace_aliases import Evaluations
 from ort_zero.compat.trace_sizes import SizeReads
 from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.value_reads import ValueReadError
-from ort_zero.runtime.export import advanced_iterators, left_behind, pytree
+from ort_zero.runtime.export import advanced_iterators, left_behind, pytree, structures
 from ort_zero.runtime.export.argument_changes import ArgumentChanges
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
 from ort_zero.runtime.export.attribute_paths import Place
@@ -336,7 +336,7 @@ class Tracer:
                 seen.running,
                 numbers_of_sizes.enter,
                 numbers_of_sizes.plain,
-                callables_in(pytree.constants_in_call(self.call.structure)),
+                callables_in(structures.constants_in_call(self.call.structure)),
                 self._new_objects,
             )
             try:
@@ -372,7 +372,7 @@ class Tracer:
         if not tensors and not written:  # a graph has an output
             written = pytree.flatten(value, **taken)[0][:1]
         if self._structure is not None:
-            schema = pytree.with_numbers(schema, self._structure)
+            schema = structures.with_numbers(schema, self._structure)
         self.schema = schema
         results = len(tensors)
         outputs = tensors + written

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import plain_objects, structures
 from ort_zero.runtime.operators import aten_op
 from ort_zero.utils.json_values import (
     BYTES,
@@ -45,7 +45,7 @@ def encode(value: Any, what: str = "argument") -> Any:
     """Return `value` as what ``json.dumps`` takes and :func:`decode` turns into an equal value.
 
     Args:
-        value: nodes of :mod:`.pytree`, the structure of a call, an :class:`.aten_op.Operator`, and constants.
+        value: nodes of :mod:`.structures`, the structure of a call, an :class:`.aten_op.Operator`, and constants.
         what: says in errors what `value` is.
 
     Raises:
@@ -228,7 +228,7 @@ def _check_mapping(node: Any) -> bool:
 
 def _check_object(node: Any) -> bool:
     numbers = _is_index(node.number) and (node.origin is None or _is_index(node.origin))
-    plain = isinstance(node.kind, type) and pytree.is_plain(node.kind)
+    plain = isinstance(node.kind, type) and plain_objects.is_plain(node.kind)
     return plain and numbers and _all(node.items, _is_attribute)
 
 
@@ -240,19 +240,19 @@ def _check_operator(node: Any) -> bool:
 
 
 _CHECKS: dict[str, tuple[type, Callable[[Any], bool]]] = {
-    "Slot": (pytree._TensorLeaf, lambda node: _is_index(node.index)),
-    "Number": (pytree._Number, lambda node: _is_index(node.index) and node.kind in (int, float, bool)),
-    "Given": (pytree._Given, lambda node: _all(node.path, _is_key)),
-    "Held": (pytree._Held, lambda node: _is_index(node.index) and type(node.name) is str),
-    "Constant": (pytree._Constant, lambda node: type(node.value) not in _TAGS),
-    "Size": (pytree._Size, lambda node: _is_index(node.index)),
+    "Slot": (structures.TensorLeaf, lambda node: _is_index(node.index)),
+    "Number": (structures.NumberLeaf, lambda node: _is_index(node.index) and node.kind in (int, float, bool)),
+    "Given": (structures.GivenLeaf, lambda node: _all(node.path, _is_key)),
+    "Held": (structures.HeldLeaf, lambda node: _is_index(node.index) and type(node.name) is str),
+    "Constant": (structures.ConstantLeaf, lambda node: type(node.value) not in _TAGS),
+    "Size": (structures.SizeLeaf, lambda node: _is_index(node.index)),
     "Sequence": (
-        pytree._Sequence,
+        structures.SequenceNode,
         lambda node: _is_kind(node.kind, list, tuple, collections.deque) and _all(node.items, _is_structure),
     ),
-    "Mapping": (pytree._Mapping, _check_mapping),
-    "Object": (pytree._Object, _check_object),
-    "Again": (pytree._Reference, lambda node: _is_index(node.number)),
+    "Mapping": (structures.MappingNode, _check_mapping),
+    "Object": (structures.ObjectNode, _check_object),
+    "Again": (structures.Reference, lambda node: _is_index(node.number)),
     "aten.Tensor": (
         aten_op.Tensor,
         lambda node: _is_index(node.index) and node.kind in ("real", "complex", "bool"),
@@ -265,7 +265,7 @@ _CHECKS: dict[str, tuple[type, Callable[[Any], bool]]] = {
 """The class of the nodes of each tag, and the check that a node must pass after it was read."""
 
 _TAGS: dict[type, str] = {kind: tag for tag, (kind, _) in _CHECKS.items()}
-_STRUCTURES = tuple(kind for kind in _TAGS if kind.__module__ == pytree.__name__)
+_STRUCTURES = tuple(kind for kind in _TAGS if kind.__module__ == structures.__name__)
 
 
 def _node(tag: str, kind: type, holds: Callable[[Any], bool]) -> TaggedType:

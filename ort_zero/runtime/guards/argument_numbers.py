@@ -10,7 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import structure_changes
 
 CHANGES_OF_INPUTS = 2
 """Number of the change of an argument from which on it is an input of the graph."""
@@ -33,7 +33,7 @@ class ArgumentNumbers:
     def note(self, old: tuple, new: tuple) -> list[str]:
         """Count the changes between the structures of two calls; return the arguments that have become inputs."""
         added = []
-        for name in pytree.changed_numbers(old, new, self._parameters):
+        for name in structure_changes.changed_numbers(old, new, self._parameters):
             self._changes[name] += 1
             if self._changes[name] >= CHANGES_OF_INPUTS and name not in self._refused:
                 added.append(name)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ort_zero.runtime.export import pytree
+from ort_zero.runtime.export import structure_changes
 from ort_zero.runtime.guards.keys import (
     Action,
     ExportKey,
@@ -66,7 +66,7 @@ def export_reasons(old: ExportKey, new: ExportKey) -> tuple[str, ...]:
         found += new.model.changes or ("the module was edited",)
     elif new.model.modes != old.model.modes:
         found.append(_mode_reason(old.model.modes, new.model.modes))
-    found += pytree.differences(old.structure, new.structure)
+    found += structure_changes.differences(old.structure, new.structure)
     found += _tensor_reasons(old.tensors, new.tensors)
     found += old.read.reasons(new.attributes)
     found += old.size_guard.reasons(new.shapes)
