@@ -19,9 +19,12 @@ _INTRODUCTION = """\
 ## Versions
 
 Each row is an environment of its own, on CPUs. A number is a count of tests of this repository that passed; the
-differences from PyTorch that they allow are those of the tests. `not run` is what it says. `plain` tells under which
-stages of ZeRO DeepSpeed alone, without anything of ort_zero, trains and saves a small model on two ranks there. A test
-that fails with the error of plain DeepSpeed, in the same function of DeepSpeed, counts as `fails without us too`."""
+differences from PyTorch that they allow are those of the tests. Unless a row says several thousand, these are the tests
+that another version of a dependency can make fail (`tests/versions/steps.py`), not all: those run with the pinned
+versions in `make test`, and with any other by `python tests/versions/matrix.py --full`. `not run` is what it says.
+`plain` tells under which stages of ZeRO DeepSpeed alone, without anything of ort_zero, trains and saves a small model
+on two ranks there. A test that fails with the error of plain DeepSpeed, in the same function of DeepSpeed, counts as
+`fails without us too`."""
 
 
 def write_page() -> None:
