@@ -60,7 +60,8 @@ def carry_out(
         for child, mode in effects.modes:
             child.training = mode
         for name, wanted in effects.switched:
-            module.get_parameter(name).requires_grad_(wanted)
+            # looked up as an attribute, DeepSpeed would gather it, and nobody would partition it again
+            _weight_or_buffer(module, name).requires_grad_(wanted)
         first += len(effects.changed)
         for (place, in_place), value in zip(effects.attributes, tensors[first:], strict=False):
             attribute_guard.assign(place, value, in_place)

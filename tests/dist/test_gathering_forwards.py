@@ -134,6 +134,40 @@ class Momentum(nn.Module):
 MODELS = {cls.__name__: cls for cls in (Model, ModelInTorch, Changing, Momentum)}
 
 
+class Freezing(nn.Module):
+    """Freezes a weight in its forward, as code does that trains a part at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 16)
+
+    def forward(self, x, labels=None):
+        self.frozen.weight.requires_grad_(False)
+        return self.frozen(torch.tanh(self.first(x))).square().mean()
+
+
+def freeze() -> dict[str, Any]:
+    """Train a model whose forward freezes a weight; return what is frozen then, and which weights are whole."""
+    start()
+    torch.manual_seed(0)
+    model = Freezing()
+    zero = {"stage3_param_persistence_threshold": 0}
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=ds_config(3, ort=True, split="off", **zero)
+    )
+    whole = []
+    for _ in range(3):
+        loss = engine(torch.randn(4, 16))
+        whole.append([n for n, p in model.named_parameters() if p.ds_status.name != "NOT_AVAILABLE"])
+        engine.backward(loss)
+        engine.step()
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    return {"whole": whole, "frozen": frozen, "status": ort_zero.status()["models"][-1]}
+
+
 def engine_of(name: str, stage: int, ort: bool, split: str | None = None) -> Any:
     import deepspeed
 
@@ -219,3 +253,9 @@ def test_a_forward_that_changes_gathered_weights_is_refused_with_its_line(report
         assert "changes weights in deepspeed.zero.GatheredParameters" in gathering
         assert "puts other data into a tensor" in momentum
         assert all("test_gathering_forwards.py:" in text for text in (gathering, momentum))
+
+
+def test_a_forward_that_freezes_a_weight_leaves_none_whole():
+    for found in run_on_ranks(freeze, 2):
+        assert found["frozen"] == ["frozen.weight"] and found["status"]["backend"] == "onnxruntime"
+        assert found["whole"] == [[], [], []]
