@@ -22,6 +22,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
@@ -35,6 +36,7 @@ from ort_zero.compat import source_edits, versions
 from ort_zero.errors import BuildError
 from ort_zero.utils import atomic_write
 from ort_zero.utils.cpu_count import usable_cores
+from ort_zero.utils.progress import Steps, steps_bar
 from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 # Sources in the order in which the one translation unit includes them.
@@ -231,30 +233,19 @@ def install_into(ortmodule_package: ModuleType) -> None:
 
 
 class _Progress:
-    """Prints how far the build is: in place on a terminal, else one line at the start and one at the end."""
+    """Prints how far the build is: one line at the start and one at the end, on a terminal a bar between them."""
 
     def __init__(self, sink: Callable[[str], None] | None):
         self._sink = sink
-        self._open_line = False
-        self._in_place = sink is None and sys.stderr is not None and sys.stderr.isatty()
 
     def line(self, text: str) -> None:
         if self._sink is not None:
             self._sink(text)
         elif sys.stderr is not None:
-            lead = "\r\033[K" if self._open_line else ""
-            print(f"{lead}[ort_zero rank {env.rank()}] {text}", file=sys.stderr, flush=True)
-        self._open_line = False
+            print(f"[ort_zero rank {env.rank()}] {text}", file=sys.stderr, flush=True)
 
-    def update(self, text: str) -> None:
-        if self._in_place:
-            print(f"\r\033[K[ort_zero rank {env.rank()}] {text}", end="", file=sys.stderr, flush=True)
-            self._open_line = True
-
-    def close(self) -> None:
-        if self._open_line:
-            print(file=sys.stderr, flush=True)
-            self._open_line = False
+    def bar(self, what: str, steps: int) -> AbstractContextManager[Steps]:
+        return steps_bar(what, steps, shown=self._sink is None)
 
 
 def _version(distribution: str) -> str:
@@ -406,10 +397,8 @@ def _compile(names: tuple[str, ...], paths: dict[str, Path], directory: Path, ta
             jobs[name] = _command(name, folder, folder / paths[name].name)
         what = f"building {' and '.join(names)} for torch {_torch_version()}"
         talk.line(f"{what} (once; under a minute on most machines)")
-        try:
-            _run(jobs, directory, lambda: talk.update(f"{what}: {time.monotonic() - start:.0f} s"))
-        finally:
-            talk.close()
+        with talk.bar(f"building {' and '.join(names)}", len(names)) as steps:
+            _run(jobs, directory, steps.end)
         for name in names:
             made = folder / paths[name].name
             if not made.is_file():
@@ -426,12 +415,17 @@ def _log_path(directory: Path, name: str) -> Path:
     return directory / f"{name}.log"
 
 
-def _run(jobs: dict[str, list[str]], directory: Path, tick: Callable[[], None]) -> None:
-    """Run the commands `jobs`, at most one per core, and stop all of them at the first failure."""
+def _run(jobs: dict[str, list[str]], directory: Path, done: Callable[[], None]) -> None:
+    """Run the commands `jobs`, at most one per core, and stop all of them at the first failure.
+
+    Args:
+        jobs: commands by the name of what they make.
+        directory: for their logs.
+        done: called for each that has succeeded.
+    """
     waiting = dict(jobs)
     running: dict[str, subprocess.Popen] = {}
     slots = usable_cores()
-    next_tick = 0.0
     try:
         while waiting or running:
             while waiting and len(running) < slots:
@@ -444,9 +438,7 @@ def _run(jobs: dict[str, list[str]], directory: Path, tick: Callable[[], None]) 
                 del running[name]
                 if process.returncode != 0:
                     raise _failure(name, process.returncode, _log_path(directory, name))
-            if time.monotonic() >= next_tick:
-                tick()
-                next_tick = time.monotonic() + 1
+                done()
     finally:
         for process in running.values():
             _stop(process)

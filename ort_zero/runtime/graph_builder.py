@@ -378,7 +378,7 @@ class GraphBuilder:
         )
 
     def _timed(self, step: str) -> Timed:
-        return Timed(self.seconds, step)
+        return self.processor.timed(step)
 
 
 def _of_all_parts(text: str) -> ExportError:

@@ -54,6 +54,7 @@ from ort_zero.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.runtime.zero3.insert_collectives import insert_collectives
 from ort_zero.runtime.zero3.node_names import TRIGGER
 from ort_zero.statistics.collect import graph_readers
+from ort_zero.utils.progress import Steps
 
 _UNREACHABLE = re.compile(r"partial derivative for '(?P<name>.+?)' as it's unreachable from the output")
 
@@ -93,6 +94,8 @@ class GraphProcessor:
         self.attribute_guard = attribute_guard
         self.seconds: dict[str, float] = {}
         """Seconds that each step of the last graph took."""
+        self.shown: Steps | None = None
+        """The bar on which steps are shown."""
         self.prefetch_elements = 0
         """Number of elements that may be gathered ahead of their use."""
 
@@ -136,13 +139,13 @@ class GraphProcessor:
                 kernels["tied_embedding"] = tied
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
         if self.memory is not None and ort_compat.has_gradients(model):
-            with self._timed("memory plan"):
+            with self.timed("memory plan"):
                 model, decision = self._recomputed(self.memory, model, info, sizes, parameters)
         executor, bridge, digest, gradient = None, None, "no bridge", None
         training = ort_compat.has_gradients(model)
         plan = self._plan(model, parameters, training)
         if plan is not None:
-            with self._timed("bridge"):
+            with self.timed("bridge"):
                 executor, model, gradient = self._rewritten(model, plan, parameters, training)
             bridge, digest = str(plan), plan.digest()
         if exported.readers:
@@ -223,7 +226,7 @@ class GraphProcessor:
             without_gradients(built.model, more.difference(wanted))
             return built
 
-        with self._timed("gradient graph"):
+        with self.timed("gradient graph"):
             try:
                 return build()
             except Exception as error:
@@ -325,7 +328,7 @@ class GraphProcessor:
         differentiable = [i for i, name in enumerate(run.onnx_graph_input_names) if name in gradients]
         gradient_map = [gradients[run.onnx_graph_input_names[i]] for i in differentiable]
         self.manager.follow_determinism()
-        with self._timed("session"):
+        with self.timed("session"):
             agent = make_agent()
         return ort_compat.Session(model, info, agent, differentiable, gradient_map, ort_compat.has_gradients(model))
 
@@ -343,25 +346,34 @@ class GraphProcessor:
         os.makedirs(folder, exist_ok=True)
         onnx.save(model, folder / f"rewritten_{self.manager.mode}.onnx")
 
-    def _timed(self, step: str) -> Timed:
-        return Timed(self.seconds, step)
+    def timed(self, step: str) -> Timed:
+        """Note the seconds of a block, and show on the bar what it does."""
+        return Timed(self.seconds, step, self.shown)
 
 
 TRACE = "trace"
 """The step in which the module runs in PyTorch for the exporter: once for its results, once recorded."""
 
 
+STEPS = ("export", "shapes", "gradient graph", "session")
+"""The steps that every graph takes that is in no cache."""
+
+
 class Timed:
     """Notes how many seconds its block takes."""
 
-    def __init__(self, seconds: dict[str, float], step: str):
-        self.seconds, self.step = seconds, step
+    def __init__(self, seconds: dict[str, float], step: str, shown: Steps | None = None):
+        self.seconds, self.step, self.shown = seconds, step, shown
 
     def __enter__(self) -> None:
         self.started = time.perf_counter()
+        if self.shown is not None:
+            self.shown.begin(self.step)
 
     def __exit__(self, *about: Any) -> None:
         self.seconds[self.step] = time.perf_counter() - self.started
+        if self.shown is not None and self.step in STEPS:
+            self.shown.end()
 
 
 def _sizes(axes: Mapping[str, Mapping[int, str]], call: pytree.Call) -> dict[str, int]:

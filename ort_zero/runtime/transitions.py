@@ -22,11 +22,13 @@ from typing import Any
 
 import torch
 
+from ort_zero import env
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.fused_loss.lazy_logits import LogitReads
 from ort_zero.runtime.graph_builder import GraphBuilder
+from ort_zero.runtime.graph_processing import STEPS
 from ort_zero.runtime.guards.argument_numbers import ArgumentNumbers
 from ort_zero.runtime.guards.attribute_changes import AttributeChanges
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard, AttributeValues
@@ -35,6 +37,7 @@ from ort_zero.runtime.guards.keys import Action, ExportKey, Graphs, Observed, Pr
 from ort_zero.runtime.guards.module_guard import ModuleGuard
 from ort_zero.runtime.guards.size_guard import GuardedRead, SizeChanges
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
+from ort_zero.utils.progress import steps_bar
 
 _BUILDING = threading.RLock()
 """Held while a graph is built: an export replaces functions of torch for the whole process."""
@@ -240,7 +243,8 @@ class GraphTransitionManager:
             self.builder.seconds = steps = {}
             self.builder.lookup = None
             number = self.history.graphs + 1
-            with _BUILDING:
+            name = f"{type(self.builder.module).__name__} {self.mode} graph {number}"
+            with _BUILDING, steps_bar(name, len(STEPS), shown=env.rank() == 0) as self.builder.processor.shown:
                 if transition.action is Action.EXPORT:
                     self.builder.attribute_inputs = self.changes.inputs
                     graph = self.builder.build(observed, call, subscribers, number, anew=transition.forced)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -45,3 +48,59 @@ def bar(total: int | None, what: str, unit: str = "B", *, shown: bool = True, de
 
     scaled = {"unit_scale": True, "unit_divisor": 1024} if unit == "B" else {}
     return TerminalBar(total=total, desc=what, unit=unit, delay=delay, leave=False, **scaled)
+
+
+class Steps:
+    """What work in a few long steps tells of itself."""
+
+    def __init__(self, what: str):
+        self.text = what
+        self.done = 0
+        self._what = what
+
+    def begin(self, step: str) -> None:
+        """Name the step that runs now."""
+        self.text = f"{self._what}: {step}"
+
+    def end(self) -> None:
+        """Count a step as done."""
+        self.done += 1
+
+
+@contextlib.contextmanager
+def steps_bar(what: str, steps: int, *, shown: bool = True, delay: float = 2) -> Iterator[Steps]:
+    """Show a bar while the block works in a few steps, of which each may take long: its clock goes on in between.
+
+    Args:
+        what: is being done.
+        steps: how many there are.
+        shown: False on ranks that want no bar.
+        delay: seconds of work before a bar appears.
+    """
+    told = Steps(what)
+    if not shown or sys.stderr is None or not sys.stderr.isatty():
+        yield told
+        return
+    over = threading.Event()
+    # the stream of now: an export replaces it meanwhile
+    thread = threading.Thread(target=_show, args=(told, steps, delay, sys.stderr, over), daemon=True)
+    thread.start()
+    try:
+        yield told
+    finally:
+        over.set()
+        thread.join()
+
+
+def _show(told: Steps, steps: int, delay: float, stream: Any, over: threading.Event) -> None:
+    """Draw a bar twice a second until the work is over, and take it away."""
+    if over.wait(delay):
+        return
+    from ort_zero.utils.terminal_bar import TerminalBar
+
+    form = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}"
+    with TerminalBar(total=steps, desc=told.text, file=stream, leave=False, bar_format=form) as bar_shown:
+        bar_shown.start_t -= delay
+        while not over.wait(0.5):
+            bar_shown.n = min(told.done, steps)
+            bar_shown.set_description_str(told.text)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ort_zero.utils.progress import bar
+from ort_zero.utils import progress
+from ort_zero.utils.progress import bar, steps_bar
 
 
 class Terminal(io.StringIO):
@@ -59,3 +61,30 @@ def test_a_bar_that_is_not_shown_counts_too():
     hidden.update(2)
     hidden.update()
     assert hidden.n == 3
+
+
+def test_long_steps_are_shown_after_a_while_with_a_clock_that_goes_on(monkeypatch):
+    seen = terminal(monkeypatch)
+    with steps_bar("Model training graph 1", 4, delay=0.2) as steps:
+        steps.begin("export")
+        time.sleep(0.1)
+        assert seen.getvalue() == ""
+        monkeypatch.setattr("sys.stderr", io.StringIO())  # as an export does
+        time.sleep(1)
+        steps.end()
+        steps.begin("gradient graph")
+        time.sleep(1)
+    text = seen.getvalue()
+    assert "Model training graph 1: export: 0/4" in text and "Model training graph 1: gradient graph: 1/4" in text
+    assert "00:01" in text and text.rsplit("\r", 2)[-2].strip() == ""
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal(), False), (io.StringIO(), True)], ids=["unwanted", "file"])
+def test_no_thread_is_started_where_nobody_looks(monkeypatch, stream, shown):
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr(progress, "_show", lambda *args: pytest.fail("a bar is drawn"))
+    with steps_bar("building", 2, shown=shown, delay=0) as steps:
+        steps.begin("one")
+        steps.end()
+        time.sleep(0.05)
+    assert stream.getvalue() == "" and steps.done == 1

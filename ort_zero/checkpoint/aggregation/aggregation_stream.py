@@ -81,7 +81,7 @@ class Streamer:
         self._verify = verify
         self._advance = advance
         self._stop = threading.Event()
-        self._window = CHUNK
+        self._window = max(CHUNK, source.block)
         if isinstance(source, LocalFolder):
             self._window = min(CHUNK, max(_SMALLEST_WINDOW, _BYTES_PER_FILE * len(files)))
 
@@ -164,6 +164,8 @@ class _Reader:
         self._pieces = _PieceChecks(source) if verify else None
         self._buffer = memoryview(bytearray(size))
         self._scratch = memoryview(bytearray(_SCRATCH))
+        self._later: list[tuple[str, int, list[memoryview]]] | None = None if isinstance(source, LocalFolder) else []
+        """What is to be read of a store, in one call for a whole window; a local file is read at once."""
 
     def read(self, window: Window) -> memoryview:
         """Return the bytes of a window, in a buffer that the next call uses again.
@@ -177,6 +179,11 @@ class _Reader:
             buffer = memoryview(bytearray(window.filled))
         for name, reads in groupby(sorted(window.reads, key=_place), key=lambda read: read.piece.file):
             self._read_file(name, reads, buffer)
+        if self._later:
+            self._source.read_many(self._later)
+            for name, offset, views in self._later:
+                self._records.add(name, offset, views)
+            self._later.clear()
         if self._pieces is not None:
             for read in window.reads:
                 if read.piece.check is not None:
@@ -210,7 +217,7 @@ class _Reader:
                 most = 0 if border is None else min(_LARGEST_GAP, _SCRATCH - used)
                 if fits and 0 <= gap <= most and len(views) < _MOST_BUFFERS - 2:
                     if gap:
-                        views.append(self._scratch[used : used + gap])
+                        views.append(self._gap(used, gap))
                         used += gap
                     begin_at, end_at, end = read.at, read.at + read.length, read.offset + read.length
                     continue
@@ -219,12 +226,19 @@ class _Reader:
             views, used, start = [], 0, read.offset
             if before is not None and 0 < read.offset - before <= _LARGEST_GAP:
                 used, start = read.offset - before, before
-                views.append(self._scratch[:used])
+                views.append(self._gap(0, used))
             begin_at, end_at, end = read.at, read.at + read.length, read.offset + read.length
         views.append(buffer[begin_at:end_at])
         self._read_views(name, start, views)
 
+    def _gap(self, used: int, size: int) -> memoryview:
+        """Return room for bytes that are read in vain; until they are read, those of a store need room of their own."""
+        return self._scratch[used : used + size] if self._later is None else memoryview(bytearray(size))
+
     def _read_views(self, name: str, offset: int, views: list[memoryview]) -> None:
+        if self._later is not None:
+            self._later.append((name, offset, views))
+            return
         try:
             self._source.read_scattered(name, offset, views)
         except OSError as error:

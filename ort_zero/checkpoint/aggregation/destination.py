@@ -41,7 +41,7 @@ def names_there(target: Folder, root: str, written: Iterable[str], overwrite: bo
     there = _names(target)
     for inner in dict.fromkeys(name.rpartition("/")[0] for name in written if "/" in name):
         there += [f"{inner}/{name}" for name in _names(target.child(inner))]
-    others = [name for name in there if not _is_left_over(name) and name != output_record.NAME]
+    others = [name for name in there if not is_left_over(name) and name != output_record.NAME]
     if others and not overwrite:
         raise CheckpointError(
             f"the destination {target.path()} is not empty (it holds {others[0]}); choose another or pass --overwrite"
@@ -72,7 +72,7 @@ def removable_names(
             f"the destination {target.path()} holds files that ort_zero did not write there, or that were changed "
             f"since: {shortened(sorted(foreign), MOST_NAMED)}; move them away, or choose another destination"
         )
-    return frozenset(n for n in there if n in ours or _is_left_over(n) or n in small_files)
+    return frozenset(n for n in there if n in ours or is_left_over(n) or n in small_files)
 
 
 def make_folder(target: Folder) -> None:
@@ -91,7 +91,7 @@ def _holds(target: Folder, name: str, content: bytes) -> bool:
     return target.size(name) == len(content) and target.read(name) == content
 
 
-def _is_left_over(name: str) -> bool:
+def is_left_over(name: str) -> bool:
     """Return True for what a run that was killed left: nobody else writes such names."""
     match = _LEFT_OVER.fullmatch(name.rpartition("/")[2])
     if match is None:

@@ -48,6 +48,8 @@ class Conversion:
     trust_pickle: bool
     files: dict[str, int] = field(default_factory=dict)
     """Bytes of each file that this rank has written."""
+    begun: list[str] = field(default_factory=list)
+    """Names of the files that this rank has begun to write."""
 
     def __post_init__(self) -> None:
         self.folder = open_folder(self.source.root)
@@ -109,6 +111,7 @@ class Conversion:
             content: what it holds.
             shown: its name in the report, if another.
         """
+        self.begun.append(shown or name)
         with folder.writing(name, self.wanted.token) as stream:
             torch.save(content, stream)
         folder.publish(name, self.wanted.token)

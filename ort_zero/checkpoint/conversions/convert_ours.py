@@ -53,7 +53,10 @@ def write_rank(work: Conversion, rank: int) -> bytes:
     )
     names: list[str] = []
     job = _job(work, shard)
-    files, pieces = write_rank_files(work.target, job, rank, work.wanted.world_size, names)
+    try:
+        files, pieces = write_rank_files(work.target, job, rank, work.wanted.world_size, names)
+    finally:
+        work.begun += names
     for name in names:
         work.target.publish(name, work.wanted.token)
         work.files[name] = work.target.size(name) or 0
@@ -65,6 +68,7 @@ def write_manifest(work: Conversion, packed: list[bytes]) -> None:
     shard = Shard(weights=[], moments=[], extra={}, extra_tensors=[], scalars={})
     document = manifest_of(work.target, _job(work, shard), packed)
     data = manifest.dump(document)
+    work.begun.append(manifest.NAME)
     work.target.write(manifest.NAME, data, work.wanted.token)
     work.files[manifest.NAME] = len(data)
 

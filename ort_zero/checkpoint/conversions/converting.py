@@ -134,8 +134,7 @@ def convert(
             if ranks.rank == 0:
                 warnings += _publish(open_folder(dst), work.target, choices)
     except BaseException:
-        if ranks.rank == 0:
-            _discard(work.target, choices)
+        _discard(work, ranks)
         raise
     finally:
         work.scratch.close()
@@ -191,7 +190,7 @@ def _refuse_place(place: Folder, source: Source, overwrite: bool) -> None:
     if os.path.realpath(place.url) == os.path.realpath(source.root):
         raise CheckpointError(f"the destination {place.path()} is the source itself; choose another folder")
     names = place.names()
-    if not names:
+    if not names or (not isinstance(place, LocalFolder) and all(map(_is_left_over, names))):
         return
     if not overwrite:
         raise CheckpointError(f"{place.path()} exists already; choose another folder, or pass --overwrite")
@@ -206,8 +205,12 @@ def _refuse_place(place: Folder, source: Source, overwrite: bool) -> None:
 def _is_of_a_checkpoint(name: str) -> bool:
     own = re.fullmatch(r"manifest\.json|rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(safetensors|json)", name)
     patterns = (file_names.OPTIMIZER_FILE, file_names.RANK_MODULE_FILE, file_names.MODULE_FILE)
-    left = name.startswith(".") and name.endswith(PARTIAL)
-    return bool(own) or left or name == "zero" or any(pattern.fullmatch(name) for pattern in patterns)
+    return bool(own) or _is_left_over(name) or name == "zero" or any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def _is_left_over(name: str) -> bool:
+    """Return whether a name is that of a file that is not complete."""
+    return name.startswith(".") and name.endswith(PARTIAL)
 
 
 def _make_target(parent: Folder, place: Folder, choices: Wanted) -> str:
@@ -268,6 +271,8 @@ def _publish(parent: Folder, target: Folder, choices: Wanted) -> tuple[str, ...]
             shutil.rmtree(target.url)
         else:
             os.rename(target.url, place.url)
+    else:
+        _remove_left_overs(place)
     latest = convert_universal.LATEST if choices.to == "universal" else manifest.LATEST
     if parent.exists(latest) and parent.read(latest).decode(errors="replace").strip() != choices.tag:
         return (f"{parent.path(latest)} names another checkpoint and stays as it is",)
@@ -287,7 +292,19 @@ def _exchange(new: str, old: str) -> None:
     os.rename(aside, new)
 
 
-def _discard(target: Folder, choices: Wanted) -> None:
-    """Remove what was written into a hidden folder."""
-    if isinstance(target, LocalFolder) and target.url.endswith(f"{choices.token}{PARTIAL}"):
-        shutil.rmtree(target.url, ignore_errors=True)
+def _remove_left_overs(place: Folder) -> None:
+    """Remove what a run that was killed has left of the files of a remote checkpoint, and end its uploads."""
+    names = set(place.names())
+    for name in filter(_is_left_over, names):
+        place.remove_if_possible(name)
+    place.end_left_over_uploads(lambda name: _is_left_over(name) or name in names)
+
+
+def _discard(work: Conversion, ranks: RankGroup) -> None:
+    """Remove what this rank has written; rank 0 the hidden folder of all."""
+    if not isinstance(work.target, LocalFolder):
+        for name in work.begun:
+            work.target.discard(name, work.wanted.token)
+            work.target.remove_if_possible(name)
+    elif ranks.rank == 0 and work.target.url.endswith(f"{work.wanted.token}{PARTIAL}"):
+        shutil.rmtree(work.target.url, ignore_errors=True)

@@ -8,34 +8,56 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 from ort_zero.checkpoint.files.folders import CHUNK, Folder, joined_url
+from ort_zero.checkpoint.files.remote_faults import Attempts, is_passing, way_out
+from ort_zero.checkpoint.files.s3_uploads import S3Upload
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.masking import masked_as_in
 from ort_zero.utils.atomic_write import partial_name
 
 _BUFFER = 1 << 18
 """Bytes that a stream reads at a time."""
+_AT_ONCE = 8
+"""Ranges that one call reads at a time."""
+_SECONDS_TO_REMOVE = 10
+"""How long the removal of one object may take: what stays is hidden, and the next run removes it."""
+_renewing = threading.Lock()
 _Result = TypeVar("_Result")
 
 
 def _masking(method: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Let a method of a folder raise what fsspec raises as a CheckpointError that holds no secret."""
+    """Let a method of a folder raise what fsspec raises as a CheckpointError that holds no secret.
+
+    What may be over in a moment is tried again.
+    """
 
     @functools.wraps(method)
     def call(self: RemoteFolder, *args: Any, **options: Any) -> _Result:
         try:
-            return method(self, *args, **options)
+            return self._tried(lambda: method(self, *args, **options))
         except CheckpointError:
             raise
+        except _Unread as error:
+            failure = self._failure(method.__name__, error.error, error.name)
         except Exception as error:  # of a class that the library below fsspec chooses
             failure = self._failure(method.__name__, error, args[0] if args else "")
         raise failure  # outside of the block above, or the library's error would hang on it
 
     return call
+
+
+class _Unread(Exception):
+    """One of several files cannot be read."""
+
+    def __init__(self, name: str, error: Exception):
+        super().__init__(name)
+        self.name, self.error = name, error
+        self.__cause__ = error
 
 
 class RemoteFolder(Folder):
@@ -45,10 +67,13 @@ class RemoteFolder(Folder):
     the partial name is an object of its own, which :meth:`publish` moves (on the server where the store can copy).
     """
 
+    block = _AT_ONCE * CHUNK // 2
+
     def __init__(self, url: str):
         super().__init__(url)
         import fsspec
 
+        self._gave_up = False
         failure = None
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url)
@@ -61,7 +86,37 @@ class RemoteFolder(Folder):
         """Return the error for a user: without the secrets of the URL, in whatever form they stand in the text."""
         text = str(error).strip().partition("\n")[0]
         said = text if text and isinstance(error, OSError) else f"{type(error).__name__}: {text}".removesuffix(": ")
-        return CheckpointError(f"cannot {_ACTIONS[action]} {self.path(name)}: {masked_as_in(said, self.url)}")
+        advice = way_out(error)
+        cause = masked_as_in(said, self.url) + (f" ({advice})" if advice else "")
+        return CheckpointError(f"cannot {_ACTIONS[action]} {self.path(name)}: {cause}")
+
+    def _tried(self, operation: Callable[[], _Result]) -> _Result:
+        """Return what `operation` returns; it is carried out again where that may help, and may help soon."""
+        attempts: Attempts | None = None
+        while True:
+            generation = _generations.get(id(self._fs), 0)
+            attempts = attempts or Attempts(lambda: self._renew_credentials(generation))
+            try:
+                return operation()
+            except CheckpointError:
+                raise
+            except Exception as error:
+                if not attempts.again(error):
+                    raise
+
+    def _renew_credentials(self, generation: int) -> bool:
+        """Let S3's client look for credentials anew, for who renews them may do so in a file; False for other stores.
+
+        Args:
+            generation: of the credentials that were refused: another thread may have renewed them since.
+        """
+        if not hasattr(self._fs, "set_session"):
+            return False
+        with _renewing:
+            if _generations.get(id(self._fs), 0) == generation:
+                self._fs.connect(refresh=True)
+                _generations[id(self._fs)] = generation + 1
+        return True
 
     def _at(self, name: str) -> str:
         return joined_url(self._root.rstrip("/"), name) if name else self._root
@@ -105,25 +160,58 @@ class RemoteFolder(Folder):
 
     @_masking
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` by one ranged request."""
-        if not len(buffer):
-            return
-        try:
-            data = self._fs.cat_file(self._at(name), start=offset, end=offset + len(buffer))
-        except FileNotFoundError:
-            raise CorruptCheckpointError(f"{self.path(name)} is missing") from None
-        if len(data) > len(buffer):
-            raise CheckpointError(
-                f"cannot read {self.path(name)}: its server sends {len(data)} bytes where {len(buffer)} were asked, "
-                "so it does not know ranges; copy the checkpoint to a local folder first"
-            )
-        if len(data) != len(buffer):
-            raise CorruptCheckpointError(
-                f"{self.path(name)} is truncated: it ends at byte {offset + len(data)}, "
-                f"bytes up to {offset + len(buffer)} are needed"
-            )
-        buffer[:] = data
-        self._count(len(data))
+        """Fill `buffer` by ranged requests, several at a time if it is large."""
+        self._read([(name, offset, [buffer])])
+
+    def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers that lie one after the other in a file."""
+        self.read_many([(name, offset, buffers)])
+
+    @_masking
+    def read_many(self, reads: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
+        """Fill buffers by ranged requests, several at a time."""
+        self._read(reads)
+
+    def _read(self, reads: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
+        wanted = list(_ranges(reads))
+        found = self._answers([(self._at(name), start, end) for name, start, end, _ in wanted])
+        for (name, start, end, views), data in zip(wanted, found, strict=True):
+            if isinstance(data, FileNotFoundError):
+                raise CorruptCheckpointError(f"{self.path(name)} is missing")
+            if isinstance(data, Exception):
+                raise _Unread(name, data)
+            if len(data) > end - start:
+                raise CheckpointError(
+                    f"cannot read {self.path(name)}: its server sends {len(data)} bytes where {end - start} were "
+                    "asked, so it does not know ranges; copy the checkpoint to a local folder first"
+                )
+            if len(data) != end - start:
+                raise CorruptCheckpointError(
+                    f"{self.path(name)} is truncated: it ends at byte {start + len(data)}, bytes up to {end} are needed"
+                )
+            content = memoryview(data)
+            for view in views:
+                view[:] = content[: len(view)]
+                content = content[len(view) :]
+        self._count(sum(end - start for _, start, end, _ in wanted))
+
+    def _answers(self, ranges: list[tuple[str, int, int]]) -> list[Any]:
+        """Return the bytes of each (path, first byte, byte behind the last), or why it cannot be read."""
+        if self._is_asynchronous():
+            paths, starts, ends = ([one[part] for one in ranges] for part in range(3))
+            return self._fs.cat_ranges(paths, starts, ends, batch_size=_AT_ONCE)
+        found: list[Any] = []
+        for path, start, end in ranges:
+            try:
+                found.append(self._fs.cat_file(path, start=start, end=end))
+            except Exception as error:
+                found.append(error)
+        return found
+
+    def _is_asynchronous(self) -> bool:
+        from fsspec.asyn import AsyncFileSystem
+
+        return isinstance(self._fs, AsyncFileSystem)
 
     def open(self, name: str) -> IO[bytes]:
         """Open an object for reading, by ranged requests."""
@@ -143,7 +231,7 @@ class RemoteFolder(Folder):
         path = self._at(partial_name(name, token))
         failure = None
         try:
-            with self._upload(path) as stream:
+            with self._upload(path, size) as stream:
                 yield stream
         except CheckpointError:
             raise
@@ -153,7 +241,17 @@ class RemoteFolder(Folder):
             raise failure
 
     @contextmanager
-    def _upload(self, path: str) -> Iterator[IO[bytes]]:
+    def _upload(self, path: str, size: int) -> Iterator[IO[bytes]]:
+        if hasattr(self._fs, "call_s3"):
+            upload = S3Upload(self._fs, path, self._tried, size)
+            try:
+                yield cast(IO[bytes], upload)
+                upload.finish()
+            except BaseException:
+                upload.abort()
+                raise
+            self._fs.invalidate_cache(path)
+            return
         stream = self._fs.open(path, "wb", block_size=CHUNK)
         try:
             yield stream
@@ -169,8 +267,18 @@ class RemoteFolder(Folder):
             raise
 
     def _forget(self, path: str) -> None:
-        with suppress(Exception):  # what is left is hidden, and the next run removes it
-            self._fs.rm_file(path)
+        """Remove an object; what cannot be removed is hidden, and the next run removes it.
+
+        A store that does not answer is asked once more, and then left alone: many such waits would be a long one.
+        """
+        limit = {"timeout": _SECONDS_TO_REMOVE} if self._is_asynchronous() else {}
+        if self._gave_up:
+            return
+        self._fs.invalidate_cache(path)
+        try:
+            self._fs.rm_file(path, **limit)
+        except Exception as error:
+            self._gave_up = is_passing(error)
 
     @_masking
     def publish(self, name: str, token: str, to: str | None = None) -> None:
@@ -190,6 +298,11 @@ class RemoteFolder(Folder):
     @_masking
     def remove(self, name: str) -> None:
         """Remove an object; a missing one is fine."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._at(name))
+
+    def remove_if_possible(self, name: str) -> None:
+        """Remove an object, with one try that takes seconds at the most."""
         self._forget(self._at(name))
 
     def end_left_over_uploads(self, left_over: Callable[[str], bool]) -> None:
@@ -198,12 +311,38 @@ class RemoteFolder(Folder):
             return
         bucket, _, key = self._root.partition("/")
         prefix = f"{key.rstrip('/')}/" if key else ""
+        marker: dict[str, str] = {}
         with suppress(Exception):
-            found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
-            for upload in found.get("Uploads", []):
-                name = upload["Key"].removeprefix(prefix)
-                if "/" not in name and left_over(name):
-                    self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+            while True:
+                found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker)
+                for upload in found.get("Uploads", []):
+                    name = upload["Key"].removeprefix(prefix)
+                    if "/" not in name and left_over(name):
+                        self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+                if not found.get("IsTruncated"):
+                    break
+                marker = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
+
+
+_generations: dict[int, int] = {}
+"""How often the credentials of a file system were renewed, by its id; fsspec keeps file systems for good."""
+
+
+def _ranges(
+    reads: Sequence[tuple[str, int, Sequence[memoryview]]],
+) -> Iterator[tuple[str, int, int, Sequence[memoryview]]]:
+    """Yield (name, first byte, byte behind the last, buffers) of requests: large reads in several."""
+    for name, offset, views in reads:
+        length = sum(map(len, views))
+        if length <= CHUNK:
+            if length:
+                yield name, offset, offset + length, views
+            continue
+        for view in views:
+            for begin in range(0, len(view), CHUNK):
+                part = view[begin : begin + CHUNK]
+                yield name, offset + begin, offset + begin + len(part), [part]
+            offset += len(view)
 
 
 _ACTIONS = {
@@ -212,6 +351,7 @@ _ACTIONS = {
     "modified": "look at",
     "size": "look at",
     "read_into": "read",
+    "read_many": "read",
     "make": "make",
     "writing": "write",
     "publish": "rename",

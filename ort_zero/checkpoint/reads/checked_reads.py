@@ -24,10 +24,11 @@ from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import CorruptCheckpointError
 from ort_zero.utils.crc32 import crc32
 
-_BLOCK = 1 << 20
-"""Number of bytes read at a time: few enough that their checksum is computed from the processor's cache."""
 _GAP = 64 << 10
-"""Number of unneeded bytes that are read to save a call."""
+"""Number of unneeded bytes that are read to save a call, at most."""
+_SMALL_GAP = 4096
+_NEEDED_PER_GAP = 32
+"""What is needed of a batch is at least so many times what is read in vain, small gaps aside."""
 
 
 class WantedBytes(NamedTuple):
@@ -61,7 +62,8 @@ class CheckedReader:
     def __init__(self, folder: Folder, files: Mapping[str, File]):
         self._folder = folder
         self._records = {file.name: sorted(file.records) for file in files.values() if file.records}
-        self._buffer = memoryview(bytearray(_BLOCK))
+        self._block = folder.block
+        self._buffer = memoryview(bytearray(self._block))
         self.parts = []
 
     def read(self, requests: Iterable[ReadRequest]) -> None:
@@ -86,8 +88,9 @@ class CheckedReader:
         batch: list[WantedBytes] = []
         end = 0
         for item in items:
-            large = item.high - item.low > _BLOCK
-            if batch and (large or item.low > end + _GAP or max(end, item.high) - batch[0].low > _BLOCK):
+            large = item.high - item.low > self._block
+            gap = min(_GAP, max(_SMALL_GAP, (end - batch[0].low) // _NEEDED_PER_GAP)) if batch else 0
+            if batch and (large or item.low > end + gap or max(end, item.high) - batch[0].low > self._block):
                 self._read_batch(name, batch, end)
                 batch = []
             if large:
@@ -116,7 +119,7 @@ class CheckedReader:
         straight = _bytes_of(item)
         position = item.low
         while position < item.high:
-            low, high = position - item.begin, min(position + _BLOCK, item.high) - item.begin
+            low, high = position - item.begin, min(position + self._block, item.high) - item.begin
             if straight is not None and 0 <= low < size:
                 high = min(high, size)
                 view = self._bring(name, position, item.begin + high, straight[low:high])

@@ -121,15 +121,20 @@ def is_count(value: Any) -> bool:
 
 def thread_buffer() -> memoryview:
     """Return a buffer of one chunk that belongs to this thread and is used again."""
-    if not hasattr(_buffers, "chunk"):
-        _buffers.chunk = memoryview(bytearray(CHUNK))
-    return _buffers.chunk
+    return _buffer_of(CHUNK)
+
+
+def _buffer_of(size: int) -> memoryview:
+    if len(getattr(_buffers, "chunk", b"")) < size:
+        _buffers.chunk = memoryview(bytearray(size))
+    return _buffers.chunk[:size]
 
 
 def _chunks(folder: Folder, name: str, offset: int, length: int) -> Iterator[memoryview]:
     """Yield `length` bytes of a file from `offset` on, a chunk or less at a time, in a buffer that is used again."""
-    for done in range(0, length, CHUNK):
-        part = thread_buffer()[: min(CHUNK, length - done)]
+    size = max(CHUNK, folder.block)
+    for done in range(0, length, size):
+        part = _buffer_of(size)[: min(size, length - done)]
         folder.read_into(name, offset + done, part)
         yield part
 

@@ -77,7 +77,7 @@ def write_checkpoint(job: SaveJob, ranks: RankGroup) -> None:
             with suppress(OSError):
                 folder.discard(name, job.save_id)
                 if not keep:
-                    folder.remove(name)
+                    folder.remove_if_possible(name)
         raise
 
 
@@ -204,7 +204,7 @@ def _publish_manifest(folder: Folder, job: SaveJob, packed: Sequence[bytes]) -> 
     run = open_folder(job.path)
     for name in run.names():  # what saves that were killed left of files beside the tags
         if name.startswith((f".{manifest.LATEST}.", f".{SCRIPT_NAME}.")) and name.endswith(PARTIAL):
-            run.remove(name)
+            run.remove_if_possible(name)
     if job.save_latest:
         run.write(manifest.LATEST, job.tag.encode(), job.save_id, durable=job.durable)
 
@@ -225,8 +225,8 @@ def _remove_left_overs(folder: Folder, ours: set[str]) -> None:
     for name in folder.names():
         stale = name.startswith("rank_") and name not in ours and name.endswith((".safetensors", ".json"))
         if stale or _is_left_over(name):
-            folder.remove(name)
-    folder.end_left_over_uploads(_is_left_over)
+            folder.remove_if_possible(name)
+    folder.end_left_over_uploads(lambda name: _is_left_over(name) or name in ours)
 
 
 def _is_left_over(name: str) -> bool:
