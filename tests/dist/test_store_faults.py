@@ -28,6 +28,8 @@ from ort_zero.testing.ranks import run_on_ranks
 
 PASSING = ("throttled", "broken", "cut")
 RUN = "s3://models/run/whole"
+TAG = "global_step7"
+"""What its manifest says."""
 SECRETS = ("a_secret_of_nobody", "Credential=")
 PATIENCE = 0.3
 """Seconds that operations are tried for in these tests, beside the tries of the library below."""
@@ -151,12 +153,12 @@ def test_what_stays_is_one_error_and_the_next_run_cleans_up(store, name, kind):
         assert ways.get(kind, "do it again when the store answers") in text, text
         assert not any(secret in text for secret in SECRETS), text
         store.set()
-        names = open_folder(destination).names() + open_folder(f"{destination}/whole").names()
-        assert all(one.startswith(".") for one in names if one != "whole"), names
+        names = open_folder(destination).names() + open_folder(f"{destination}/{TAG}").names()
+        assert all(one.endswith(".partial") for one in names if one != TAG), names
         assert kind == "expired" or uploads() == []
     if name == "verify":
         return
-    where = "whole/" if "aggregate" not in name else ""
+    where = f"{TAG}/" if name != "aggregate" else ""
     left = {"aggregate": ".model.safetensors.01234567.partial", "convert": ".rank_00001_master.safetensors.0.partial",
             "deepspeed": ".mp_rank_00_model_states.pt.0.partial"}[name]  # fmt: skip
     key = f"lasting_{name}_{kind}/{where}{left}"
@@ -229,7 +231,7 @@ def save_and_load(url: str, credentials: str) -> dict[str, Any]:
     here = value()
     for kind in PASSING:
         attempt(f"load {kind}", load, Fault(kind, "GET .*passing/rank_00001", after=3))
-    found["untouched"] = value() == here != saved
+    found["untouched"] = (saved, here, value())
     passing = [Fault(kind, "GET .*trained", after=i, times=1) for i, kind in enumerate(PASSING)]
     attempt("passing load", load, *passing, patience=20.0)
     found["loaded"] = value() == saved
@@ -261,7 +263,8 @@ def test_ranks_save_and_load(store, tmp_path):
         for name in ("passing save", "passing load", "renewed"):
             assert found[name]["type"] is None, (rank, name, found[name])
         assert found["passing save"]["traffic"].faults == found["passing load"]["traffic"].faults == len(PASSING)
-        assert found["untouched"] and found["loaded"]
+        saved, here, after = found["untouched"]
+        assert saved != here == after and found["loaded"], found["untouched"]
         for kind in PASSING:
             one = found[f"save {kind}"]
             assert one["type"] == ("CheckpointError" if rank else "RankError"), one

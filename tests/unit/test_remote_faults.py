@@ -109,7 +109,7 @@ def test_reads_are_tried_again_for_a_while(flaky, monkeypatch):
     begun = time.monotonic()
     with pytest.raises(CheckpointError, match=r"memory://flaky/x: .*reset by peer \(do it again when the store"):
         folder.read("x")
-    assert 0.2 < time.monotonic() - begun < 2 and flaky["asked"] < 20
+    assert 0.05 < time.monotonic() - begun < 2 and flaky["asked"] < 20
 
 
 class Store:
@@ -218,3 +218,15 @@ def test_a_reader_brings_little_that_nobody_needs(tmp_path):
         assert torch.equal(request.target, tensors[MASTER, request.tensor.name])
     needed = sum(tensor.nbytes for tensor in wanted)
     assert needed <= folder.bytes_read <= 1.05 * needed, folder.bytes_read / needed
+
+
+@pytest.mark.parametrize(
+    ("known", "error", "begun_again"),
+    [(True, ConnectionRefusedError(), True), (False, ConnectionRefusedError(), False), (False, said("SlowDown"), True)],
+)
+def test_a_store_that_has_never_answered_is_given_up_soon(monkeypatch, known, error, begun_again):
+    attempts = Attempts(lambda: False, known)
+    monkeypatch.setattr(remote_faults, "_FIRST_PAUSE", 0.01)
+    assert attempts.again(error)
+    monkeypatch.setattr(remote_faults, "PATIENCE_WITH_STRANGERS", 0.01)
+    assert attempts.again(error) is begun_again

@@ -124,8 +124,10 @@ def convert(
             prepared = source, choices, target
     source, choices, target = ranks.broadcast(prepared)
     work = Conversion(source=source, target=open_folder(target), wanted=choices, trust_pickle=trust_pickle)
+    written = False
     try:
         _write(work, ranks, progress)
+        written = True
         files: dict[str, int] = {}
         for own in ranks.gather(work.files):
             files.update(own)
@@ -134,7 +136,7 @@ def convert(
             if ranks.rank == 0:
                 warnings += _publish(open_folder(dst), work.target, choices)
     except BaseException:
-        _discard(work, ranks)
+        _discard(work, ranks, written)
         raise
     finally:
         work.scratch.close()
@@ -297,13 +299,13 @@ def _remove_left_overs(place: Folder) -> None:
     names = set(place.names())
     for name in filter(_is_left_over, names):
         place.remove_if_possible(name)
-    place.end_left_over_uploads(lambda name: _is_left_over(name) or name in names)
+    place.end_left_over_uploads(lambda name: _is_left_over(name) or name in names, below=True)
 
 
-def _discard(work: Conversion, ranks: RankGroup) -> None:
-    """Remove what this rank has written; rank 0 the hidden folder of all."""
+def _discard(work: Conversion, ranks: RankGroup, written: bool) -> None:
+    """Remove what this rank has written, but for a remote checkpoint that is whole; rank 0 the hidden folder of all."""
     if not isinstance(work.target, LocalFolder):
-        for name in work.begun:
+        for name in () if written else work.begun:
             work.target.discard(name, work.wanted.token)
             work.target.remove_if_possible(name)
     elif ranks.rank == 0 and work.target.url.endswith(f"{work.wanted.token}{PARTIAL}"):

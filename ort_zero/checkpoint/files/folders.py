@@ -195,11 +195,12 @@ class Folder:
         with suppress(OSError):
             self.remove(name)
 
-    def end_left_over_uploads(self, left_over: Callable[[str], bool]) -> None:
+    def end_left_over_uploads(self, left_over: Callable[[str], bool], below: bool = False) -> None:
         """End the uploads into it that a killed process has begun: a store keeps their parts, and lists no object.
 
         Args:
             left_over: returns whether the name of an upload's object is that of a left-over.
+            below: end those into the folders inside it too, by the last part of their names.
         """
 
     def write(self, name: str, data: bytes, token: str, durable: bool = False) -> None:

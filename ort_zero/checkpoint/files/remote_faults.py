@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 
 PATIENCE = 60.0
 """Seconds after its begin in which an operation that failed is begun again; it may take longer than that by itself."""
+PATIENCE_WITH_STRANGERS = 5.0
+"""The same for a store that has answered nothing yet: its address may be wrong."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
 """Seconds before the second try, and before any."""
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken", "401"}
@@ -37,20 +39,25 @@ class Attempts:
 
     Args:
         renew: reads the credentials anew; returns False if the store has none that could be.
+        known: the store has answered before.
     """
 
-    def __init__(self, renew: Callable[[], bool]):
+    def __init__(self, renew: Callable[[], bool], known: bool = True):
         self._renew = renew
         self._renewed = False
-        self._end = time.monotonic() + PATIENCE
+        self._known = known
+        self._begin = time.monotonic()
         self._pause = _FIRST_PAUSE
 
     def again(self, error: BaseException) -> bool:
         """Return True if the operation shall be tried again, after a pause where the store needs one."""
-        if _codes(error) & (_EXPIRED | _DENIED) and not self._renewed:
+        codes = _codes(error)
+        if codes & (_EXPIRED | _DENIED) and not self._renewed:
             self._renewed = True
             return self._renew()
-        if not is_passing(error) or time.monotonic() + self._pause > self._end:
+        known = self._known or codes & _THROTTLED
+        patience = PATIENCE if known else min(PATIENCE, PATIENCE_WITH_STRANGERS)
+        if not is_passing(error) or time.monotonic() + self._pause > self._begin + patience:
             return False
         time.sleep(self._pause * random.uniform(0.5, 1))
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -96,8 +103,10 @@ def _codes(error: BaseException) -> set[str]:
         if isinstance(response, dict):
             found.add(str(response.get("Error", {}).get("Code", "")))
         for name in ("status", "status_code", "code"):
-            if isinstance(getattr(one, name, None), (int, str)):
-                found.add(str(getattr(one, name)))
+            number = getattr(one, name, None)
+            if isinstance(number, (int, str)):
+                found.add(str(number))
+                break
     return found - {""}
 
 

@@ -95,14 +95,18 @@ class RemoteFolder(Folder):
         attempts: Attempts | None = None
         while True:
             generation = _generations.get(id(self._fs), 0)
-            attempts = attempts or Attempts(lambda: self._renew_credentials(generation))
+            if attempts is None:
+                attempts = Attempts(lambda: self._renew_credentials(generation), id(self._fs) in _answered)
             try:
-                return operation()
+                result = operation()
             except CheckpointError:
                 raise
             except Exception as error:
                 if not attempts.again(error):
                     raise
+            else:
+                _answered.add(id(self._fs))
+                return result
 
     def _renew_credentials(self, generation: int) -> bool:
         """Let S3's client look for credentials anew, for who renews them may do so in a file; False for other stores.
@@ -305,7 +309,7 @@ class RemoteFolder(Folder):
         """Remove an object, with one try that takes seconds at the most."""
         self._forget(self._at(name))
 
-    def end_left_over_uploads(self, left_over: Callable[[str], bool]) -> None:
+    def end_left_over_uploads(self, left_over: Callable[[str], bool], below: bool = False) -> None:
         """Abort multipart uploads of S3; who may not list them leaves them to the bucket's own rules."""
         if not hasattr(self._fs, "abort_mpu"):
             return
@@ -316,8 +320,8 @@ class RemoteFolder(Folder):
             while True:
                 found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker)
                 for upload in found.get("Uploads", []):
-                    name = upload["Key"].removeprefix(prefix)
-                    if "/" not in name and left_over(name):
+                    inner, _, name = upload["Key"].removeprefix(prefix).rpartition("/")
+                    if (below or not inner) and left_over(name):
                         self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
                 if not found.get("IsTruncated"):
                     break
@@ -326,6 +330,8 @@ class RemoteFolder(Folder):
 
 _generations: dict[int, int] = {}
 """How often the credentials of a file system were renewed, by its id; fsspec keeps file systems for good."""
+_answered: set[int] = set()
+"""The file systems whose store has answered."""
 
 
 def _ranges(

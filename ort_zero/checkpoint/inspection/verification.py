@@ -213,7 +213,7 @@ def _problems_of_torch_file(folder: Folder, file: File, advance: Callable[[int],
     except CheckpointError as error:
         yield str(error)
         return
-    buffer = thread_buffer()
+    buffer = thread_buffer(folder)
     for record in records:
         if not torch_file.crc_is_right(folder, file.name, record, buffer):
             yield f"{folder.path(file.name)} is damaged: the CRC-32 of its record {record.name} is wrong"

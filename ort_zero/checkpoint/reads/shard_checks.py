@@ -119,12 +119,9 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MOST_STEPS
 
 
-def thread_buffer() -> memoryview:
-    """Return a buffer of one chunk that belongs to this thread and is used again."""
-    return _buffer_of(CHUNK)
-
-
-def _buffer_of(size: int) -> memoryview:
+def thread_buffer(folder: Folder) -> memoryview:
+    """Return a buffer that belongs to this thread and is used again, as large as what is best read of `folder`."""
+    size = max(CHUNK, folder.block)
     if len(getattr(_buffers, "chunk", b"")) < size:
         _buffers.chunk = memoryview(bytearray(size))
     return _buffers.chunk[:size]
@@ -132,9 +129,9 @@ def _buffer_of(size: int) -> memoryview:
 
 def _chunks(folder: Folder, name: str, offset: int, length: int) -> Iterator[memoryview]:
     """Yield `length` bytes of a file from `offset` on, a chunk or less at a time, in a buffer that is used again."""
-    size = max(CHUNK, folder.block)
-    for done in range(0, length, size):
-        part = _buffer_of(size)[: min(size, length - done)]
+    buffer = thread_buffer(folder)
+    for done in range(0, length, len(buffer)):
+        part = buffer[: min(len(buffer), length - done)]
         folder.read_into(name, offset + done, part)
         yield part
 
