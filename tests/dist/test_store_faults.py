@@ -230,7 +230,7 @@ def save_and_load(url: str, credentials: str) -> dict[str, Any]:
     trained(made)
     here = value()
     for kind in PASSING:
-        attempt(f"load {kind}", load, Fault(kind, "GET .*passing/rank_00001", after=3))
+        attempt(f"load {kind}", load, Fault(kind, "GET .*passing/rank_00001", after=1))
     found["untouched"] = (saved, here, value())
     passing = [Fault(kind, "GET .*trained", after=i, times=1) for i, kind in enumerate(PASSING)]
     attempt("passing load", load, *passing, patience=20.0)
