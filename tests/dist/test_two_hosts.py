@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
 import re
-import shutil
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from namespaces import ROOT, Hosts, two_hosts, why_not
+from namespaces import Hosts, two_hosts, why_not
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, verify
-from ort_zero.cli.main import main
 from ort_zero.testing.ranks import free_port
 
 pytestmark = [
@@ -115,155 +108,3 @@ def test_hosts_with_disks_of_their_own_are_told_to_share_a_folder(hosts, shared)
     assert "rank_00001_master.safetensors of rank 1 is not there" in texts[0], texts[0]
     assert "a disk of each machine's own" in texts[0] and "The checkpoint was not made" in texts[0]
     assert "saving" in texts[1] and "failed on another rank: rank 0" in texts[1], texts[1]
-
-
-def config(path: Path, name: str, **parts: dict[str, object]) -> Path:
-    """Write a copy of a configuration of the repository with other values of the section."""
-    content = json.loads((ROOT / "configs" / name).read_text())
-    for part, values in parts.items():
-        content["ort_zero"].setdefault(part, {}).update(values)
-    path.write_text(json.dumps(content))
-    return path
-
-
-def test_statistics_of_two_hosts_lie_in_one_folder_and_are_compared_and_merged(hosts, shared, capsys):
-    runs = {backend: shared / "statistics" / backend for backend in ("torch", "ort")}
-    for backend, output in runs.items():
-        own = config(shared / f"{backend}.json", f"zero3_statistics_{backend}.json",
-                     statistics={"output_dir": str(output)})  # fmt: skip
-        options = [option for option in SMALL if option != "--expect-ort" or backend == "ort"]
-        on_both(hosts, torchrun(["examples/train_lm.py", "--deepspeed_config", own, *options, "--steps", "2"]))
-        assert {path.name for path in output.glob("rank_*")} == {"rank_0", "rank_1"}, list(output.iterdir())
-    assert main(["stats", "compare", str(runs["torch"]), str(runs["ort"])]) == 0
-    assert re.search(r"^same\b", capsys.readouterr().out, re.M)
-    merged = shared / "merged"
-    words = ["--pt_dir", runs["torch"], "--ort_dir", runs["ort"], "--output_dir", merged]
-    assert main(["stats", "merge", *map(str, words)]) == 0
-    names = [str(path.relative_to(merged)) for path in merged.rglob("*")]
-    assert any("rank_0" in name for name in names) and any("rank_1" in name for name in names), names
-
-
-def test_both_hosts_load_the_graphs_that_an_earlier_run_left_in_a_shared_folder(hosts, shared):
-    own = config(shared / "cached.json", "zero3.json", ortmodule={"cache_dir": str(shared / "graphs")})
-    found = []
-    for _ in range(2):
-        command = torchrun(["examples/train_lm.py", "--deepspeed_config", own, *SMALL, "--steps", "2"])
-        texts = on_both(hosts, command, ORT_ZERO_LOG_LEVEL="DEVINFO")
-        found.append(proof(texts[0], 2))
-        verb = "loaded" if len(found) == 2 else "exported"
-        for rank, text in enumerate(texts):
-            assert re.search(rf"ort_zero rank {rank}.*training graph 1: {verb} in", text), text[-6000:]
-    assert found[0] == found[1]
-
-
-def test_a_slow_link_that_loses_packets_changes_nothing(hosts, trained):
-    reason = hosts.disturb(1)
-    if reason is not None:
-        pytest.skip(f"a link cannot be disturbed here: {reason}")
-    try:
-        texts = on_both(hosts, torchrun(["examples/train_lm.py", "--deepspeed_config", "configs/zero3.json", *SMALL,
-                                         "--steps", "3"]))  # fmt: skip
-    finally:
-        hosts.undisturb(1)
-    assert proof(texts[0], 3) == proof(trained[1][0], 3)
-
-
-def test_a_link_that_is_cut_ends_both_hosts_within_the_time_limit_and_names_the_other(hosts, shared):
-    """The cable is pulled in the middle of training; nobody is told, so that the process group's limit decides."""
-    command = torchrun(
-        ["examples/train_lm.py", "--deepspeed_config", "configs/zero3.json", *SMALL, "--steps", "100000"]
-    )
-    logs = [shared / f"cut_{number}.log" for number in range(2)]
-    started = [host.start(*command, into=log, DEEPSPEED_TIMEOUT="1") for host, log in zip(hosts.hosts, logs)]
-    deadline = time.monotonic() + TIMEOUT
-    while "step" not in logs[0].read_text() or "loss" not in logs[0].read_text():
-        assert time.monotonic() < deadline, logs[0].read_text()[-6000:]
-        time.sleep(0.2)
-    hosts.cut(1)
-    try:
-        begun = time.monotonic()
-        for process in started:
-            process.wait(timeout=60 + 90)
-        seconds = time.monotonic() - begun
-    finally:
-        hosts.mend(1)
-    texts = [log.read_text() for log in logs]
-    assert all(process.returncode for process in started) and seconds < 60 + 60, (seconds, texts)
-    for rank, text in enumerate(texts):
-        other = 1 - rank
-        line = (
-            rf"\[ort_zero rank {rank} on node{rank}\] a collective failed.* rank {other} \(node{other}, process \d+\)"
-        )
-        assert re.search(line, text), text[-6000:]
-
-
-# -- DeepSpeed's own launchers -----------------------------------------------------------------------------------------
-
-
-def missing(*tools: str) -> str | None:
-    """Return why the hosts cannot reach each other by ssh, None if they can."""
-    absent = [tool for tool in ("ssh", "sshd", "ssh-keygen", *tools)
-              if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None]  # fmt: skip
-    if absent:
-        return f"{', '.join(absent)} not found: apt-get install openssh-server openssh-client pdsh openmpi-bin"
-    return None if os.geteuid() == 0 else "only root starts sshd for root, as whom these hosts run"
-
-
-@pytest.fixture(scope="module")
-def ssh(hosts, shared) -> Path:
-    """Let the hosts reach each other by ssh without a password, with keys made for it; return the host file."""
-    if missing() is not None:
-        pytest.skip(missing())
-    keys = shared / "ssh"
-    keys.mkdir(mode=0o700)
-    for name in ("id_ed25519", "host"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
-    shutil.copy(keys / "id_ed25519.pub", keys / "authorized_keys")
-    (keys / "config").write_text("Host node*\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n"
-                                 "  LogLevel ERROR\n")  # fmt: skip
-    (keys / "sshd_config").write_text(f"HostKey {keys}/host\nAuthorizedKeysFile {keys}/authorized_keys\n"
-                                      "StrictModes no\nPermitRootLogin yes\nUsePAM no\nPidFile none\n")  # fmt: skip
-    home = Path.home() / ".ssh"
-    for folder in (home, Path("/run/sshd")):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for host in hosts.hosts:
-        host.run("mount", "--bind", keys, home)  # within the namespace of this host
-        host.start("/usr/sbin/sshd", "-D", "-e", "-f", keys / "sshd_config", into=shared / f"sshd_{host.name}.log")
-    path = shared / "hostfile"
-    path.write_text("node0 slots=1\nnode1 slots=1\n")
-    (shared / "deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\n")
-    deadline = time.monotonic() + 30
-    while subprocess.run(hosts[0].command(["ssh", "node1", "true"]), capture_output=True).returncode:
-        assert time.monotonic() < deadline, (shared / "sshd_node1.log").read_text()
-        time.sleep(0.2)
-    return path
-
-
-def launched(hosts: Hosts, hostfile: Path, *options: str, **env: str) -> str:
-    """Train by DeepSpeed's launcher from the first host; return what all ranks printed."""
-    process = hosts[0].start(
-        "python", "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, "--master_addr", "node0",
-        "--master_port", str(free_port()), *options, "examples/train_lm.py", "--deepspeed_config", "configs/zero3.json",
-        *SMALL, "--steps", "3", DS_ENV_FILE=str(hostfile.with_name("deepspeed_env")), DS_ACCELERATOR="cpu", **env,
-    )  # fmt: skip
-    text, _ = process.communicate(timeout=TIMEOUT)
-    assert process.returncode == 0, text[-8000:]
-    return text
-
-
-def test_deepspeed_trains_on_two_hosts_by_ssh(hosts, ssh, trained):
-    if missing("pdsh") is not None:
-        pytest.skip(missing("pdsh"))
-    text = launched(hosts, ssh)
-    assert proof(re.sub(r"^node\d: ", "", text, flags=re.M), 3) == proof(trained[1][0], 3)
-
-
-def test_deepspeed_trains_on_two_hosts_by_mpi(hosts, ssh, trained):
-    reason = missing("mpirun", "ompi_info")
-    if reason is None and importlib.util.find_spec("mpi4py") is None:
-        reason = "no mpi4py, by which DeepSpeed's ranks find each other: pip install mpi4py"
-    if reason is not None:
-        pytest.skip(reason)
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    text = launched(hosts, ssh, "--launcher", "openmpi", **root)
-    assert proof(text, 3) == proof(trained[1][0], 3)
