@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint_engines import outcome
 from checkpoint_files import write
-from object_store import Fault, Proxy, environment_of, proxy_before, s3_server
+from deepspeed_setup import ds_config, start
+from object_store import Fault, Proxy, environment_of, proxy_before, s3_server, set_faults, traffic_of
 
 from ort_zero.checkpoint import aggregate, convert, diff, verify
 from ort_zero.checkpoint.files import remote_faults, remote_storage
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.records import MASTER
 from ort_zero.errors import CheckpointError
+from ort_zero.testing.ranks import run_on_ranks
 
 PASSING = ("throttled", "broken", "cut")
 RUN = "s3://models/run/whole"
@@ -171,6 +175,115 @@ def test_a_store_that_refuses_to_remove_lets_no_old_model_be_loaded(store):
     store.set(Fault("broken", "DELETE .*replaced/model.safetensors"))
     with pytest.raises(CheckpointError, match="cannot remove s3://models/replaced/model.safetensors"):
         aggregate(RUN, "s3://models/replaced", max_shard_size="4MB", overwrite=True, progress=False)
+
+
+def engine() -> Any:
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1280), torch.nn.Linear(1280, 1))
+    made, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config(2, ort=False))
+    return made
+
+
+def trained(made: Any) -> float:
+    loss = made(torch.ones(2, 1024)).square().sum()
+    made.backward(loss)
+    made.step()
+    return loss.item()
+
+
+def save_and_load(url: str, credentials: str) -> dict[str, Any]:
+    """Save and load on two ranks with faults that pass, with some that stay, with credentials that expire."""
+    rank = start()
+    remote_faults.PATIENCE = PATIENCE
+    found: dict[str, Any] = {}
+
+    def attempt(name: str, action: Callable[[], Any], *faults: Fault, patience: float = PATIENCE) -> None:
+        remote_faults.PATIENCE = patience
+        torch.distributed.barrier()
+        if rank == 0:
+            set_faults(url, *faults, delay=0.02)
+        torch.distributed.barrier()
+        found[name] = outcome(action)
+        torch.distributed.barrier()
+        found[name]["traffic"] = traffic_of(url)
+        torch.distributed.barrier()
+
+    made = engine()
+    trained(made)
+
+    def save(tag: str) -> None:
+        made.save_checkpoint("s3://models/trained", tag=tag)
+
+    def load() -> None:
+        made.load_checkpoint("s3://models/trained", tag="passing")
+
+    def value() -> float:
+        return sum(parameter.detach().double().sum().item() for parameter in made.module.parameters())
+
+    passing = [Fault(kind, "PUT .*trained", after=i, times=1) for i, kind in enumerate(PASSING)]
+    attempt("passing save", lambda: save("passing"), *passing, patience=20.0)
+    saved = value()
+    for kind in PASSING:
+        attempt(f"save {kind}", lambda kind=kind: save(f"lasting_{kind}"), Fault(kind, "PUT .*rank_00001_optimizer"))
+    trained(made)
+    here = value()
+    for kind in PASSING:
+        attempt(f"load {kind}", load, Fault(kind, "GET .*passing/rank_00001", after=1))
+    found["untouched"] = (saved, here, value())
+    passing = [Fault(kind, "GET .*trained", after=i, times=1) for i, kind in enumerate(PASSING)]
+    attempt("passing load", load, *passing, patience=20.0)
+    found["loaded"] = value() == saved
+    attempt("counted load", load)
+    expired = Fault("expired", "trained/expired", after=9, key="old")
+    attempt("expired", lambda: save("expired"), expired)
+    if rank == 0:
+        Path(credentials).write_text(CREDENTIALS.format("new"))
+    attempt("renewed", lambda: save("expired"), Fault("expired", "trained", key="old"))
+    return found
+
+
+CREDENTIALS = "[default]\naws_access_key_id = {}\naws_secret_access_key = a_secret_of_nobody\n"
+
+
+def test_ranks_save_and_load(store, tmp_path):
+    path = tmp_path / "credentials"
+    path.write_text(CREDENTIALS.format("old"))
+    env = {**environment_of(store.url), **QUICK, "AWS_SHARED_CREDENTIALS_FILE": str(path)}
+    del env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"]
+    with pytest.MonkeyPatch.context() as patch:  # of this process, which the ranks inherit
+        patch.delenv("AWS_ACCESS_KEY_ID")
+        patch.delenv("AWS_SECRET_ACCESS_KEY")
+        results = run_on_ranks(save_and_load, 2, store.url, str(path), timeout=200, env=env)
+    store.set()
+    folder = open_folder("s3://models/trained")
+    for rank, found in enumerate(results):
+        print({name: round(one["seconds"], 1) for name, one in found.items() if isinstance(one, dict)})
+        for name in ("passing save", "passing load", "renewed"):
+            assert found[name]["type"] is None, (rank, name, found[name])
+        assert found["passing save"]["traffic"].faults == found["passing load"]["traffic"].faults == len(PASSING)
+        saved, here, after = found["untouched"]
+        assert saved != here == after and found["loaded"], found["untouched"]
+        for kind in PASSING:
+            one = found[f"save {kind}"]
+            assert one["type"] == ("CheckpointError" if rank else "RankError"), one
+            assert f"s3://models/trained/lasting_{kind}/rank_00001_optimizer.safetensors" in one["text"], one
+            one = found[f"load {kind}"]
+            assert one["type"] in ("CheckpointError", "RankError"), one
+            assert "s3://models/trained/passing/rank_00001" in one["text"], one
+        assert found["expired"]["type"] in ("CheckpointError", "RankError")
+        assert "renew the credentials" in found["expired"]["text"]
+        assert not any(secret in str(found) for secret in SECRETS)
+        counted = found["counted load"]["traffic"]
+        needed = size_of("s3://models/trained/passing")
+        assert counted.read <= 1.05 * needed
+    for tag in ("passing", "expired"):
+        assert verify("s3://models/trained", tag, progress=False).ok
+    assert uploads() == []
+    for kind in PASSING:
+        assert folder.child(f"lasting_{kind}").names() == []
+    assert folder.read("latest") == b"expired"
 
 
 @pytest.mark.slow

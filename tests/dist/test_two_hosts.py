@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,3 +112,64 @@ def test_hosts_with_disks_of_their_own_are_told_to_share_a_folder(hosts, shared)
     assert "rank_00001_master.safetensors of rank 1 is not there" in texts[0], texts[0]
     assert "a disk of each machine's own" in texts[0] and "The checkpoint was not made" in texts[0]
     assert "saving" in texts[1] and "failed on another rank: rank 0" in texts[1], texts[1]
+
+
+# -- DeepSpeed's own launchers -----------------------------------------------------------------------------------------
+
+
+def missing(*tools: str) -> str | None:
+    """Return why the hosts cannot reach each other by ssh, None if they can."""
+    absent = [tool for tool in ("ssh", "sshd", "ssh-keygen", *tools)
+              if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None]  # fmt: skip
+    if absent:
+        return f"{', '.join(absent)} not found: apt-get install openssh-server openssh-client pdsh"
+    return None if os.geteuid() == 0 else "only root starts sshd for root, as whom these hosts run"
+
+
+@pytest.fixture(scope="module")
+def ssh(hosts, shared) -> Path:
+    """Let the hosts reach each other by ssh without a password, with keys made for it; return the host file."""
+    if missing() is not None:
+        pytest.skip(missing())
+    keys = shared / "ssh"
+    keys.mkdir(mode=0o700)
+    for name in ("id_ed25519", "host"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True)
+    shutil.copy(keys / "id_ed25519.pub", keys / "authorized_keys")
+    (keys / "config").write_text("Host node*\n  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n"
+                                 "  LogLevel ERROR\n")  # fmt: skip
+    (keys / "sshd_config").write_text(f"HostKey {keys}/host\nAuthorizedKeysFile {keys}/authorized_keys\n"
+                                      "StrictModes no\nPermitRootLogin yes\nUsePAM no\nPidFile none\n")  # fmt: skip
+    home = Path.home() / ".ssh"
+    for folder in (home, Path("/run/sshd")):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for host in hosts.hosts:
+        host.run("mount", "--bind", keys, home)  # within the namespace of this host
+        host.start("/usr/sbin/sshd", "-D", "-e", "-f", keys / "sshd_config", into=shared / f"sshd_{host.name}.log")
+    path = shared / "hostfile"
+    path.write_text("node0 slots=1\nnode1 slots=1\n")
+    (shared / "deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\n")
+    deadline = time.monotonic() + 30
+    while subprocess.run(hosts[0].command(["ssh", "node1", "true"]), capture_output=True).returncode:
+        assert time.monotonic() < deadline, (shared / "sshd_node1.log").read_text()
+        time.sleep(0.2)
+    return path
+
+
+def launched(hosts: Hosts, hostfile: Path, *options: str, **env: str) -> str:
+    """Train by DeepSpeed's launcher from the first host; return what all ranks printed."""
+    process = hosts[0].start(
+        "python", "-m", "deepspeed.launcher.runner", "--hostfile", hostfile, "--master_addr", "node0",
+        "--master_port", str(free_port()), *options, "examples/train_lm.py", "--deepspeed_config", "configs/zero3.json",
+        *SMALL, "--steps", "3", DS_ENV_FILE=str(hostfile.with_name("deepspeed_env")), DS_ACCELERATOR="cpu", **env,
+    )  # fmt: skip
+    text, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, text[-8000:]
+    return text
+
+
+def test_deepspeed_trains_on_two_hosts_by_ssh(hosts, ssh, trained):
+    if missing("pdsh") is not None:
+        pytest.skip(missing("pdsh"))
+    text = launched(hosts, ssh)
+    assert proof(re.sub(r"^node\d: ", "", text, flags=re.M), 3) == proof(trained[1][0], 3)
