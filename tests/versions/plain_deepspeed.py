@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -99,18 +98,19 @@ def rank(folder: str) -> None:
 
 def main() -> int:
     """Start the ranks and print what rank 0 found; return 1 if they did not get to their end."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+    from ort_zero.testing.ranks import free_port  # the ranks import nothing of it
+
+    with tempfile.TemporaryDirectory() as folder:
         own = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(sock.getsockname()[1]),
+            # DeepSpeed may compile for minutes before it listens: a port that nobody else is given in the meantime
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(RANKS),
             "LOCAL_WORLD_SIZE": str(RANKS),
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
         }
-        sock.close()
         ranks = [
             subprocess.Popen(
                 [sys.executable, __file__, folder],

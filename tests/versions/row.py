@@ -164,6 +164,8 @@ class Row:
     def _run(self, *command: object, lines: Path | None = None) -> subprocess.CompletedProcess[str]:
         own = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "COLUMNS": "300"}
         own["TORCH_EXTENSIONS_DIR"] = str(self._operators)
+        # as tests/conftest.py does: with another ninja DeepSpeed compiles its operators anew, for minutes
+        own["PATH"] = os.pathsep.join((str(self._python.parent), os.environ["PATH"]))
         own |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}" if lines else str(ROOT), "RESULT_LINES": str(lines)}
         arguments = [str(self._python), *map(str, command)]
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
