@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
+import accelerate
 import torch
+from packaging.version import Version
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 
@@ -35,7 +37,8 @@ def main() -> None:
         )
     )  # fmt: skip
     arguments = TrainingArguments(
-        output_dir=f"{out}/trainer", per_device_train_batch_size=4, max_steps=4, learning_rate=1e-3, use_cpu=True,
+        output_dir=f"{out}/trainer", per_device_train_batch_size=4, max_steps=4, learning_rate=1e-3,
+        use_cpu=Version(accelerate.__version__) >= Version("1"),  # 0.34 is without DeepSpeed then; later: needed
         deepspeed=config_path, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True, **checkpointing,
     )  # fmt: skip
     trainer = Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
