@@ -109,6 +109,9 @@ $(CLIENTS_READY): $(READY) setup.cfg constraints.txt
 test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and in ORT, 2 ranks; writes docs/programs.md
 	$(CLIENTS)/bin/python -m pytest -m clients $(RANKS) tests/clients
 
+# what an earlier run has exported must not be what is measured
+bench bench-check readme-figures: export ORT_ZERO_EXPORT_CACHE := 0
+
 .PHONY: bench
 bench: $(READY) ## Run every benchmark
 	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py benchmarks/training_models.py benchmarks/bench_check.py benchmarks/soak.py benchmarks/soak_training.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done

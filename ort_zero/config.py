@@ -34,8 +34,8 @@ class OrtModuleConfig(_Strict):
     """DEBUG, VERBOSE, DEVINFO, INFO, WARNING or ERROR."""
     graph_cache_size: int = Field(default=8, ge=1)
     """Maximum number of graphs that are held in each mode, training and inference."""
-    cache_dir: str | None = None
-    """Folder of the export cache; None keeps no cache across runs."""
+    cache_dir: str | None = "auto"
+    """Folder of the export cache; "auto" is the user's own where that is safe, None keeps no cache across runs."""
     cache_key: str | None = None
     """The user's own part of the export cache's key, for what the cache cannot see."""
     ort_kernels: list[str] = Field(default_factory=list)

@@ -3,7 +3,8 @@
 | variable | effect |
 |---|---|
 | ``ORT_ZERO_DISABLE`` | ``1``: the entry point arms nothing and :func:`ort_zero.enable` does nothing |
-| ``ORT_ZERO_CACHE_DIR`` | folder of the built C++ extensions (default ``$XDG_CACHE_HOME/ort_zero``) |
+| ``ORT_ZERO_CACHE_DIR`` | folder of the built C++ extensions and of graphs (default ``$XDG_CACHE_HOME/ort_zero``) |
+| ``ORT_ZERO_EXPORT_CACHE`` | ``0``: no graphs are kept unless a section names a folder for them |
 | ``ORT_ZERO_KEEP_ALLOCATOR`` | ``1``: PyTorch's tensors on the CPU keep its own allocator (docs/memory.md) |
 | ``ORT_ZERO_LOG_LEVEL`` | wins over the section's ``log_level``; an unknown name raises (:mod:`ort_zero.log`) |
 | ``ORT_ZERO_DEBUG`` | ``1``: command line errors keep their traceback |
@@ -25,6 +26,7 @@ from ort_zero.utils.cpu_count import usable_cores
 MEMORY_TRIAL = "ORT_ZERO_MEMORY_TRIAL"
 PROFILE = "ORT_ZERO_PROFILE"
 _TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
 
 
 def flag(name: str) -> bool:
@@ -66,6 +68,14 @@ def can_write(folder: Path) -> bool:
         if place.exists():
             return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
     return False
+
+
+def export_cache_dir() -> Path | None:
+    """Return the folder that graphs are kept in unless a section says otherwise; None for keeping none."""
+    if os.environ.get("ORT_ZERO_EXPORT_CACHE", "").strip().lower() in _FALSE:
+        return None
+    own = own_cache_dir()
+    return own / "graphs" if own is not None and can_write(own) else None
 
 
 def memory_trial_file() -> Path | None:

@@ -18,6 +18,7 @@ CLIENTS = Path(__file__).resolve().parent / "clients"
 for folder in ("unit", "dist"):  # models, checkpoints and the like that tests of several folders use
     sys.path.insert(0, str(Path(__file__).parent / folder))
 os.environ.setdefault("ORT_ZERO_WARM_RANKS", "1")
+os.environ["ORT_ZERO_EXPORT_CACHE"] = "0"  # what one test exports must not be what another one runs
 os.environ.pop("ORT_ZERO_LOG_LEVEL", None)  # it wins over those that tests set
 # a shell starts its background jobs with SIGINT ignored, and so would be every process that a test interrupts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

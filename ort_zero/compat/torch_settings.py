@@ -7,6 +7,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ort_zero.compat.frames import is_foreign
 
@@ -29,6 +30,9 @@ _NAMES = (
 )
 READS: dict[Any, str] = {getattr(_C, name): name for name in _NAMES if hasattr(_C, name)}
 """The functions that look one up, each with the name of the setting."""
+_OF_RANKS = {"get_rank": dist.get_rank, "get_world_size": dist.get_world_size} if dist.is_available() else {}
+RANKS: dict[CodeType, str] = {function.__code__: name for name, function in _OF_RANKS.items()}
+"""The code of the functions that tell which rank of how many this process is, with their names."""
 _TORCH = os.path.dirname(torch.__file__)
 _WRAPPERS = (os.path.join(_TORCH, "__init__.py"), os.path.join(_TORCH, "backends") + os.sep)
 """Beginnings of the names of the files whose functions look settings up for others."""
@@ -50,7 +54,9 @@ def asked_by_user(frame: FrameType | None) -> bool:
 
 
 class Settings:
-    """Looks up settings as items, by the names of :data:`READS`."""
+    """Looks up settings as items, by the names of :data:`READS` and :data:`RANKS`."""
 
     def __getitem__(self, name: str) -> Any:
+        if name in _OF_RANKS:
+            return _OF_RANKS[name]() if dist.is_initialized() else -1
         return getattr(_C, name)()

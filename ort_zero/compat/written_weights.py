@@ -22,6 +22,14 @@ class BeforeWrites(TorchDispatchMode):
         self._note = note
         self._note_failed = note_failed
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keep torch from wrapping the method below: that imports the compiler, seconds in the first trace.
+
+        Nothing compiles what is traced, see :func:`ort_zero.compat.torch_compile.not_compiled`.
+        """
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if not func._schema.is_mutable:

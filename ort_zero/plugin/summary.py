@@ -85,6 +85,7 @@ def _features(status: Mapping[str, Any] | None, section: config.Config, plans: S
     runs = status is not None and not status["fallback_reason"]
     stage = status["zero_stage"] if status is not None else 0
     early = runs and (stage == 3 or section.memory_efficient_gradients)
+    keeps = ort.cache_dir is not None and (ort.cache_dir != "auto" or env.export_cache_dir() is not None)
     recomputes = runs and (bool(plans) or section.memory.recompute != "off")
     rows: list[Row] = [
         ("ONNX Runtime", _state(runs), _switch("ortmodule.enabled", not ort.enabled)),
@@ -104,8 +105,8 @@ def _features(status: Mapping[str, Any] | None, section: config.Config, plans: S
         *((f"  {cluster}", effect) for cluster, effect in plans),
         (
             "export cache",
-            _state(ort.cache_dir),
-            "ortmodule.cache_dir: null" if ort.cache_dir else 'ortmodule.cache_dir: "FOLDER"',
+            _state(keeps),
+            "ortmodule.cache_dir: null" if keeps else 'ortmodule.cache_dir: "FOLDER"',
         ),
         ("sharded checkpoints", _state(save.sharded), _switch("checkpoint.sharded", not save.sharded)),
         ("asynchronous saving", _state(save.async_save), _switch("checkpoint.async_save", not save.async_save)),

@@ -22,10 +22,12 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters, PlainParameters, full_shape, is_partitioned
 from ort_zero.compat.torch_modules import buffer_table
 from ort_zero.config import OrtModuleConfig
+from ort_zero.errors import MemoryPlanError
 from ort_zero.onnx_edit.node_edits import remove_unread_initializers
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.decision import Decision
 from ort_zero.recompute.optimizer import MemoryOptimizer
+from ort_zero.recompute.options import AUTO
 from ort_zero.runtime.built_graph import BuiltGraph, BuiltModel, ExportedModule
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import as_tensor, float_dtype
@@ -140,7 +142,14 @@ class GraphProcessor:
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
         if self.memory is not None and ort_compat.has_gradients(model):
             with self.timed("memory plan"):
-                model, decision = self._recomputed(self.memory, model, info, sizes, parameters)
+                try:
+                    model, decision = self._recomputed(self.memory, model, info, sizes, parameters)
+                except MemoryPlanError as error:
+                    if built.fused is not None or not self._could_fuse(exported, wanted):
+                        raise
+                    raise MemoryPlanError(
+                        f'{error}; "ortmodule": {{"fuse_loss": "on"}} needs less: it never holds all logits'
+                    ) from error
         executor, bridge, digest, gradient = None, None, "no bridge", None
         training = ort_compat.has_gradients(model)
         plan = self._plan(model, parameters, training)
@@ -248,6 +257,14 @@ class GraphProcessor:
             edited, frozenset(trained), results=results, least_classes=least, small=self.memory is not None
         )
         return (model, None) if fused is None else (edited.SerializeToString(), fused)
+
+    def _could_fuse(self, exported: ExportedModule, trained: Sequence[str]) -> bool:
+        """Return whether head and loss could be one node, and are not since a memory plan has to ask for it."""
+        if self.config.fuse_loss != "auto" or self.manager.device.type != "cpu":
+            return False
+        if not isinstance(self.memory, MemoryOptimizer) or self.memory.request.mode != AUTO:
+            return False
+        return self._fused(exported.info.exported_model, trained, exported.effects.results)[1] is not None
 
     def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any], training: bool) -> CollectivePlan | None:
         """Return which collectives a graph needs and where, None if it needs none."""

@@ -40,7 +40,7 @@ from ort_zero.runtime.divided_model import divide, run_divided
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import as_tensor, float_dtype
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
-from ort_zero.runtime.export_cache.store import ExportCache
+from ort_zero.runtime.export_cache.store import AUTO, opened
 from ort_zero.runtime.forward_call import ForwardCall
 from ort_zero.runtime.graph_builder import GraphBuilder
 from ort_zero.runtime.graph_processing import TRACE
@@ -111,12 +111,13 @@ class Runtime:
         self.slow_attributes: set[str] = set()
         """Warnings about attributes whose each new value is exported."""
         self.history = TransitionHistory()
-        self._cache = ExportCache(config.cache_dir) if config.cache_dir is not None else None
+        self._cache = opened(config.cache_dir)
         self.memory: MemoryOptimizer | BlockRecomputation | None = None
         if memory is not None and memory.mode == BLOCKS:
             self.memory = BlockRecomputation(memory, [reader_marks.MARK])
         elif memory is not None and memory.mode != OFF:
-            plans = Path(config.cache_dir) if config.cache_dir is not None else env.cache_dir() / "plans"
+            named = config.cache_dir not in (None, AUTO)
+            plans = Path(str(config.cache_dir)) if named else env.cache_dir() / "plans"
             self.memory = MemoryOptimizer(memory, plans, self.ranks.share_plan, walk=trial is not None)
         self._trial_monitor: TrialMonitor | None = trial.monitor(type(module).__name__) if trial is not None else None
         self.modes: dict[bool, GraphTransitionManager] = {}

@@ -293,6 +293,20 @@ def test_a_budget_that_nothing_fits():
         wrapped(**batch())
 
 
+def test_a_refusal_names_what_never_holds_all_logits():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "use_cache": False}
+    for words, named in ((4096, True), (20, False)):
+        _, wrapped = wrap(
+            GPT2LMHeadModel(GPT2Config(vocab_size=words, **sizes)), {"recompute": "auto", "budget": "1MiB"}
+        )
+        ids = torch.arange(8)[None]
+        with pytest.raises(MemoryPlanError, match="budget of 1 MiB") as caught:
+            wrapped(input_ids=ids, labels=ids)
+        assert ('"fuse_loss": "on"' in str(caught.value)) is named, caught.value
+
+
 def test_torch_checkpointing_is_refused_with_what_to_use_instead():
     module = model()
     module.gradient_checkpointing_enable({"use_reentrant": False})

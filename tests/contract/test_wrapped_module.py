@@ -7,6 +7,8 @@ import functools
 import inspect
 import logging
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -220,3 +222,16 @@ def test_functional_call_with_other_parameters():
         result.sum().backward()
         found.append([result, others["layer.weight"].grad, model(x)])
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_first_call_does_not_import_the_compiler():
+    """It takes seconds, and DeepSpeed and torch do without it until a program compiles something."""
+    code = (
+        "import sys, torch; from ort_zero import config; from ort_zero.plugin.wrap import wrap_model\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Dropout(0.5))\n"
+        "_, wrapped = wrap_model(model, config.OrtModuleConfig(), stage=0)\n"
+        "wrapped(torch.randn(2, 4)).sum().backward()\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -13,7 +13,8 @@ def test_defaults_run_in_onnxruntime_and_refuse_fallback():
     assert parsed.enabled and parsed.ortmodule.enabled
     assert parsed.ortmodule.fallback == "raise"
     assert parsed.ortmodule.exclude == [] and parsed.ortmodule.graph_cache_size == 8
-    assert parsed.ortmodule.cache_dir is parsed.ortmodule.cache_key is None and parsed.ortmodule.save_onnx is None
+    assert parsed.ortmodule.cache_dir == "auto"
+    assert parsed.ortmodule.cache_key is None and parsed.ortmodule.save_onnx is None
     assert parsed.statistics.enabled is False and parsed.memory.recompute == "off"
     assert parsed.memory_efficient_gradients is False
 

@@ -564,3 +564,13 @@ def test_code_of_a_main_script_counts_across_processes(tmp_path):
     assert look().stdout == "\n"
     script.write_text(script.read_text().replace("SCALE = 2", "SCALE = 3"))
     assert look().stdout == "SCALE of train.py 2 -> 3, train.py\n"
+
+
+def test_processors_of_one_name_with_other_instructions_differ(monkeypatch):
+    """ORT lays an optimized model out for the vectors of a processor; hosts with one home may have several."""
+    found = []
+    for flags in ("fpu avx2", "avx2 fpu", "fpu avx2 avx512f"):
+        text = f"model name\t: EPYC\nflags\t\t: {flags}\n"
+        monkeypatch.setattr(fingerprint.Path, "read_text", lambda self, text=text: text)
+        found.append(fingerprint._cpu())
+    assert found[0] == found[1] != found[2] and all(name.startswith("EPYC ") for name in found)

@@ -161,6 +161,11 @@ class CodeReads(AttributeRecord):
         code = frame.f_code
         if code is environment.LOOKUP:
             return self._note_environment(frame)
+        if code in torch_settings.RANKS:
+            if torch_settings.asked_by_user(frame.f_back):
+                name = torch_settings.RANKS[code]
+                self._add(Place((SETTING, "")).then(ITEM, name), torch_settings.Settings()[name])
+            return None
         if code in self._codes:
             return None
         if is_foreign(code.co_filename) or code.co_filename.startswith("<"):

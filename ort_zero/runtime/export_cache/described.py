@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import datetime
+import decimal
 import enum
+import fractions
 import functools
+import logging
 import os
+import pathlib
 import re
 import sys
+import threading
+import uuid
 from collections import deque
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -35,9 +44,16 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|\b0x[0-9a-fA-F]{8,}")
 _INTERNAL = frozenset(vars(torch.nn.Module()))
 AS_REPR = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
-     slice, range, type(...), re.Pattern}
+     slice, range, type(...), re.Pattern, decimal.Decimal, fractions.Fraction, datetime.date, datetime.datetime,
+     datetime.time, datetime.timedelta, datetime.timezone, pathlib.PurePosixPath, pathlib.PureWindowsPath,
+     pathlib.PosixPath, pathlib.WindowsPath, uuid.UUID}
 )  # fmt: skip
 """Types whose ``repr`` describes a value completely."""
+_NAMESPACES = (SimpleNamespace, argparse.Namespace)
+"""Classes of Python's library whose instances are what their attributes are."""
+_OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
+_WITHOUT_EFFECT = (logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock()))
+"""Types of objects that no result of a forward depends on."""
 FUNCTIONS = (FunctionType, BuiltinFunctionType, WrapperDescriptorType, MethodWrapperType, type(str.join),
              type(torch.relu))  # fmt: skip
 
@@ -129,12 +145,15 @@ class Describer:
             return _array(value)
         if isinstance(value, torch.jit.ScriptFunction):
             return f"{qualified(kind)} {value.code}"
+        if isinstance(value, _OPERATORS):
+            return f"operator {value}"
         return self._object(value, kind, depth)
 
     def _function(self, value: Any, depth: int) -> str:
         code = getattr(value, "__code__", None)
         if code is None:
-            return f"function {qualified(value)}"
+            owner = _owner_of(value)
+            return f"function {qualified(value)}{'' if owner is None else f' of {self(owner, depth)}'}"
         if not is_foreign(code.co_filename):
             _check_file(value)
             self.code.append(value)
@@ -148,13 +167,13 @@ class Describer:
         if isinstance(value, torch.nn.Module) and self._objects:  # hidden from the tree
             parts = {**parameter_table(value), **buffer_table(value), **submodule_table(value)}
             return f"{qualified(kind)} {value.training} {self(parts, depth)}{self._own(value, kind, depth)}"
-        if not self._objects or self.is_foreign(kind) and not isinstance(value, SimpleNamespace):
+        if not self._objects or self.is_foreign(kind) and not isinstance(value, _NAMESPACES):
             return qualified(kind)
         return f"{qualified(kind)}{self._own(value, kind, depth)}"
 
     def _own(self, value: Any, kind: type, depth: int) -> str:
         """Return the attributes of an instance of a class that is not of a library whose version is known."""
-        if not self._objects or self.is_foreign(kind) and not isinstance(value, (SimpleNamespace, torch.nn.Module)):
+        if not self._objects or self.is_foreign(kind) and not isinstance(value, (*_NAMESPACES, torch.nn.Module)):
             return ""
         own = dict(getattr(value, "__dict__", {}))
         for cls in kind.__mro__:
@@ -164,6 +183,23 @@ class Describer:
                     own[name] = getattr(value, name)
         shown = [f"{n}={self(v, depth)}" for n, v in own.items() if n not in _INTERNAL and not BOOKKEEPING.match(n)]
         return f"({', '.join(shown)})"
+
+    def tells(self, value: Any) -> bool:
+        """Return whether the text of a value, described with `objects`, is another one for another state of it.
+
+        Of objects that C code holds, and of those of foreign classes, it names the class alone.
+        """
+        kind = type(value)
+        if isinstance(value, FUNCTIONS):
+            owner = _owner_of(value)
+            return owner is None or self.tells(owner)
+        return (
+            kind in AS_REPR
+            or kind is object
+            or isinstance(value, (_TOLD, _NAMESPACES, _OPERATORS, _WITHOUT_EFFECT))
+            or hasattr(kind, "__array_interface__")
+            or not (self.is_foreign(kind) or _has_hidden_state(kind))
+        )
 
     def modules(self) -> set[str]:
         """Return the names of the modules that the classes and functions in `code` come from."""
@@ -182,6 +218,31 @@ class Describer:
             file = file_of(name)
             self._foreign[name] = name in sys.builtin_module_names if file is None else is_foreign(file)
         return self._foreign[name]
+
+
+def _owner_of(function: Any) -> Any:
+    """Return the object whose method a function of C is; None for one of a module or class."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, (ModuleType, type)) or type(owner).__module__ == "pybind11_builtins":
+        return None
+    # what pybind11 has made belongs to a record of its own or a capsule
+    return None if type(owner).__qualname__ == "PyCapsule" else owner
+
+
+_TOLD = (torch.Tensor, enum.Enum, Mapping, list, tuple, deque, set, frozenset, functools.partial, MethodType, type,
+         ModuleType, torch.nn.Module, torch.jit.ScriptFunction, float, int, str, bytes, property, staticmethod,
+         classmethod, ContextVar)  # fmt: skip
+"""Types whose values, or whose parts, are described, here or where a class or a context is."""
+
+
+def _has_hidden_state(kind: type) -> bool:
+    """Return whether an instance is larger than its attributes and slots, so that C code keeps something in it."""
+    slots = 0
+    for cls in kind.__mro__:
+        names = vars(cls).get("__slots__", ())
+        slots += len([names] if isinstance(names, str) else [name for name in names if not name.startswith("__")])
+    words = slots + bool(kind.__dictoffset__) + bool(kind.__weakrefoffset__)
+    return kind.__basicsize__ > object.__basicsize__ + words * tuple.__itemsize__
 
 
 def file_of(name: str) -> str | None:

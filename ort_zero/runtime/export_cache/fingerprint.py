@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ import xxhash
 
 from ort_zero.compat import versions
 from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.frames import is_foreign
 from ort_zero.compat.torch_modules import BOOKKEEPING, forward_hooks, submodule_table
 from ort_zero.runtime.export_cache.criteria import Criterion, digest_of, short
 from ort_zero.runtime.export_cache.described import Describer, kind_of, qualified, without_addresses
 from ort_zero.runtime.export_cache.serialization import name_of
+from ort_zero.runtime.guards.attribute_guard import OF_TENSORS
 
 _CLASS_NOISE = frozenset(
     "__module__ __qualname__ __doc__ __dict__ __weakref__ __annotations__ __abstractmethods__ _abc_impl __slots__ "
@@ -61,22 +63,35 @@ def model(module: torch.nn.Module, describe: Describer | None = None) -> Criteri
         for name, value in config.to_dict().items():
             if not BOOKKEEPING.match(name):
                 parts[f"config.{name}"] = short(describe(value))
-    parts.update(_classes({type(child) for child in module.modules()}, describe))
+    parts.update(_classes({torch.Tensor, *(type(child) for child in module.modules())}, describe))
     return Criterion(parts, type(module).__name__)
 
 
 def _classes(kinds: Iterable[type], describe: Describer) -> dict[str, str]:
-    """Return a digest of the functions and plain attributes of classes, and of each that they derive from."""
+    """Return a digest of the functions and plain attributes of classes, and of each that they derive from.
+
+    Of torch's classes those functions count that a program has put there.
+    """
     shallow, parts = Describer(objects=False), {}
     for cls in sorted({base for kind in kinds for base in kind.__mro__}, key=qualified):
+        members = {name: value for name, value in sorted(vars(cls).items()) if name not in _CLASS_NOISE}
         # classes that functions make, as torch.fx does, are no part of their module
-        if not describe.is_foreign(cls) or name_of(cls) is None:
-            members = {name: value for name, value in sorted(vars(cls).items()) if name not in _CLASS_NOISE}
+        if describe.is_foreign(cls) and name_of(cls) is not None:
+            members = {name: value for name, value in members.items() if _is_put_there(cls, name, value)}
+        if members or not describe.is_foreign(cls):
             texts = [f"{name}={shallow(part)}" for name, value in members.items() for part in _functions_in(value)]
             parts[f"class {qualified(cls)}"] = f"#{digest_of(', '.join(texts))}"
             describe.code.append(cls)
     describe.code += shallow.code
     return parts
+
+
+def _is_put_there(cls: type, name: str, member: Any) -> bool:
+    """Return whether a program has given a class of torch a method, one of its own or another one of torch's."""
+    functions = [part for part in _functions_in(member) if isinstance(part, FunctionType)]
+    if functions:
+        return not all(is_foreign(function.__code__.co_filename) for function in functions)
+    return cls is torch.Tensor and name not in OF_TENSORS
 
 
 def _functions_in(member: Any) -> list[Any]:
@@ -141,9 +156,13 @@ def _own_code(folder: Path = Path(__file__).parents[2]) -> str:
 
 
 def _cpu() -> str:
+    """Return the processor's name and a digest of its instructions, for which an optimized model may be laid out."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return platform.processor()
     found = re.search(r"^(?:model name|CPU part|cpu model)\s*:\s*(.+)$", text, re.M)
-    return found[1].strip() if found else platform.processor()
+    # virtual machines on different hosts may bear one name
+    flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M)
+    name = found[1].strip() if found else platform.processor()
+    return f"{name} {digest_of(' '.join(sorted(flags[1].split())))[:8]}" if flags else name

@@ -29,6 +29,8 @@ from ort_zero.runtime.export_cache.criteria import Criterion, digest_of, short
 from ort_zero.runtime.export_cache.described import Describer, file_of, qualified
 from ort_zero.runtime.export_cache.serialization import NotStorable
 
+REPLACED_IN = ("torch", "torch.nn.functional")
+"""Modules of which each function counts that a program has put there."""
 _STARTED = time.time()
 _FROM = re.compile(r"^[ \t]*(?:.*[:;][ \t]*)?from[ \t]+(\.*[\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#;]*)", re.M)
 _IMPORT = re.compile(r"^[ \t]*(?:.*[:;][ \t]*)?import[ \t]+([\w., \t]+)", re.M)
@@ -68,7 +70,7 @@ class SourceCode:
 
     def _replaced_functions(self) -> Iterator[str]:
         """Add the functions of torch that are not torch's own; yield the modules that they come from."""
-        for module in (torch, torch.nn.functional):
+        for module in (sys.modules[name] for name in REPLACED_IN):
             for name, value in list(vars(module).items()):
                 if isinstance(value, FunctionType) and not is_foreign(value.__code__.co_filename):
                     self._parts[f"{name} of {_label(module)}"] = short(self._describe(value))

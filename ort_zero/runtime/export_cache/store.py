@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ort_zero import env
 from ort_zero.errors import ConfigError
 from ort_zero.log import get_logger
 from ort_zero.runtime.export_cache.criteria import Criterion, difference, digest_of
@@ -32,8 +34,12 @@ from ort_zero.utils.trusted_folder import reason_not_to_trust
 FORMAT = "ort_zero.export"
 VERSION = 2
 KEY = "ort_zero.ortmodule.cache_dir"
+AUTO = "auto"
+"""Stands for the folder of :func:`ort_zero.env.export_cache_dir`."""
 LIMIT = 2 << 30
 """Maximum number of bytes that the files of one folder take together."""
+OWN_LIMIT = 512 << 20
+"""The same, of the folder that nobody has asked for."""
 
 _HEADER = "entry.json"
 _LONGEST_HEADER = 256 << 20
@@ -67,6 +73,38 @@ class Missed:
 
 class _Unusable(Exception):
     """An entry that is ignored; says why."""
+
+
+def opened(folder: str | None) -> ExportCache | None:
+    """Return the cache that a section asks for; None for none.
+
+    The user's own folder is left alone, with a line that says why, where others may write into it.
+
+    Args:
+        folder: ``"auto"`` for the user's own, where there is one.
+
+    Raises:
+        ConfigError: a folder that was named cannot be used.
+    """
+    if folder is None:
+        return None
+    if folder != AUTO:
+        return ExportCache(folder)
+    own = env.export_cache_dir()
+    if own is None:
+        return None
+    try:
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.mkdir(mode=0o700, exist_ok=True)  # constants of the model and of the arguments are nobody else's business
+        return ExportCache(own, limit=OWN_LIMIT)
+    except (ConfigError, OSError) as error:
+        _say_once(f"no graphs are kept for later runs: {error}")
+        return None
+
+
+@functools.cache
+def _say_once(words: str) -> None:
+    get_logger().info("%s", words)
 
 
 class ExportCache:

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
-from ort_zero.compat.frames import is_installed
+from ort_zero.compat.frames import is_foreign, is_installed
 from ort_zero.runtime.export.attribute_paths import (
     CACHED,
     CALLABLE,
@@ -19,24 +19,41 @@ from ort_zero.runtime.export.attribute_paths import (
     Contents,
     FunctionState,
     Place,
+    Snapshot,
+    TensorState,
     is_plain,
     shown,
 )
 from ort_zero.runtime.export.attribute_writes import AttributeWrite
+from ort_zero.runtime.export.functions_with_values import ITERATORS
 from ort_zero.runtime.export.named_objects import lasting_name, name_of, object_with, value_named
 from ort_zero.runtime.export_cache import serialization
+from ort_zero.runtime.export_cache.described import Describer, file_of, qualified
 from ort_zero.runtime.export_cache.serialization import NotStorable
-from ort_zero.runtime.guards.attribute_guard import ReadValues
+from ort_zero.runtime.export_cache.source_code import REPLACED_IN
+from ort_zero.runtime.guards.attribute_guard import InputKind, ReadValues
+
+_STATES = frozenset({FunctionState, InputKind, Snapshot, TensorState})
+"""Types of values that are compared by what they hold."""
 
 
 def written_attributes(read: ReadValues) -> dict[str, Any]:
     """Return what a graph was traced with as plain values.
 
     Raises:
-        NotStorable: the key of an item has no lasting name.
+        NotStorable: the key of an item has no lasting name, or of an object nobody can tell whether it is the same.
     """
     # what functions have cached is not there yet in another process
     places = [place for place in read.values if place in read.readers and place.steps[-1][0] != CACHED]
+    describe = Describer()
+    for place in places:
+        value = read.values[place]
+        kind = value.kind if isinstance(value, Contents) else type(value)
+        if value is not MISSING and kind not in _STATES and (
+            issubclass(kind, ITERATORS) if isinstance(value, Contents) else not describe.tells(value)
+        ):  # fmt: skip
+            why = f"the code reads {place.named(read.model)}, of which only the class can be compared"
+            raise NotStorable(f"{why}: {qualified(kind)}")
     index = {place: i for i, place in enumerate(places)}
     return {
         "places": [(*written_place(place), list(read.readers[place]), text_of(place, read)) for place in places],
@@ -102,6 +119,8 @@ def text_of(place: Place, read: ReadValues) -> str | None:
     """
     value = read.values[place]
     if isinstance(value, FunctionState):
+        if place.root[0] == GLOBAL and is_foreign(file_of(place.root[1]) or "") and place.root[1] not in REPLACED_IN:
+            raise NotStorable(f"the program has replaced {place.named('')}")
         given = (value.defaults, value.keywords)
         if any(given) and is_plain(given):
             return f"{text_of_function(place, value.function)} {given!r}"

@@ -421,7 +421,7 @@ class AttributeGuard:
                     break
         of_tensors = vars(torch.Tensor)  # a method of torch's that a program replaces gets a new entry
         sized[id(torch.Tensor)] = of_tensors
-        added = [(name, method) for name, method in of_tensors.items() if name not in _OF_TENSORS]
+        added = [(name, method) for name, method in of_tensors.items() if name not in OF_TENSORS]
         # another thread may trace at the moment
         found += [("Tensor", name, method) for name, method in added if not _is_foreign_function(method)]
         for path, module in self._module.named_modules():
@@ -436,7 +436,8 @@ class AttributeGuard:
         return tuple(found)
 
 
-_OF_TENSORS = frozenset(vars(torch.Tensor))
+OF_TENSORS = frozenset(vars(torch.Tensor))
+"""Names of the methods that ``torch.Tensor`` has of its own before a program adds some."""
 
 
 def _is_foreign_function(value: Any) -> bool:
