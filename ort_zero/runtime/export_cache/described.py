@@ -46,12 +46,13 @@ AS_REPR = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
      slice, range, type(...), re.Pattern, decimal.Decimal, fractions.Fraction, datetime.date, datetime.datetime,
      datetime.time, datetime.timedelta, datetime.timezone, pathlib.PurePosixPath, pathlib.PureWindowsPath,
-     pathlib.PosixPath, pathlib.WindowsPath, uuid.UUID}
+     pathlib.PosixPath, pathlib.WindowsPath, uuid.UUID, torch.finfo, torch.iinfo}
 )  # fmt: skip
 """Types whose ``repr`` describes a value completely."""
 _NAMESPACES = (SimpleNamespace, argparse.Namespace)
 """Classes of Python's library whose instances are what their attributes are."""
 _OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
+_CACHED = type(functools.lru_cache(len))
 _WITHOUT_EFFECT = (logging.Logger, logging.LoggerAdapter, type(threading.Lock()), type(threading.RLock()))
 """Types of objects that no result of a forward depends on."""
 FUNCTIONS = (FunctionType, BuiltinFunctionType, WrapperDescriptorType, MethodWrapperType, type(str.join),
@@ -145,6 +146,10 @@ class Describer:
             return _array(value)
         if isinstance(value, torch.jit.ScriptFunction):
             return f"{qualified(kind)} {value.code}"
+        if isinstance(value, _CACHED):
+            return f"cached {self(value.__wrapped__, depth)}"
+        if isinstance(value, np.dtype):
+            return f"dtype {value!r}"
         if isinstance(value, _OPERATORS):
             return f"operator {value}"
         return self._object(value, kind, depth)
@@ -231,7 +236,7 @@ def _owner_of(function: Any) -> Any:
 
 _TOLD = (torch.Tensor, enum.Enum, Mapping, list, tuple, deque, set, frozenset, functools.partial, MethodType, type,
          ModuleType, torch.nn.Module, torch.jit.ScriptFunction, float, int, str, bytes, property, staticmethod,
-         classmethod, ContextVar)  # fmt: skip
+         classmethod, ContextVar, np.dtype, _CACHED)  # fmt: skip
 """Types whose values, or whose parts, are described, here or where a class or a context is."""
 
 
