@@ -16,7 +16,7 @@ import xxhash
 
 from ort_zero.compat import versions
 from ort_zero.compat.deepspeed_parameters import full_shape
-from ort_zero.compat.frames import is_foreign
+from ort_zero.compat.frames import is_foreign, is_installed
 from ort_zero.compat.torch_modules import BOOKKEEPING, forward_hooks, submodule_table
 from ort_zero.runtime.export_cache.criteria import Criterion, digest_of, short
 from ort_zero.runtime.export_cache.described import Describer, kind_of, qualified, without_addresses
@@ -76,10 +76,16 @@ def _classes(kinds: Iterable[type], describe: Describer) -> dict[str, str]:
     for cls in sorted({base for kind in kinds for base in kind.__mro__}, key=qualified):
         members = {name: value for name, value in sorted(vars(cls).items()) if name not in _CLASS_NOISE}
         # classes that functions make, as torch.fx does, are no part of their module
-        if describe.is_foreign(cls) and name_of(cls) is not None:
+        foreign = describe.is_foreign(cls) and name_of(cls) is not None
+        if foreign:
             members = {name: value for name, value in members.items() if _is_put_there(cls, name, value)}
         if members or not describe.is_foreign(cls):
-            texts = [f"{name}={shallow(part)}" for name, value in members.items() for part in _functions_in(value)]
+            texts = [
+                # transformers gives torch.nn.Module a method, and is no part of models that are not its own
+                f"{name}={qualified(part) if foreign and _is_of_package(part) else shallow(part)}"
+                for name, value in members.items()
+                for part in _functions_in(value)
+            ]
             parts[f"class {qualified(cls)}"] = f"#{digest_of(', '.join(texts))}"
             describe.code.append(cls)
     describe.code += shallow.code
@@ -92,6 +98,10 @@ def _is_put_there(cls: type, name: str, member: Any) -> bool:
     if functions:
         return not all(is_foreign(function.__code__.co_filename) for function in functions)
     return cls is torch.Tensor and name not in OF_TENSORS
+
+
+def _is_of_package(function: Any) -> bool:
+    return isinstance(function, FunctionType) and is_installed(function.__code__.co_filename)
 
 
 def _functions_in(member: Any) -> list[Any]:
