@@ -163,8 +163,8 @@ class CodeReads(AttributeRecord):
             return self._note_environment(frame)
         if code in torch_settings.RANKS:
             if torch_settings.asked_by_user(frame.f_back):
-                name = torch_settings.RANKS[code]
-                self._add(Place((SETTING, "")).then(ITEM, name), torch_settings.Settings()[name])
+                asked = torch_settings.RANKS[code]
+                self._add(Place((SETTING, "")).then(ITEM, asked), torch_settings.Settings()[asked])
             return None
         if code in self._codes:
             return None
