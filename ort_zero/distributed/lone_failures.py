@@ -54,7 +54,7 @@ def prepare() -> None:
 
 
 def _work(watches: queue.SimpleQueue[_Watch | None]) -> None:
-    while (watch := watches.get()) is not None:
+    while (watch := watches.get()) is not None and not _ends.is_set():  # a later failure is not the reason
         watch.run()
 
 
