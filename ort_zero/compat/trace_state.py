@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ort_zero.compat.replaced_methods import called_method
+
 _C: Any = torch._C
 
 
@@ -106,6 +108,7 @@ def trace_goes_on() -> Iterator[None]:
 
 class _DenseOperands(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        func = called_method(func)
         if "grouped_mm" in getattr(func, "__name__", ""):
             args = tuple(a.contiguous() if isinstance(a, torch.Tensor) and 0 in a.stride() else a for a in args)
         return func(*args, **(kwargs or {}))

@@ -17,6 +17,7 @@ import torch
 from torch._functorch import apis
 from torch.overrides import TorchFunctionMode
 
+from ort_zero.compat.replaced_methods import called_method
 from ort_zero.compat.torch_transforms import in_transform
 
 _OPERATORS = "add sub mul truediv floordiv mod and or xor lt le gt ge eq ne".split()
@@ -148,7 +149,7 @@ class _Broadcast(TorchFunctionMode):
     # -- which functions ---------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = called_method(func), kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__getitem__":
             return self._element(func, *args)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ort_zero.compat.deepspeed_parameters import is_partitioned
 from ort_zero.compat.impure_calls import is_time, notice_time, noticed
+from ort_zero.compat.replaced_methods import called_method
 from ort_zero.compat.size_calls import counted_axis, have_one_shape, note_call, numbers_among, uses_of
 from ort_zero.compat.size_lists import with_open_lists
 from ort_zero.compat.size_numbers import SizeNumbers
@@ -141,7 +142,7 @@ class _Observer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        func = getattr(func, "unobserved", func)
+        func = called_method(func)
         asked = property_read(func)
         if asked and is_users_call(sys._getframe(1)):
             answer = self._asked_for_gradient(asked, args[0])

@@ -91,6 +91,9 @@ def test_a_function_that_stays_as_it_is_has_one_graph():
     assert status["graphs"]["training"]["exports"] == 1
 
 
+TANH, MUL = torch.Tensor.tanh, torch.Tensor.__mul__
+
+
 def patched(owner, name, new):
     """Return a step of a training that begins with a replaced attribute from the third one on."""
     before = vars(owner).get(name)
@@ -117,8 +120,18 @@ def patched(owner, name, new):
         (F, "relu", lambda x, inplace=False: F.gelu(x), lambda self, x: self.c(self.act(self.a(x)))),
         (torch, "tanh", torch.sigmoid, lambda self, x: self.c(torch.tanh(self.a(x)))),
         (torch.Tensor, "tanh", torch.Tensor.sigmoid, lambda self, x: self.c(self.a(x).tanh())),
+        (torch.Tensor, "tanh", lambda x: TANH(x) * 3, lambda self, x: self.c(self.a(x).tanh())),
+        (torch.Tensor, "__mul__", lambda x, y: MUL(x, y) + 1, lambda self, x: self.c(self.a(x) * 2)),
     ],
-    ids=["function", "long name", "of a layer", "builtin", "method of tensors"],
+    ids=[
+        "function",
+        "long name",
+        "of a layer",
+        "builtin",
+        "method of tensors",
+        "around a method",
+        "around an operator",
+    ],
 )
 def test_functions_of_torch(owner, name, new, forward):
     status = run_side_by_side(lambda: model(forward, act=nn.ReLU()), patched(owner, name, new))

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ort_zero.compat import torch_checkpoint, trace_state
+from ort_zero.compat.replaced_methods import called_method
 from ort_zero.compat.torch_modules import version_of
 from ort_zero.utils.tree_map import map_arguments, map_slots
 
@@ -168,7 +169,7 @@ class _Marks(TorchFunctionMode):
                 tensor.copy_(marked)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = called_method(func), kwargs or {}
         if not torch.jit.is_tracing():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
