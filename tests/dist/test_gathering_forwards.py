@@ -142,30 +142,54 @@ class Freezing(nn.Module):
         self.first = nn.Linear(16, 16)
         self.frozen = nn.Linear(16, 16)
 
-    def forward(self, x, labels=None):
+    def forward(self, x):
         self.frozen.weight.requires_grad_(False)
         return self.frozen(torch.tanh(self.first(x))).square().mean()
 
 
-def freeze() -> dict[str, Any]:
-    """Train a model whose forward freezes a weight; return what is frozen then, and which weights are whole."""
-    start()
-    torch.manual_seed(0)
-    model = Freezing()
-    zero = {"stage3_param_persistence_threshold": 0}
+class Recurrent(nn.Module):
+    """A layer that looks its weights up as attributes when it is copied, in a part that PyTorch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.LSTM(16, 8, batch_first=True)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(self.part(x.unsqueeze(1))[0]).square().mean()
+
+
+LEAVE_NONE = {kind.__name__: kind for kind in (Freezing, Recurrent)}
+
+
+def left_whole(name: str, cache_dir: str) -> dict[str, Any]:
+    """Train a model under ZeRO-3; return which weights are whole after each forward, and which are frozen.
+
+    The key of the export cache holds the module's ``repr``, for which layers look at their weights.
+    """
     import deepspeed
 
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=list(model.parameters()), config=ds_config(3, ort=True, split="off", **zero)
-    )
+    start()
+    torch.manual_seed(0)
+    model = LEAVE_NONE[name]()
+    config = ds_config(3, ort=True, split="off", stage3_param_persistence_threshold=0)
+    config["ort_zero"]["ortmodule"]["cache_dir"] = cache_dir
+    config["ort_zero"]["ortmodule"]["exclude"] = [n for n, _ in model.named_children() if n == "part"]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     whole = []
     for _ in range(3):
         loss = engine(torch.randn(4, 16))
         whole.append([n for n, p in model.named_parameters() if p.ds_status.name != "NOT_AVAILABLE"])
         engine.backward(loss)
         engine.step()
-    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
-    return {"whole": whole, "frozen": frozen, "status": ort_zero.status()["models"][-1]}
+    found = {"whole": whole, "frozen": [n for n, p in model.named_parameters() if not p.requires_grad]}
+    found["status"] = ort_zero.status()["models"][-1]
+    engine.destroy()
+    return found
+
+
+def all_left_whole(cache_dir: str) -> dict[str, Any]:
+    return {name: left_whole(name, cache_dir) for name in LEAVE_NONE}
 
 
 def engine_of(name: str, stage: int, ort: bool, split: str | None = None) -> Any:
@@ -255,7 +279,9 @@ def test_a_forward_that_changes_gathered_weights_is_refused_with_its_line(report
         assert all("test_gathering_forwards.py:" in text for text in (gathering, momentum))
 
 
-def test_a_forward_that_freezes_a_weight_leaves_none_whole():
-    for found in run_on_ranks(freeze, 2):
-        assert found["frozen"] == ["frozen.weight"] and found["status"]["backend"] == "onnxruntime"
-        assert found["whole"] == [[], [], []]
+def test_weights_that_are_looked_up_besides_the_graph_are_not_left_whole(tmp_path):
+    for found in run_on_ranks(all_left_whole, 2, str(tmp_path)):
+        assert {name: of_model["whole"] for name, of_model in found.items()} == dict.fromkeys(LEAVE_NONE, [[], [], []])
+        assert all(of_model["status"]["backend"] == "onnxruntime" for of_model in found.values())
+        assert found["Freezing"]["frozen"] == ["frozen.weight"]
+        assert "part" in found["Recurrent"]["status"]["in_torch"]

@@ -213,11 +213,12 @@ class ModuleCall(PyTorchCall):
         constants = structures.constants_in_call(self.arguments)
         self._writes = ArgumentWrites(args, kwargs, objects, given, constants, drop_caches=self.drop_caches)
         module = self.module
-        weights, scaled = with_copies_of_scaled(module, dict(zip(self.names, tensors[count:], strict=True)))
-        if any(tensor.is_meta for tensor in tensors):
-            module = _copy_of(module)  # a trial that finds out shapes is to leave no traces
         with contextlib.ExitStack() as stack:
-            contexts = unrecorded(), paused(), plain_calls(), plain_access(module), self._as_itself(module)
+            stack.enter_context(plain_access(module))  # copying recurrent layers looks their weights up too
+            weights, scaled = with_copies_of_scaled(module, dict(zip(self.names, tensors[count:], strict=True)))
+            if any(tensor.is_meta for tensor in tensors):
+                module = _copy_of(module)  # a trial that finds out shapes is to leave no traces
+            contexts = unrecorded(), paused(), plain_calls(), self._as_itself(module)
             for context in (*contexts, uncached_parametrizations(), _in_modes(module, self.modes)):
                 stack.enter_context(context)
             if is_scripted(module):
