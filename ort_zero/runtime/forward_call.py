@@ -29,8 +29,8 @@ from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.advanced_iterators import unmoved
 from ort_zero.runtime.export.buffer_states import BufferStates
 from ort_zero.runtime.export.excluded_modules import ExcludedModules
-from ort_zero.runtime.export.fake_weights import plain_access
 from ort_zero.runtime.export.part_states import PartStates
+from ort_zero.runtime.export.plain_lookups import plain_lookups
 from ort_zero.runtime.export.pytorch_calls import CALLS
 from ort_zero.runtime.export.random_states import GlobalStates, preserved
 from ort_zero.runtime.export_retries import ExportRetries
@@ -285,7 +285,7 @@ class ForwardCall:
         if not self._transition.action.builds:
             return self._build(observed)
         # what looks at the module meanwhile (its repr, a copy of it) is to gather no weight, which would stay whole
-        with plain_access(self._runtime.module):
+        with plain_lookups(self._runtime.module):
             return self._build(observed)
 
     def _build(self, observed: Observed) -> BuiltGraph:

@@ -18,25 +18,11 @@ from ort_zero.compat.torch_modules import buffer_table, change_in_place, version
 
 
 @contextlib.contextmanager
-def plain_access(module: torch.nn.Module) -> Iterator[None]:
-    """Keep DeepSpeed from gathering a partitioned parameter of `module` that is looked up in the block."""
-    marked: list[tuple[torch.nn.Module, bool]] = []
-    try:
-        for child in module.modules():
-            old = ds_compat.set_in_forward(child, False)
-            if old:
-                marked.append((child, old))
-        yield
-    finally:
-        for child, old in marked:
-            ds_compat.set_in_forward(child, old)
-
-
-@contextlib.contextmanager
 def fake_weights(module: torch.nn.Module) -> Iterator[None]:
     """Hold a fake weight in each partitioned parameter of `module`.
 
-    Neither DeepSpeed's forward hooks nor the module's own code gather any of them.
+    Neither DeepSpeed's forward hooks nor the module's own code gather any of them, provided that the build around it
+    looks them up inside of :func:`ort_zero.runtime.export.plain_lookups.plain_lookups`.
     """
     saved: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     linear = torch.nn.functional.linear
@@ -51,7 +37,6 @@ def fake_weights(module: torch.nn.Module) -> Iterator[None]:
                 one = torch.full((1,), 1e-4 * (i + 1), dtype=parameter.dtype, device=parameter.device)
                 parameter.data = one.expand(full_shape(parameter))
         with contextlib.ExitStack() as contexts:
-            contexts.enter_context(plain_access(module))
             if saved:
                 contexts.enter_context(trace_state.dense_operands())
             managed = [p for p in module.parameters() if is_partitioned(p)]

@@ -29,7 +29,6 @@ from ort_zero.runtime.export import argument_writes, pytree, structures
 from ort_zero.runtime.export.argument_writes import ArgumentWrites, NotCarried
 from ort_zero.runtime.export.attribute_reads import unrecorded
 from ort_zero.runtime.export.checkpoint_marks import plain_calls
-from ort_zero.runtime.export.fake_weights import plain_access
 from ort_zero.runtime.export.left_behind import (
     LeftBehind,
     Slot,
@@ -38,6 +37,7 @@ from ort_zero.runtime.export.left_behind import (
     put_in_place,
 )
 from ort_zero.runtime.export.numbered_calls import NumberedCalls
+from ort_zero.runtime.export.plain_lookups import plain_lookups
 from ort_zero.runtime.export.scaled_weights import take_over_scaled, with_copies_of_scaled
 from ort_zero.zero3_hooks.hook_manager import paused
 
@@ -214,7 +214,7 @@ class ModuleCall(PyTorchCall):
         self._writes = ArgumentWrites(args, kwargs, objects, given, constants, drop_caches=self.drop_caches)
         module = self.module
         with contextlib.ExitStack() as stack:
-            stack.enter_context(plain_access(module))  # copying recurrent layers looks their weights up too
+            stack.enter_context(plain_lookups(module))  # copying recurrent layers looks their weights up too
             weights, scaled = with_copies_of_scaled(module, dict(zip(self.names, tensors[count:], strict=True)))
             if any(tensor.is_meta for tensor in tensors):
                 module = _copy_of(module)  # a trial that finds out shapes is to leave no traces
