@@ -140,12 +140,7 @@ class ExportRetries:
         """
         excluded, builder = self._runtime.excluded, self._transitions.builder
         if isinstance(error, ValueReadError) and error.of_partition:
-            refused = ExportError(
-                f"the forward {error}, a weight of which each rank has a part under ZeRO-3: change it outside of the "
-                "forward, in deepspeed.zero.GatheredParameters(weight, modifier_rank=0), or train under ZeRO-2"
-            )
-            refused.concerns_parts = True
-            raise refused
+            self._tell_of_lost_change(error)
         if isinstance(error, ValueReadError):
             return excluded.exclude(error)
         if isinstance(error, Unexportable):
@@ -159,6 +154,27 @@ class ExportRetries:
         if builder.fallback_policy.learn(str(error)):
             return str(error).splitlines()[0]
         return builder.smaller_parts.move(error)
+
+    def _tell_of_lost_change(self, error: ValueReadError) -> None:
+        """Warn that DeepSpeed drops what a submodule puts into a partitioned weight once the submodule has run.
+
+        Raises:
+            ExportError: it is the model's own forward, whose code outside of submodules has no such end.
+        """
+        what = f"{error}, a weight of which each rank has a part under ZeRO-3"
+        way_out = (
+            "change it outside of the forward, in deepspeed.zero.GatheredParameters(weight, modifier_rank=0), or train "
+            "under ZeRO-2"
+        )
+        path = self._runtime.excluded.own_path(error.module)
+        if not path:
+            refused = ExportError(f"the forward {what}: {way_out}")
+            refused.concerns_parts = True
+            raise refused
+        get_logger().warning(
+            "%s %s: the call uses it, and DeepSpeed drops it afterwards, also without ort_zero; to keep it, %s",
+            path, what, way_out,
+        )  # fmt: skip
 
     def _carry_over(self, error: AttributeChangedError) -> str:
         """Make inputs and outputs of the graph of what the forward changes for the next call.

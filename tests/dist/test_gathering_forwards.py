@@ -131,7 +131,28 @@ class Momentum(nn.Module):
         return (out - self.slow(x)).pow(2).mean()
 
 
-MODELS = {cls.__name__: cls for cls in (Model, ModelInTorch, Changing, Momentum)}
+class Projected(nn.Module):
+    """Puts the rows that it is about to use on a sphere, as PEFT's context-aware prompt tuning does."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 16)
+
+    def forward(self, indices):
+        self.table.weight.data = self.table.weight / self.table.weight.norm(dim=-1, keepdim=True)
+        return self.table(indices)
+
+
+class Projecting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.rows = nn.Linear(16, 16), Projected()
+
+    def forward(self, x):
+        return (self.first(x) + self.rows((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0))).pow(2).mean()
+
+
+MODELS = {cls.__name__: cls for cls in (Model, ModelInTorch, Changing, Momentum, Projecting)}
 
 
 class Freezing(nn.Module):
@@ -245,6 +266,7 @@ def compare() -> dict[Any, Any]:
     cases = [("Model", 2), ("Model", 3), ("ModelInTorch", 3)]
     # the backward of some of these fails in plain ZeRO-3, whose hooks know nothing of the weights that are gathered
     report: dict[Any, Any] = {(name, stage): (train(name, 2, False), train(name, stage, True)) for name, stage in cases}
+    report["Projecting", 3] = (train("Projecting", 3, False), train("Projecting", 3, True))
     return {**report, "refused": (refused("Changing", "off"), refused("Momentum", None))}
 
 
@@ -256,7 +278,7 @@ def reports():
     return run_on_ranks(compare, 2, timeout=800)
 
 
-@pytest.mark.parametrize(("name", "stage"), [("Model", 2), ("Model", 3), ("ModelInTorch", 3)])
+@pytest.mark.parametrize(("name", "stage"), [("Model", 2), ("Model", 3), ("ModelInTorch", 3), ("Projecting", 3)])
 def test_losses_and_weights_are_those_of_plain_deepspeed(reports, name, stage):
     for report in reports:
         reference, ours = report[name, stage]
@@ -267,7 +289,8 @@ def test_losses_and_weights_are_those_of_plain_deepspeed(reports, name, stage):
         status = ours["status"]
         assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0
         assert status["graphs"]["training"]["runs"] == {"forward": STEPS, "backward": STEPS}
-        assert list(status["in_torch"]) == (["block"] if name == "ModelInTorch" else [f"{Head.__module__}.Head"])
+        in_torch = {"Model": f"{Head.__module__}.Head", "ModelInTorch": "block", "Projecting": "rows"}
+        assert list(status["in_torch"]) == [in_torch[name]]
         assert not any(ours["left_whole"])
 
 
