@@ -74,6 +74,8 @@ class Decision:
     """Bytes by which the process grew in the first step."""
     blocks: Blocks | None = None
     """The checkpointed blocks; None where the memory optimizer decides instead."""
+    fused_loss: str = ""
+    """Why head and loss are one node for the sake of the budget; empty where nobody has chosen that for it."""
 
     @property
     def predicted_resident(self) -> int:
@@ -90,6 +92,8 @@ class Decision:
         if self.blocks is not None:
             found, again = self.blocks.found, self.blocks.recomputed
             lines.append(("checkpointed blocks", f"{again} of {found} computed again, {self.blocks.nodes} nodes"))
+        if self.fused_loss:
+            lines.append(("head and loss", f"one node: {self.fused_loss}"))
         budget = f", budget {binary_size(self.budget)}" if self.budget is not None else ""
         predicted, unconstrained = binary_size(self.predicted_resident), binary_size(self.unconstrained.resident)
         return [*lines, ("peak of a step", f"{predicted} predicted, {unconstrained} without{budget}")]
@@ -111,6 +115,7 @@ class Decision:
             "seconds": round(self.seconds, 3),
             "kept": self.plan_file,
             "found": self.from_store,
+            "fused_loss": self.fused_loss,
             "blocks": dataclasses.asdict(self.blocks) if self.blocks is not None else None,
             "path": [[point.resident, round(point.seconds, 6), plan_texts(point.counts)] for point in self.path],
         }

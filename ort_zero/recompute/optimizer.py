@@ -22,6 +22,7 @@ import onnx
 
 from ort_zero import env
 from ort_zero.compat.c_library import return_large_blocks
+from ort_zero.compat.ort_kernels import LOGITS_AT_ONCE
 from ort_zero.errors import MemoryPlanError
 from ort_zero.recompute import graph_edits
 from ort_zero.recompute.arrangement import arranged
@@ -47,6 +48,20 @@ if TYPE_CHECKING:
 
 _SHARE = 0.8
 """Share of the free memory that a training graph may take when no budget is given."""
+
+
+class LogitsTooLargeError(Exception):
+    """A graph is better planned with head and loss in one node, which never holds all logits.
+
+    Attributes:
+        why: the reason, in words.
+        budget: bytes that a step may take.
+        unconstrained: what this graph needs where nothing is computed again.
+    """
+
+    def __init__(self, why: str, budget: int, unconstrained: Point):
+        super().__init__(why)
+        self.why, self.budget, self.unconstrained = why, budget, unconstrained
 
 
 @dataclass(slots=True)
@@ -99,8 +114,12 @@ class MemoryOptimizer:
         *,
         partitioned: Collection[str] = (),
         released: Collection[str] = (),
+        logits: int = 0,
+        refused: LogitsTooLargeError | None = None,
     ) -> tuple[onnx.ModelProto, Decision]:
         """Return the graph with the copies that the request asks for, and the decision.
+
+        A budget that is a share is one of what the graph takes whose logits exist, also where `refused` tells of it.
 
         Args:
             manager: manager of the training mode.
@@ -109,8 +128,11 @@ class MemoryOptimizer:
             sizes: size of each named dimension.
             partitioned: weights that no rank holds in whole: what reads them cannot be computed again.
             released: results that leave the graph the moment they exist.
+            logits: number of logits that a node of head and loss would save this graph; 0 where there can be none.
+            refused: why the graph with all logits is not taken; `model` is the one with the node then.
 
         Raises:
+            LogitsTooLargeError: the graph should have that node; never without `logits`.
             MemoryPlanError: a cluster of the plan is not in the graph, or nothing fits the budget.
         """
         started = time.perf_counter()
@@ -136,8 +158,11 @@ class MemoryOptimizer:
         candidates = find_candidates(graph, _kinds(names), partitioned)
         usable = [candidate for candidate in candidates if not candidate.weights]
         # only plans that were searched for are stored
-        digest = plan_digest(self.request, optimized, sizes, partitioned) if self.request.mode == AUTO else ""
-        decision = self._decide(graph, clusters, candidates, usable, digest, sizes)
+        digest = ""
+        if self.request.mode == AUTO:
+            fixed = refused.budget if refused is not None else None
+            digest = plan_digest(self.request, optimized, sizes, partitioned, fixed)
+        decision = self._decide(graph, clusters, candidates, usable, digest, sizes, logits, refused)
         kept = copies_of(choose(usable, dict(decision.chosen.counts)))
         decision.seconds = time.perf_counter() - started
         self.decisions.append(decision)
@@ -193,6 +218,8 @@ class MemoryOptimizer:
         usable: Sequence[Candidate],
         digest: str,
         sizes: Mapping[str, int],
+        logits: int,
+        refused: LogitsTooLargeError | None,
     ) -> Decision:
         """Return what the graph computes again. All ranks must call this with graphs of the same structure.
 
@@ -203,11 +230,15 @@ class MemoryOptimizer:
             usable: those of the places that may be chosen.
             digest: name of the plan in the store.
             sizes: size of each named dimension.
+            logits: see :meth:`recompute`.
+            refused: see :meth:`recompute`.
         """
         search = Search(graph, usable, shown=env.rank() == 0)
-        unconstrained = search.point({})
+        unconstrained = refused.unconstrained if refused is not None else search.point({})
         if self.request.mode == AUTO:
-            choice = self._within_budget(search, unconstrained, digest, clusters)
+            budget = refused.budget if refused is not None else self._budget(unconstrained)
+            node = " and head and loss in one node" if refused is not None else ""
+            choice = self._within_budget(search, unconstrained, digest, clusters, budget, logits, node)
         else:
             choice = self._everything(search) if self.request.mode == ALL else self._as_planned(search)
         counts = choice.counts
@@ -223,23 +254,40 @@ class MemoryOptimizer:
             sizes=dict(sizes),
             plan_file=choice.file,
             from_store=choice.found,
+            fused_loss=refused.why if refused is not None else "",
         )
 
     def _within_budget(
-        self, search: Search, unconstrained: Point, digest: str, clusters: Mapping[str, Cluster]
+        self,
+        search: Search,
+        unconstrained: Point,
+        digest: str,
+        clusters: Mapping[str, Cluster],
+        budget: int,
+        logits: int,
+        node: str,
     ) -> _Choice:
-        budget = self._budget(unconstrained)
-
         def stored_or_searched() -> tuple[dict[str, int] | None, bool, str]:
             stored = self._store.load(digest)
             if stored is not None:
                 return stored, True, ""
+            if logits and (why := self._store.refusal(digest)):
+                return None, True, why
+            if logits >= LOGITS_AT_ONCE and budget_for(unconstrained.resident) > budget:
+                return None, False, f"{binary_size(4 * logits)} of logits need not exist at one time"
             fit = search.fit(budget)
-            if fit is None:
-                return None, False, self._too_small(budget, unconstrained, search.least())
-            return dict(fit.counts), False, ""
+            if fit is not None:
+                return dict(fit.counts), False, ""
+            if logits:
+                needed = budget_for(search.least().resident)
+                return None, False, f"with all logits a step needs {binary_size(needed)} at least"
+            return None, False, self._too_small(budget, unconstrained, search.least(), node)
 
         counts, found, why = self._share(stored_or_searched)
+        if counts is None and logits:
+            if not found:
+                self._store.save_refusal(digest, why)
+            raise LogitsTooLargeError(why, budget, unconstrained)
         if counts is None:
             raise MemoryPlanError(why)
         choice = _Choice(counts, counts, budget=budget, found=found)
@@ -272,12 +320,12 @@ class MemoryOptimizer:
         free = free_memory() or machine_memory()
         return int(_SHARE * free / env.local_world_size()) if free else unconstrained.resident
 
-    def _too_small(self, budget: int, unconstrained: Point, least: Point) -> str:
+    def _too_small(self, budget: int, unconstrained: Point, least: Point, node: str) -> str:
         needed = budget_for(least.resident)
         return (
             f"a training graph cannot run within the budget of {binary_size(budget)}: it needs "
             f"{binary_size(needed)} at least, with the plan "
-            f"{', '.join(plan_texts(least.counts)) or 'of no recomputation'} "
+            f"{', '.join(plan_texts(least.counts)) or 'of no recomputation'}{node} "
             f"({binary_size(unconstrained.resident)} without recomputation); set ort_zero.memory.budget to at least "
             f"{_at_least(needed)!r}, or make the batch smaller"
         )

@@ -48,7 +48,9 @@ def run_trials(task: TrialTask, tell: Callable[[int, int, str], None] = lambda d
     if task.steps and decision is not None:
         for n, counts in enumerate(between(decision, task.points), 1):
             tell(len(report.runs), total, f"point {n}")
-            report.runs.append(_run(task, TrialRun(f"point {n}", POINT, task.memory(counts))))
+            # the names of clusters are those of the graph that was planned
+            fused = "on" if decision.get("fused_loss") else None
+            report.runs.append(_run(task, TrialRun(f"point {n}", POINT, task.memory(counts), fused)))
     tell(total, total, "done")
     return report
 
@@ -72,7 +74,7 @@ def _run(task: TrialTask, run: TrialRun) -> TrialRun:
     """Run the script with what `run` says, and note there what it has shown."""
 
     def ask(request: Path, report: str) -> None:
-        TrialRequest(run.memory, task.steps, report).write(request)
+        TrialRequest(run.memory, task.steps, report, run.fuse_loss).write(request)
 
     def is_done(results: Sequence[TrialResult]) -> bool:
         return any(result.state == DONE for result in results)

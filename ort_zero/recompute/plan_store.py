@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx
 import xxhash
@@ -15,12 +16,18 @@ from ort_zero.recompute.options import RecomputeRequest
 from ort_zero.utils.atomic_write import write_json
 
 FORMAT = "ort_zero.plan"
+_REFUSED = "fused_loss"
+"""Key of the reason why head and loss are one node in the graph that is planned."""
 PLANNER_VERSION = 3
 """Grows when the same request is to be planned anew."""
 
 
 def plan_digest(
-    request: RecomputeRequest, model: onnx.ModelProto, sizes: Mapping[str, int], partitioned: Collection[str]
+    request: RecomputeRequest,
+    model: onnx.ModelProto,
+    sizes: Mapping[str, int],
+    partitioned: Collection[str],
+    fixed: int | None = None,
 ) -> str:
     """Return a name for a request and all that its plan depends on.
 
@@ -29,11 +36,13 @@ def plan_digest(
         model: training graph that ORT has optimized, without recomputation.
         sizes: size of each named dimension.
         partitioned: weights that no rank holds in whole.
+        fixed: the budget in bytes, where another graph than `model` has decided on it; None otherwise.
     """
     budget = [request.budget.size, request.budget.relative] if request.budget is not None else None
     about = [
         str(request), budget, request.level, sorted(sizes.items()), sorted(partitioned), FORMAT, PLANNER_VERSION
     ]  # fmt: skip
+    about += [] if fixed is None else [fixed]
     data = model.SerializeToString(deterministic=True) + json.dumps(about).encode()
     return xxhash.xxh3_128_hexdigest(data)
 
@@ -55,12 +64,14 @@ class PlanStore:
     def load(self, digest: str) -> dict[str, int] | None:
         """Return how many places of each cluster a stored plan computes again; None without a plan, or a whole one."""
         try:
-            content = json.loads(self.file(digest).read_text(encoding="utf-8"))
-            if content["format"] != FORMAT:
-                return None
-            return {key: int(count) for key, count in content["counts"].items()}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return {key: int(count) for key, count in self._read(digest)["counts"].items()}
+        except (ValueError, KeyError, AttributeError, TypeError):
             return None
+
+    def refusal(self, digest: str) -> str:
+        """Return why another graph was planned in the place of this one, as :meth:`save_refusal` stored it; or ""."""
+        why = self._read(digest).get(_REFUSED, "")
+        return why if isinstance(why, str) else ""
 
     def save(
         self,
@@ -90,10 +101,27 @@ class PlanStore:
             "unconstrained_bytes": unconstrained,
             "clusters": dict(frequencies),
         }
+        return str(file) if self._written(file, content) else ""
+
+    def save_refusal(self, digest: str, why: str) -> None:
+        """Store that another graph is planned in the place of this one, if this is rank 0."""
+        if env.rank() == 0:
+            self._written(self.file(digest), {"format": FORMAT, _REFUSED: why})
+
+    def _read(self, digest: str) -> dict[str, Any]:
+        """Return what the file of a plan holds; nothing if there is none, or a damaged one."""
+        try:
+            content = json.loads(self.file(digest).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) and content.get("format") == FORMAT else {}
+
+    def _written(self, file: Path, content: dict[str, Any]) -> bool:
+        """Write a file; return whether that was possible."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(file, content, indent=1)
         except OSError as error:
             get_logger().warning("the memory plan cannot be kept in %s: %s", self.folder, error)
-            return ""
-        return str(file)
+            return False
+        return True

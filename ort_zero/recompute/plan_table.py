@@ -32,6 +32,9 @@ def text(decision: Mapping[str, Any], width: int | None = None) -> str:
     else:
         lines.append("ONNX Runtime finds nothing that could be computed again.")
     lines += ["", *plan_lines(decision["plan"], width)]
+    if decision.get("fused_loss"):
+        lines.append(f"head and loss in one node: {decision['fused_loss']}")
+        lines.append('the plan as a list needs "ortmodule": {"fuse_loss": "on"}')
     return "\n".join(lines)
 
 

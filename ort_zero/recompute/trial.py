@@ -43,6 +43,8 @@ class TrialRequest:
     """Calls of the training graph with their backward; 0: the graph is made, and not run."""
     report: str
     """File for the report; rank n appends ``.n``."""
+    fuse_loss: str | None = None
+    """Takes the place of the section's ``ortmodule.fuse_loss``; None leaves that as it is."""
 
     def write(self, path: Path) -> None:
         """Write the file that the environment names."""
@@ -222,4 +224,7 @@ def override_section(
     trial = current_trial()
     if trial is None:
         return memory, section, {}
-    return trial.memory, section.model_copy(update={"fallback": "raise"}), {"trial": trial}
+    update = {"fallback": "raise"}
+    if trial.request.fuse_loss is not None:
+        update["fuse_loss"] = trial.request.fuse_loss
+    return trial.memory, section.model_copy(update=update), {"trial": trial}

@@ -20,6 +20,8 @@ class TrialRun:
     kind: str
     memory: dict[str, Any]
     """The section's part that it ran with."""
+    fuse_loss: str | None = None
+    """The section's ``ortmodule.fuse_loss`` that it ran with; None for the one in the file."""
     decision: dict[str, Any] | None = None
     measured_bytes: int | None = None
     """Bytes by which the process of the rank that takes the most has grown."""

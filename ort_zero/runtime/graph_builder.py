@@ -98,8 +98,8 @@ class GraphBuilder:
         checkpointed = isinstance(self.memory, BlockRecomputation)
         wanted = config.fuse_loss == "on" or (config.fuse_loss == "auto" and self.memory is None)
         self.fuses_loss = manager.training and wanted and not checkpointed
-        """Whether graphs may have head and loss in one node: checkpointed blocks are computed as they stand, and with
-        a memory plan it has to be asked for: shares of what the graph takes without it would be other bytes."""
+        """Whether graphs may have head and loss in one node from the start: checkpointed blocks are computed as they
+        stand, and a memory plan chooses by itself, since a budget is a share of what the graph takes without it."""
         self.fallback_policy = FallbackPolicy(manager.training, ort_compat.register_function)
         self.smaller_parts = SmallerParts(module, excluded, self.fallback_policy)
         self.processor = GraphProcessor(

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters, PlainParameters, full_shape, is_partitioned
 from ort_zero.compat.torch_modules import buffer_table
 from ort_zero.config import OrtModuleConfig
-from ort_zero.errors import MemoryPlanError
+from ort_zero.log import get_logger
 from ort_zero.onnx_edit.node_edits import remove_unread_initializers
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.decision import Decision
-from ort_zero.recompute.optimizer import MemoryOptimizer
+from ort_zero.recompute.graph_model import evaluate
+from ort_zero.recompute.optimizer import LogitsTooLargeError, MemoryOptimizer
 from ort_zero.recompute.options import AUTO
 from ort_zero.runtime.built_graph import BuiltGraph, BuiltModel, ExportedModule
 from ort_zero.runtime.export import pytree
@@ -37,7 +40,7 @@ from ort_zero.runtime.export.repeated_reads import asked_for_twice, without_grad
 from ort_zero.runtime.export_cache.lookup import run_seed, session_of
 from ort_zero.runtime.export_cache.store import ExportCache
 from ort_zero.runtime.fused_loss import operators as fused_operators
-from ort_zero.runtime.fused_loss.rewrite import LARGE, FusedLoss, fuse_loss, without_zeros
+from ort_zero.runtime.fused_loss.rewrite import LARGE, FusedLoss, fuse_loss, shape_of_logits, without_zeros
 from ort_zero.runtime.fused_loss.tied_embedding import add_embeddings_in_place
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard
 from ort_zero.runtime.guards.keys import (
@@ -57,8 +60,21 @@ from ort_zero.runtime.zero3.insert_collectives import insert_collectives
 from ort_zero.runtime.zero3.node_names import TRIGGER
 from ort_zero.statistics.collect import graph_readers
 from ort_zero.utils.progress import Steps
+from ort_zero.utils.sizes import binary_size
 
 _UNREACHABLE = re.compile(r"partial derivative for '(?P<name>.+?)' as it's unreachable from the output")
+
+
+@dataclass(slots=True)
+class _GradientGraph:
+    """ORT's gradient graph with our kernels, or its forward graph."""
+
+    model: onnx.ModelProto
+    info: Any
+    fused: FusedLoss | None
+    """What the node of head and loss has changed; None without one."""
+    kernels: Counter[str] = field(default_factory=Counter)
+    """How many nodes run another kernel than ORT's."""
 
 
 class GraphProcessor:
@@ -119,37 +135,14 @@ class GraphProcessor:
             built: ORT's gradient graph, if there is one already.
         """
         manager = self.manager
-        built = built or self.built(exported, process)
+        graph = self._with_kernels(built or self.built(exported, process))
         parameters = dict(manager.flattened_module.named_parameters())
         wanted, inputs = self._wanted(exported, process)
-        model, info = built.model, built.info
-        name_all_results(model)
-        copy_shared_results(model)
-        kernels: Counter[str] = Counter()
-        if built.fused is not None:
-            fused_operators.register()
-        if manager.device.type == "cpu":
-            unfuse_for_cpu(model)
-            if self.memory is None:  # the buffers of other kernels are not ORT's: a budget would not be kept
-                info, kernels = replace_kernels(
-                    model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())
-                )
-            accept_empty_batches(model)
-        if built.fused is not None:
-            kernels["fused_loss"] += 1
-            if tied := add_embeddings_in_place(model):
-                kernels["tied_embedding"] = tied
         decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
-        if self.memory is not None and ort_compat.has_gradients(model):
+        if self.memory is not None and ort_compat.has_gradients(graph.model):
             with self.timed("memory plan"):
-                try:
-                    model, decision = self._recomputed(self.memory, model, info, sizes, parameters)
-                except MemoryPlanError as error:
-                    if built.fused is not None or not self._could_fuse(exported, wanted):
-                        raise
-                    raise MemoryPlanError(
-                        f'{error}; "ortmodule": {{"fuse_loss": "on"}} needs less: it never holds all logits'
-                    ) from error
+                graph, decision = self._recomputed(self.memory, graph, exported, process, sizes, parameters)
+        model, info, kernels = graph.model, graph.info, graph.kernels
         executor, bridge, digest, gradient = None, None, "no bridge", None
         training = ort_compat.has_gradients(model)
         plan = self._plan(model, parameters, training)
@@ -173,7 +166,7 @@ class GraphProcessor:
 
         session = self._session(run, model, info, gradient, agent)
         held = {*parameters, *dict(manager.flattened_module.named_buffers())}
-        logits = built.fused.returned if built.fused is not None else None
+        logits = graph.fused.returned if graph.fused is not None else None
         seen = exported.effects.results + exported.effects.written
         return BuiltGraph(
             known=KnownGraph(number, exported.key, process, exported.differentiable),
@@ -194,19 +187,62 @@ class GraphProcessor:
             draws_again=agent if decision is None else None,
         )
 
+    def _with_kernels(self, built: BuiltModel) -> _GradientGraph:
+        """Return the graph that ORT has built with the kernels that it is to run with; changes the model."""
+        model, info = built.model, built.info
+        name_all_results(model)
+        copy_shared_results(model)
+        kernels: Counter[str] = Counter()
+        if built.fused is not None:
+            fused_operators.register()
+        if self.manager.device.type == "cpu":
+            unfuse_for_cpu(model)
+            if self.memory is None:  # the buffers of other kernels are not ORT's: a budget would not be kept
+                info, kernels = replace_kernels(
+                    model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())
+                )
+            accept_empty_batches(model)
+        if built.fused is not None:
+            kernels["fused_loss"] += 1
+            if tied := add_embeddings_in_place(model):
+                kernels["tied_embedding"] = tied
+        return _GradientGraph(model, info, built.fused, kernels)
+
     def _recomputed(
         self,
         memory: MemoryOptimizer | BlockRecomputation,
-        model: onnx.ModelProto,
-        info: Any,
+        graph: _GradientGraph,
+        exported: ExportedModule,
+        process: ProcessKey,
         sizes: dict[str, int],
         parameters: dict[str, Any],
-    ) -> tuple[onnx.ModelProto, Decision | None]:
-        """Return the gradient graph that computes activations again, and the plan for it."""
+    ) -> tuple[_GradientGraph, Decision | None]:
+        """Return the gradient graph that computes activations again, and the plan for it.
+
+        Where that suits the budget better, it is another graph: with head and loss in one node.
+        """
         partitioned = {name for name, p in parameters.items() if is_partitioned(p)}
         leave = parameters if self.memory_efficient_gradients else partitioned
-        released = [f"{name}_grad" for name in leave]
-        return memory.recompute(self.manager, model, info, sizes, partitioned=partitioned, released=released)
+        about: dict[str, Any] = {"partitioned": partitioned, "released": [f"{name}_grad" for name in leave]}
+        decision: Decision | None
+        if not isinstance(memory, MemoryOptimizer):
+            graph.model, decision = memory.recompute(self.manager, graph.model, graph.info, sizes, **about)
+            return graph, decision
+        logits = self._logits(exported, sizes) if graph.fused is None else 0
+        try:
+            graph.model, decision = memory.recompute(
+                self.manager, graph.model, graph.info, sizes, **about, logits=logits
+            )
+        except LogitsTooLargeError as refused:
+            get_logger().info(
+                "%s: head and loss are one node, for the budget of %s: %s",
+                type(self.module).__name__, binary_size(refused.budget), refused.why,
+            )  # fmt: skip
+            graph = self._with_kernels(self.built(exported, process, fused=True))
+            graph.model, decision = memory.recompute(
+                self.manager, graph.model, graph.info, sizes, **about, refused=refused
+            )
+        return graph, decision
 
     def _wanted(self, exported: ExportedModule, process: ProcessKey) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the graph inputs whose gradient is wanted, and the arguments among them."""
@@ -219,19 +255,25 @@ class GraphProcessor:
         trained = {name for name, tensor in held if tensor.requires_grad} | set(inputs)
         return tuple(name for name in names if name in trained), inputs
 
-    def built(self, exported: ExportedModule, process: ProcessKey) -> BuiltModel:
-        """Return ORT's gradient graph of an exported module; for inference, its forward graph."""
+    def built(self, exported: ExportedModule, process: ProcessKey, *, fused: bool = False) -> BuiltModel:
+        """Return ORT's gradient graph of an exported module; for inference, its forward graph.
+
+        Args:
+            exported: see :meth:`ort_zero.runtime.graph_builder.GraphBuilder.export`.
+            process: what the gradient graph depends on.
+            fused: head and loss become one node whatever `process` says and however small they are.
+        """
         info = exported.info
 
         def build(more: frozenset[str] = frozenset()) -> BuiltModel:
             wanted, inputs = self._wanted(exported, process)
             asked = tuple(name for name in info.onnx_graph_input_names if name in more.union(wanted))
-            model, fused = info.exported_model, None
-            if process.fused_loss:
-                model, fused = self._fused(model, asked, exported.effects.results)
-            built = BuiltModel(*self.manager.build(model, info.onnx_graph_input_names, asked, inputs), fused)
-            if fused is not None and fused.returned is not None:
-                built.info = without_zeros(built.info, fused.returned)
+            model, changed = info.exported_model, None
+            if fused or process.fused_loss:
+                model, changed = self._fused(model, asked, exported.effects.results, any_size=fused)
+            built = BuiltModel(*self.manager.build(model, info.onnx_graph_input_names, asked, inputs), changed)
+            if changed is not None and changed.returned is not None:
+                built.info = without_zeros(built.info, changed.returned)
             without_gradients(built.model, more.difference(wanted))
             return built
 
@@ -249,22 +291,31 @@ class GraphProcessor:
                 exported.only_read |= exported.unreached
                 return build()
 
-    def _fused(self, model: bytes, trained: Sequence[str], results: int) -> tuple[bytes, FusedLoss | None]:
+    def _fused(
+        self, model: bytes, trained: Sequence[str], results: int, *, any_size: bool
+    ) -> tuple[bytes, FusedLoss | None]:
         """Return an exported model with head and loss in one node, and what that has changed; None where it has not."""
-        least = {"auto": LARGE, "on": 2}.get(self.config.fuse_loss, LARGE)
+        least = 2 if any_size or self.config.fuse_loss == "on" else LARGE
         edited = onnx.load_model_from_string(model)
         fused = fuse_loss(
             edited, frozenset(trained), results=results, least_classes=least, small=self.memory is not None
         )
         return (model, None) if fused is None else (edited.SerializeToString(), fused)
 
-    def _could_fuse(self, exported: ExportedModule, trained: Sequence[str]) -> bool:
-        """Return whether head and loss could be one node, and are not since a memory plan has to ask for it."""
-        if self.config.fuse_loss != "auto" or self.manager.device.type != "cpu":
-            return False
-        if not isinstance(self.memory, MemoryOptimizer) or self.memory.request.mode != AUTO:
-            return False
-        return self._fused(exported.info.exported_model, trained, exported.effects.results)[1] is not None
+    def _logits(self, exported: ExportedModule, sizes: Mapping[str, int]) -> int:
+        """Return how many logits a graph holds of which the memory plan may decide that they never exist at one time.
+
+        Returns:
+            1 where the sizes are not known; 0 where there are none, or the plan has nothing to decide.
+        """
+        automatic = isinstance(self.memory, MemoryOptimizer) and self.memory.request.mode == AUTO
+        if self.config.fuse_loss != "auto" or self.manager.device.type != "cpu" or not automatic:
+            return 0
+        model = onnx.load_model_from_string(exported.info.exported_model)
+        shape = shape_of_logits(model, results=exported.effects.results)
+        if shape is None:
+            return 0
+        return math.prod(evaluate(str(size), sizes) or 0 for size in shape) or 1
 
     def _plan(self, model: onnx.ModelProto, parameters: dict[str, Any], training: bool) -> CollectivePlan | None:
         """Return which collectives a graph needs and where, None if it needs none."""

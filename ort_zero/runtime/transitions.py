@@ -171,8 +171,11 @@ class GraphTransitionManager:
         """Count a call; logits that are read call by call are computed in the graph from now on."""
         self.calls += 1
         self.logit_reads.begin_call()
-        if self.logit_reads.in_a_row >= MOST_READS and self.current is not None and self.current.executor is None:
-            # ranks that share the collectives of their graphs must go on with the same graph
+        graph = self.current
+        if self.logit_reads.in_a_row < MOST_READS or graph is None:
+            return
+        # ranks that share the collectives of their graphs must go on with the same graph, and a budget may need it
+        if graph.executor is None and (graph.memory is None or graph.memory.budget is None):
             self._fuses_loss = False
 
     def check(self, observed: Observed) -> Transition:

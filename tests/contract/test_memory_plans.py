@@ -18,6 +18,7 @@ from ort_zero.errors import ExportError, MemoryPlanError
 from ort_zero.plugin.wrap import wrap_model
 from ort_zero.recompute import candidates, graph_edits, peak_memory
 from ort_zero.recompute.graph_model import GraphModel
+from ort_zero.runtime.transitions import MOST_READS
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
 
@@ -293,18 +294,54 @@ def test_a_budget_that_nothing_fits():
         wrapped(**batch())
 
 
-def test_a_refusal_names_what_never_holds_all_logits():
-    from transformers import GPT2Config, GPT2LMHeadModel
+HALF = {"recompute": "auto", "budget": "50%"}
 
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "use_cache": False}
-    for words, named in ((4096, True), (20, False)):
-        _, wrapped = wrap(
-            GPT2LMHeadModel(GPT2Config(vocab_size=words, **sizes)), {"recompute": "auto", "budget": "1MiB"}
-        )
-        ids = torch.arange(8)[None]
-        with pytest.raises(MemoryPlanError, match="budget of 1 MiB") as caught:
-            wrapped(input_ids=ids, labels=ids)
-        assert ('"fuse_loss": "on"' in str(caught.value)) is named, caught.value
+
+def many_logits(words: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Return a model and 32 x 64 tokens for it, whose logits are most of what a step takes."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, words, (32, 64), generator=torch.Generator().manual_seed(1))
+    return gpt2(words=words, hidden=32, layers=1, positions=64), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("words", "why"), [(2048, "with all logits a step needs"), (4096, "32 MiB of logits need not exist at one time")]
+)
+def test_the_planner_makes_one_node_of_head_and_loss_for_a_budget(words, why, capsys):
+    module, given = many_logits(words)
+    expected = module.train()(**given)
+    expected.loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    for found in (False, True):
+        module.zero_grad()
+        runtime, wrapped = wrap(module, HALF)
+        # logits that are read call by call do not break the budget
+        for _ in range(MOST_READS + 2):
+            module.zero_grad()
+            result = wrapped(**given)
+            result.loss.backward()
+            torch.testing.assert_close(result.logits, expected.logits, rtol=1e-5, atol=1e-5)
+        lines = [line for line in capsys.readouterr().err.splitlines() if "one node" in line]
+        assert len(lines) == 1 and why in lines[0], lines
+        torch.testing.assert_close(result.loss, expected.loss, rtol=1e-5, atol=1e-5)
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
+        status = runtime.status()
+        (decision,) = status["memory"]
+        assert status["graphs"]["training"]["kernels"]["fused_loss"] == 1
+        assert why in decision["fused_loss"] and decision["found"] is found
+        assert decision["predicted_bytes"] <= decision["budget_bytes"] == decision["unconstrained_bytes"] // 2
+
+
+def test_a_budget_that_head_and_loss_in_one_node_does_not_keep_either():
+    module, given = many_logits(2048)
+    _, wrapped = wrap(module, {"recompute": "auto", "budget": "5%"})
+    with pytest.raises(MemoryPlanError, match="and head and loss in one node"):
+        wrapped(**given)
+    _, wrapped = wrap(module, HALF, fuse_loss="off")
+    with pytest.raises(MemoryPlanError) as caught:
+        wrapped(**given)
+    assert "one node" not in str(caught.value)
 
 
 def test_torch_checkpointing_is_refused_with_what_to_use_instead():

@@ -25,11 +25,14 @@ from ort_zero.testing.ranks import run_on_ranks
 WORDS, HIDDEN, LENGTH, BATCH = 256, 128, 64, 24
 STEPS = 2
 BLOCKS = {"checkpointing": "recompute"}
+MANY_LOGITS = "many logits"
 
 
 def build(kind: str) -> torch.nn.Module:
     """Return the model, the same on every rank and at every call, with dropout."""
     torch.manual_seed(0)
+    if kind == MANY_LOGITS:
+        return gpt2(words=4096, hidden=32, layers=1, positions=LENGTH, **DROPOUT["gpt2"])
     make = {"gpt2": gpt2, "bert": bert}[kind]
     return make(words=WORDS, hidden=HIDDEN, layers=2, positions=LENGTH, **DROPOUT[kind])
 
@@ -133,6 +136,8 @@ CASES = [
     ("zero_2_efficient_accumulation", "bert", 2, AUTO, {"efficient": True, "gas": 2}),
     ("zero_3_all", "gpt2", 3, {"recompute": "all"}, {}),
     ("zero_3_auto", "bert", 3, {"recompute": "auto", "budget": "96%"}, {}),
+    ("zero_1_head_and_loss", MANY_LOGITS, 1, {"recompute": "auto", "budget": "60%"}, {}),
+    ("zero_3_head_and_loss", MANY_LOGITS, 3, {"recompute": "auto", "budget": "60%"}, {}),
     ("zero_2_blocks", "bert", 2, BLOCKS, {"efficient": True, "gas": 2}),
     ("zero_3_blocks", "gpt2", 3, BLOCKS, {}),
 ]
@@ -153,7 +158,11 @@ def test_the_same_training(name):
         assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0
         assert report["plain"]["memory"] == []
         (decision,) = status["memory"]
-        if decision["blocks"] is None:
+        node = name.endswith("head_and_loss")
+        assert bool(decision["fused_loss"]) is node
+        if node:
+            assert status["graphs"]["training"]["kernels"]["fused_loss"] == 1
+        elif decision["blocks"] is None:
             assert decision["plan"] and sum(row["actual"] for row in decision["table"]) > 0
         assert decision["predicted_bytes"] < decision["unconstrained_bytes"]
         assert decision["measured_bytes"] > 0

@@ -27,7 +27,8 @@ budget = current_trial().request.memory.get("budget")
 plan = current_trial().request.memory["recompute"]
 print("arguments", sys.argv[1:])
 with open(os.environ["SEEN"], "a") as file:
-    file.write(json.dumps([current_trial().request.memory, current_trial().request.steps, sys.argv[1:]]) + "\\n")
+    request = current_trial().request
+    file.write(json.dumps([request.memory, request.steps, sys.argv[1:], request.fuse_loss]) + "\\n")
 result = TrialResult("done", measured_bytes={measured} * 2**20 if plan != "off" else 200 * 2**20)
 result.step_seconds = [9.0, 0.25, 0.5] if plan == "off" else [9.0, 0.5, 0.75]
 if current_trial().request.steps == 0:
@@ -78,8 +79,8 @@ def test_a_plan_is_printed_written_and_within_the_budget(folder, capsys):
                   '{"recompute": "auto", "budget": "60%", "level": 1}'):  # fmt: skip
         assert words in out, words
     off, auto = seen(folder)
-    assert off == [{"recompute": "off"}, 3, ["--lr", "1", "x y"]]
-    assert auto == [{"recompute": "auto", "budget": "60%", "level": 1}, 3, ["--lr", "1", "x y"]]
+    assert off == [{"recompute": "off"}, 3, ["--lr", "1", "x y"], None]
+    assert auto == [{"recompute": "auto", "budget": "60%", "level": 1}, 3, ["--lr", "1", "x y"], None]
 
 
 def test_json_is_one_object(folder, capsys):
@@ -90,8 +91,8 @@ def test_json_is_one_object(folder, capsys):
         "without recomputation", "budget 60%",
     ]  # fmt: skip
     assert set(found["runs"][1]) == {
-        "name", "kind", "memory", "decision", "measured_bytes", "seconds_per_step", "step_seconds", "ranks", "error",
-        "predicted_bytes", "off",
+        "name", "kind", "memory", "fuse_loss", "decision", "measured_bytes", "seconds_per_step", "step_seconds",
+        "ranks", "error", "predicted_bytes", "off",
     }  # fmt: skip
     assert found["runs"][1]["measured_bytes"] == 101 * MIB == found["runs"][1]["decision"]["measured_bytes"]
 
@@ -126,6 +127,17 @@ def test_a_plot_measures_points_between(folder, capsys):
     assert run("--budget", "60%", "--plot", "p.svg") == 0
     assert [one[0]["recompute"] for one in seen(folder)] == ["off", "auto", ["A+:1:2"], ["A+:1:4"]]
     assert "</svg>" in (folder / "p.svg").read_text() and "plot: p.svg" in capsys.readouterr().out
+
+
+def test_points_of_a_graph_with_head_and_loss_in_one_node_have_that_node(folder, capsys):
+    text = SCRIPT.replace("found=False,", "found=False, fused_loss='32 MiB of logits',").format(
+        measured=101, plan=["A+:1:3"]
+    )
+    script(folder, text=text)
+    assert run("--budget", "60%", "--plot", "p.svg") == 0
+    assert [one[3] for one in seen(folder)] == [None, None, "on", "on"]
+    out = capsys.readouterr().out
+    assert "head and loss in one node: 32 MiB of logits" in out and '"ortmodule": {"fuse_loss": "on"}' in out
 
 
 def test_without_measuring_there_is_one_run(folder, capsys):

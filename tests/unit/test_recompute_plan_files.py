@@ -37,3 +37,12 @@ def test_what_is_no_plan_is_planned_anew(tmp_path, damage):
     content = json.loads(store.file("0123").read_text())
     store.file("0123").write_text(json.dumps(content | damage) if damage else '{"format')
     assert store.load("0123") is None
+
+
+def test_why_another_graph_was_planned_is_kept_and_is_no_plan(tmp_path):
+    store = PlanStore(tmp_path)
+    assert store.refusal("0123") == ""
+    store.save_refusal("0123", "32 MiB of logits")
+    assert store.refusal("0123") == "32 MiB of logits" and store.load("0123") is None
+    store.file("0123").write_text("{")
+    assert store.refusal("0123") == ""

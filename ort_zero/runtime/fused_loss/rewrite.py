@@ -59,19 +59,38 @@ def fuse_loss(
         small: compute fewer logits at a time: takes less memory, and longer.
     """
     values = GraphValues(model, _PREFIX)
-    heads = [head for node in model.graph.node if (head := find_head(values, node)) is not None]
-    # of several heads each has rows and logits of its own
-    if len(heads) != 1 or heads[0].classes < least_classes:
+    head = _head_of(values, results)
+    if head is None or head.classes < least_classes:
         return None
-    head = heads[0]
     names = [output.name for output in model.graph.output]
-    if head.output and names.index(head.output) >= results:
-        return None
     operators.register()
     _insert(model, values, head, head.weight in trained, _logits_at_once(head, small))
     if not head.output:
         return FusedLoss(None)
     return FusedLoss(ReturnedLogits(names.index(head.output), len(names), 2 if head.bias else 1))
+
+
+def shape_of_logits(model: onnx.ModelProto, *, results: int) -> list[int | str] | None:
+    """Return the sizes of the logits that :func:`fuse_loss` would not compute as a whole, None if there are none.
+
+    Args:
+        model: see :func:`fuse_loss`.
+        results: see :func:`fuse_loss`.
+    """
+    values = GraphValues(model, _PREFIX)
+    head = _head_of(values, results)
+    return None if head is None else [*(values.shape(head.hidden) or [""])[:-1], head.classes]
+
+
+def _head_of(values: GraphValues, results: int) -> Head | None:
+    """Return the head that can be one node with its loss; None if there is none, or more than one."""
+    graph = values.graph
+    heads = [head for node in graph.node if (head := find_head(values, node)) is not None]
+    # of several heads each has rows and logits of its own
+    if len(heads) != 1:
+        return None
+    names = [output.name for output in graph.output]
+    return None if heads[0].output and names.index(heads[0].output) >= results else heads[0]
 
 
 def without_zeros(info: GraphInfo, returned: ReturnedLogits) -> GraphInfo:
