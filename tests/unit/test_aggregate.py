@@ -223,6 +223,23 @@ def test_remote_source_and_destination(tmp_path):
         fs.rm("/agg", recursive=True)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_little_of_a_store_is_read_twice_whoever_writes_what(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(aggregation_ranges, "ALIGNMENT", 4096)
+    monkeypatch.setattr(aggregation_ranges, "BORDER_ALIGNMENT", 64)
+    tensors = {(kind, f"{number}"): torch.randn(size) for number, size in enumerate((40_000, 9_001, 20_000))
+               for kind in (MASTER, "exp_avg")}  # fmt: skip
+    fs = fsspec.filesystem("memory")
+    write("memory://few/src", tensors, aliases={}, frozen=[])
+    try:
+        report = aggregate("memory://few/src", tmp_path / "out", what="weights+optimizer", workers=workers)
+    finally:
+        fs.rm("/few", recursive=True)
+    needed = sum(value.nbytes for value in tensors.values())
+    assert needed <= report.bytes_read <= 1.05 * needed, report.bytes_read / needed
+    assert same(load_file(tmp_path / "out/model.safetensors"), {n: v for (k, n), v in tensors.items() if k == MASTER})
+
+
 def test_remote_failure_leaves_nothing(monkeypatch):
     fs = fsspec.filesystem("memory")
     write("memory://agg/src")

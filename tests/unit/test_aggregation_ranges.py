@@ -8,7 +8,7 @@ import pytest
 
 from ort_zero.checkpoint.aggregation import aggregation_ranges
 from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, make_plan
-from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange, overlapping, shares
+from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange, checks, overlapping, shares
 from ort_zero.checkpoint.aggregation.aggregation_windows import windows
 from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import MASTER, Piece, Source, Tensor
@@ -87,6 +87,33 @@ def test_windows_hold_every_element_once_in_the_order_of_the_output(monkeypatch,
             assert {name: size for name, size in read.items() if size} == {
                 e.name: e.tensor.nbytes for e in file.entries if e.nbytes
             }
+
+
+@pytest.mark.parametrize("slack", [0, 700, 1 << 30])
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_each_piece_is_checked_by_one_writer_who_writes_most_of_it(monkeypatch, dtype, slack):
+    monkeypatch.setattr(aggregation_ranges, "ALIGNMENT", 512)
+    monkeypatch.setattr(aggregation_ranges, "BORDER_ALIGNMENT", 8)
+    for count in (2, 5, 100):
+        files = some_files(count, dtype)
+        parts: dict[tuple[str, int], list[tuple[bool, int]]] = {}
+        for share in shares(files, count, slack):
+            for part in share:
+                written: dict[tuple[str, int], int] = {}
+                owned: dict[tuple[str, int], bool] = {}
+                for window in windows(part, 256):
+                    for read in window.reads:
+                        key = (read.entry.name, read.piece.start)
+                        written[key] = written.get(key, 0) + read.length
+                        owned[key] = checks(part, read.entry, read.piece)
+                for key, length in written.items():
+                    parts.setdefault(key, []).append((owned[key], length))
+        cut = [found for found in parts.values() if len(found) > 1]
+        assert cut or slack
+        for found in parts.values():
+            assert [length for owned, length in found if owned] == [max(length for _, length in found)]
+        if slack == 1 << 30 and dtype == "keep":
+            assert not [found for found in cut if min(length for _, length in found) >= 8]
 
 
 def test_what_lies_in_a_range():

@@ -15,11 +15,15 @@ import pytest
 import torch
 from deepspeed_checkpoints import read
 
+from ort_zero.checkpoint.conversions import converting
+from ort_zero.checkpoint.conversions.conversion import Conversion
 from ort_zero.checkpoint.conversions.converting import convert
+from ort_zero.checkpoint.files.storage import LocalFolder
 from ort_zero.checkpoint.format.flat_groups import zero3_groups, zero12_groups
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.opening import open_checkpoint
-from ort_zero.checkpoint.records import Source
+from ort_zero.checkpoint.reads.leftovers import Leftovers
+from ort_zero.checkpoint.records import MASTER, Piece, Source
 from ort_zero.cli.main import main
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
@@ -176,6 +180,46 @@ def test_remote_folders(tmp_path, to):
         assert_same(open_checkpoint("memory://convert/out/t"), open_checkpoint(str(tmp_path / "back")))
     finally:
         remote.rm("/convert", recursive=True)
+
+
+@pytest.mark.parametrize("block", [1 << 20, 4096])
+@pytest.mark.parametrize(("to", "stage"), [("ort_zero", 1), ("deepspeed", 3)])
+@pytest.mark.parametrize(("old", "new"), [(3, 2), (2, 5), (1, 4), (4, 1)])
+def test_a_piece_that_ranks_share_is_read_once(tmp_path, monkeypatch, block, to, stage, old, new):
+    monkeypatch.setattr(LocalFolder, "block", block)
+    made = []
+    monkeypatch.setattr(converting, "Conversion", lambda **fields: made.append(Conversion(**fields)) or made[-1])
+    tensors = {(kind, name): torch.randn(size) for name, size in (("a", 30_011), ("b", 20_000), ("c", 5))
+               for kind in (MASTER, "exp_avg", "exp_avg_sq")}  # fmt: skip
+    checkpoint_files.write(tmp_path / "t", tensors, ranks=old, aliases={}, frozen=[])
+    report = convert(tmp_path / "t", tmp_path / "new", to=to, stage=stage, world_size=new, progress=False)
+    found = open_checkpoint(report.destination)
+    assert found.world_size == new and verify(report.destination, progress=False).ok
+    values = values_of(found)
+    assert all(torch.equal(values[key], value) for key, value in tensors.items())
+    needed = sum(value.nbytes for value in tensors.values())
+    (work,) = made
+    assert needed <= work.folder.bytes_read <= 1.05 * needed, work.folder.bytes_read / needed
+
+
+def test_bytes_that_are_kept_lie_in_no_file_once_they_were_taken(tmp_path):
+    leftovers = Leftovers(str(tmp_path))
+    pieces = [Piece("file", 100 * number, 40, 0, "check") for number in range(3)]
+    for piece in pieces[:2]:
+        leftovers.room(piece, piece.offset + 10)[:] = bytes(range(10, 40))
+    leftovers.next_file()
+    leftovers.room(pieces[2], 220)[:] = bytes(range(20, 40))
+    assert leftovers.take(pieces[0], 5, 10) is None and leftovers.take(pieces[0], 10, 5) == bytes(range(10, 15))
+    files = {kept.scratch for kept in leftovers._kept.values()}
+    assert len(files) == 2
+    taken = [leftovers.take(piece, piece.offset + 15, 25) for piece in pieces[:2]]
+    assert leftovers.take(pieces[0], 15, 25) is None
+    assert sorted(file._file.closed for file in files) == [False, True]
+    assert taken == [bytes(range(15, 40))] * 2
+    leftovers.close()
+    assert all(file._file.closed for file in files)
+    leftovers.wanted = False
+    assert leftovers.room(pieces[0], 10) is None
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):

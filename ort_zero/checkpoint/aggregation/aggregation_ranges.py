@@ -6,14 +6,19 @@ and cores busy. The cuts lie at multiples of :data:`ALIGNMENT` in the file, so t
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile
+from ort_zero.checkpoint.aggregation.aggregation_plan import OutputEntry, OutputFile
+from ort_zero.checkpoint.files.dtypes import itemsize
+from ort_zero.checkpoint.records import Piece
 
 ALIGNMENT = 1 << 20
 """Bytes: cuts lie at multiples of it in the output file. A multiple of every element's size."""
+BORDER_ALIGNMENT = 64 << 10
+"""The same for cuts beside the border of a piece; the largest page of any system."""
 
 
 class FileRange(NamedTuple):
@@ -24,39 +29,88 @@ class FileRange(NamedTuple):
     """First byte in the file; 0 means that the header belongs to the part."""
     end: int
     """The byte after the last one."""
+    cuts: tuple[int, ...] = ()
+    """Where the file is cut for all of its writers, in order; its own begin and end are not among them."""
 
 
-def shares(files: Sequence[OutputFile], count: int) -> list[list[FileRange]]:
+def shares(files: Sequence[OutputFile], count: int, slack: int = 0) -> list[list[FileRange]]:
     """Return `count` lists of ranges that together cover all bytes of `files` once, of about equal size.
 
     The ranges of a list follow each other. The same on every rank.
+
+    Args:
+        files: the output files.
+        count: number of writers.
+        slack: bytes by which a cut may be moved to the border of a piece: one in its middle lets bytes be read twice.
     """
     total = sum(file.size for file in files)
     cuts = [total * number // count for number in range(1, count)]
     found: list[list[FileRange]] = [[] for _ in range(count)]
     start = 0
     for file in files:
-        inside = [_cut(file, cut - start) if cut > start else 0 for cut in cuts]
+        inside = list(accumulate((_cut(file, cut - start, slack) if cut > start else 0 for cut in cuts), max))
         borders = [0, *(min(max(border, 0), file.size) for border in inside), file.size]
+        own = tuple(sorted({border for border in borders if 0 < border < file.size}))
         for number, (begin, end) in enumerate(zip(borders, borders[1:])):
             if end > begin:
-                found[number].append(FileRange(file, begin, end))
+                found[number].append(FileRange(file, begin, end, own))
         start += file.size
     return found
 
 
-def _cut(file: OutputFile, position: int) -> int:
+def checks(part: FileRange, entry: OutputEntry, piece: Piece) -> bool:
+    """Return whether the writer of a range compares a piece with its checksum: of several, the one with most of it."""
+    begin, end = _span(part.file, entry, piece)
+    cuts = part.cuts[bisect_right(part.cuts, begin) : bisect_left(part.cuts, end)]
+    borders = [begin, *cuts, end]
+    low, high = max(zip(borders, borders[1:]), key=lambda pair: pair[1] - pair[0])
+    return part.begin <= low and high <= part.end
+
+
+def _span(file: OutputFile, entry: OutputEntry, piece: Piece) -> tuple[int, int]:
+    """Return the first byte of a piece in the output file, and the one after its last."""
+    width, out_width = itemsize(entry.tensor.dtype), itemsize(entry.dtype)
+    begin = len(file.header) + entry.offset + piece.start * out_width
+    return begin, begin + piece.length // width * out_width
+
+
+def _cut(file: OutputFile, position: int, slack: int) -> int:
     """Return where to cut a file that would be cut at `position`."""
     if position >= file.size:
         return file.size
     aligned = position // ALIGNMENT * ALIGNMENT
+    if slack:
+        border = _nearest_border(file, position)
+        if abs(border - position) <= slack:
+            aligned = (border + BORDER_ALIGNMENT // 2) // BORDER_ALIGNMENT * BORDER_ALIGNMENT
+    if aligned >= file.size:
+        return file.size
     data = aligned - len(file.header)
     if data <= 0:
         return 0
-    entry = file.entries[bisect_right(file.entries, data, key=lambda e: e.offset) - 1]
+    entry = _entry_at(file, data)
     if entry.tensor.strides is not None:  # it is read whole, by the writer of its begin
         return len(file.header) + entry.offset
     return aligned
+
+
+def _nearest_border(file: OutputFile, position: int) -> int:
+    """Return the byte of a file nearest to `position` at which a piece begins or ends."""
+    data = position - len(file.header)
+    if data <= 0:
+        return len(file.header)
+    entry = _entry_at(file, data)
+    pieces = entry.tensor.pieces
+    if not pieces:
+        return len(file.header) + entry.offset
+    element = (data - entry.offset) // itemsize(entry.dtype)
+    piece = pieces[max(0, bisect_right(pieces, element, key=lambda piece: piece.start) - 1)]
+    return min(_span(file, entry, piece), key=lambda border: abs(border - position))
+
+
+def _entry_at(file: OutputFile, data: int) -> OutputEntry:
+    """Return the entry that holds a byte of the data section."""
+    return file.entries[bisect_right(file.entries, data, key=lambda e: e.offset) - 1]
 
 
 def overlapping(part: FileRange) -> Iterator[tuple[int, int, int]]:

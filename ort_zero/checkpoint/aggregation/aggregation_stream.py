@@ -17,7 +17,7 @@ from typing import IO, Any
 import xxhash
 
 from ort_zero.checkpoint.aggregation.aggregation_plan import OutputEntry, OutputFile
-from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange
+from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange, checks
 from ort_zero.checkpoint.aggregation.aggregation_windows import PieceRead, Stretch, Window, windows
 from ort_zero.checkpoint.files.casting import all_finite, as_integers, cast, rows_of
 from ort_zero.checkpoint.files.dtypes import itemsize
@@ -138,6 +138,7 @@ class Streamer:
         if part.begin == 0:
             out.write(part.file.header)
         writer = _Writer(out, self.findings)
+        reader.begin(part)
         for window in windows(part, self._window):
             if self._stop.is_set():
                 raise _Stopped
@@ -167,6 +168,11 @@ class _Reader:
         self._later: list[tuple[str, int, list[memoryview]]] | None = None if isinstance(source, LocalFolder) else []
         """What is to be read of a store, in one call for a whole window; a local file is read at once."""
 
+    def begin(self, part: FileRange) -> None:
+        """Take what follows as that of another range."""
+        if self._pieces is not None:
+            self._pieces.begin(part)
+
     def read(self, window: Window) -> memoryview:
         """Return the bytes of a window, in a buffer that the next call uses again.
 
@@ -193,7 +199,7 @@ class _Reader:
     def finish_piece(self) -> None:
         """Check the piece at the end of a range, of which another thread writes the rest."""
         if self._pieces is not None:
-            self._pieces.finish(self._buffer)
+            self._pieces.finish()
 
     def parts(self) -> list[Part]:
         """Return what was read of records."""
@@ -251,13 +257,21 @@ def _place(read: PieceRead) -> tuple[str, int]:
 
 
 class _PieceChecks:
-    """Compares pieces with their hash while their bytes pass in the order of the output."""
+    """Compares pieces with their hash while their bytes pass in the order of the output.
+
+    Where a range ends inside of a piece, the writer with most of it checks it, and reads the rest for nothing else.
+    """
 
     def __init__(self, source: Folder):
         self._source = source
         self._hash = xxhash.xxh3_64()
+        self._part: FileRange | None = None
         self._open: PieceRead | None = None
-        """The read before, if its piece is not complete yet and was read from its begin."""
+        """The read before, if its piece is checked here and is not complete yet."""
+
+    def begin(self, part: FileRange) -> None:
+        """Take what follows as that of another range."""
+        self._part, self._open = part, None
 
     def add(self, read: PieceRead, view: memoryview) -> None:
         """Take the next bytes; at the end of a piece compare.
@@ -266,31 +280,35 @@ class _PieceChecks:
             CorruptCheckpointError: the piece is not what was saved.
         """
         piece, end = read.piece, read.offset + read.length
-        if read.offset == piece.offset:
-            if read.length == piece.length:
-                self._compare(read.entry, piece, xxhash.xxh3_64_hexdigest(view))
+        if read.length == piece.length:
+            self._compare(read.entry, piece, xxhash.xxh3_64_hexdigest(view))
+            return
+        if self._open is None:
+            assert self._part is not None, "a range has begun"
+            if not checks(self._part, read.entry, piece):
                 return
             self._hash.reset()
-        elif self._open is None:
-            return  # its begin is in another range, whose thread checks all of it
+            self._read_only(piece, piece.offset, read.offset)
         self._hash.update(view)
         self._open = read
         if end == piece.offset + piece.length:
             self._open = None
             self._compare(read.entry, piece, self._hash.hexdigest())
 
-    def finish(self, buffer: memoryview) -> None:
+    def finish(self) -> None:
         """Read the rest of the piece that the range cut, only to check it."""
-        read = self._open
-        if read is None:
-            return
-        end = read.piece.offset + read.piece.length
-        for position in range(read.offset + read.length, end, len(buffer)):
-            view = buffer[: min(len(buffer), end - position)]
-            self._source.read_into(read.piece.file, position, view)
+        read, self._open = self._open, None
+        if read is not None:
+            self._read_only(read.piece, read.offset + read.length, read.piece.offset + read.piece.length)
+            self._compare(read.entry, read.piece, self._hash.hexdigest())
+
+    def _read_only(self, piece: Piece, begin: int, end: int) -> None:
+        """Add bytes of a file to the hash."""
+        buffer = memoryview(bytearray(min(CHUNK, end - begin)))
+        for position in range(begin, end, CHUNK):
+            view = buffer[: min(CHUNK, end - position)]
+            self._source.read_into(piece.file, position, view)
             self._hash.update(view)
-        self._open = None
-        self._compare(read.entry, read.piece, self._hash.hexdigest())
 
     def _compare(self, entry: OutputEntry, piece: Piece, found: str) -> None:
         if found != piece.check:

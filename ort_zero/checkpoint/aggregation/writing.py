@@ -12,7 +12,7 @@ from ort_zero.checkpoint.aggregation.aggregation_ranges import shares
 from ort_zero.checkpoint.aggregation.aggregation_stream import Findings, Streamer
 from ort_zero.checkpoint.aggregation.output_files import OutputFiles
 from ort_zero.checkpoint.aggregation.publishing import Publication, publish
-from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.files.storage import Folder, LocalFolder
 from ort_zero.checkpoint.model_files.adapters import Merge
 from ort_zero.checkpoint.piece_runs import first_and_count
 from ort_zero.checkpoint.reads.record_checks import Part, check_record
@@ -24,6 +24,8 @@ from ort_zero.utils.text import shortened
 
 _LEAST_OF_A_THREAD = 16 << 20
 """Bytes below which another thread does not pay."""
+_SHARES_PER_SLACK = 16
+"""A share of what is written takes at most so many times what the cut beside it may be moved by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,10 @@ def write(
     cut = [file for file in job.plan.files if target.takes_ranges and file.format == "safetensors"]
     whole = [file for file in mine if file not in cut]
     threads = _workers(workers, sum(file.size for file in job.plan.files), ranks.size)
-    ranges = shares(cut, threads * ranks.size)[threads * ranks.rank :][:threads]
+    slack = sum(file.size for file in cut)
+    if isinstance(folder, LocalFolder):  # there, a balance is worth more than bytes that lie in memory anyway
+        slack //= threads * ranks.size * _SHARES_PER_SLACK
+    ranges = shares(cut, threads * ranks.size, slack)[threads * ranks.rank :][:threads]
     total = _source_bytes(job.plan.files) // ranks.size
     outputs = OutputFiles(target, job.token)
     try:

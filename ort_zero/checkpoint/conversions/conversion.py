@@ -11,6 +11,7 @@ import torch
 from ort_zero.checkpoint.files.scratch import Scratch
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader
+from ort_zero.checkpoint.reads.leftovers import Leftovers
 from ort_zero.checkpoint.reads.reading import ReadRequest
 from ort_zero.checkpoint.reads.training_state import TrainingState, read_training_state
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source, Tensor
@@ -53,7 +54,9 @@ class Conversion:
 
     def __post_init__(self) -> None:
         self.folder = open_folder(self.source.root)
-        self.reader = CheckedReader(self.folder, self.source.files)
+        self.leftovers = Leftovers(self._place())
+        self.leftovers.wanted = False
+        self.reader = CheckedReader(self.folder, self.source.files, self.leftovers)
         self.scratch = Scratch()
         self.masters = self.source.by_name(MASTER)
         self.frozen = {n: t for n, t in self.source.by_name(WEIGHT).items() if n.rpartition(".")[2] != EXTRA_STATE}
@@ -88,8 +91,21 @@ class Conversion:
     def new_scratch(self) -> None:
         """Give the room for tensors back, and have new room."""
         self.scratch.close()
-        place = self.target.url if isinstance(self.target, LocalFolder) else None
-        self.scratch = Scratch(place)
+        self.scratch = Scratch(self._place())
+
+    def new_rank(self, *, last: bool) -> None:
+        """Begin with the next of the ranks whose parts are written here, in their order."""
+        self.new_scratch()
+        self.leftovers.next_file()
+        self.leftovers.wanted = not last
+
+    def close(self) -> None:
+        """Remove what is temporary."""
+        self.scratch.close()
+        self.leftovers.close()
+
+    def _place(self) -> str | None:
+        return self.target.url if isinstance(self.target, LocalFolder) else None
 
     def whole(self, tensor: Tensor, dtype: torch.dtype, requests: list[ReadRequest]) -> torch.Tensor:
         """Return room for a whole tensor, in its shape; what has to be read into it is appended to `requests`."""

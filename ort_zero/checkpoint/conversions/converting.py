@@ -87,7 +87,8 @@ def convert(
     """Write the checkpoint `src` into ``dst/TAG`` in the format `to`; what is read is never changed.
 
     Masters, moments and everything else keep every bit; weights in 16 bits follow from the masters by a cast. Memory is
-    bounded by what the operating system keeps of files; one rank's part lies in a temporary file meanwhile.
+    bounded by what the operating system keeps of files; one rank's part lies in a temporary file meanwhile, with what
+    the next ranks need of the pieces that were read for it.
 
     Args:
         src: folder or fsspec URL of a checkpoint of ours or DeepSpeed's, or of several.
@@ -139,7 +140,7 @@ def convert(
         _discard(work, ranks, written)
         raise
     finally:
-        work.scratch.close()
+        work.close()
     return ConvertReport(
         source=source.root,
         source_format=source.format,
@@ -234,7 +235,8 @@ def _make_target(parent: Folder, place: Folder, choices: Wanted) -> str:
 def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
     """Write all files into the target. All ranks must call."""
     choices = work.wanted
-    shares = range(ranks.rank, choices.world_size, ranks.size)
+    # neighbours, which share pieces of the source
+    shares = range(*(choices.world_size * number // ranks.size for number in (ranks.rank, ranks.rank + 1)))
     parts: dict[int, bytes] = {}
     with (
         ranks.raise_on_all("converting"),
@@ -249,7 +251,7 @@ def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
                 convert_universal.write_rest(work)
         else:
             for rank in shares:
-                work.new_scratch()
+                work.new_rank(last=rank == shares[-1])
                 if choices.to == "ort_zero":
                     parts[rank] = convert_ours.write_rank(work, rank)
                 else:

@@ -1,8 +1,9 @@
 """Reads ranges of stored tensors into memory, each byte once, and compares them with their checksums on the way.
 
 Neighbouring ranges of a file are read together. A piece with a checksum of its own is read whole, since the checksum
-covers all of it; where a format checks whole records (the zip of ``torch.save``), the CRC of what was read is kept, and
-the ranks together check the records, see :func:`check_records_of`.
+covers all of it; what is not wanted of it may be kept for the next read. Where a format checks whole records (the zip
+of ``torch.save``), the CRC of what was read is kept, and the ranks together check the records, see
+:func:`check_records_of`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import xxhash
 
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder
+from ort_zero.checkpoint.reads.leftovers import Leftovers
 from ort_zero.checkpoint.reads.reading import ReadRequest, overlaps
 from ort_zero.checkpoint.reads.record_checks import Part, check_record
 from ort_zero.checkpoint.records import File, Piece, Tensor
@@ -45,6 +47,11 @@ class WantedBytes(NamedTuple):
     target: torch.Tensor
     """1-D and contiguous, in CPU memory, of any dtype."""
 
+    @property
+    def wanted(self) -> int:
+        """Number of bytes in the file that go to the target."""
+        return self.target.numel() * dtypes.itemsize(self.tensor.dtype)
+
 
 class CheckedReader:
     """Fills targets from the files of one checkpoint.
@@ -52,6 +59,7 @@ class CheckedReader:
     Args:
         folder: folder of the checkpoint.
         files: its files by name.
+        leftovers: keeps the ends of pieces that are read for their checksum alone; later reads take them from there.
 
     Attributes:
         parts: what was read of records that have a CRC.
@@ -59,8 +67,9 @@ class CheckedReader:
 
     parts: list[Part]
 
-    def __init__(self, folder: Folder, files: Mapping[str, File]):
+    def __init__(self, folder: Folder, files: Mapping[str, File], leftovers: Leftovers | None = None):
         self._folder = folder
+        self._leftovers = leftovers
         self._records = {file.name: sorted(file.records) for file in files.values() if file.records}
         self._block = folder.block
         self._buffer = memoryview(bytearray(self._block))
@@ -79,10 +88,28 @@ class CheckedReader:
                 self._read_strided(request)
                 continue
             for item in wanted_of(request):
-                by_file.setdefault(item.piece.file, []).append(item)
+                if not self._taken(item):
+                    by_file.setdefault(item.piece.file, []).append(item)
         for name, items in by_file.items():
             items.sort(key=lambda item: item.low)
             self._read_file(name, items)
+
+    def _taken(self, item: WantedBytes) -> bool:
+        """Fill a target with bytes that an earlier read has left, if it has."""
+        if self._leftovers is None or item.piece.check is None:
+            return False
+        kept = self._leftovers.take(item.piece, item.begin, item.wanted)
+        if kept is None:
+            return False
+        for position in range(0, len(kept), self._block):
+            _put(item, kept[position : position + self._block], position)
+        return True
+
+    def _room(self, item: WantedBytes) -> memoryview | None:
+        """Return room for what is read of a piece behind the wanted bytes, None if nobody wants it."""
+        if self._leftovers is None or item.piece.check is None:
+            return None
+        return self._leftovers.room(item.piece, item.begin + item.wanted)
 
     def _read_file(self, name: str, items: list[WantedBytes]) -> None:
         batch: list[WantedBytes] = []
@@ -109,13 +136,15 @@ class CheckedReader:
             if item.piece.check is not None:
                 own = view[item.low - start : item.high - start]
                 self._compare(item, xxhash.xxh3_64_hexdigest(own))
-            size = item.target.numel() * dtypes.itemsize(item.tensor.dtype)
-            _put(item, view[item.begin - start : item.begin - start + size], 0)
+            wanted_end = item.begin - start + item.wanted
+            _put(item, view[item.begin - start : wanted_end], 0)
+            if (room := self._room(item)) is not None:
+                room[:] = view[wanted_end : item.high - start]
 
     def _read_large(self, name: str, item: WantedBytes) -> None:
         """Read one piece block by block, straight into its target where that takes the bytes as they are."""
         digest = xxhash.xxh3_64()
-        size = item.target.numel() * dtypes.itemsize(item.tensor.dtype)
+        size, room = item.wanted, self._room(item)
         straight = _bytes_of(item)
         position = item.low
         while position < item.high:
@@ -123,9 +152,13 @@ class CheckedReader:
             if straight is not None and 0 <= low < size:
                 high = min(high, size)
                 view = self._bring(name, position, item.begin + high, straight[low:high])
+            elif room is not None and low >= size:
+                view = self._bring(name, position, item.begin + high, room[low - size : high - size])
             else:
                 if low < 0:
                     high = min(high, 0) if straight is not None else high
+                if room is not None and low < size:
+                    high = min(high, size)
                 view = self._bring(name, position, item.begin + high, self._buffer[: high - low])
                 begin, end = max(low, 0), min(high, size)
                 if begin < end:
