@@ -33,6 +33,10 @@ _PREFIX = "ort_zero/ranks"
 """The beginning of all keys. The store may outlive a restart of the ranks: each then clears its own keys."""
 _noted: list[Any] = []
 """The store in which this process has noted itself last."""
+_remembered: dict[int, _Rank] = {}
+"""What other ranks had noted when this one last looked, for when the store is out of reach."""
+_NAMED = 8
+"""Largest number of ranks that may be out of reach and are named one by one."""
 
 
 class _Rank(NamedTuple):
@@ -63,7 +67,20 @@ def note_this_rank() -> None:
     _noted[:] = [store]
     for key in (error_key(rank), f"{_PREFIX}/failed/{rank}", failures_key(rank)):
         store.delete_key(key)
-    store.set(f"{_PREFIX}/at/{rank}", f"{socket.gethostname()} {os.getpid()}")
+    store.set(_place_key(rank), f"{socket.gethostname()} {os.getpid()}")
+
+
+def remember_ranks() -> None:
+    """Keep what other ranks have noted so far: where the store is on a host that is gone, nobody else can tell it.
+
+    Does nothing before :func:`note_this_rank`.
+    """
+    if _noted:
+        _remembered.update(_read(_noted[0]))
+
+
+def _place_key(rank: int) -> str:
+    return f"{_PREFIX}/at/{rank}"
 
 
 def error_key(rank: int) -> str:
@@ -124,18 +141,31 @@ def missing_ranks() -> str:
     if found is not None:
         return found
     where = f"{os.environ.get('MASTER_ADDR', 'the first host')}:{os.environ.get('MASTER_PORT', '')}"
-    return f"a collective failed, and {where}, where the ranks meet, does not answer: that host or the network is down"
+    text = f"a collective failed, and {where}, where the ranks meet, does not answer: that host or the network is down"
+    far = [str(other) for _, other in sorted(_remembered.items()) if other.host != socket.gethostname()]
+    more = f" and {len(far) - _NAMED} more" if len(far) > _NAMED else ""
+    return f"{text}; on other hosts than this one: {', '.join(far[:_NAMED])}{more}" if far else text
+
+
+def _read(store: Any) -> dict[int, _Rank]:
+    """Return what the other ranks have noted."""
+    import torch.distributed as dist
+
+    numbers = [number for number in range(dist.get_world_size()) if number != dist.get_rank()]
+    if not store.check([_place_key(number) for number in numbers]):  # one request for all of them, as a rule
+        numbers = [number for number in numbers if store.check([_place_key(number)])]
+    others = {}
+    for number, noted in zip(numbers, store.multi_get([_place_key(number) for number in numbers]), strict=True):
+        host, _, process = noted.decode().rpartition(" ")
+        others[number] = _Rank(number, host, int(process))
+    return others
 
 
 def _look() -> str:
     import torch.distributed as dist
 
     store, me = default_store(), dist.get_rank()
-    others = {}
-    for number in range(dist.get_world_size()):
-        if number != me and store.check([f"{_PREFIX}/at/{number}"]):
-            host, _, process = store.get(f"{_PREFIX}/at/{number}").decode().rpartition(" ")
-            others[number] = _Rank(number, host, int(process))
+    others = _read(store)
     said = _known(store, others)
     deadline = time.monotonic() + min(SECONDS, _ENDING_SECONDS)
     while not said and time.monotonic() < deadline:

@@ -12,7 +12,7 @@ from ort_zero import config, env, log
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import third_party
 from ort_zero.distributed import lone_failures
-from ort_zero.distributed.missing_ranks import note_this_rank
+from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import metrics, profiled_script, registry, statistics, summary
 from ort_zero.plugin.wrap import wrap_model
@@ -23,6 +23,7 @@ from ort_zero.zero3_hooks import backend_context
 def _engine_init(original):
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
+        note_this_rank()  # what the ranks exchange while the engine is made lets each find the others afterwards
         bound, ds_config = ds_compat.config_of(original, self, args, kwargs)
         section = config.section_of(ds_config)
         if section is None:
@@ -68,7 +69,8 @@ def _engine_init(original):
 
 def _note(engine: Any) -> None:
     """Let subscribers know the stage, also without a section; nothing here may keep an engine from being made."""
-    note_this_rank()
+    note_this_rank()  # if the engine itself has made the process group
+    remember_ranks()
     lone_failures.prepare()
     from ort_zero.statistics.collect.subscriber_manager import remember_zero_stage
 

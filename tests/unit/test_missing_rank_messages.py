@@ -28,6 +28,9 @@ class Store(dict):
     def get(self, key: str) -> bytes:
         return self[key]
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self[key] for key in keys]
+
 
 @pytest.fixture
 def store(monkeypatch) -> Store:
@@ -93,7 +96,16 @@ def test_a_store_that_does_not_answer_is_named(store, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node0")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(missing_ranks, "_look", lambda: __import__("time").sleep(5))
-    assert "node0:29500, where the ranks meet, does not answer" in missing_ranks.missing_ranks()
+    assert missing_ranks.missing_ranks().endswith("does not answer: that host or the network is down")
+    monkeypatch.setattr(missing_ranks, "_noted", [store])
+    monkeypatch.setattr(missing_ranks, "_remembered", {})
+    missing_ranks.remember_ranks()
+    assert missing_ranks.missing_ranks() == (
+        "a collective failed, and node0:29500, where the ranks meet, does not answer: that host or the network is "
+        "down; on other hosts than this one: rank 2 (far, process 12), rank 3 (far, process 13)"
+    )
+    monkeypatch.setattr(missing_ranks, "_NAMED", 1)
+    assert missing_ranks.missing_ranks().endswith(": rank 2 (far, process 12) and 1 more")
 
 
 @pytest.mark.parametrize(
