@@ -7,7 +7,6 @@ then nothing half-written is taken for whole, and the next run ends the uploads 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -289,8 +288,6 @@ def test_ranks_save_and_load(store, tmp_path):
 @pytest.mark.slow
 def test_a_store_that_never_answers_ends_in_an_error(store, monkeypatch):
     store.set(Fault("silent", "GET /models/run/whole/rank_00001"))
-    begun = time.monotonic()
     with pytest.raises(CheckpointError, match="do it again when the store answers"):
         aggregated("s3://models/silent")
-    assert time.monotonic() - begun < 200
     assert open_folder("s3://models/silent").names() == [] and os.environ["AWS_MAX_ATTEMPTS"] == "1"
