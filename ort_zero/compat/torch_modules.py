@@ -120,6 +120,19 @@ def is_complex(buffer: Any) -> bool:
     return buffer is not None and buffer.is_complex()
 
 
+def attributes_held(module: Any) -> dict[str, Any]:
+    """Return the attributes of a module without those that torch keeps about it; its buffers and submodules count."""
+    kept = vars(_bare_module()).keys() - {BUFFER_TABLE, "_modules", "training"}
+    return {name: value for name, value in vars(module).items() if name not in kept}
+
+
+@functools.cache
+def _bare_module() -> Any:
+    import torch
+
+    return torch.nn.Module()
+
+
 def forward_hooks(module: Any) -> Mapping[str, list[Callable]]:
     """Return the hooks around the forward of `module`, in their order, by the name of torch's table.
 

@@ -142,6 +142,13 @@ def filled_cache(layers: int = 2):
     return cache
 
 
+def states_in(cache):
+    """Return the (keys, values) of each layer; transformers kept them in two lists first."""
+    if hasattr(cache, "layers"):
+        return [(layer.keys, layer.values) for layer in cache.layers]
+    return list(zip(cache.key_cache, cache.value_cache, strict=True))
+
+
 def test_a_cache_is_dropped_in_training():
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -155,13 +162,12 @@ def test_a_cache_is_rebuilt_in_inference():
 
     cache = filled_cache()
     found, schema = flatten({"cache": cache}, drop_caches=False)
-    assert [t.abs().max().item() for t in found] == [5.0, 5.0, 15.0, 15.0]
+    assert sorted(t.abs().max().item() for t in found) == [5.0, 5.0, 15.0, 15.0]
     again = unflatten(found, schema)["cache"]
     assert type(again) is DynamicCache
     assert again.get_seq_length() == 3
-    for old, new in zip(cache.layers, again.layers, strict=True):
-        assert torch.equal(old.keys, new.keys)
-        assert torch.equal(old.values, new.values)
+    for old, new in zip(states_in(cache), states_in(again), strict=True):
+        assert torch.equal(old[0], new[0]) and torch.equal(old[1], new[1])
 
 
 def test_caches_of_every_kind_come_back_in_inference_and_are_dropped_in_training():
@@ -173,9 +179,9 @@ def test_caches_of_every_kind_come_back_in_inference_and_are_dropped_in_training
     again = unflatten([t + 1 for t in found], schema)
     assert type(again) is EncoderDecoderCache
     for part in ("self_attention_cache", "cross_attention_cache"):
-        before, after = getattr(cache, part).layers[0], getattr(again, part).layers[0]
+        before, after = getattr(cache, part), getattr(again, part)
         assert type(after) is type(before)
-        assert torch.equal(after.keys, before.keys + 1)
+        assert torch.equal(states_in(after)[0][0], states_in(before)[0][0] + 1)
     found, schema = flatten(cache, drop_caches=True)
     assert (found, unflatten([], schema)) == ([], None)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ort_zero.compat.torch_modules import attributes_held
+
 PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, torch.layout, slice)
 """Types of the values that compare by what they are, and are constants of a graph."""
 
@@ -19,7 +21,8 @@ def is_plain(kind: type) -> bool:
     """Return whether instances of the class are what their attributes are: no module, function, class or type of C."""
     called = any("__call__" in vars(cls) for cls in kind.__mro__)
     if called or issubclass(kind, (type, torch.nn.Module, ModuleType, Iterator)):
-        return False
+        if not is_cache_type(kind):  # in transformers up to 4.48 that is a module, though it has no forward
+            return False
     plain = kind.__new__ is object.__new__ or issubclass(kind, SimpleNamespace)
     return plain and _slots_of(kind) is not None
 
@@ -44,14 +47,25 @@ def attributes_in(item: Any) -> list[tuple[str, Any]]:
     """Return the (name, value) pairs of an object's attributes, those in slots first."""
     missing = object()
     slots = [(name, getattr(item, name, missing)) for name in _slots_of(type(item)) or ()]
-    return [pair for pair in slots if pair[1] is not missing] + list(getattr(item, "__dict__", {}).items())
+    own = attributes_held(item) if isinstance(item, torch.nn.Module) else getattr(item, "__dict__", {})
+    return [pair for pair in slots if pair[1] is not missing] + list(own.items())
+
+
+def bare(kind: Any) -> Any:
+    """Return an instance without the attributes that :func:`attributes_in` finds: ``__init__`` may want more."""
+    made = kind.__new__(kind)
+    if isinstance(made, torch.nn.Module):
+        torch.nn.Module.__init__(made)
+    return made
 
 
 def holds_tensors(item: Any, seen: set[int], depth: int = 6) -> bool:
     """Return True if a computed tensor is inside `item`; modules and their parameters are no results."""
     if isinstance(item, torch.Tensor):
         return not isinstance(item, torch.nn.Parameter)
-    if depth == 0 or id(item) in seen or callable(item) or isinstance(item, (*PLAIN, torch.nn.Module, ModuleType)):
+    if depth == 0 or id(item) in seen or isinstance(item, (*PLAIN, ModuleType)):
+        return False
+    if (callable(item) or isinstance(item, torch.nn.Module)) and not is_cache(item):
         return False
     seen.add(id(item))
     if isinstance(item, Mapping):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from ort_zero.errors import LayoutError
-from ort_zero.runtime.export.plain_objects import PLAIN, attributes_in, holds_tensors, is_cache, is_plain
+from ort_zero.runtime.export.plain_objects import PLAIN, attributes_in, bare, holds_tensors, is_cache, is_plain
 from ort_zero.runtime.export.structures import (
     ConstantLeaf,
     GivenLeaf,
@@ -336,8 +336,7 @@ class _Unflattener:
         if item.origin is not None:
             result = self._originals[item.origin]
         else:
-            kind: Any = item.kind
-            result = kind.__new__(kind)  # __init__ may want more than the attributes
+            result = bare(item.kind)
         self.built[item.number] = result
         for name, part in item.items:
             object.__setattr__(result, name, self(part))
