@@ -73,8 +73,9 @@ def scaled_dot_product_attention(g: Any, query: Any, key: Any, value: Any, *rest
     """
     from torch.onnx import symbolic_opset14
 
-    mask, *options, shared = rest  # dropout, causal, scale; enable_gqa
-    if Symbolic.integer(shared, "enable_gqa"):
+    mask, *options = rest[:4]  # dropout, causal, scale
+    shared = rest[4:]  # enable_gqa, from torch 2.5 on
+    if shared and Symbolic.integer(shared[0], "enable_gqa"):
         heads = Symbolic.sizes(query)[-3]
         key, value = (_repeat_heads(g, part, heads) for part in (key, value))
     if Symbolic.is_none(mask):
