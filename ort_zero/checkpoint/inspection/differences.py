@@ -92,7 +92,7 @@ class _Values:
         if not bool(unlike.any()):
             return
         wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
-        x, y = a[unlike].to(wide), b[unlike].to(wide)
+        x, y = _selectable(a)[unlike].to(wide), _selectable(b)[unlike].to(wide)
         distance = (x - y).abs().nan_to_num(nan=math.inf, posinf=math.inf)
         if atol or rtol:
             far = distance > atol + rtol * y.abs().nan_to_num(nan=0.0, posinf=0.0)
@@ -279,12 +279,17 @@ def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return where the values differ: two NaN are alike, whole numbers are compared exactly."""
     if a.dtype is not b.dtype:
         a, b = a.double(), b.double()
-    elif a.element_size() == 1 and a.is_floating_point():
-        a, b = a.float(), b.float()
+    else:
+        a, b = _selectable(a), _selectable(b)
     unlike = a != b
     if a.is_floating_point() or a.is_complex():
         unlike &= ~(a.isnan() & b.isnan())
     return unlike
+
+
+def _selectable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the same values that can be compared and indexed: 8-bit floats cannot on older torch."""
+    return tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor
 
 
 def _chunks(folder: Folder, tensor: Tensor) -> Iterator[torch.Tensor]:
