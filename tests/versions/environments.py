@@ -41,6 +41,7 @@ def environment(pair: Pair, folder: Path) -> Path | None:
     shares = pair.python == _this_python()
     if shares:
         (site / "below.pth").write_text(f"import site; site.addsitedir({sysconfig.get_paths()['purelib']!r})\n")
+        _copy_script(python, "ort-zero")
     else:
         _pip(python, "--upgrade", "pip", "setuptools", "wheel")
     for package in pair.packages:
@@ -53,6 +54,14 @@ def environment(pair: Pair, folder: Path) -> Path | None:
         _pip(python, "-c", str(ROOT / "constraints.txt"), f"{ROOT}[{extras}]")
     (folder / ".ready").touch()
     return python
+
+
+def _copy_script(python: Path, name: str) -> None:
+    """Write a program of the pinned environment's into another one, to be run by that one's interpreter."""
+    text = Path(sysconfig.get_path("scripts"), name).read_text(encoding="utf-8")
+    script = python.with_name(name)
+    script.write_text(f"#!{python}\n{text.partition(chr(10))[2]}", encoding="utf-8")
+    script.chmod(0o755)
 
 
 def interpreter(version: str) -> str | None:
