@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import numpy as np
 import onnxruntime
@@ -109,8 +110,10 @@ def test_models_whose_loss_reads_the_logits_too_or_does_not(name):
     unused = {"relu_gradient", "batch_norm", "convolution"} | ({"weight_gradient"} if name == "bert" else set())
     assert status["graphs"]["training"]["kernels"].keys() == expected - unused
     assert status["graphs"]["training"]["kernels"]["cross_entropy"] == 2
-    # nobody fills a tensor of the logits' size with zeros for a gradient that nobody gives
-    assert 1 not in runtime.modes[True].current.session.info.output_grad_indices_require_full_shape
+    # nobody fills a tensor of the logits' size with zeros for a gradient that nobody gives; transformers 4 up to 4.48
+    # takes a slice of the logits for GPT-2's loss, whose gradient is such a tensor
+    sliced = "lm_logits[..., :-1, :]" in inspect.getsource(type(reference).forward)
+    assert sliced or 1 not in runtime.modes[True].current.session.info.output_grad_indices_require_full_shape
 
 
 class Pictures(nn.Module):

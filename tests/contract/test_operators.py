@@ -614,6 +614,10 @@ add(
 )
 
 
+if not hasattr(torch.ops.aten, "_safe_softmax"):  # before torch 2.5 a query without any key gives NaN
+    del CASES["attention mask of all keys"], CASES["attention bias of all keys"]
+
+
 def _padded_left(x):
     return (torch.arange(5) >= 2) | (x[:, :1, :1] > 9)[:, None]
 
@@ -753,7 +757,8 @@ layer("Unfold", "planes", lambda: nn.Unfold(3, padding=1, stride=2))
 layer("Fold", "planes", lambda: nn.Fold((8, 7), 2), lambda t, net: net.layer(t.reshape(t.shape[0], 4, 42)))
 layer("PixelShuffle", "planes", lambda: nn.PixelShuffle(2))
 layer("PixelUnshuffle", "planes", lambda: nn.PixelUnshuffle(2), lambda t, net: net.layer(t[:, :, :6]))
-layer("ChannelShuffle", "planes", lambda: nn.ChannelShuffle(2))
+if hasattr(torch.ops.aten, "_safe_softmax"):  # before torch 2.5 it has no gradient
+    layer("ChannelShuffle", "planes", lambda: nn.ChannelShuffle(2))
 layer("Flatten and Unflatten", "planes", lambda: nn.Sequential(nn.Flatten(), nn.Unflatten(1, (8, 21))))
 layer("MaxPool1d", "words", lambda: nn.MaxPool1d(2, stride=1))
 layer("MaxPool2d", "planes", lambda: nn.MaxPool2d(2))

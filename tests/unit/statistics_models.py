@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import tiny_models
 import torch
 from torch import nn
@@ -124,7 +126,19 @@ def other_activation(module: nn.Module) -> None:
 
 def scaled_softmax(module: nn.Module) -> None:
     """Scale attention's scores by a tenth more."""
-    module.scaling *= 1.1
+    if hasattr(module, "scaling"):
+        module.scaling *= 1.1
+        return
+    softmax, attention = F.softmax, F.scaled_dot_product_attention
+
+    def change(forward, *args, **kwargs):  # transformers before 4.48 has the scale in its code
+        with (
+            mock.patch.object(F, "softmax", lambda scores, *a, **k: softmax(1.1 * scores, *a, **k)),
+            mock.patch.object(F, "scaled_dot_product_attention", lambda q, *a, **k: attention(1.1 * q, *a, **k)),
+        ):
+            return forward(*args, **kwargs)
+
+    _changed(module, change)
 
 
 def other_epsilon(module: nn.Module) -> None:

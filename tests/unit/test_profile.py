@@ -112,11 +112,15 @@ def test_nodes_of_bodies_are_part_of_the_node_with_the_body(tmp_path):
     assert first == [("Add", 30e-6), ("Loop", 50e-6), ("Sub", 5e-6)] and second == [("Add", 10e-6)]
 
 
+LATER_OPERATORS = {"aten::_safe_softmax", "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"}
+"""Operators that the lowest version of torch does not have."""
+
+
 def test_operators_stand_in_one_group_each_and_exist():
     names = [name for operators in operator_groups._GROUPS.values() for name in operators.split()]
     assert len(names) == len(set(names))
-    unknown = [name for name in names if name.startswith("aten::") and not hasattr(torch.ops.aten, name[6:])]
-    assert not unknown
+    unknown = {name for name in names if name.startswith("aten::") and not hasattr(torch.ops.aten, name[6:])}
+    assert unknown <= LATER_OPERATORS
     assert operator_groups.group_of("Gemm") == operator_groups.group_of("aten::addmm") == "matrix products"
     assert operator_groups.group_of("com.example::Foo") == operator_groups.OTHER
 
