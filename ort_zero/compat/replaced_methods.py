@@ -14,6 +14,12 @@ from typing import Any
 import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_IN_PYTHON = {
+    name: method
+    for name, method in vars(torch.Tensor).items()
+    if type(method) is FunctionType and method.__code__.co_filename.startswith(_TORCH)
+}
+"""The methods that torch defines in Python: they tell a mode what stands in ``torch.Tensor`` too."""
 
 
 def called_method(func: Any) -> Any:
@@ -23,5 +29,6 @@ def called_method(func: Any) -> Any:
         return func
     for name, value in vars(torch.Tensor).items():
         if value is func or getattr(value, "unobserved", None) is func:
-            return getattr(torch._C.TensorBase, name, func)
+            below = getattr(torch._C.TensorBase, name, func)
+            return _IN_PYTHON.get(name, func if below is getattr(object, name, None) else below)
     return func

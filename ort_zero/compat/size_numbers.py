@@ -176,6 +176,7 @@ class SizeNumbers:
                 self._take(tensor)
             return hash(self.number_in(tensor))
 
+        hash_.unobserved = original  # type: ignore[attr-defined]
         return hash_
 
     def _repr(self, original: Any) -> Any:
@@ -189,6 +190,7 @@ class SizeNumbers:
                 self._take(tensor)
             return repr(self.number_in(tensor))
 
+        repr_.unobserved = original  # type: ignore[attr-defined]
         return repr_
 
     def _of_number(self, name: str) -> Any:

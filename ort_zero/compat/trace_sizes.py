@@ -114,6 +114,8 @@ class SizeReads:
         origins: of the same trace.
         running: returns the innermost module that runs.
         not_expressible: called with tensors and a description for what depends on more than the sizes of arguments.
+        reads_data: called with a method, the tensor that it is called of, the calling frame, and whether for a truth
+            value, for what Python code takes from elements of tensors.
     """
 
     def __init__(
@@ -124,11 +126,13 @@ class SizeReads:
         origins: Origins,
         running: Callable[[], torch.nn.Module | None],
         not_expressible: Callable[[list[torch.Tensor], str], None],
+        reads_data: Callable[[Any, torch.Tensor, FrameType, bool], None] = lambda *_: None,
     ):
         self.reads: list[SizeRead] = []
         self._origins = origins
         self._running = running
         self._not_expressible = not_expressible
+        self._reads_data = reads_data
         self._slices = TraceSlices([_traced(t) for t in arguments], names, [_traced(t) for t in varying])
         with untraced():
             self.shapes = tuple(tensor.shape for tensor in arguments)
@@ -203,6 +207,8 @@ class SizeReads:
             result = original(tensor, *args, **kwargs)
             if _C._is_tracing() and not (is_runtime((frame := sys._getframe(1)).f_code.co_filename)):
                 self._note_if_decides(tensor, kind, frame)
+                if kind in _OF_ELEMENTS:
+                    self._reads_data(original, tensor, frame, kind is TRUTH)
                 if self._numbers is not None and kind in _OF_ELEMENTS and self._numbers.includes(tensor):
                     return _AS_NUMBER.get(original.__name__, lambda _: result)(self.value_of(tensor))
             return result

@@ -52,6 +52,8 @@ CHECKING = frozenset(function for name, function in vars(torch.nn.functional).it
 """Functions that compare their numbers with limits before they take them for Python numbers."""
 EMBEDDINGS = frozenset((torch.nn.functional.embedding, torch.nn.functional.embedding_bag))
 """Functions that may scale the weight that they are given."""
+FORMATTING = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
+"""Functions that make a text of a tensor."""
 STORAGES = frozenset({torch.Tensor.untyped_storage, torch.Tensor.storage})
 BOOKKEEPING = frozenset({"_version", "requires_grad", "grad_fn", "is_leaf", "layout"})
 """Properties of a tensor that say nothing about its values."""

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from ort_zero.compat.deepspeed_parameters import is_partitioned
+from ort_zero.compat.frames import is_only_message
 from ort_zero.compat.impure_calls import is_time, notice_time, noticed
 from ort_zero.compat.replaced_methods import called_method
 from ort_zero.compat.size_calls import counted_axis, have_one_shape, note_call, numbers_among, uses_of
@@ -35,6 +37,7 @@ from ort_zero.compat.traced_calls import (
     COUNTS,
     EMBEDDINGS,
     EQUALITIES,
+    FORMATTING,
     MOST_VALUES,
     READS,
     STORAGES,
@@ -132,9 +135,17 @@ class _Observer(TorchFunctionMode):
         self.gradients = GradientReads(inputs.frozen, inputs.originals)
         self._normalised: dict[torch.nn.Module, tuple[torch.Tensor, bool]] = {}
         """Last result and mode of each module that keeps running statistics: its calls change them in turn."""
+        self._inside: Any = None
+        """The function of torch that runs, whose own reads no mode is told of; None outside of all."""
         self._sized = next((tensor for tensor in inputs.arguments if tensor.dim()), None)
         self.sizes = SizeReads(
-            inputs.arguments, inputs.names, inputs.attributes, self.origins, self.running, self._guard_sizes
+            inputs.arguments,
+            inputs.names,
+            inputs.attributes,
+            self.origins,
+            self.running,
+            self._guard_sizes,
+            self._guard_inside,
         )
         self.size_numbers = SizeNumbers(self._take_number, self.sizes.value_of, inputs.numbers)
         self.sizes.numbers = self.size_numbers
@@ -185,8 +196,12 @@ class _Observer(TorchFunctionMode):
             self.sizes.note(same, TRUTH)
         uses = [(t, uses_of(t)) for t in given[1:] if self._may_become_number(t)]
         sizes = [(t, uses_of(t)) for t in numbers_among((args, kwargs))]
-        with trace_goes_on():
-            result = self._called(func, args, kwargs)
+        outer, self._inside = self._inside, func if read is None else None
+        try:
+            with trace_goes_on():
+                result = self._called(func, args, kwargs)
+        finally:
+            self._inside = outer
         self._views.note(func, args, kwargs, result)
         self.aliases.note(func, args, kwargs, result)
         note_call(self.sizes, func, args, kwargs, result, sizes)
@@ -383,6 +398,15 @@ class _Observer(TorchFunctionMode):
             read.of_attribute = True
             tensor = tensor != 0  # all that is asked for of a number; see TracedNumbers.refuse_read
         self.guards.append(Guard(tensor, tensor.detach().flatten().tolist(), read))
+
+    def _guard_inside(self, method: Any, tensor: torch.Tensor, frame: FrameType, truth: bool) -> None:
+        """Guard what a function of PyTorch, or one that it is given, reads: this mode is off meanwhile."""
+        if self._inside is None:
+            return
+        formats = self._inside in FORMATTING
+        if (formats or not truth) and is_only_message(frame, text=formats):
+            return
+        self._guard_if_data(method, tensor, READS.get(method, "takes a tensor for a Python value"))
 
     def _read(self, func: Any, args: tuple, kwargs: dict) -> ValueReadError | None:
         """Return what `func` does if its result is Python's and depends on data.

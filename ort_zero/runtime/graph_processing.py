@@ -48,6 +48,7 @@ from ort_zero.runtime.guards.keys import (
     PostExportProcessedModelInfo,
     ProcessKey,
 )
+from ort_zero.runtime.kernels.label_checks import check_labels
 from ort_zero.runtime.kernels.own_results import copy_shared_results
 from ort_zero.runtime.kernels.replace import replace_kernels
 from ort_zero.runtime.kernels.table import chosen
@@ -202,6 +203,7 @@ class GraphProcessor:
                     model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())
                 )
             accept_empty_batches(model)
+            check_labels(model)
         if built.fused is not None:
             kernels["fused_loss"] += 1
             if tied := add_embeddings_in_place(model):

@@ -100,3 +100,21 @@ def test_nothing_is_selected(name):
     for mask in ([True, False, True], [False] * 3, [True] * 3):
         compare(((wrapped, module), reference), (x, torch.tensor(mask)))
     assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 3, "backward": 3}
+
+
+@pytest.mark.parametrize("in_torch", [False, True], ids=["result", "node"])
+def test_a_gradient_of_nothing_is_expanded(in_torch):
+    """Of a sum, whose gradient has strides of 0."""
+    module = Selects(lambda model, y, mask: (y[mask].cumprod(0) if in_torch else y[mask], y))
+    reference = copy.deepcopy(module)
+    runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    for mask in ([True, False, True], [False] * 3, [True] * 3):
+        found = []
+        for model, own in ((wrapped, module), (reference, reference)):
+            model.zero_grad()
+            chosen, whole = model(x, torch.tensor(mask))
+            (chosen.sum() + whole.square().mean()).backward()
+            found.append([chosen.detach(), *(p.grad for p in own.layer.parameters())])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 3, "backward": 3}

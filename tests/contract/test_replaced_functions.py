@@ -171,3 +171,21 @@ def test_cached_results_that_are_cleared(kind):
 
     status = run_side_by_side(Cached if kind == "method" else lambda: model(forward), changing(change))
     assert status["graphs"]["training"]["exports"] >= 2
+
+
+def test_a_text_of_tensors_of_the_program(monkeypatch, capsys):
+    """As packages for debugging have: torch tells of a method that it defines in Python what stands in its place."""
+    own, written = torch.Tensor.__repr__, []
+
+    def text(tensor, **options):
+        written.append(tensor)
+        return f"a tensor: {own(tensor, **options)}"
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", text)
+
+    def forward(self, x):
+        print(x)
+        return self.c(self.a(x))
+
+    run_side_by_side(lambda: model(forward))
+    assert "a tensor: a tensor" not in capsys.readouterr().out and written

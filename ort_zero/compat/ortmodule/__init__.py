@@ -6,7 +6,13 @@ execution manager, :mod:`.sessions` what runs a graph; :mod:`.functions` registe
 site-packages is edited.
 """
 
-from ort_zero.compat.ortmodule.functions import onnx_type, register_aten_gradient, register_function, with_all_gradients
+from ort_zero.compat.ortmodule.functions import (
+    contiguous,
+    onnx_type,
+    register_aten_gradient,
+    register_function,
+    with_all_gradients,
+)
 from ort_zero.compat.ortmodule.loading import import_ortmodule, is_ortmodule, run_aten_nodes
 from ort_zero.compat.ortmodule.manager import Manager
 from ort_zero.compat.ortmodule.patches import patches, symbolic_patches
@@ -21,6 +27,7 @@ __all__ = [
     "Recompute",
     "Session",
     "attach",
+    "contiguous",
     "guard_agent",
     "has_gradients",
     "import_ortmodule",

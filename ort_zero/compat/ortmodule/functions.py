@@ -80,6 +80,11 @@ def registered_shapes(node: Any, input_shapes: list, input_types: list) -> list 
     return rule(node, input_shapes, input_types)[0] if rule is not None else None
 
 
+def contiguous(tensor: Any) -> Any:
+    """Return `tensor` laid out row by row, as ORT takes it: PyTorch calls every layout of no elements contiguous."""
+    return tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
+
+
 def onnx_type(torch_dtype: Any) -> int:
     """Return the ONNX element type of a torch dtype."""
     from onnxruntime.training.utils import pytorch_type_to_onnx_dtype

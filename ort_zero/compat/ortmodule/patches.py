@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from ort_zero.compat.ortmodule.functions import SYMBOLICS, with_all_gradients
+from ort_zero.compat.ortmodule.functions import SYMBOLICS, contiguous, with_all_gradients
 from ort_zero.compat.ortmodule.loading import PACKAGE
 from ort_zero.compat.ortmodule.runner import current_runner, runner_of, running
 from ort_zero.compat.ortmodule.sessions import AllInputs
@@ -42,6 +42,11 @@ def patches() -> tuple[Patch, ...]:
             f"{PACKAGE}._utils:check_for_name_collisions_and_bind_methods_to_ortmodule",
             _patch_bind_methods,
             "methods stay bound to the user's module",
+        ),
+        _patch(
+            f"{PACKAGE}._utils:_torch_tensor_to_dlpack",
+            _patch_torch_tensor_to_dlpack,
+            "tensors without elements in any layout",
         ),
         _patch(
             f"{PACKAGE}:_defined_from_envvar",
@@ -221,6 +226,15 @@ def _patch_create_autofunction_class(original: Callable) -> Callable:
         return function
 
     return _create_autofunction_class
+
+
+def _patch_torch_tensor_to_dlpack(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _torch_tensor_to_dlpack(tensor):
+        # the gradient of a sum over nothing is expanded, which ORT refuses
+        return original(tensor if tensor.numel() else contiguous(tensor))
+
+    return _torch_tensor_to_dlpack
 
 
 def _patch_defined_from_envvar(original: Callable) -> Callable:

@@ -21,6 +21,7 @@ _SCHEMAS = (
     "cross_entropy(Tensor logits, Tensor labels, int ignored, bool mean) -> (Tensor, Tensor)",
     "cross_entropy_backward(Tensor grad, Tensor logits, Tensor labels, Tensor scale, Tensor? other, int ignored)"
     " -> Tensor",
+    "checked_labels(Tensor labels, Tensor logits, int ignored) -> Tensor",
     "relu_backward(Tensor grad, Tensor y) -> Tensor",
     "convolution_backward(Tensor grad, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation,"
     " int groups, bool[] wanted) -> (Tensor, Tensor, Tensor)",
@@ -110,6 +111,24 @@ def cross_entropy_backward(
         if added is not None:
             out.add_(added[at : at + size])
     return result
+
+
+def checked_labels(labels: torch.Tensor, logits: torch.Tensor, ignored: int) -> torch.Tensor:
+    """Return `labels`, which ORT's kernels take for places in memory without a look at them.
+
+    Args:
+        labels: [rows, ...], integers.
+        logits: [rows, classes, ...].
+        ignored: the label of a row that has none.
+
+    Raises:
+        IndexError: a label is no class.
+    """
+    wrong = (labels < 0) | (labels >= logits.shape[1])
+    wrong &= labels != ignored
+    if wrong.any():
+        raise IndexError(f"Target {labels[wrong][0].item()} is out of bounds.")
+    return labels.clone()
 
 
 def relu_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -275,7 +275,7 @@ def masked_fill(g: Any, self: Any, mask: Any, value: Any) -> Any:
 
 _WITHOUT_WHERE = {"Bool": 9, "Char": 3, "Short": 5}
 """TorchScript's name of element types for which ORT has no Where, to their numbers in ONNX."""
-_INT32 = 6
+_INT32, _INT64 = 6, 7
 
 
 def _cast_back(g: Any, selected: Any, result: TracedValue) -> Any:
@@ -311,6 +311,87 @@ def _known(values: list[TracedValue], result: TracedValue) -> list[int | None]:
     return sizes
 
 
+def gather(g: Any, self: Any, dim: Any, index: Any, sparse_grad: Any = None) -> Any:
+    """Export ``aten::gather``; an index below 0 is an error."""
+    return Symbolic.original("aten::gather", g.opset)(g, self, dim, _from_the_start(g, index), sparse_grad)
+
+
+def index(g: Any, self: Any, indices: Any) -> Any:
+    """Export ``aten::index`` by several tensors as a GatherND, which counts places below 0 from the end of their axis.
+
+    torch's own computes places in the flattened tensor, of which those below 0 and behind the end lie in other rows.
+
+    Raises:
+        ValueError: a mask of several axes is among them, or a mask beside others; then PyTorch runs it.
+    """
+    node = Symbolic.traced(g, self, indices)
+    given = node.inputs[1].items or []
+    axes = [axis for axis, value in enumerate(given) if value.is_tensor]
+    masks = [value for value in given if value.is_tensor and value.scalar_type in ("Bool", "Byte")]
+    if masks and (len(axes) > 1 or (len(given) > 1 and masks[0].rank != 1)):
+        raise ValueError("an index by masks and other tensors, or by a mask of several axes behind a slice")
+    if len(axes) < 2 or any(given[axis].scalar_type is None for axis in axes):
+        return Symbolic.original("aten::index", g.opset)(g, self, indices)
+    places = [g.op("Cast", given[axis].converted, to_i=_INT64) for axis in axes]
+    nothing = places[0]
+    for place in places[1:]:
+        nothing = g.op("Add", g.op("Mul", nothing, _constant(g, 0)), g.op("Mul", place, _constant(g, 0)))
+    last = _constant(g, [-1])
+    columns = [g.op("Unsqueeze", g.op("Add", place, nothing), last) for place in places]
+    others = [axis for axis in range(node.inputs[0].rank) if axis not in axes]
+    if others and axes != list(range(len(axes))):
+        self = g.op("Transpose", self, perm_i=[*axes, *others])
+    out = g.op("GatherND", self, g.op("Concat", *columns, axis_i=-1))
+    before = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
+    if before:  # what is put together takes the place of adjacent axes
+        first = node.outputs[0].rank - len(others)
+        kept = list(range(first, first + len(others)))
+        out = g.op("Transpose", out, perm_i=[*kept[:before], *range(first), *kept[before:]])
+    return out
+
+
+def index_select(g: Any, self: Any, dim: Any, index: Any) -> Any:
+    """Export ``aten::index_select``; an index below 0 is an error."""
+    return Symbolic.original("aten::index_select", g.opset)(g, self, dim, _from_the_start(g, index))
+
+
+def scatter(g: Any, self: Any, dim: Any, index: Any, src: Any) -> Any:
+    """Export ``aten::scatter``; an index below 0 is an error."""
+    return Symbolic.original("aten::scatter", g.opset)(g, self, dim, _from_the_start(g, index), src)
+
+
+def one_hot(g: Any, self: Any, num_classes: Any) -> Any:
+    """Export ``aten::one_hot``; a class below 0 or behind the last one is an error.
+
+    ONNX has the row of another class, or one of zeros, for these; so they are looked up in a table of the classes.
+    """
+    node = Symbolic.traced(g, self, num_classes)
+    classes = node.inputs[1].constant if node.inputs[1].is_constant else node.inputs[1].constant_number
+    if classes is not None and classes > 0:
+        kind = self.type()
+        self = g.op("Gather", _constant(g, list(range(classes))), _from_the_start(g, self), axis_i=0)
+        self.setType(kind)
+    return Symbolic.original("aten::one_hot", g.opset)(g, self, num_classes)
+
+
+def _from_the_start(g: Any, index: Any) -> Any:
+    """Return `index` for an operator of ONNX that counts places below 0 from the end, where PyTorch refuses them.
+
+    They become places behind the end, which ONNX Runtime refuses too.
+    """
+    if index.node().kind() in _NEVER_NEGATIVE:
+        return index
+    dtype = Symbolic.dtype(index)
+    zero, behind = (g.op("Constant", value_t=torch.tensor(v, dtype=dtype)) for v in (0, torch.iinfo(dtype).max))
+    out = g.op("Where", g.op("Less", index, zero), behind, index)
+    out.setType(index.type())
+    return out
+
+
+_NEVER_NEGATIVE = frozenset(("onnx::ArgMax", "onnx::ArgMin", "onnx::NonZero", "onnx::TopK"))
+"""Operators whose integers are places from the start."""
+
+
 TABLE: dict[str, Callable] = {
     "::adaptive_avg_pool2d": adaptive_avg_pool2d,
     "::as_strided": as_strided,
@@ -319,7 +400,11 @@ TABLE: dict[str, Callable] = {
     "::embedding": embedding,
     "::eye": eye,
     "::flatten": flatten,
+    "::gather": gather,
+    "::index": index,
+    "::index_select": index_select,
     "::layer_norm": layer_norm,
+    "::one_hot": one_hot,
     "::permute": permute,
     "::squeeze": squeeze,
     "::unflatten": unflatten,
@@ -327,6 +412,7 @@ TABLE: dict[str, Callable] = {
     "::masked_fill_": masked_fill,
     "::where": where,
     "::repeat_interleave": repeat_interleave,
+    "::scatter": scatter,
     "::scaled_dot_product_attention": scaled_dot_product_attention,
 }
 """``"::name"`` of an ATen operator to its symbolic; wins over ORT's own."""

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from ort_zero.compat import torch_autograd
 from ort_zero.compat.deepspeed_gathering import whole_tensors
+from ort_zero.compat.ortmodule import contiguous
 from ort_zero.compat.torch_modules import is_zero_tensor
 from ort_zero.utils.named_ranges import IN_PYTORCH, named_range
 
@@ -297,7 +298,7 @@ def _forward(ctx: Any, function: Function, inputs: Sequence[torch.Tensor]) -> tu
     foreign = own.storages | own.saved
     results = []
     for output in outputs:
-        result = output.detach().resolve_conj().resolve_neg().contiguous()
+        result = contiguous(output.detach().resolve_conj().resolve_neg())
         if result.dtype == torch.bool:
             result = result.view(torch.uint8)  # ORT takes no booleans from DLPack
         results.append(result.clone() if _address(result) in foreign else result)
@@ -323,7 +324,7 @@ def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch
         gradient = by_input.get(i)
         if gradient is None or is_zero_tensor(gradient):
             gradient = torch.zeros(shape, dtype=dtype, device=device)
-        gradient = gradient.detach().contiguous()
+        gradient = contiguous(gradient.detach())
         results.append(gradient.clone() if _address(gradient) in foreign else gradient)
         foreign.add(_address(results[-1]))
     recording.forget()
