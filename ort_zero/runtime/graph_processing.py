@@ -156,6 +156,8 @@ class GraphProcessor:
             graph_readers.insert_readers(model)
         if self.memory is not None and decision is not None:
             model = self.memory.arrange(model, sizes, decision)
+        if manager.device.type == "cpu":
+            check_labels(model)
         remove_unread_initializers(model.graph)
         run = self._model_info(exported, model, parameters, wanted, inputs, executor)
         self._save(model)
@@ -203,7 +205,6 @@ class GraphProcessor:
                     model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())
                 )
             accept_empty_batches(model)
-            check_labels(model)
         if built.fused is not None:
             kernels["fused_loss"] += 1
             if tied := add_embeddings_in_place(model):

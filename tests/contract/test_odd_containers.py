@@ -149,6 +149,19 @@ class OnAWeight(Base):
         return self.linear.weight.scale
 
 
+class BehindDefaults(Base):
+    """Reads settings that a program changes in the dict of defaults."""
+
+    def set_up(self):
+        self.settings = collections.ChainMap({}, {"factor": 1.0})
+
+    def between(self, step):
+        self.settings.maps[1]["factor"] = (2.0, 3.0, 1.0, 4.0, 5.0)[step - 1]
+
+    def factor(self):
+        return self.settings["factor"]
+
+
 class File(Base):
     def set_up(self):
         self.between(0)
@@ -161,7 +174,7 @@ class File(Base):
 
 
 CASES = [Set, Array, Bytes, TakenFromTheFront, Heap, ListInAList, OrderOfADict, TakenAndPutAtTheEnd, DictOfTheObject,
-         BehindGetattr, OnAWeight, File]  # fmt: skip
+         BehindGetattr, BehindDefaults, OnAWeight, File]  # fmt: skip
 
 
 def run(model: nn.Module, plain: Base) -> list[float]:

@@ -7,6 +7,7 @@ and a tensor another tensor. A run of the graph takes the values of that moment.
 from __future__ import annotations
 
 import contextlib
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -101,6 +102,8 @@ def put(finder: PlaceFinder, place: Place, value: Any) -> tuple[Any, Any, Any]:
     before, container, key = step_into(holder, *place.steps[-1])
     if isinstance(container, MappingProxyType):  # of the class: the instance's own comes first
         before, container = MISSING, attributes_of(holder)
+    if isinstance(container, ChainMap):  # what is put into it goes to the first of its dicts, whichever had it
+        container = next((part for part in container.maps if key in part), container)
     _put(container, key, value)
     return container, key, before
 
