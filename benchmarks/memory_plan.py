@@ -1,12 +1,14 @@
 """Measures what recomputation plans save and cost: peaks against predictions, and step times against none.
 
 For each budget a process of its own plans, trains and measures: the growth of its anonymous memory from before the
-first forward to the highest mark before the end of the first backward. Peers in the same run: the graph without
-recomputation in ORT's own order, ORT's "all sub-graphs of each layer" with ORT's own plan, memory optimizer and order
-(``ORTMODULE_MEMORY_OPT_LEVEL=1`` as in the wheel), and PyTorch with and without ``torch.utils.checkpoint`` of every
-layer. ``checkpointing`` is that same model in ONNX Runtime with ``"checkpointing": "recompute"``. Times: processes take
-turns, a few steps each, in an order that changes from round to round; the ratio to "off" is taken within a round, and
-the median of all rounds is printed. On a busy machine CPU time tells more.
+first forward to the highest mark before the end of the second backward, and of the first; nothing else stays in
+between (SGD, gradients are dropped). The second step may take more, and is what a budget is planned for. Peers in the
+same run: the graph without recomputation in ORT's own order, ORT's "all sub-graphs of each layer" with ORT's own plan,
+memory optimizer and order (``ORTMODULE_MEMORY_OPT_LEVEL=1`` as in the wheel), and PyTorch with and without
+``torch.utils.checkpoint`` of every layer. ``checkpointing`` is that same model in ONNX Runtime with
+``"checkpointing": "recompute"``. Times: processes take turns, a few steps each, in an order that changes from round to
+round; the ratio to "off" is taken within a round, and the median of all rounds is printed. On a busy machine CPU time
+tells more.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-GOAL_PREDICTION = 0.10
+GOAL_PREDICTION = 0.03
 GOAL_TIME = 1.12
 TIMED = "65%"
 """Budget whose step may take :data:`GOAL_TIME` of one without recomputation."""
@@ -97,22 +99,23 @@ def work(options: argparse.Namespace) -> None:
     else:
         start_at_first_run(runtime, meter)
 
+    marks: list[int] = []
+
     def step() -> float:
-        loss = wrapped(**inputs).loss
+        result = wrapped(**inputs)  # held, as what the plan counts
+        loss = result.loss
         loss.backward()
+        if len(marks) < 2:
+            marks.append(meter.read())
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
 
-    loss = wrapped(**inputs).loss
-    loss.backward()
-    peak = meter.read()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses = [loss.item()]
-    del loss
+    losses = [step(), step()]
     decision = runtime.status()["memory"] if runtime is not None else []
-    _say({"peak": peak, "losses": [*losses, step()], "decision": decision[0] if decision else None})
+    fused = 0 if runtime is None else runtime.status()["graphs"]["training"]["kernels"].get("fused_loss", 0)
+    said = {"first": marks[0], "peak": marks[1], "losses": losses, "fused": fused}
+    _say({**said, "decision": decision[0] if decision else None})
     for line in sys.stdin:
         count = int(line)
         started, cpu = time.perf_counter(), time.process_time()
@@ -217,16 +220,18 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, dict]:
 def show(kind: str, found: dict[str, dict]) -> None:
     """Print the table of a model."""
     off = found["off"]["peak"]
-    print(f"\n{kind}: peak of a step in MiB, seconds of a step; ratios to off")
+    print(f"\n{kind}: peak of two steps and of the first one in MiB, seconds of a step; ratios to off")
+    print("a + behind the name: head and loss are one node")
     print(f"{'variant':<18}{'budget':>8}{'predicted':>11}{'measured':>10}{'error':>8}{'of off':>8}"
-          f"{'step':>8}{'ratio':>7}{'cpu':>7}  loss")  # fmt: skip
+          f"{'first':>8}{'error':>8}{'step':>8}{'ratio':>7}{'cpu':>7}  loss")  # fmt: skip
     for variant, said in found.items():
         if "error" in said:
             print(f"{variant:<18}{said['error'][0][:140]}")
             continue
         decision = said["decision"] or {}
         predicted, budget = decision.get("predicted_bytes"), decision.get("budget_bytes")
-        peak = said["peak"]
+        peak, first = said["peak"], said["first"]
+        of_first = decision.get("predicted_first_bytes")
         same = max(abs(a - b) for a, b in zip(said["losses"], found["off"]["losses"], strict=True))
         cells = [
             f"{budget / 2**20:.0f}" if budget else "",
@@ -234,12 +239,15 @@ def show(kind: str, found: dict[str, dict]) -> None:
             f"{peak / 2**20:.0f}",
             f"{peak / predicted - 1:+.1%}" if predicted else "",
             f"{peak / off:.2f}",
+            f"{first / 2**20:.0f}",
+            f"{first / of_first - 1:+.1%}" if of_first else "",
             f"{said.get('step', 0):.2f}",
             f"{said.get('step_ratio') or 0:.3f}",
             f"{said.get('cpu_ratio') or 0:.3f}",
         ]
-        widths = (8, 11, 10, 8, 8, 8, 7, 7)
-        print(f"{variant:<18}" + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)) + f"  {same:.1e}")
+        widths = (8, 11, 10, 8, 8, 8, 8, 8, 7, 7)
+        name = variant + "+" * said["fused"]
+        print(f"{name:<18}" + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)) + f"  {same:.1e}")
 
 
 def main() -> int:
@@ -276,8 +284,9 @@ def main() -> int:
                 continue
             if said["peak"] > decision["budget_bytes"]:
                 missed.append(f"{kind} {variant}: above the budget")
-            if abs(said["peak"] / decision["predicted_bytes"] - 1) > GOAL_PREDICTION:
-                missed.append(f"{kind} {variant}: prediction")
+            for measured, key in (("peak", "predicted_bytes"), ("first", "predicted_first_bytes")):
+                if abs(said[measured] / decision[key] - 1) > GOAL_PREDICTION:
+                    missed.append(f"{kind} {variant}: prediction of {measured}")
             if variant == TIMED and said.get("cpu_ratio", 0) > GOAL_TIME:
                 missed.append(f"{kind} {variant}: {said['cpu_ratio']:.3f} of the time")
     if options.json:

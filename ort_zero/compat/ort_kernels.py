@@ -15,10 +15,20 @@ BARRIER = "YieldOp"
 
 ALIASES = frozenset(("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity"))
 """Operators whose kernels say Alias(0, 0): the result is the input's memory."""
-SCRATCH = {"Where": 2, "Sum": 1}
+SCRATCH = {
+    "Where": 2,
+    "Sum": 1,
+    "FastGelu": 1,
+    "BiasGelu": 1,
+    "BiasGeluGrad_dX": 1,
+    "BiasFastGeluGrad_dX": 1,
+    "LogSoftmaxGrad": 1,
+    "LogSoftmaxGrad_13": 1,
+}
 """Memory that a kernel takes from the arena while it runs, in sizes of its first result: the CPU's Where selects twice,
-then merges; Sum has a result of each two inputs, the last one apart."""
-SCRATCH_FROM = {"Sum": 3}
+then merges; Sum has a result of each two inputs, the last one apart; a Gelu adds its bias first. The other kernels of
+transformers' graphs take none, measured too."""
+SCRATCH_FROM = {"Sum": 3, "FastGelu": 2}
 """Number of inputs from which a kernel of :data:`SCRATCH` takes any."""
 HEAP = {
     "SoftmaxCrossEntropyLossInternal": 1,
@@ -47,6 +57,13 @@ def loss_slice(logits: int) -> int:
         logits: number of logits that it computes at a time.
     """
     return 1 << 12 if logits >= LOGITS_AT_ONCE else 1 << 10
+
+
+def loss_copies(operator: str) -> int:
+    """Return how many of the last results of an operator of :data:`FUSED_LOSS` are copies of its weight and bias."""
+    if not operator.endswith("_copies"):
+        return 0
+    return 2 if operator.endswith("_bias_copies") else 1
 
 
 LOSS_BUFFERS = 3 << 20

@@ -82,6 +82,11 @@ class Decision:
         """Bytes by which the process is predicted to grow in a step."""
         return (self.predicted or self.chosen).resident
 
+    @property
+    def predicted_first(self) -> int:
+        """Bytes by which the process is predicted to grow in the first step, which is the one that is measured."""
+        return self.predicted.first if self.predicted is not None else self.chosen.resident
+
     def summary_lines(self) -> list[tuple[str, str]]:
         """Return what is computed again and the bytes that it saves, as lines of a name and a text."""
         lines = [
@@ -106,6 +111,7 @@ class Decision:
             "table": [dataclasses.asdict(row) for row in self.rows],
             "unconstrained_bytes": self.unconstrained.resident,
             "predicted_bytes": self.predicted_resident,
+            "predicted_first_bytes": self.predicted_first,
             "predicted_at": self.predicted.name if self.predicted else self.chosen.at,
             "measured_bytes": self.measured,
             "least_bytes": self.least.resident if self.least else None,

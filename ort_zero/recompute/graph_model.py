@@ -28,6 +28,7 @@ from ort_zero.compat.ort_kernels import (
     RECOMPUTED,
     SCRATCH,
     SCRATCH_FROM,
+    loss_copies,
     loss_slice,
 )
 from ort_zero.onnx_edit.topology import input_names
@@ -79,6 +80,8 @@ class GraphModel:
     """Names of the values whose size is not known."""
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Shape of each value whose shape is known, graph inputs and aliases included."""
+    constants: tuple[int, ...] = ()
+    """Bytes of each initializer: a session takes them from the arena when it is made, before the first run."""
 
     @classmethod
     def from_onnx(cls, model: onnx.ModelProto, sizes: Mapping[str, int]) -> GraphModel:
@@ -119,7 +122,9 @@ class GraphModel:
             scratch = (known.of(node.output[0]),) * blocks
             heap = HEAP[node.op_type] * known.of(node.input[0]) if node.op_type in HEAP else 0
             if of_torch.startswith(FUSED_LOSS):
-                heap = known.while_a_loss_runs(node)
+                # the copies are made when the rest of what the operator takes is free again
+                copies = sum(known.of(name) for name in node.output[len(node.output) - loss_copies(of_torch) :])
+                heap = max(0, known.while_a_loss_runs(node) - copies)
             if node.op_type in FROM_TORCH:
                 outside.update(makes)
             nodes.append(Node(node.name, node.op_type, reads, makes, node.name.endswith(RECOMPUTED), scratch, heap))
@@ -130,8 +135,19 @@ class GraphModel:
                 sizes_of[at(name)] = 0
         results = frozenset(at(v.name) for v in graph.output)
         shapes = {i: shape for i, name in enumerate(names) if (shape := known.shape(name)) is not None}
+        constants = tuple(known.of(tensor.name) for tensor in graph.initializer)
         return cls(
-            nodes, names, sizes_of, given, results, barrier, frozenset(outside), alias, tuple(known.unknown), shapes
+            nodes,
+            names,
+            sizes_of,
+            given,
+            results,
+            barrier,
+            frozenset(outside),
+            alias,
+            tuple(known.unknown),
+            shapes,
+            constants,
         )
 
     def owner(self, value: int) -> int:

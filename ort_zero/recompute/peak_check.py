@@ -40,7 +40,7 @@ class PeakCheck:
         self._over = True
         decision = self._decision
         decision.measured = measured = self._meter.read()
-        predicted = decision.predicted_resident
+        predicted = decision.predicted_first
         off = measured / predicted - 1 if predicted else 0.0
         above = decision.budget is not None and measured > decision.budget
         # of checkpointed blocks nobody has chosen what is computed again by the prediction
@@ -49,5 +49,5 @@ class PeakCheck:
         budget = ""
         if decision.budget is not None:
             budget = f", {'above' if above else 'within'} the budget of {binary_size(decision.budget)}"
-        tell("%s: a step takes %s, predicted %s (%+.0f %%)%s",
+        tell("%s: the first step takes %s, predicted %s (%+.0f %%)%s",
              self._model, binary_size(measured), binary_size(predicted), 100 * off, budget)  # fmt: skip

@@ -28,6 +28,9 @@ class Peak:
     """Index of the node at which `live` is reached."""
     name: str
     """Name of that node."""
+    first: int
+    """Bytes that the process grows by in the first run alone: later ones find an arena that is as large already when
+    most lies outside of it."""
 
 
 def reads_left(graph: GraphModel) -> Counter[int]:
@@ -49,7 +52,10 @@ def peak(graph: GraphModel, *, steps: int = 2) -> Peak:
         steps: number of runs that follow one another in one arena: the second finds other gaps than the first.
     """
     arena = Arena()
-    most = at = resident = outside = 0
+    for size in graph.constants:
+        arena.take(size)
+    before = arena.resident  # they fill the first gaps, and shift what comes later
+    most = at = resident = outside = in_first = 0
     first = reads_left(graph)
     sizes, owner = graph.sizes, graph.owner
     for step in range(steps):
@@ -57,6 +63,7 @@ def peak(graph: GraphModel, *, steps: int = 2) -> Peak:
         held: dict[int, int] = {}
         live = 0
         for i, node in enumerate(graph.nodes):
+            blocks = [arena.take(size) for size in node.scratch if size]  # before the results
             for value in node.makes:
                 size = sizes[value]
                 if not size:
@@ -67,12 +74,12 @@ def peak(graph: GraphModel, *, steps: int = 2) -> Peak:
                     held[value] = -1
                 else:
                     held[value] = arena.take(size)
-            for block in [arena.take(size) for size in node.scratch if size]:
+            for block in blocks:
                 arena.give(block)
             now = live + sum(node.scratch) + node.heap
             if step == 0 and now > most:
                 most, at = now, i
-            resident = max(resident, arena.resident + outside + node.heap)
+            resident = max(resident, arena.resident - before + outside + node.heap)
             for value in node.reads:
                 left[owner(value)] -= 1
             for value in (*node.reads, *node.makes):
@@ -82,7 +89,8 @@ def peak(graph: GraphModel, *, steps: int = 2) -> Peak:
                     outside -= _free(arena, held.pop(mine), sizes[mine])
         for value, place in held.items():
             outside -= _free(arena, place, sizes[value])
-    return Peak(most, resident + OVERHEAD, at, graph.nodes[at].name if graph.nodes else "")
+        in_first = in_first or resident
+    return Peak(most, resident + OVERHEAD, at, graph.nodes[at].name if graph.nodes else "", in_first + OVERHEAD)
 
 
 def _free(arena: Arena, place: int, size: int) -> int:

@@ -18,7 +18,7 @@ from ort_zero.utils.atomic_write import write_json
 FORMAT = "ort_zero.plan"
 _REFUSED = "fused_loss"
 """Key of the reason why head and loss are one node in the graph that is planned."""
-PLANNER_VERSION = 3
+PLANNER_VERSION = 4
 """Grows when the same request is to be planned anew."""
 
 

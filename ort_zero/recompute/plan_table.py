@@ -89,11 +89,14 @@ def against(share: float) -> str:
 
 def _needs(decision: Mapping[str, Any]) -> list[str]:
     predicted, measured, budget = (decision[f"{key}_bytes"] for key in ("predicted", "measured", "budget"))
+    first = decision.get("predicted_first_bytes", predicted)
     at = f", the most at {decision['predicted_at']}" if decision["predicted_at"] else ""
     facts = [("without recomputation", decision["unconstrained_bytes"], " predicted")]
     facts.append(("with this plan", predicted, f" predicted{at}"))
+    if mib(first) != mib(predicted):
+        facts.append(("in its first step", first, " predicted"))
     if measured is not None:
-        off = f", {against(measured / predicted - 1)}" if predicted else ""
+        off = f", {against(measured / first - 1)}" if first else ""
         facts.append(("", measured, f" measured{off}"))
     if budget is not None:
         above = (predicted if measured is None else measured) > budget

@@ -34,8 +34,10 @@ class TrialRun:
 
     @property
     def predicted_bytes(self) -> int | None:
-        """Predicted peak of a step in bytes; None where nothing was planned."""
-        return self.decision["predicted_bytes"] if self.decision is not None else None
+        """Predicted peak of the first step in bytes, which is measured; None where nothing was planned."""
+        if self.decision is None:
+            return None
+        return self.decision.get("predicted_first_bytes", self.decision["predicted_bytes"])
 
     @property
     def off(self) -> float | None:

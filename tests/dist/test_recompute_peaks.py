@@ -16,7 +16,7 @@ from ort_zero.testing.ranks import run_on_ranks
 
 
 def peak(kind: str, case: str) -> dict[str, Any]:
-    """Return the growth of this process in the first step of a model of some 200 MiB, and the plan of `case`."""
+    """Return the growth of this process in two steps of a model of some 200 MiB, and the plan of `case`."""
     from ort_zero import config
     from ort_zero.plugin.wrap import wrap_model
     from ort_zero.recompute.resident_memory import PeakMeter
@@ -32,16 +32,17 @@ def peak(kind: str, case: str) -> dict[str, Any]:
     meter = PeakMeter(torch.device("cpu"))
     start_at_first_run(runtime, meter)
     ids = torch.randint(0, 1024, (12, 128), generator=torch.Generator().manual_seed(1))
-    losses, measured = [], 0
+    losses, measured = [], []
     for _ in range(2):
         loss = wrapped(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids.clone()).loss
         loss.backward()
-        measured = measured or meter.read()
+        measured.append(meter.read())
         losses.append(loss.item())
         for parameter in model.parameters():
             parameter.grad = None
     decisions = runtime.status()["memory"]
-    return {"peak": measured, "losses": losses, "decision": decisions[0] if decisions else None}
+    decision = decisions[0] if decisions else None
+    return {"first": measured[0], "peak": measured[1], "losses": losses, "decision": decision}
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def decision() -> Decision:
     return Decision(
         "auto", rows, [f"{GELU}:1:8", f"{LONG}:1:4"], none, least, least, 100 * MIB, [none, half, least],
         {"batch": 4, "seq": 128}, seconds=1.25, plan_file="plans/0123.plan.json",
-        predicted=Peak(80 * MIB, 97 * MIB, 3, "loss_Grad"), measured=95 * MIB,
+        predicted=Peak(80 * MIB, 97 * MIB, 3, "loss_Grad", 96 * MIB), measured=95 * MIB,
     )  # fmt: skip
 
 

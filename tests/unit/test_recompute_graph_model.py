@@ -12,7 +12,7 @@ from ort_zero.compat.ort_kernels import BACKWARD
 from ort_zero.recompute import candidates, peak_memory, schedule
 from ort_zero.recompute.arena_model import Arena
 from ort_zero.recompute.graph_edits import in_given_order, only_copies, ordered
-from ort_zero.recompute.graph_model import GraphModel, evaluate
+from ort_zero.recompute.graph_model import GraphModel, Node, evaluate
 from ort_zero.recompute.planner import Search, budget_for
 
 MIB = 1 << 20
@@ -247,6 +247,44 @@ def test_a_budget_leaves_room_for_gaps():
     assert all(MIB < step < 1.2 * MIB for step in steps), "no jump anywhere"
     left = [(budget - n * MIB) / MIB for n, budget in zip(range(80, 400), needed, strict=True)]
     assert left[0] < 2 and 20 < left[200] < 24
+
+
+def test_a_later_step_finds_the_arena_as_large_as_the_first_one_left_it():
+    nodes = [
+        Node("early", "ATen", (), (0,)), Node("early_read", "Neg", (0,), ()),
+        Node("late", "Neg", (), (1,)), Node("late_read", "Neg", (1,), ()),
+    ]  # fmt: skip
+    numbers = GraphModel(nodes, ["a", "b"], [4 * MIB, 4 * MIB], frozenset(), frozenset(), -1, frozenset({0}))
+    peak = peak_memory.peak(numbers)
+    assert peak.first - peak_memory.OVERHEAD == 4 * MIB
+    assert peak.resident - peak_memory.OVERHEAD == 8 * MIB
+
+
+def test_what_a_session_holds_before_its_first_run_is_no_part_of_a_step():
+    numbers = GraphModel([Node("a", "Neg", (), (0,))], ["a"], [4 * MIB], frozenset(), frozenset({0}), -1)
+    numbers.constants = (MIB,)
+    assert peak_memory.peak(numbers).first - peak_memory.OVERHEAD == 4 * MIB
+
+
+def test_copies_of_a_fused_loss_are_made_when_its_logits_are_gone():
+    def heap(operator: str, copies: list[str]) -> int:
+        results = ["loss", "rows", "gradient", *copies]
+        made = helper.make_node("ATen", ["hidden", "weight", "labels"], results, "n", domain="x", operator=operator)
+        typed = {"hidden": ["batch", COLUMNS], "rows": ["batch", COLUMNS], "loss": []}
+        infos = {
+            name: helper.make_tensor_value_info(name, TensorProto.FLOAT, typed.get(name, [1024, COLUMNS]))
+            for name in ("hidden", "weight", *results)
+        }
+        given = [
+            infos["hidden"],
+            infos["weight"],
+            helper.make_tensor_value_info("labels", TensorProto.INT64, ["batch"]),
+        ]
+        model = helper.make_model(helper.make_graph([made], "g", given, [infos[name] for name in results]))
+        return GraphModel.from_onnx(model, {"batch": ROWS}).nodes[0].heap
+
+    plain, copied = heap("ort_zero_loss::loss", []), heap("ort_zero_loss::loss_copies", ["copy"])
+    assert plain - copied == 4 * 1024 * COLUMNS > 0
 
 
 class TestArena:

@@ -231,7 +231,7 @@ def _share_memory() -> bool:
     from onnxruntime.capi import _pybind_state as C
 
     memory = C.OrtMemoryInfo("Cpu", C.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, C.OrtMemType.DEFAULT)
-    # by default a block of up to 128 MB more than asked for is given away whole
+    # by default a block of up to 128 MB more than asked for is given away whole; 1.19.2 does so with this setting too
     settings = C.OrtArenaCfg(0, -1, -1, 1)
     try:
         C.create_and_register_allocator(memory, settings)
