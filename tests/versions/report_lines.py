@@ -14,6 +14,8 @@ import pytest
 
 
 def _write(**fields: Any) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # the process that started the worker hears the same
     with open(os.environ["RESULT_LINES"], "a", encoding="utf-8") as file:
         file.write(json.dumps(fields) + "\n")
 

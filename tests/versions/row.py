@@ -155,6 +155,8 @@ class Row:
         if not found["passed"] and not found["failed"] and not found["plain"] and not found["skipped"]:
             found["failed"].append({"test": name, "text": "no test ran", "seconds": 0})
         counts = {key: len({result["test"] for result in some}) for key, some in found.items()}
+        for result in found["failed"]:
+            print(f"{self._pair.name}: {name}: failed: {_first([result])}", flush=True)
         seconds = sum(result["seconds"] for some in found.values() for result in some)
         first = {"first": _first(found["failed"]), "first_plain": _first(found["plain"])}
         return {**counts, **first, "seconds": round(seconds), "full": whole}
