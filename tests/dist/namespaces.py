@@ -93,7 +93,9 @@ class Host:
 
 def environment(**more: str) -> dict[str, str]:
     """Return the environment of commands on the hosts."""
-    return {**os.environ, "PATH": _PATH, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    own = {"PATH": _PATH, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **own, **more}
 
 
 @dataclass
@@ -106,25 +108,29 @@ class Hosts:
     def __getitem__(self, number: int) -> Host:
         return self.hosts[number]
 
-    def disturb(self, number: int) -> None:
+    def disturb(self, number: int) -> str | None:
         """Let the link to a host lose one packet of a hundred, and delay the others: by 20 ms, or to 5 Mbit/s.
 
-        Not every kernel has ``netem``, which does both; then a filter drops packets, and a bucket holds them back.
+        Not every kernel has ``netem``, which does both. Then a bucket holds packets back, and drops those for which it
+        has no room.
+
+        Returns:
+            Why neither is possible here; None if it was done.
         """
-        tried = ["tc", "qdisc", "replace", "dev", f"port{number}", "root", "netem", "delay", "20ms", "loss", "1%"]
-        if subprocess.run(self.switch.command(tried), env=environment(), capture_output=True).returncode == 0:
-            return
-        host = self.hosts[number]
-        bucket = ("tbf", "rate", "5mbit", "burst", "16k", "latency", "400ms")
-        self.switch.run("tc", "qdisc", "replace", "dev", f"port{number}", "root", *bucket)
-        host.run("nft", "add table inet lossy")
-        host.run("nft", "add chain inet lossy arriving { type filter hook input priority 0; }")
-        host.run("nft", "add rule inet lossy arriving numgen random mod 100 < 1 drop")
+        place = ["tc", "qdisc", "replace", "dev", f"port{number}", "root"]
+        netem = ["netem", "delay", "20ms", "loss", "1%"]
+        bucket = ["tbf", "rate", "5mbit", "burst", "16k", "latency", "20ms"]
+        for how in (netem, bucket):
+            tried = subprocess.run(
+                self.switch.command([*place, *how]), env=environment(), capture_output=True, text=True
+            )
+            if tried.returncode == 0:
+                return None
+        return tried.stderr.strip() or "tc failed"
 
     def undisturb(self, number: int) -> None:
         """Take back what :meth:`disturb` did."""
         self.switch.run("tc", "qdisc", "del", "dev", f"port{number}", "root")
-        subprocess.run(self.hosts[number].command(["nft", "delete table inet lossy"]), env=environment())
 
     def cut(self, number: int) -> None:
         """Take the link to a host away, as a cable that is pulled: nothing arrives, and nobody is told."""

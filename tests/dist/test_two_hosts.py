@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from namespaces import Hosts, two_hosts, why_not
+from namespaces import ROOT, Hosts, two_hosts, why_not
 from safetensors.torch import load_file
 
 from ort_zero.checkpoint import aggregate, verify
+from ort_zero.cli.main import main
 from ort_zero.testing.ranks import free_port
 
 pytestmark = [
@@ -112,6 +114,97 @@ def test_hosts_with_disks_of_their_own_are_told_to_share_a_folder(hosts, shared)
     assert "rank_00001_master.safetensors of rank 1 is not there" in texts[0], texts[0]
     assert "a disk of each machine's own" in texts[0] and "The checkpoint was not made" in texts[0]
     assert "saving" in texts[1] and "failed on another rank: rank 0" in texts[1], texts[1]
+
+
+def config(path: Path, name: str, **parts: dict[str, object]) -> Path:
+    """Write a copy of a configuration of the repository with other values of the section."""
+    content = json.loads((ROOT / "configs" / name).read_text())
+    for part, values in parts.items():
+        content["ort_zero"].setdefault(part, {}).update(values)
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_statistics_of_two_hosts_lie_in_one_folder_and_are_compared_and_merged(hosts, shared, capsys):
+    runs = {backend: shared / "statistics" / backend for backend in ("torch", "ort")}
+    for backend, output in runs.items():
+        own = config(shared / f"{backend}.json", f"zero3_statistics_{backend}.json",
+                     statistics={"output_dir": str(output)})  # fmt: skip
+        options = [option for option in SMALL if option != "--expect-ort" or backend == "ort"]
+        on_both(hosts, torchrun(["examples/train_lm.py", "--deepspeed_config", own, *options, "--steps", "2"]))
+        assert {path.name for path in output.glob("rank_*")} == {"rank_00000", "rank_00001"}, list(output.iterdir())
+    assert main(["stats", "compare", str(runs["torch"]), str(runs["ort"])]) == 0
+    assert re.search(r"^same\b", capsys.readouterr().out, re.M)
+    merged = shared / "merged"
+    words = ["--pt_dir", runs["torch"], "--ort_dir", runs["ort"], "--output_dir", merged]
+    assert main(["stats", "merge", *map(str, words)]) == 0
+    names = [str(path.relative_to(merged)) for path in merged.rglob("*")]
+    assert any("rank_0" in name for name in names) and any("rank_1" in name for name in names), names
+
+
+def test_both_hosts_load_the_graphs_that_an_earlier_run_left_in_a_shared_folder(hosts, shared):
+    own = config(shared / "cached.json", "zero3.json", ortmodule={"cache_dir": str(shared / "graphs")})
+    found = []
+    for _ in range(2):
+        command = torchrun(["examples/train_lm.py", "--deepspeed_config", own, *SMALL, "--steps", "2"])
+        texts = on_both(hosts, command, ORT_ZERO_LOG_LEVEL="DEVINFO")
+        found.append(proof(texts[0], 2))
+        verb = "loaded" if len(found) == 2 else "exported"
+        for rank, text in enumerate(texts):
+            assert re.search(rf"ort_zero rank {rank}.*training graph 1: {verb} in", text), text[-6000:]
+    assert found[0] == found[1]
+
+
+def test_a_slow_link_that_loses_packets_changes_nothing(hosts, trained):
+    reason = hosts.disturb(1)
+    if reason is not None:
+        pytest.skip(f"a link cannot be disturbed here: {reason}")
+    try:
+        texts = on_both(hosts, torchrun(["examples/train_lm.py", "--deepspeed_config", "configs/zero3.json", *SMALL,
+                                         "--steps", "3"]))  # fmt: skip
+    finally:
+        hosts.undisturb(1)
+    assert proof(texts[0], 3) == proof(trained[1][0], 3)
+
+
+def test_a_link_that_is_cut_ends_both_hosts_and_names_the_other(hosts, shared):
+    """The cable is pulled in the middle of training; nobody is told, so that the process group's limit decides."""
+    command = torchrun(
+        ["examples/train_lm.py", "--deepspeed_config", "configs/zero3.json", *SMALL, "--steps", "100000"]
+    )
+    for host in hosts.hosts:  # else torchrun waits for its store until the kernel gives up, a quarter of an hour later
+        host.run("sh", "-c", "echo 8 > /proc/sys/net/ipv4/tcp_retries2")
+    logs = [shared / f"cut_{number}.log" for number in range(2)]
+    started = [host.start(*command, into=log, DEEPSPEED_TIMEOUT="1") for host, log in zip(hosts.hosts, logs)]
+    deadline = time.monotonic() + TIMEOUT
+    while not re.search(r"^step .*loss", logs[0].read_text(), re.M):
+        assert time.monotonic() < deadline, logs[0].read_text()[-6000:]
+        time.sleep(0.2)
+    hosts.cut(1)
+    try:
+        begun = time.monotonic()
+        gone: dict[str, float] = {}
+        while len(gone) < 4:
+            assert time.monotonic() < begun + 240, (gone, [log.read_text()[-6000:] for log in logs])
+            for rank, (process, log) in enumerate(zip(started, logs)):
+                if "a collective failed" in log.read_text():
+                    gone.setdefault(f"rank {rank}", time.monotonic() - begun)
+                if process.poll() is not None:
+                    gone.setdefault(f"launcher {rank}", time.monotonic() - begun)
+            time.sleep(0.2)
+    finally:
+        hosts.mend(1)
+    print({name: round(seconds) for name, seconds in gone.items()})
+    texts = [log.read_text() for log in logs]
+    assert all(process.returncode for process in started), texts
+    # the limit, and the seconds in which other ranks and the store are asked
+    assert max(gone["rank 0"], gone["rank 1"]) < 60 + 30, (gone, texts)
+    for rank, text in enumerate(texts):
+        other = 1 - rank
+        line = (
+            rf"\[ort_zero rank {rank} on node{rank}\] a collective failed.* rank {other} \(node{other}, process \d+\)"
+        )
+        assert re.search(line, text), text[-6000:]
 
 
 # -- DeepSpeed's own launchers -----------------------------------------------------------------------------------------
