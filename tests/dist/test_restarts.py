@@ -182,3 +182,53 @@ def test_killed_and_stopped_at_random_moments(tmp_path: Path, asynchronous: bool
     assert all(verify(path.parent, progress=False).ok for path in tags)
     uninterrupted(tmp_path / "expected", steps)
     same_as(tmp_path / "expected", found, steps)
+
+
+@pytest.mark.slow
+def test_a_kill_in_each_phase_is_named_and_gone_on_from(tmp_path: Path) -> None:
+    """Both ranks in turns; each is killed in a collective of the phase, or in the middle of its own work."""
+    steps, found = 8, tmp_path / "found"
+    uninterrupted(tmp_path / "expected", steps)
+    fails = [f"{number % 2}:{step}:{phase}" for number, (step, phase) in enumerate(
+        [(1, "export"), (2, "forward"), (3, "backward"), (4, "step"), (5, "save"), (0, "load")])]  # fmt: skip
+    words = ["--standalone", "--nproc_per_node", 2, "--max-restarts", len(fails) + 1, SCRIPT, found, steps]
+    for fault in fails:
+        words += ["--fails-in", fault]
+    launcher = agent(found, *words)
+    with ended_with(launcher):
+        deadline = time.monotonic() + len(fails) * LIMIT
+        while launcher.poll() is None:
+            assert time.monotonic() < deadline, (found / "agent.log").read_text()[-6000:]
+            time.sleep(0.1)
+    text = (found / "agent.log").read_text()
+    assert launcher.returncode == 0, text[-6000:]
+    for fault in fails:
+        rank, _, phase = fault.split(":")
+        pid = (found / f"failed_in_{phase}").read_text()
+        assert re.search(rf"failed \(exitcode: -9\) local_rank: {rank} \(pid: {pid}\)", text), (fault, text[-6000:])
+    assert re.search(r"a collective failed: rank 1 \(.*, process \d+\) is gone", text), text[-6000:]
+    assert len(processes(found, 0)) == len(fails) + 1
+    assert all(verify(path.parent, progress=False).ok for path in found.glob("checkpoints/step_*/manifest.json"))
+    same_as(tmp_path / "expected", found, steps)
+
+
+@pytest.mark.slow
+def test_grows_by_a_host_that_comes_later(tmp_path: Path) -> None:
+    """One rank trains; a second host joins, and torchrun starts both with world size 2."""
+    steps, found = 60, tmp_path / "found"
+    uninterrupted(tmp_path / "expected", steps)
+    words = ["--nnodes", "1:2", "--nproc_per_node", 1, "--max-restarts", 5, "--rdzv_backend", "c10d",
+             "--rdzv_endpoint", f"localhost:{free_port()}", "--rdzv_id", "t", "--monitor-interval", 1,
+             "--rdzv_conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120",
+             SCRIPT, found, steps, "--pause", 0.5, "--every", 2]  # fmt: skip
+    first = agent(found, *words, name="first")
+    with ended_with(first):
+        wait_for(lambda: any(step > 2 for *_, step, _ in losses(found)), found)
+        second = agent(found, *words, name="second")
+        with ended_with(second):
+            wait_for(lambda: first.poll() is not None and second.poll() is not None, found)
+    text = (found / "first.log").read_text()
+    assert first.returncode == second.returncode == 0, text[-6000:]
+    worlds = [world for _, world, *_ in losses(found)]
+    assert worlds[0] == 1 and worlds[-1] == 2 and worlds == sorted(worlds), losses(found)
+    same_as(tmp_path / "expected", found, steps)
