@@ -111,7 +111,9 @@ def test_what_is_over_in_a_moment_is_tried_again(store, monkeypatch, name):
     assert traffic.most_at_once > 1
     store.set()
     ACTIONS[name](f"s3://models/again_{name}")
-    assert 0.99 * size_of(RUN) < store.traffic.read <= 1.05 * size_of(RUN)
+    # the masters, a third of it, are read twice for the module file of ZeRO-1 and 2, which holds the weights once more
+    needed = size_of(RUN) * (4 / 3 if name == "deepspeed" else 1)
+    assert 0.99 * needed < store.traffic.read <= 1.05 * needed
     assert uploads() == []
     if name == "aggregate":
         content = [
