@@ -122,15 +122,14 @@ def is_complex(buffer: Any) -> bool:
 
 def attributes_held(module: Any) -> dict[str, Any]:
     """Return the attributes of a module without those that torch keeps about it; its buffers and submodules count."""
-    kept = vars(_bare_module()).keys() - {BUFFER_TABLE, "_modules", "training"}
-    return {name: value for name, value in vars(module).items() if name not in kept}
+    return {name: value for name, value in vars(module).items() if name not in _kept_by_torch()}
 
 
 @functools.cache
-def _bare_module() -> Any:
+def _kept_by_torch() -> frozenset[str]:
     import torch
 
-    return torch.nn.Module()
+    return frozenset(vars(torch.nn.Module())) - {BUFFER_TABLE, "_modules", "training"}
 
 
 def forward_hooks(module: Any) -> Mapping[str, list[Callable]]:

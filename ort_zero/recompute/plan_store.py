@@ -16,10 +16,10 @@ from ort_zero.recompute.options import RecomputeRequest
 from ort_zero.utils.atomic_write import write_json
 
 FORMAT = "ort_zero.plan"
-_REFUSED = "fused_loss"
-"""Key of the reason why head and loss are one node in the graph that is planned."""
 PLANNER_VERSION = 4
 """Grows when the same request is to be planned anew."""
+_REFUSAL = "fused_loss"
+"""Key of the reason why a graph with head and loss in one node is planned instead."""
 
 
 def plan_digest(
@@ -70,7 +70,7 @@ class PlanStore:
 
     def refusal(self, digest: str) -> str:
         """Return why another graph was planned in the place of this one, as :meth:`save_refusal` stored it; or ""."""
-        why = self._read(digest).get(_REFUSED, "")
+        why = self._read(digest).get(_REFUSAL, "")
         return why if isinstance(why, str) else ""
 
     def save(
@@ -101,12 +101,12 @@ class PlanStore:
             "unconstrained_bytes": unconstrained,
             "clusters": dict(frequencies),
         }
-        return str(file) if self._written(file, content) else ""
+        return str(file) if self._write(file, content) else ""
 
     def save_refusal(self, digest: str, why: str) -> None:
         """Store that another graph is planned in the place of this one, if this is rank 0."""
         if env.rank() == 0:
-            self._written(self.file(digest), {"format": FORMAT, _REFUSED: why})
+            self._write(self.file(digest), {"format": FORMAT, _REFUSAL: why})
 
     def _read(self, digest: str) -> dict[str, Any]:
         """Return what the file of a plan holds; nothing if there is none, or a damaged one."""
@@ -116,7 +116,7 @@ class PlanStore:
             return {}
         return content if isinstance(content, dict) and content.get("format") == FORMAT else {}
 
-    def _written(self, file: Path, content: dict[str, Any]) -> bool:
+    def _write(self, file: Path, content: dict[str, Any]) -> bool:
         """Write a file; return whether that was possible."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

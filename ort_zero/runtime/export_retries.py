@@ -139,9 +139,9 @@ class ExportRetries:
             ExportError: all of the module would have to run in PyTorch.
         """
         excluded, builder = self._runtime.excluded, self._transitions.builder
-        if isinstance(error, ValueReadError) and error.of_partition:
-            self._tell_of_lost_change(error)
         if isinstance(error, ValueReadError):
+            if error.of_partition:
+                self._tell_of_lost_change(error)
             return excluded.exclude(error)
         if isinstance(error, Unexportable):
             place = builder.fallback_policy.failed_place

@@ -20,9 +20,9 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.dty
 def is_plain(kind: type) -> bool:
     """Return whether instances of the class are what their attributes are: no module, function, class or type of C."""
     called = any("__call__" in vars(cls) for cls in kind.__mro__)
-    if called or issubclass(kind, (type, torch.nn.Module, ModuleType, Iterator)):
-        if not is_cache_type(kind):  # in transformers up to 4.48 that is a module, though it has no forward
-            return False
+    opaque = called or issubclass(kind, (type, torch.nn.Module, ModuleType, Iterator))
+    if opaque and not is_cache_type(kind):  # in transformers up to 4.48 that is a module, though it has no forward
+        return False
     plain = kind.__new__ is object.__new__ or issubclass(kind, SimpleNamespace)
     return plain and _slots_of(kind) is not None
 
@@ -65,7 +65,7 @@ def holds_tensors(item: Any, seen: set[int], depth: int = 6) -> bool:
         return not isinstance(item, torch.nn.Parameter)
     if depth == 0 or id(item) in seen or isinstance(item, (*PLAIN, ModuleType)):
         return False
-    if (callable(item) or isinstance(item, torch.nn.Module)) and not is_cache(item):
+    if callable(item) and not is_cache(item):
         return False
     seen.add(id(item))
     if isinstance(item, Mapping):
