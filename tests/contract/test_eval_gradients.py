@@ -235,15 +235,20 @@ def test_calls_without_a_backward_keep_nothing():
     torch.manual_seed(0)
     runtime, wrapped, reference = wrap(Features().eval())  # its BatchNorm runs in PyTorch, inside of the graph
     image, levels = torch.randn(2, 3, 16, 16), []
-    for _ in range(4):
-        got = wrapped(image)
-        assert got.requires_grad
-        del got
-        gc.collect()
-        # by type(): isinstance() would ask proxies of other tests, whose objects may be gone, for their class
-        levels.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
-        assert not saved_for_backward()
-    assert levels[-1] <= levels[1], levels  # what other tests have left may go meanwhile
+    gc.collect()
+    gc.freeze()  # what other tests have left may go meanwhile, and does not count
+    try:
+        for _ in range(4):
+            got = wrapped(image)
+            assert got.requires_grad
+            del got
+            gc.collect()
+            # by type(): isinstance() would ask proxies of other tests, whose objects may be gone, for their class
+            levels.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
+            assert not saved_for_backward()
+    finally:
+        gc.unfreeze()
+    assert levels[-1] == levels[1], levels
     # and what is kept for a backward is there when another call comes in between
     first, second = wrapped(image), wrapped(image * 2)
     assert len(saved_for_backward()) == 2

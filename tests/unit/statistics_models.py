@@ -131,7 +131,7 @@ def scaled_softmax(module: nn.Module) -> None:
         return
     softmax, attention = F.softmax, F.scaled_dot_product_attention
 
-    def change(forward, *args, **kwargs):  # transformers before 4.48 has the scale in its code
+    def change(forward, *args, **kwargs):  # transformers 4.44 has the scale in its code
         with (
             mock.patch.object(F, "softmax", lambda scores, *a, **k: softmax(1.1 * scores, *a, **k)),
             mock.patch.object(F, "scaled_dot_product_attention", lambda q, *a, **k: attention(1.1 * q, *a, **k)),

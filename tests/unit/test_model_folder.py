@@ -11,6 +11,7 @@ import checkpoint_files
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -74,7 +75,8 @@ def test_model_and_tokenizer_load_with_the_template(tmp_path):
     model.config.save_pretrained(run)
     model.generation_config.save_pretrained(run)
     tokenizer().save_pretrained(run)
-    apart = (run / "chat_template.jinja").exists()  # transformers kept it in tokenizer_config.json
+    apart = (run / "chat_template.jinja").exists()
+    assert apart or Version(transformers.__version__) < Version("5"), "what this test is about"
     (run / "credentials.json").write_text('{"token": "hf_secret"}')
     (run / "train.py").write_text("print('not named by anybody')")
     report = aggregate(tmp_path / "run", tmp_path / "out", progress=False)

@@ -162,7 +162,9 @@ def test_a_cache_is_rebuilt_in_inference():
 
     cache = filled_cache()
     found, schema = flatten({"cache": cache}, drop_caches=False)
-    assert sorted(t.abs().max().item() for t in found) == [5.0, 5.0, 15.0, 15.0]
+    layer_by_layer = hasattr(cache, "layers")
+    expected = [5.0, 5.0, 15.0, 15.0] if layer_by_layer else [5.0, 15.0, 5.0, 15.0]
+    assert [t.abs().max().item() for t in found] == expected
     again = unflatten(found, schema)["cache"]
     assert type(again) is DynamicCache
     assert again.get_seq_length() == 3
