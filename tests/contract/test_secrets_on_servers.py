@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import http.server
 import logging
@@ -15,6 +16,7 @@ from typing import Any
 
 import checkpoint_files
 import pytest
+from object_store import environment_of, led_to_a_server, s3_server
 
 from ort_zero.checkpoint import aggregate, diff, list_checkpoints, verify
 from ort_zero.checkpoint.conversions.converting import convert
@@ -156,47 +158,37 @@ def test_a_web_server_that_is_gone(tmp_path, capfd):
     assert clean("".join(capfd.readouterr()))
 
 
-def test_an_s3_server(tmp_path, monkeypatch, capfd):
-    from moto.server import ThreadedMotoServer
+def test_an_s3_server(tmp_path_factory, tmp_path, capfd):
+    folder = tmp_path_factory.mktemp("server")
+    with contextlib.ExitStack() as afterwards:
+        with s3_server(folder) as port:
+            environment = environment_of(f"http://127.0.0.1:{port}", key="key")
+            afterwards.enter_context(
+                led_to_a_server({**environment, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_MAX_ATTEMPTS": "1"})
+            )
+            import boto3
 
-    port = free_port()
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
-    server.start()
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_MAX_ATTEMPTS": "1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    try:
-        import boto3
-
-        boto3.client("s3").create_bucket(Bucket="models")
-        checkpoint_files.write("s3://models/run/global_step7")
-        aggregate("s3://models/run/global_step7", "s3://models/out", progress=False)
-        folder = open_folder("s3://models")
-        names = [f"{place}/{name}" for place in ("run/global_step7", "out") for name in folder.child(place).names()]
-        assert len(names) > 10 and all(clean(folder.read(name).decode(errors="replace")) for name in names)
-        said = ""
-        for url in (f"s3://key:{SECRET}@models/run", "s3://nobodys/run", f"s3://models/run?token={TOKEN}"):
-            for call in calls(url, tmp_path):
-                try:
-                    said += repr(call())
-                except CheckpointError as error:
-                    said += everything_about(error)
-            for command in ("verify", "ls"):
-                cli.main([command, url, "--debug"])
-            if "@" in url:
-                with pytest.raises(CheckpointError) as caught:
-                    aggregate("s3://models/run/global_step7", f"{url}/out", progress=False)
-                said += everything_about(caught.value)
-        assert said and clean(said + "".join(capfd.readouterr()))
-    finally:
-        server.stop()
-    for call in calls("s3://models/run/global_step7", tmp_path)[:2]:
-        with pytest.raises(CheckpointError) as caught:
-            call()
-        assert clean(everything_about(caught.value))
+            boto3.client("s3").create_bucket(Bucket="models")
+            checkpoint_files.write("s3://models/run/global_step7")
+            aggregate("s3://models/run/global_step7", "s3://models/out", progress=False)
+            folder = open_folder("s3://models")
+            names = [f"{place}/{name}" for place in ("run/global_step7", "out") for name in folder.child(place).names()]
+            assert len(names) > 10 and all(clean(folder.read(name).decode(errors="replace")) for name in names)
+            said = ""
+            for url in (f"s3://key:{SECRET}@models/run", "s3://nobodys/run", f"s3://models/run?token={TOKEN}"):
+                for call in calls(url, tmp_path):
+                    try:
+                        said += repr(call())
+                    except CheckpointError as error:
+                        said += everything_about(error)
+                for command in ("verify", "ls"):
+                    cli.main([command, url, "--debug"])
+                if "@" in url:
+                    with pytest.raises(CheckpointError) as caught:
+                        aggregate("s3://models/run/global_step7", f"{url}/out", progress=False)
+                    said += everything_about(caught.value)
+            assert said and clean(said + "".join(capfd.readouterr()))
+        for call in calls("s3://models/run/global_step7", tmp_path)[:2]:
+            with pytest.raises(CheckpointError) as caught:
+                call()
+            assert clean(everything_about(caught.value))

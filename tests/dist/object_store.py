@@ -22,6 +22,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ort_zero.testing.ranks import free_port
 
 _CONTROL = "/__proxy__"
@@ -259,3 +261,22 @@ def environment_of(url: str, key: str = "test") -> dict[str, str]:
         "AWS_ENDPOINT_URL": url,
         "AWS_EC2_METADATA_DISABLED": "true",
     }
+
+
+@contextlib.contextmanager
+def led_to_a_server(environment: dict[str, str]) -> Iterator[None]:
+    """Lead boto and s3fs of this process to a server, and away from it at the end.
+
+    s3fs keeps its connections for good, by the options in the URL and not by the environment: without this a test
+    would talk to the server that an earlier test of the same process has ended.
+    """
+    from s3fs import S3FileSystem
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        S3FileSystem.clear_instance_cache()
+        try:
+            yield
+        finally:
+            S3FileSystem.clear_instance_cache()

@@ -10,13 +10,14 @@ from checkpoint_engines import (
     load_all,
     save_all,
 )
+from object_store import environment_of, led_to_a_server, s3_server
 
 from ort_zero.checkpoint import aggregate, diff, verify
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.distributed.process_group import from_launcher
 from ort_zero.errors import CheckpointError, CorruptCheckpointError, RankError
-from ort_zero.testing.ranks import free_port, run_on_ranks
+from ort_zero.testing.ranks import run_on_ranks
 
 
 def save_remote(url: str, plans: list[dict[str, Any]]) -> dict[str, list[float]]:
@@ -25,28 +26,15 @@ def save_remote(url: str, plans: list[dict[str, Any]]) -> dict[str, list[float]]
 
 
 @pytest.fixture(scope="module")
-def s3():
+def s3(tmp_path_factory):
     """Environment that leads to a local S3 server with the bucket ``models``."""
-    from moto.server import ThreadedMotoServer
+    with s3_server(tmp_path_factory.mktemp("server")) as port:
+        environment = environment_of(f"http://127.0.0.1:{port}")
+        with led_to_a_server(environment):
+            import boto3
 
-    port = free_port()
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
-    server.start()
-    env = {
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in env.items():
-            patch.setenv(name, value)
-        import boto3
-
-        boto3.client("s3").create_bucket(Bucket="models")
-        yield env
-    server.stop()
+            boto3.client("s3").create_bucket(Bucket="models")
+            yield environment
 
 
 KILLED = "run/s3/.rank_00001_master.safetensors.0123456789abcdef.partial"

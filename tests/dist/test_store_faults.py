@@ -16,7 +16,7 @@ import torch
 from checkpoint_engines import outcome
 from checkpoint_files import write
 from deepspeed_setup import ds_config, start
-from object_store import Fault, Proxy, environment_of, proxy_before, s3_server, set_faults, traffic_of
+from object_store import Fault, Proxy, environment_of, led_to_a_server, proxy_before, s3_server, set_faults, traffic_of
 
 from ort_zero.checkpoint import aggregate, convert, diff, verify
 from ort_zero.checkpoint.files import remote_faults, remote_storage
@@ -40,9 +40,12 @@ QUICK = {"AWS_MAX_ATTEMPTS": "1", "AWS_RETRY_MODE": "standard"}
 def store(tmp_path_factory) -> Iterator[Proxy]:
     """A proxy before a server with the bucket ``models``, in which a checkpoint of 18 MiB lies."""
     folder = tmp_path_factory.mktemp("store")
-    with s3_server(folder) as port, proxy_before(port) as proxy, pytest.MonkeyPatch.context() as patch:
-        for name, value in {**environment_of(proxy.url), **QUICK}.items():
-            patch.setenv(name, value)
+    with (
+        s3_server(folder) as port,
+        proxy_before(port) as proxy,
+        led_to_a_server({**environment_of(proxy.url), **QUICK}),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(remote_faults, "PATIENCE", PATIENCE)
         client().create_bucket(Bucket="models")
         tensors = {(kind, f"{name}.weight"): torch.randn(768, 1024)
