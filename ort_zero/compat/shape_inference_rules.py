@@ -10,6 +10,7 @@ import numpy as np
 from onnx import TensorProto, helper
 from onnxruntime.tools import symbolic_shape_infer as upstream
 
+from ort_zero.compat.broadcast_operators import BROADCAST
 from ort_zero.compat.torch_onnx import STOP_GRADIENT
 
 
@@ -25,9 +26,26 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
     def __init__(self, *args):
         super().__init__(*args)
         self.aten_op_dispatcher_[STOP_GRADIENT] = self._pass_on_shape_and_type
+        self.aten_op_dispatcher_[BROADCAST] = self._infer_broadcast
         for table in (self.dispatcher_, self.aten_op_dispatcher_):
             for name, rule in table.items():
                 table[name] = self._guarded(rule)
+
+    def infer_all(self, model) -> None:
+        """Infer `model`; the result is in ``out_mp_``."""
+        self._preprocess(model)
+        while self.run_:
+            before = dict(self.suggested_merge_)
+            self._infer_impl()
+            if self.suggested_merge_ == before:
+                # upstream would try for ever to find the sizes of one node equal, and not get to the next
+                self.auto_merge_ = False
+        self._update_output_from_vi()
+
+    def shape_of(self, name: str) -> list | None:
+        """Return the sizes of a value, each a number, a symbol or a formula; None if they are unknown."""
+        info = self.known_vi_.get(name)
+        return upstream.get_shape_from_value_info(info) if info is not None else None
 
     def _guarded(self, rule):
         @functools.wraps(rule)
@@ -54,6 +72,22 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
         if kind.elem_type and kind.HasField("shape"):
             sizes = upstream.get_shape_from_sympy_shape(self._new_symbolic_shape(len(kind.shape.dim), node, i))
             info.CopyFrom(helper.make_tensor_value_info(info.name or node.output[i], kind.elem_type, sizes))
+
+    def _infer_broadcast(self, node):
+        own, other = self._get_shape(node, 0), self._try_get_value(node, 2)
+        kept = int(self._get_value(node, 3))
+        last, own = own[len(own) - kept :], own[: len(own) - kept]
+        if other is None:
+            other = self._new_symbolic_shape(int(self._get_shape(node, 2)[0]), node)
+        other = upstream.get_shape_from_sympy_shape(other)[: len(other) - kept]
+        rank = max(len(own), len(other))
+        pairs = zip([1] * (rank - len(own)) + own, [1] * (rank - len(other)) + other, strict=True)
+        sizes = [
+            a if b in (a, 1) else b if a == 1 else str(self._new_symbolic_dim_from_output(node, 0, axis))
+            for axis, (a, b) in enumerate(pairs)
+        ]
+        kind = self.known_vi_[node.input[0]].type.tensor_type.elem_type
+        self.known_vi_[node.output[0]].CopyFrom(helper.make_tensor_value_info(node.output[0], kind, sizes + last))
 
     def _infer_PythonOp(self, node):
         attributes = {a.name: a for a in node.attribute}

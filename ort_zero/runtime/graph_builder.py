@@ -50,6 +50,7 @@ from ort_zero.runtime.guards.keys import (
     Observed,
 )
 from ort_zero.runtime.guards.size_guard import NO_SIZES_READ, GuardedRead, SizeGuard
+from ort_zero.runtime.kernels import operators
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy, infer_python_op
 from ort_zero.runtime.smaller_parts import SmallerParts
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
@@ -164,6 +165,7 @@ class GraphBuilder:
             ExportError: the module cannot run in ONNX Runtime.
         """
         self._refuse_unsupported()
+        operators.register()  # graphs have some before kernels are replaced
         if self.cache is None:
             return self.processor.process(self.export(observed, call, subscribers), observed.process, number, call)
         with self._timed("cache"):

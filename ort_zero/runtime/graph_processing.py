@@ -35,7 +35,11 @@ from ort_zero.runtime.built_graph import BuiltGraph, BuiltModel, ExportedModule
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.export.attribute_inputs import as_tensor, float_dtype
 from ort_zero.runtime.export.attribute_paths import Place
-from ort_zero.runtime.export.post_optimize_passes import accept_empty_batches, name_all_results, unfuse_for_cpu
+from ort_zero.runtime.export.post_optimize_passes import (
+    accept_empty_batches,
+    name_all_results,
+    unfuse_for_cpu,
+)
 from ort_zero.runtime.export.repeated_reads import asked_for_twice, without_gradients
 from ort_zero.runtime.export_cache.lookup import run_seed, session_of
 from ort_zero.runtime.export_cache.store import ExportCache
@@ -50,6 +54,7 @@ from ort_zero.runtime.guards.keys import (
 )
 from ort_zero.runtime.kernels.label_checks import check_labels
 from ort_zero.runtime.kernels.own_results import copy_shared_results
+from ort_zero.runtime.kernels.quotient_gradients import divide_gradients
 from ort_zero.runtime.kernels.replace import replace_kernels
 from ort_zero.runtime.kernels.table import chosen
 from ort_zero.runtime.own_memory import weights_returned
@@ -205,6 +210,7 @@ class GraphProcessor:
                     model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())
                 )
             accept_empty_batches(model)
+            divide_gradients(model)
         if built.fused is not None:
             kernels["fused_loss"] += 1
             if tied := add_embeddings_in_place(model):

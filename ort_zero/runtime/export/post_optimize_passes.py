@@ -1,6 +1,6 @@
 """Changes gradient graphs that ORT has built, and could not run as they are.
 
-The graph builder runs :func:`name_all_results` on each of them, :func:`unfuse_for_cpu` on those for the CPU.
+The graph builder runs :func:`name_all_results` on each of them, the others on those for the CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Operators of our own for ATen nodes, made of PyTorch's, which choose their vector code when the program runs.
 
 ORT's executor of ATen nodes cannot pass strings, and PyTorch has no cross entropy that keeps neither the
-log-probabilities nor their gradient; for these there is an operator here. All work on float32 on the CPU.
+log-probabilities nor their gradient; for these there is an operator here. All work on the CPU, and those that compute
+something on float32.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import functools
 
 import torch
+
+from ort_zero.compat.broadcast_operators import BROADCAST, SUM_TO_SIZES
+from ort_zero.compat.ortmodule import register_aten_gradient
 
 NAMESPACE = "ort_zero_kernels"
 _BLOCK = 1 << 17
@@ -27,6 +31,8 @@ _SCHEMAS = (
     " int groups, bool[] wanted) -> (Tensor, Tensor, Tensor)",
     "batch_norm(Tensor x, Tensor weight, Tensor bias, Tensor(a!) mean, Tensor(b!) variance, Tensor settings)"
     " -> (Tensor, Tensor, Tensor)",
+    "broadcast(Tensor x, Tensor own, Tensor other, int kept) -> Tensor",
+    "sum_to_sizes(Tensor grad, Tensor own) -> Tensor",
     "batch_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor mean, Tensor inverse, Tensor settings)"
     " -> (Tensor, Tensor, Tensor)",
 )
@@ -111,6 +117,25 @@ def cross_entropy_backward(
         if added is not None:
             out.add_(added[at : at + size])
     return result
+
+
+def broadcast(x: torch.Tensor, own: torch.Tensor, other: torch.Tensor, kept: int) -> torch.Tensor:
+    """Return `x` broadcast with a tensor of the sizes `other`, in memory of its own.
+
+    Args:
+        x: of any shape and dtype.
+        own: its sizes; the gradient is summed to them.
+        other: sizes that it is broadcast with.
+        kept: how many of the last sizes stay as they are.
+    """
+    first = torch.broadcast_shapes(x.shape[: x.dim() - kept], other.tolist()[: len(other) - kept])
+    return x.expand(first + x.shape[x.dim() - kept :]).clone(memory_format=torch.contiguous_format)
+
+
+def sum_to_sizes(grad: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of what :func:`broadcast` has broadcast from the sizes `own`, in memory of its own."""
+    result = grad.sum_to_size(own.tolist())
+    return result.clone() if result.data_ptr() == grad.data_ptr() else result
 
 
 def checked_labels(labels: torch.Tensor, logits: torch.Tensor, ignored: int) -> torch.Tensor:
@@ -202,9 +227,10 @@ def _library() -> torch.library.Library:
         name = schema.partition("(")[0]
         library.define(schema)
         library.impl(name, globals()[name], "CPU")
+    register_aten_gradient(BROADCAST, [(SUM_TO_SIZES, ["GO(0)", "I(1)"], ["GI(0)"])])
     return library
 
 
 def register() -> None:
-    """Let PyTorch, and so ORT's executor of ATen nodes, know the operators; once in a process."""
+    """Let PyTorch, ORT's executor of ATen nodes and ORT's gradient builder know the operators; once in a process."""
     _library()
