@@ -25,6 +25,8 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
 
     def __init__(self, *args):
         super().__init__(*args)
+        self.taken_for_equal: list[tuple] = []
+        """Symbols and numbers that operators were taken to need equal."""
         self.aten_op_dispatcher_[STOP_GRADIENT] = self._pass_on_shape_and_type
         self.aten_op_dispatcher_[BROADCAST] = self._infer_broadcast
         for table in (self.dispatcher_, self.aten_op_dispatcher_):
@@ -113,6 +115,7 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
         # upstream asserts that every size is a number or a known symbol; formulas and unknown sizes are neither
         known = [s for s in symbols if s is not None and (upstream.is_literal(s) or s in self.symbolic_dims_)]
         if len({str(s) for s in known if upstream.is_literal(s)}) <= 1 < len(known):
+            self.taken_for_equal.append(tuple(known))
             super()._add_suggested_merge(known, apply)
 
     def _get_int_or_float_values(self, node, broadcast=False, allow_float_values=False):

@@ -14,6 +14,8 @@ import torch
 
 from ort_zero.compat import ortmodule as ort_compat
 from ort_zero.compat import torch_onnx
+from ort_zero.compat.shape_inference import TakenSizes
+from ort_zero.compat.size_program import SizeProgram
 from ort_zero.compat.torch_modules import buffers_as_inputs, registrations_put_back, without_infrastructure_hooks
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
@@ -43,13 +45,13 @@ from ort_zero.runtime.export.tracer import Tracer
 from ort_zero.runtime.export.unchanged_weights import UnchangedWeights
 from ort_zero.runtime.export_cache.lookup import Lookup
 from ort_zero.runtime.export_cache.store import ExportCache
-from ort_zero.runtime.graph_processing import TRACE, GraphProcessor, Timed
+from ort_zero.runtime.graph_processing import TRACE, GraphProcessor, Timed, sizes_by_symbol
 from ort_zero.runtime.guards.attribute_guard import NOTHING_READ, AttributeGuard, ReadValues
 from ort_zero.runtime.guards.keys import (
     ExportedModelInfo,
     Observed,
 )
-from ort_zero.runtime.guards.size_guard import NO_SIZES_READ, GuardedRead, SizeGuard
+from ort_zero.runtime.guards.size_guard import Axis, GuardedRead, SizeGuard, SizeRelations
 from ort_zero.runtime.kernels import operators
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy, infer_python_op
 from ort_zero.runtime.smaller_parts import SmallerParts
@@ -209,7 +211,7 @@ class GraphBuilder:
         seed_dropout(model)
         only_read = frozenset(graph_readers.inputs_for_marks_alone(model) if tracer.readers else ())
         with self._timed("shapes"):
-            model = self.manager.process(model, infer_python_op)
+            model, taken = self.manager.process(model, infer_python_op, sizes_by_symbol(axes, call))
         remove_casts_to_the_same_type(model)
         divide_sums(model)
         bound_clips(model)
@@ -225,7 +227,7 @@ class GraphBuilder:
         key = dataclasses.replace(
             observed.export,
             attributes=self._read_values(tracer),
-            sizes=self._size_guard(tracer),
+            sizes=self._size_guard(tracer, _relations(taken, axes, call)),
             gradients=observed.export.gradients if tracer.asks_for_gradients else None,
         )
         differentiable = tracer.differentiable.union(observed.process.inputs)  # buffers among them
@@ -261,17 +263,17 @@ class GraphBuilder:
         inputs = tracer.inputs.names if tracer.inputs else {}
         return self.attribute_guard.watch(readers, inputs, reads.whole, reads.kinds)
 
-    def _size_guard(self, tracer: Tracer) -> SizeGuard:
-        """Return the guard on what Python code has taken from sizes in a trace."""
+    def _size_guard(self, tracer: Tracer, relations: SizeRelations) -> SizeGuard:
+        """Return the guard on what Python code has taken from sizes in a trace, and on what the operators take."""
         sizes = tracer.sizes
         if sizes is None:
-            return NO_SIZES_READ
+            return SizeGuard(tuple(t.shape for t in tracer.call.tensors), SizeProgram(), (), relations)
         paths = {id(module): path for path, module in self.module.named_modules()}
         reads = [
             GuardedRead(read.step, read.kind, read.seen, read.expression, read.line, paths.get(id(read.module), ""))
             for read in sizes.reads
         ]
-        return SizeGuard(sizes.shapes, sizes.program, reads)
+        return SizeGuard(sizes.shapes, sizes.program, reads, relations)
 
     def _tracer(self, call: pytree.Call, subscribers: Sequence[SubscribedModel], *, all_inputs: bool) -> Tracer:
         """Return what follows the export of a call.
@@ -393,3 +395,18 @@ def _of_all_parts(text: str) -> ExportError:
 def wanted_of(call: pytree.Call) -> frozenset[str]:
     """Return the names of the arguments that want a gradient in a call."""
     return frozenset(name for name, tensor in zip(call.names, call.tensors, strict=True) if tensor.requires_grad)
+
+
+def _relations(taken: TakenSizes, axes: Mapping[str, Mapping[int, str]], call: pytree.Call) -> SizeRelations:
+    """Return what a graph takes for granted of the shapes of a call's tensors."""
+    numbers = {name: i for i, name in enumerate(call.names)}
+    places = {
+        symbol: Axis(numbers[name], axis, name)
+        for name, named in axes.items()
+        if name in numbers
+        for axis, symbol in named.items()
+    }
+    return SizeRelations(
+        tuple(tuple(places[symbol] for symbol in alike) for alike in taken.equal),
+        tuple((places[symbol], size) for symbol, size in taken.fixed),
+    )

@@ -144,7 +144,7 @@ class GraphProcessor:
         graph = self._with_kernels(built or self.built(exported, process))
         parameters = dict(manager.flattened_module.named_parameters())
         wanted, inputs = self._wanted(exported, process)
-        decision, sizes = None, _sizes(exported.info.dynamic_axes_map, call)
+        decision, sizes = None, sizes_by_symbol(exported.info.dynamic_axes_map, call)
         if self.memory is not None and ort_compat.has_gradients(graph.model):
             with self.timed("memory plan"):
                 graph, decision = self._recomputed(self.memory, graph, exported, process, sizes, parameters)
@@ -453,7 +453,7 @@ class Timed:
             self.shown.end()
 
 
-def _sizes(axes: Mapping[str, Mapping[int, str]], call: pytree.Call) -> dict[str, int]:
+def sizes_by_symbol(axes: Mapping[str, Mapping[int, str]], call: pytree.Call) -> dict[str, int]:
     """Return the sizes of the named dimensions in a call."""
     shapes = {name: tensor.shape for name, tensor in zip(call.names, call.tensors, strict=True)}
     return {

@@ -23,7 +23,7 @@ from ort_zero.compat.ortmodule.sessions import (
     set_options,
     training_agent,
 )
-from ort_zero.compat.shape_inference import infer_shapes
+from ort_zero.compat.shape_inference import TakenSizes, infer_shapes
 from ort_zero.compat.torch_onnx.exporter_modules import legacy_exporter
 from ort_zero.utils.patching import replaced
 
@@ -100,10 +100,12 @@ class Manager:
         self._save(model, "torch_exported")
         return model, schema, info.onnx_graph_input_dynamic_axes_map
 
-    def process(self, model: Any, infer: Callable) -> Any:
+    def process(self, model: Any, infer: Callable, sizes: Mapping[str, int]) -> tuple[Any, TakenSizes]:
         """Return the exported `model` with the attributes of custom autograd Functions, and shapes.
 
         Args:
+            model: as :meth:`export` returns it.
+            sizes: of the inputs in the call that was traced, by the names of their axes.
             infer: returns the shapes of the results of a PythonOp (node, input shapes, input types), None if unknown.
         """
         if self.manager._runtime_options.enable_custom_autograd_function:
@@ -117,9 +119,9 @@ class Manager:
             ours = infer(*about)
             return ours if ours is not None else registered_shapes(*about)
 
-        model = infer_shapes(model, shapes)
+        model, taken = infer_shapes(model, shapes, sizes)
         self._save(model, "post_processed")
-        return model
+        return model, taken
 
     def build(
         self, model: bytes, names: Sequence[str], trained: Sequence[str], inputs: Sequence[str]

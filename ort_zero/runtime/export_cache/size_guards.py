@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from ort_zero.compat.size_program import SizeProgram, Step, is_known, is_own
 from ort_zero.compat.trace_sizes import is_kind
 from ort_zero.runtime.export_cache import serialization
-from ort_zero.runtime.guards.size_guard import GuardedRead, SizeGuard
+from ort_zero.runtime.guards.size_guard import Axis, GuardedRead, SizeGuard, SizeRelations
 
 
 def written(guard: SizeGuard) -> Any:
@@ -21,7 +22,11 @@ def written(guard: SizeGuard) -> Any:
     """
     reads = [(read.step, read.kind, read.seen, read.expression, read.line, read.path) for read in guard.reads]
     steps = [(step.operator, step.arguments, step.in_place, step.of_numbers) for step in guard.program.steps]
-    plain = (tuple(map(tuple, guard.shapes)), tuple(steps), tuple(reads))
+    relations = (
+        tuple(tuple(map(dataclasses.astuple, axes)) for axes in guard.relations.equal),
+        tuple((dataclasses.astuple(axis), size) for axis, size in guard.relations.fixed),
+    )
+    plain = (tuple(map(tuple, guard.shapes)), tuple(steps), tuple(reads), relations)
     return serialization.encode(plain, "size")
 
 
@@ -31,7 +36,7 @@ def read(plain: Any) -> SizeGuard:
     Raises:
         ValueError: it is damaged.
     """
-    shapes, steps, reads = serialization.decode(plain)
+    shapes, steps, reads, (equal, fixed) = serialization.decode(plain)
     program = SizeProgram([_step(*step) for step in steps])
     if len(program.steps) != len(steps):
         raise ValueError("two steps of a program of sizes are the same")
@@ -39,7 +44,17 @@ def read(plain: Any) -> SizeGuard:
     for one in found:
         if not (is_kind(one.kind) and type(one.step) is int and 0 <= one.step < len(steps)):
             raise ValueError("a read of a size that was not written like this")
-    return SizeGuard(tuple(torch.Size(shape) for shape in shapes), program, found)
+    relations = SizeRelations(
+        tuple(tuple(_axis(shapes, *axis) for axis in axes) for axes in equal),
+        tuple((_axis(shapes, *axis), int(size)) for axis, size in fixed),
+    )
+    return SizeGuard(tuple(torch.Size(shape) for shape in shapes), program, found, relations)
+
+
+def _axis(shapes: tuple, tensor: int, axis: int, name: str) -> Axis:
+    if not (type(tensor) is type(axis) is int and 0 <= tensor < len(shapes) and 0 <= axis < len(shapes[tensor])):
+        raise ValueError("an axis that no argument has")
+    return Axis(tensor, axis, str(name))
 
 
 def _step(operator: str, arguments: tuple, in_place: bool, of_numbers: bool = False) -> Step:

@@ -32,7 +32,7 @@ from ort_zero.utils import atomic_write
 from ort_zero.utils.trusted_folder import reason_not_to_trust
 
 FORMAT = "ort_zero.export"
-VERSION = 2
+VERSION = 3
 KEY = "ort_zero.ortmodule.cache_dir"
 AUTO = "auto"
 """Stands for the folder of :func:`ort_zero.env.export_cache_dir`."""

@@ -8,7 +8,8 @@ structure, dtype or rank of an argument; a constant (None, bool,    export, or s
 int, float, str); the module tree or the mode of a submodule;       graph of an earlier call
 subscribers that read values; an attribute or global that Python
 code read during the trace; torch's default dtype and autocast; a
-size, if Python code decides something else by it
+size, if Python code decides something else by it, or if it is 1
+and was not while another one that it meets stays
 ``requires_grad`` of a parameter or argument; the memory plan;      re-process, or switch to the
 determinism; the device; logits that are read call by call          graph of an earlier call
 ==================================================================  ============================

@@ -1,7 +1,8 @@
 """Guard on sizes: a graph serves a call if Python code would take from its sizes what it took in the trace.
 
-Sizes themselves are dynamic. A branch (``x.shape[1] > 8``) holds for all sizes on one side of it, a loop over an axis
-for one size. What is computed for the shapes of one call is remembered, so that a call costs a look-up.
+Sizes themselves are dynamic, but for those that a graph takes for equal, or for 1, where operands are broadcast. A
+branch (``x.shape[1] > 8``) holds for all sizes on one side of it, a loop over an axis for one size. What is computed
+for the shapes of one call is remembered, so that a call costs a look-up.
 """
 
 from __future__ import annotations
@@ -52,6 +53,48 @@ class GuardedRead:
         return f"{text} ({self.line})"
 
 
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """An axis of a tensor among the arguments."""
+
+    tensor: int
+    """Number of the tensor in the shapes."""
+    axis: int
+    name: str
+    """Name of the tensor, for messages."""
+
+    def __str__(self) -> str:
+        return f"axis {self.axis} of {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRelations:
+    """What a graph takes for granted of sizes because its operators broadcast, or do not."""
+
+    equal: tuple[tuple[Axis, ...], ...] = ()
+    """Axes of equal sizes."""
+    fixed: tuple[tuple[Axis, int], ...] = ()
+    """Axes whose sizes are what they were."""
+
+    def hold(self, shapes: Shapes) -> bool:
+        """Return whether it is so for the shapes of a call."""
+        return all(shapes[one.tensor][one.axis] == size for one, size in self.fixed) and all(
+            shapes[one.tensor][one.axis] == shapes[first.tensor][first.axis]
+            for first, *more in self.equal
+            for one in more
+        )
+
+    def reasons(self, shapes: Shapes) -> list[str]:
+        """Describe what is not so."""
+        sizes = [(one, size, shapes[one.tensor][one.axis]) for one, size in self.fixed]
+        found = [f"{one}: {size} -> {now}" for one, size, now in sizes if size != now]
+        for axes in self.equal:
+            now = {shapes[one.tensor][one.axis]: one for one in reversed(axes)}
+            if len(now) > 1:
+                found.append(f"sizes are no longer equal: {', '.join(f'{one} is {size}' for size, one in now.items())}")
+        return found
+
+
 class SizeGuard:
     """What Python code took from sizes while one graph was traced.
 
@@ -59,16 +102,26 @@ class SizeGuard:
         shapes: shape of each tensor among the arguments in the trace.
         program: computes what was read.
         reads: the reads, in their order.
+        relations: what the graph's operators take for granted.
     """
 
-    def __init__(self, shapes: Shapes, program: SizeProgram, reads: Sequence[GuardedRead]):
+    def __init__(
+        self,
+        shapes: Shapes,
+        program: SizeProgram,
+        reads: Sequence[GuardedRead],
+        relations: SizeRelations = SizeRelations(),
+    ):
+        self.relations = relations
         self.shapes = shapes
         self.program = program
         self.reads = tuple(reads)
         self._failed: dict[Shapes, tuple[GuardedRead, Any] | None] = {shapes: None}
 
     def holds(self, shapes: Shapes) -> bool:
-        """Return whether the code takes the same from these shapes as it did in the trace."""
+        """Return whether code takes from these shapes what it took in the trace, and operators broadcast alike."""
+        if not self.relations.hold(shapes):
+            return False
         if not self.reads:
             return True
         try:
@@ -102,7 +155,7 @@ class SizeGuard:
         """Describe why a graph that was traced with the guard's shapes does not serve these."""
         failed = self.first_failed(shapes) if self.reads else None
         if failed is None:
-            return []
+            return self.relations.reasons(shapes)
         read, now = failed
         if isinstance(now, Exception):
             return [f"other sizes: the forward {read.what()}"]
