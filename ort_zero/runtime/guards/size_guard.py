@@ -152,10 +152,14 @@ class SizeGuard:
         return None
 
     def reasons(self, shapes: Shapes) -> list[str]:
-        """Describe why a graph that was traced with the guard's shapes does not serve these."""
+        """Describe why a graph that was traced with the guard's shapes does not serve these.
+
+        The sizes of other tensors, or of tensors with other numbers of axes, are compared with nothing.
+        """
         failed = self.first_failed(shapes) if self.reads else None
         if failed is None:
-            return self.relations.reasons(shapes)
+            other_axes = list(map(len, shapes)) != list(map(len, self.shapes))
+            return [] if other_axes else self.relations.reasons(shapes)
         read, now = failed
         if isinstance(now, Exception):
             return [f"other sizes: the forward {read.what()}"]
