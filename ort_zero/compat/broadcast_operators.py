@@ -1,4 +1,4 @@
-"""Names of the operators that broadcast operands whose sizes depend on values, see :mod:`.data_sizes`."""
+"""Names of the operators that broadcast operands whose sizes may differ, see :mod:`.differing_sizes`."""
 
 from __future__ import annotations
 

@@ -19,14 +19,16 @@ class TakenSizes:
     """Symbols of sizes that are equal."""
     fixed: tuple[tuple[str, int], ...] = ()
     """Symbols of sizes that are what they were."""
+    least: tuple[tuple[str, int], ...] = ()
+    """Symbols of sizes, and how large they are at least."""
 
 
 def infer_shapes(model: Any, infer_python_op: Callable, sizes: Mapping[str, int]) -> tuple[Any, TakenSizes]:
     """Return `model` with the types and shapes of its values, as far as they can be known; changes `model`.
 
     ORT builds gradients for operands of equal sizes, or with a size that is 1 in every call. So a size that is 1 in the
-    call that was traced, and is broadcast, is 1 in the result. Where sizes depend on values, operands are broadcast by
-    nodes of their own, see :mod:`ort_zero.compat.data_sizes`.
+    call that was traced, and is broadcast, is 1 in the result. Where sizes are computed, and may be 1 or not, operands
+    are broadcast by nodes of their own, see :mod:`ort_zero.compat.differing_sizes`.
 
     Args:
         model: ONNX ModelProto.
@@ -37,15 +39,20 @@ def infer_shapes(model: Any, infer_python_op: Callable, sizes: Mapping[str, int]
     Returns:
         The model, and what it takes for granted now.
     """
-    from ort_zero.compat.data_sizes import let_sizes_differ
+    from ort_zero.compat.differing_sizes import DifferingSizes
     from ort_zero.compat.shape_inference_rules import LastingShapeInference
 
-    let_sizes_differ(model)
+    def run(kind: type[LastingShapeInference]) -> Any:
+        inference = kind(2**31 - 1, True, True, 0)
+        inference.infer_python_op = infer_python_op
+        inference.traced_sizes = sizes
+        inference.infer_all(model)
+        return inference
+
+    differing = run(DifferingSizes)
+    inference = run(LastingShapeInference) if differing.let_differ(model) else differing
     ones: dict[str, int] = {}
     while True:
-        inference = LastingShapeInference(2**31 - 1, True, True, 0)
-        inference.infer_python_op = infer_python_op
-        inference.infer_all(model)
         groups = [{symbol: _value(symbol, sizes) for symbol in group} for group in _groups(inference.taken_for_equal)]
         broadcast = {symbol for group in groups if max(group.values()) > 1 for symbol, n in group.items() if n == 1}
         broadcast &= sizes.keys() - ones.keys()
@@ -56,9 +63,11 @@ def infer_shapes(model: Any, infer_python_op: Callable, sizes: Mapping[str, int]
             for dim in given.type.tensor_type.shape.dim:
                 if dim.dim_param in broadcast:
                     dim.dim_value = 1
+        inference = run(LastingShapeInference)
     return inference.out_mp_, TakenSizes(
         tuple(sorted(alike for group in groups for alike in _alike(group, sizes))),
         tuple(sorted((ones | dict(_numbers(groups, sizes))).items())),
+        tuple(sorted((differing.least | inference.least).items())),
     )
 
 

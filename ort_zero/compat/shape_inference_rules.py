@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from onnx import TensorProto, helper
@@ -25,16 +26,25 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
 
     def __init__(self, *args):
         super().__init__(*args)
+        self.input_symbols: frozenset[str] = frozenset()
+        """Those of the sizes of the graph's inputs."""
+        self.traced_sizes: Mapping[str, int] = {}
+        """Sizes in the call that was traced, by their symbols; to be set as well."""
+        self.least: dict[str, int] = {}
+        """Sizes that symbols of inputs have at least."""
         self.taken_for_equal: list[tuple] = []
         """Symbols and numbers that operators were taken to need equal."""
         self.aten_op_dispatcher_[STOP_GRADIENT] = self._pass_on_shape_and_type
         self.aten_op_dispatcher_[BROADCAST] = self._infer_broadcast
+        self.dispatcher_["Mod"] = self._infer_Mod
         for table in (self.dispatcher_, self.aten_op_dispatcher_):
             for name, rule in table.items():
                 table[name] = self._guarded(rule)
 
     def infer_all(self, model) -> None:
         """Infer `model`; the result is in ``out_mp_``."""
+        sizes = (dim for given in model.graph.input for dim in given.type.tensor_type.shape.dim)
+        self.input_symbols = frozenset(dim.dim_param for dim in sizes if dim.dim_param)
         self._preprocess(model)
         while self.run_:
             before = dict(self.suggested_merge_)
@@ -48,6 +58,13 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
         """Return the sizes of a value, each a number, a symbol or a formula; None if they are unknown."""
         info = self.known_vi_.get(name)
         return upstream.get_shape_from_value_info(info) if info is not None else None
+
+    def known_size(self, a: Any, b: Any) -> Any:
+        """Return the size of what is broadcast from two sizes of which neither is 1 for sure; None if it is unknown."""
+        for size in (a, b):
+            if isinstance(size, int):
+                return size
+        return next((size for size in (a, b) if self.traced_sizes.get(size, 0) > 1), None)
 
     def _guarded(self, rule):
         @functools.wraps(rule)
@@ -85,11 +102,57 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
         rank = max(len(own), len(other))
         pairs = zip([1] * (rank - len(own)) + own, [1] * (rank - len(other)) + other, strict=True)
         sizes = [
-            a if b in (a, 1) else b if a == 1 else str(self._new_symbolic_dim_from_output(node, 0, axis))
+            a if b in (a, 1) else b if a == 1 else self.known_size(a, b) or self._new_size(node, axis)
             for axis, (a, b) in enumerate(pairs)
         ]
         kind = self.known_vi_[node.input[0]].type.tensor_type.elem_type
         self.known_vi_[node.output[0]].CopyFrom(helper.make_tensor_value_info(node.output[0], kind, sizes + last))
+
+    def _new_size(self, node, axis):
+        return str(self._new_symbolic_dim_from_output(node, 0, axis))
+
+    def _infer_Mod(self, node):
+        if not upstream.get_attribute(node, "fmod", 0):
+            self._compute_on_sympy_data(node, lambda values: upstream.sympy.Mod(*values))
+
+    def _infer_ReduceProd(self, node):
+        values = upstream.as_list(self._try_get_value(node, 0), keep_none=True)
+        if values is not None and len(self._get_shape(node, 0)) == 1:
+            product = upstream.sympy_reduce_product(values)
+            self.sympy_data_[node.output[0]] = [product] if upstream.get_attribute(node, "keepdims", 1) else product
+
+    def _infer_Slice(self, node):
+        super()._infer_Slice(node)
+        starts, ends, axes, steps = (
+            upstream.as_list(self._try_get_value(node, i), keep_none=True) for i in range(1, 5)
+        )
+        if starts is None or ends is None:
+            return
+        given, sizes = self._get_shape(node, 0), self.shape_of(node.output[0]) or []
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            axis, step = axes[i] if axes else i, steps[i] if steps else 1
+            if isinstance(given[axis], str) and step == 1:
+                sizes[axis] = self._slice_size(given[axis], start, end, sizes[axis])
+        kind = self.known_vi_[node.input[0]].type.tensor_type.elem_type
+        self.known_vi_[node.output[0]].CopyFrom(helper.make_tensor_value_info(node.output[0], kind, sizes))
+
+    def _slice_size(self, size, start, end, found):
+        """Return the size of a slice of `size`; `found` is what upstream finds.
+
+        Upstream does not see that ``x[3:4]`` has the size 1, and takes an end of which it does not know whether it is
+        beyond the size for the size.
+        """
+        if upstream.is_literal(end):
+            if 0 < start and end - start == 1 and self.traced_sizes.get(size, 0) >= end:
+                self.least[size] = max(end, self.least.get(size, 0))
+                return 1
+            return found
+        whole = self.symbolic_dims_[size]
+        if (whole - end).is_nonnegative or whole - end == 0:
+            return found
+        formula = upstream.sympy.simplify(upstream.sympy.Min(end, whole) - start)
+        self._update_computed_dims([formula])
+        return str(formula)
 
     def _infer_PythonOp(self, node):
         attributes = {a.name: a for a in node.attribute}

@@ -409,4 +409,5 @@ def _relations(taken: TakenSizes, axes: Mapping[str, Mapping[int, str]], call: p
     return SizeRelations(
         tuple(tuple(places[symbol] for symbol in alike) for alike in taken.equal),
         tuple((places[symbol], size) for symbol, size in taken.fixed),
+        tuple((places[symbol], size) for symbol, size in taken.least),
     )

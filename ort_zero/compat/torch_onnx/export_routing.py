@@ -138,8 +138,14 @@ def _tried(
     except (AttributeError, NameError, ImportError):
         raise  # a mistake in a symbolic is no reason to leave it out
     except Exception as error:
-        return None, str(error).strip().splitlines()[0] if str(error).strip() else repr(error), error
+        return None, _in_short(error), error
     return result, router.after(node, *_kinds(result, inputs)), None
+
+
+def _in_short(error: Exception) -> str:
+    """Return the first line of an error's text, without the whole graph that torch's exporter adds to some."""
+    text = str(error).strip().partition("[Caused by")[0].strip()
+    return text.splitlines()[0] if text else repr(error)
 
 
 def _run_in_torch(router: Router, node: TracedNode, why: str, failed: Exception | None, context: Any) -> Any:

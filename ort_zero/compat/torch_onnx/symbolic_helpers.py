@@ -53,6 +53,13 @@ class Symbolic:
         ]
 
     @staticmethod
+    def packed(value) -> list | None:
+        """Return the traced values that a list is made of, None if it is no list that the trace makes."""
+        from torch.onnx import symbolic_helper
+
+        return [*value.node().inputs()] if symbolic_helper._is_packed_list(value) else None
+
+    @staticmethod
     def is_list(value) -> bool:
         """Return True if a traced argument is a list."""
         from torch.onnx import symbolic_helper
@@ -65,6 +72,13 @@ class Symbolic:
         from torch.onnx import symbolic_helper
 
         return symbolic_helper._get_const(value, "f", name)
+
+    @staticmethod
+    def text(value, name: str) -> str:
+        """Return the constant string that a traced argument holds."""
+        from torch.onnx import symbolic_helper
+
+        return symbolic_helper._get_const(value, "s", name)
 
     @staticmethod
     def traced(g, *converted) -> TracedNode:

@@ -25,6 +25,7 @@ def written(guard: SizeGuard) -> Any:
     relations = (
         tuple(tuple(map(dataclasses.astuple, axes)) for axes in guard.relations.equal),
         tuple((dataclasses.astuple(axis), size) for axis, size in guard.relations.fixed),
+        tuple((dataclasses.astuple(axis), size) for axis, size in guard.relations.least),
     )
     plain = (tuple(map(tuple, guard.shapes)), tuple(steps), tuple(reads), relations)
     return serialization.encode(plain, "size")
@@ -36,7 +37,7 @@ def read(plain: Any) -> SizeGuard:
     Raises:
         ValueError: it is damaged.
     """
-    shapes, steps, reads, (equal, fixed) = serialization.decode(plain)
+    shapes, steps, reads, (equal, fixed, least) = serialization.decode(plain)
     program = SizeProgram([_step(*step) for step in steps])
     if len(program.steps) != len(steps):
         raise ValueError("two steps of a program of sizes are the same")
@@ -47,6 +48,7 @@ def read(plain: Any) -> SizeGuard:
     relations = SizeRelations(
         tuple(tuple(_axis(shapes, *axis) for axis in axes) for axes in equal),
         tuple((_axis(shapes, *axis), int(size)) for axis, size in fixed),
+        tuple((_axis(shapes, *axis), int(size)) for axis, size in least),
     )
     return SizeGuard(tuple(torch.Size(shape) for shape in shapes), program, found, relations)
 

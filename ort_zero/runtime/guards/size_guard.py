@@ -75,19 +75,27 @@ class SizeRelations:
     """Axes of equal sizes."""
     fixed: tuple[tuple[Axis, int], ...] = ()
     """Axes whose sizes are what they were."""
+    least: tuple[tuple[Axis, int], ...] = ()
+    """Axes, and how large they are at least."""
 
     def hold(self, shapes: Shapes) -> bool:
         """Return whether it is so for the shapes of a call."""
-        return all(shapes[one.tensor][one.axis] == size for one, size in self.fixed) and all(
-            shapes[one.tensor][one.axis] == shapes[first.tensor][first.axis]
-            for first, *more in self.equal
-            for one in more
+        return (
+            all(shapes[one.tensor][one.axis] == size for one, size in self.fixed)
+            and all(shapes[one.tensor][one.axis] >= size for one, size in self.least)
+            and all(
+                shapes[one.tensor][one.axis] == shapes[first.tensor][first.axis]
+                for first, *more in self.equal
+                for one in more
+            )
         )
 
     def reasons(self, shapes: Shapes) -> list[str]:
         """Describe what is not so."""
         sizes = [(one, size, shapes[one.tensor][one.axis]) for one, size in self.fixed]
         found = [f"{one}: {size} -> {now}" for one, size, now in sizes if size != now]
+        sizes = [(one, size, shapes[one.tensor][one.axis]) for one, size in self.least]
+        found += [f"{one} is {now}, less than {size}" for one, size, now in sizes if now < size]
         for axes in self.equal:
             now = {shapes[one.tensor][one.axis]: one for one in reversed(axes)}
             if len(now) > 1:

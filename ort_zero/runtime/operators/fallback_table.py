@@ -128,7 +128,9 @@ def _of_probabilities(node: TracedNode) -> str | None:
 
 def _counted(node: TracedNode) -> str | None:
     repeats = node.argument("repeats")
-    return "torch's exporter gives its loop the wrong types" if repeats is not None and repeats.is_tensor else None
+    if repeats is None or not repeats.is_tensor or (repeats.rank == 0 and repeats.constant_number != 0):
+        return None
+    return "torch's exporter gives its loop the wrong types"
 
 
 def _convolving(node: TracedNode) -> str | None:

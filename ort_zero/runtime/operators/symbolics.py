@@ -49,6 +49,31 @@ def diff(g: Any, self: Any, n: Any, dim: Any, prepend: Any, append: Any) -> Any:
     return value
 
 
+def constant_pad_nd(g: Any, self: Any, padding: Any, value: Any = None) -> Any:
+    """Export ``aten::constant_pad_nd`` so that the sizes of a padding of computed width can be inferred.
+
+    torch's own export puts such a padding into the order of ONNX by operators that shape inference does not follow.
+    """
+    sizes, pads = Symbolic.sizes(self), Symbolic.packed(padding)
+    plain = Symbolic.original("aten::constant_pad_nd", g.opset)
+    if sizes is None or pads is None or None not in Symbolic.items(padding, "pad"):
+        return plain(g, self, padding, value)
+    filled = plain(g, self, g.op("Constant", value_t=torch.zeros(2, dtype=torch.int64)), value).node()
+    first = g.op("Constant", value_t=torch.tensor([0]))
+    begins, ends = ([first] * len(sizes) for _ in range(2))
+    for i, pad in enumerate(pads):
+        of_axis = g.op("Cast", g.op("Unsqueeze", pad, first), to_i=7)  # TensorProto.INT64
+        (ends if i % 2 else begins)[len(sizes) - 1 - i // 2] = of_axis
+    return g.op("Pad", self, g.op("Concat", *begins, *ends, axis_i=0), *[*filled.inputs()][2:], mode_s="constant")
+
+
+def pad(g: Any, self: Any, padding: Any, mode: Any, value: Any) -> Any:
+    """Export ``aten::pad``, see :func:`constant_pad_nd`."""
+    if Symbolic.text(mode, "mode") == "constant":
+        return constant_pad_nd(g, self, padding, value)
+    return Symbolic.original("aten::pad", g.opset)(g, self, padding, mode, value)
+
+
 def cumsum(g: Any, self: Any, dim: Any, dtype: Any) -> Any:
     """Export ``aten::cumsum``; booleans and small integers are summed as int64, as torch does.
 
@@ -235,12 +260,21 @@ def eye(g: Any, *arguments: Any) -> Any:
 
 
 def repeat_interleave(g: Any, self: Any, repeats: Any, dim: Any = None, output_size: Any = None) -> Any:
-    """Export ``aten::repeat_interleave``; torch's own changes the constant that holds a negative dimension, for all."""
-    plain = Symbolic.original("aten::repeat_interleave", g.opset)
-    if Symbolic.is_none(dim):
-        return plain(g, self, repeats, dim, output_size)
+    """Export ``aten::repeat_interleave`` along one axis as an Expand, whose sizes shape inference follows.
+
+    torch's own takes the tensor apart, and changes the constant that holds a negative dimension, for all.
+    """
     rank = Symbolic.traced(g, self, repeats, dim, output_size).inputs[0].rank
-    return plain(g, self, repeats, _constant(g, Symbolic.integer(dim, "dim") % rank), output_size)
+    if Symbolic.is_none(dim) or rank is None:
+        return Symbolic.original("aten::repeat_interleave", g.opset)(g, self, repeats, dim, output_size)
+    axis = Symbolic.integer(dim, "dim") % rank
+    count = g.op("Cast", g.op("Unsqueeze", repeats, _constant(g, [0])), to_i=7)  # TensorProto.INT64
+    one = _constant(g, [1])
+    times = [one] * axis + [count] + [one] * (rank - axis - 1)
+    expanded = g.op("Unsqueeze", self, _constant(g, [axis + 1]))
+    expanded = g.op("Expand", expanded, g.op("Concat", *times[:axis], one, *times[axis:], axis_i=0))
+    sizes = g.op("Mul", g.op("Shape", self), g.op("Concat", *times, axis_i=0))
+    return g.op("Reshape", expanded, sizes, allowzero_i=1)
 
 
 def where(g: Any, condition: Any, self: Any = None, other: Any = None, _outputs: int | None = None) -> Any:
@@ -395,6 +429,7 @@ _NEVER_NEGATIVE = frozenset(("onnx::ArgMax", "onnx::ArgMin", "onnx::NonZero", "o
 TABLE: dict[str, Callable] = {
     "::adaptive_avg_pool2d": adaptive_avg_pool2d,
     "::as_strided": as_strided,
+    "::constant_pad_nd": constant_pad_nd,
     "::cumsum": cumsum,
     "::diff": diff,
     "::embedding": embedding,
@@ -405,6 +440,7 @@ TABLE: dict[str, Callable] = {
     "::index_select": index_select,
     "::layer_norm": layer_norm,
     "::one_hot": one_hot,
+    "::pad": pad,
     "::permute": permute,
     "::squeeze": squeeze,
     "::unflatten": unflatten,

@@ -1,14 +1,14 @@
-"""Keeps apart sizes that depend on values, as the numbers of elements that two masks select; imports onnxruntime.
+"""Keeps sizes apart that may differ, as those of two slices or of what two masks select; imports onnxruntime.
 
-ORT (1.19.2) takes the sizes of an elementwise operator's operands for one where it knows none of them
+ORT (1.19.2) takes the sizes of an elementwise operator's operands for one where it does not know them
 (``orttraining/core/graph/gradient_builder_base.cc``, ``ComputeBroadcastBackwardAxes``; its symbolic shape inference
-does too). Where one of them is 1 in a later batch and the other is not, the operand is broadcast, and the gradient has
-the wrong size: the process ends by an assertion. So operands with such sizes are broadcast before.
+does too). Where one of them is 1 in some batch and the other is not, the operand is broadcast, and the gradient is
+wrong, or has the wrong size and ends the process by an assertion. So operands with such sizes are broadcast before.
 """
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,9 +17,6 @@ from onnxruntime.tools import symbolic_shape_infer as upstream
 
 from ort_zero.compat.broadcast_operators import ATEN, BROADCAST
 from ort_zero.compat.shape_inference_rules import LastingShapeInference
-
-SOURCES = frozenset(("NonZero", "Compress", "Unique"))
-"""Operators whose results have as many elements as values decide."""
 
 _BROADCASTING = frozenset(
     "Add Div Equal Expand Greater GreaterOrEqual Less LessOrEqual MatMul Max Min Mod Mul PRelu Pow "
@@ -30,32 +27,62 @@ _OTHER_RESULTS = frozenset(
     "ATen Bernoulli Dropout Multinomial PythonOp RandomNormal RandomNormalLike RandomUniform RandomUniformLike".split()
 )
 """Operators whose results may differ though their inputs and attributes are the same."""
-_WORD = re.compile(r"\w+")
+_MOST_SAMPLES = 4096
+"""Number of sizes, or of pairs of them, with which two formulas are compared."""
 
 
-class DataSizes(LastingShapeInference):
-    """Infers shapes without taking a size that depends on values for equal to another one."""
+class DifferingSizes(LastingShapeInference):
+    """Infers shapes without taking sizes for equal of which one may be 1 where the other is not.
+
+    Sizes of the graph's inputs are taken for equal all the same: that is guarded.
+    """
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.data_sizes: set[str] = set()
-        self._of_value: dict[tuple, str] = {}
+        self.least: dict[str, int] = {}
+        """Sizes of inputs which results have that are not known to be theirs unless these are larger than 1."""
+        self._new_sizes: dict[tuple, str] = {}
         self._results: dict[tuple, list[str]] = {}
         self._first: dict[str, str] = {}
         """Value that was computed first, by one that is computed in the same way."""
+        self._compared: dict[tuple, bool] = {}
 
-    def depends_on_values(self, size: Any) -> bool:
-        """Return whether a size, a number or a formula, is made of one that depends on values."""
-        return isinstance(size, str) and not self.data_sizes.isdisjoint(_WORD.findall(size))
+    def may_differ(self, a: Any, b: Any) -> bool:
+        """Return whether one of two sizes can be 1 where the other is not, unless they are guarded.
+
+        Args:
+            a: a number, a symbol, a formula, or None for one that is unknown.
+            b: the same.
+        """
+        if a == b or 1 in (a, b) or (self._is_certain(a) and self._is_certain(b)):
+            return a is None
+        if (a, b) not in self._compared:
+            self._compared[a, b] = self._compared[b, a] = not self._are_one_together(a, b)
+        return self._compared[a, b]
+
+    def _is_certain(self, size: Any) -> bool:
+        return isinstance(size, int) or size in self.input_symbols
+
+    def _are_one_together(self, a: Any, b: Any) -> bool:
+        """Return whether two formulas of the inputs' sizes are 1 for the same sizes, as far as samples show."""
+        formulas = [size if isinstance(size, int) else self.symbolic_dims_.get(size) for size in (a, b)]
+        if None in formulas:
+            return False
+        symbols = sorted(set().union(*(upstream.sympy.sympify(one).free_symbols for one in formulas)), key=str)
+        if not 1 <= len(symbols) <= 2 or not {str(one) for one in symbols} <= self.input_symbols:
+            return False
+        both = upstream.sympy.lambdify(symbols, formulas, modules=[{"Min": min, "Max": max}, "math"])
+        most = round(_MOST_SAMPLES ** (1 / len(symbols)))
+        samples = itertools.product(range(1, most + 1), repeat=len(symbols))
+        return all(1 not in values or max(values) == 1 for values in itertools.starmap(both, samples))
 
     def _new_symbolic_dim_from_output(self, node, out_idx=0, dim=0):
-        if node.op_type not in SOURCES:
+        if node.op_type in _OTHER_RESULTS:
             return super()._new_symbolic_dim_from_output(node, out_idx, dim)
         key = (*self._computation(node), out_idx, dim)
-        if key not in self._of_value:
-            self._of_value[key] = str(super()._new_symbolic_dim_from_output(node, out_idx, dim))
-            self.data_sizes.add(self._of_value[key])
-        return self.symbolic_dims_[self._of_value[key]]
+        if key not in self._new_sizes:
+            self._new_sizes[key] = str(super()._new_symbolic_dim_from_output(node, out_idx, dim))
+        return self.symbolic_dims_[self._new_sizes[key]]
 
     def _computation(self, node):
         """Return what says how a node computes its results: nodes for which it is equal have equal results."""
@@ -64,7 +91,7 @@ class DataSizes(LastingShapeInference):
         return node.domain, node.op_type, inputs, tuple(attributes)
 
     def _add_suggested_merge(self, symbols, apply=False):
-        if not any(self.depends_on_values(s) for s in symbols):
+        if not any(self.may_differ(a, b) for a, b in itertools.combinations(symbols, 2)):
             super()._add_suggested_merge(symbols, apply)
 
     def _onnx_infer_single_node(self, node):
@@ -75,7 +102,7 @@ class DataSizes(LastingShapeInference):
         if node.op_type not in _BROADCASTING - {"MatMul", "Expand"}:
             return  # these have rules of upstream's
         shapes = [self._get_shape(node, i) for i in range(len(node.input))]
-        if all(shape is not None for shape in shapes) and any(map(self.depends_on_values, sum(shapes, []))):
+        if all(shape is not None for shape in shapes) and any(self._differ(shapes)):
             shape = shapes[0]
             for other in shapes[1:]:
                 shape = self._broadcast_shapes(shape, other)
@@ -83,40 +110,42 @@ class DataSizes(LastingShapeInference):
             kind = info.type.tensor_type.elem_type
             info.CopyFrom(helper.make_tensor_value_info(info.name, kind, shape))
 
+    def _differ(self, shapes: Sequence[Sequence[Any]]) -> Iterator[bool]:
+        for one, other in itertools.combinations(shapes, 2):
+            yield any(itertools.starmap(self.may_differ, zip(reversed(one), reversed(other), strict=False)))
+
     def _broadcast_shapes(self, shape1, shape2):
-        shape = super()._broadcast_shapes(shape1, shape2)
-        for axis, size in enumerate(shape):
-            if size is None:
-                shape[axis] = f"broadcast_{len(self.data_sizes)}"
-                self._new_data_size(shape[axis])
-        return shape
+        rank = max(len(shape1), len(shape2))
+        padded = ([1] * (rank - len(shape)) + list(shape) for shape in (shape1, shape2))
+        return [self._broadcast_sizes(a, b) for a, b in zip(*padded, strict=True)]
 
-    def _new_data_size(self, name: str) -> None:
-        self.symbolic_dims_[name] = upstream.sympy.Symbol(name, integer=True, nonnegative=True)
-        self.data_sizes.add(name)
+    def _broadcast_sizes(self, a, b):
+        if not self.may_differ(a, b):
+            return super()._broadcast_shapes([a], [b])[0]
+        size = self.known_size(a, b)
+        if size is None:
+            size = self._new_sizes.setdefault(tuple(sorted((str(a), str(b)))), f"broadcast_{len(self._new_sizes)}")
+            self.symbolic_dims_[size] = upstream.sympy.Symbol(size, integer=True, nonnegative=True)
+        elif isinstance(size, str):
+            self.least[size] = 2
+        return size
 
+    def let_differ(self, model: Any) -> bool:
+        """Broadcast operands before the operators that may have to, by nodes whose gradient looks at the sizes.
 
-def let_sizes_differ(model: Any) -> bool:
-    """Broadcast operands before the operators that may have to, by nodes whose gradient looks at the sizes.
+        Args:
+            model: ONNX ModelProto that was inferred, which is changed.
 
-    Args:
-        model: ONNX ModelProto, which is changed; one in which no size depends on values stays as it is.
-
-    Returns:
-        Whether there are such nodes now: :data:`~ort_zero.compat.broadcast_operators.BROADCAST`.
-    """
-    if not any(node.op_type in SOURCES for node in model.graph.node):
-        return False
-    inference = DataSizes(2**31 - 1, True, True, 0)
-    inference.infer_python_op = lambda *about: None
-    inference.infer_all(model)
-    editor = _Editor(model)
-    for node in list(model.graph.node):
-        for i, others in _unlike_operands(inference, node):
-            for other in others:
-                editor.broadcast(node, i, other)
-        editor.nodes.append(node)
-    return editor.done()
+        Returns:
+            Whether there are such nodes now: :data:`~ort_zero.compat.broadcast_operators.BROADCAST`.
+        """
+        editor = _Editor(model)
+        for node in list(model.graph.node):
+            for i, others in _unlike_operands(self, node):
+                for other in others:
+                    editor.broadcast(node, i, other)
+            editor.nodes.append(node)
+        return editor.done()
 
 
 class _Editor:
@@ -169,10 +198,10 @@ class _Editor:
         return name
 
 
-def _unlike_operands(inference: DataSizes, node: Any) -> Iterator[tuple[int, list[int]]]:
-    """Yield the operands of `node` whose sizes may differ from those of others, where one of them depends on values.
+def _unlike_operands(inference: DifferingSizes, node: Any) -> Iterator[tuple[int, list[int]]]:
+    """Yield the operands of `node` that may have to be broadcast with others of unknown sizes, each with these others.
 
-    With each come these others. An operand of bools is left out: it has no gradient.
+    An operand of bools is left out: it has no gradient.
     """
     if node.op_type not in _BROADCASTING:
         return
@@ -183,11 +212,12 @@ def _unlike_operands(inference: DataSizes, node: Any) -> Iterator[tuple[int, lis
     if node.op_type == "MatMul":
         shapes = [shape[:-2] for shape in shapes]
     for i, shape in enumerate(shapes[:1] if node.op_type == "Expand" else shapes):
-        others = [j for j, other in enumerate(shapes) if _differ(inference, shape, other)]
+        others = [j for j, other in enumerate(shapes) if _is_broadcast(inference, shape, other)]
         if others and inference.known_vi_[node.input[i]].type.tensor_type.elem_type != TensorProto.BOOL:
             yield i, others
 
 
-def _differ(inference: DataSizes, shape: Sequence[Any], other: Sequence[Any]) -> bool:
+def _is_broadcast(inference: DifferingSizes, shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether an operand of sizes `shape` may be broadcast with one of sizes `other`."""
     pairs = zip(reversed(shape), reversed(other), strict=False)
-    return any(a != b and 1 not in (a, b) and any(map(inference.depends_on_values, (a, b))) for a, b in pairs)
+    return any(inference.may_differ(a, b) and inference.known_size(a, b) != a for a, b in pairs)
