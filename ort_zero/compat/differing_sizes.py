@@ -39,8 +39,6 @@ class DifferingSizes(LastingShapeInference):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.least: dict[str, int] = {}
-        """Sizes of inputs which results have that are not known to be theirs unless these are larger than 1."""
         self._new_sizes: dict[tuple, str] = {}
         self._results: dict[tuple, list[str]] = {}
         self._first: dict[str, str] = {}
@@ -55,7 +53,7 @@ class DifferingSizes(LastingShapeInference):
             b: the same.
         """
         if a == b or 1 in (a, b) or (self._is_certain(a) and self._is_certain(b)):
-            return a is None
+            return a is None and b is None
         if (a, b) not in self._compared:
             self._compared[a, b] = self._compared[b, a] = not self._are_one_together(a, b)
         return self._compared[a, b]
@@ -74,7 +72,10 @@ class DifferingSizes(LastingShapeInference):
         both = upstream.sympy.lambdify(symbols, formulas, modules=[{"Min": min, "Max": max}, "math"])
         most = round(_MOST_SAMPLES ** (1 / len(symbols)))
         samples = itertools.product(range(1, most + 1), repeat=len(symbols))
-        return all(1 not in values or max(values) == 1 for values in itertools.starmap(both, samples))
+        try:
+            return all(1 not in values or max(values) == 1 for values in itertools.starmap(both, samples))
+        except (ArithmeticError, TypeError, NameError):  # a division by zero, or a function that Python lacks
+            return False
 
     def _new_symbolic_dim_from_output(self, node, out_idx=0, dim=0):
         if node.op_type in _OTHER_RESULTS:
@@ -98,7 +99,7 @@ class DifferingSizes(LastingShapeInference):
         super()._onnx_infer_single_node(node)
         if node.op_type not in _OTHER_RESULTS:
             first = self._results.setdefault(self._computation(node), list(node.output))
-            self._first.update(zip(node.output, first, strict=True))
+            self._first.update(zip(node.output, first, strict=False))  # some results of an operator may be left out
         if node.op_type not in _BROADCASTING - {"MatMul", "Expand"}:
             return  # these have rules of upstream's
         shapes = [self._get_shape(node, i) for i in range(len(node.input))]
@@ -127,7 +128,7 @@ class DifferingSizes(LastingShapeInference):
             size = self._new_sizes.setdefault(tuple(sorted((str(a), str(b)))), f"broadcast_{len(self._new_sizes)}")
             self.symbolic_dims_[size] = upstream.sympy.Symbol(size, integer=True, nonnegative=True)
         elif isinstance(size, str):
-            self.least[size] = 2
+            self.least[size] = max(2, self.least.get(size, 0))
         return size
 
     def let_differ(self, model: Any) -> bool:
