@@ -230,7 +230,32 @@ def sparse(stage: int, ort: bool | None) -> dict[str, Any]:
     return finished(losses, engine)
 
 
-PROGRAMS = [schedules, leaving, leaves, changing, accumulating, sparse, frozen]
+class Sliced(nn.Module):
+    """Has places and strides of a sequence beside the whole, of which one may be as long as it or as short as 1."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.first(x)
+        k = self.second(h * h[:, 1:2] + h[:, 2:3]).tanh()
+        return k.pow(2).mean() + (k[:, ::2] * k[:, 1:2]).mean() + (k[:, : x.shape[1] // 2] * k[:, 1::2]).abs().mean()
+
+
+def sliced(stage: int, ort: bool | None) -> dict[str, Any]:
+    """Give one rank sequences that are too short for what the graph was made for, and such of one place in a stride."""
+    engine, rank, losses = engine_of(Sliced(), stage, ort), torch.distributed.get_rank(), []
+    for step in range(STEPS):
+        loss = engine(noise(step, 2, 5 if rank else (5, 4, 3)[step % 3], 4))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return finished(losses, engine)
+
+
+PROGRAMS = [schedules, leaving, leaves, changing, accumulating, sparse, sliced, frozen]
 
 
 def both(stage: int) -> list[tuple[dict[str, Any], dict[str, Any]]]:
