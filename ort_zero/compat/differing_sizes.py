@@ -39,6 +39,8 @@ class DifferingSizes(LastingShapeInference):
 
     def __init__(self, *args):
         super().__init__(*args)
+        self._is_broadcasting = False
+        """Whether the operator that is inferred broadcasts; others need sizes that are equal."""
         self._new_sizes: dict[tuple, str] = {}
         self._results: dict[tuple, list[str]] = {}
         self._first: dict[str, str] = {}
@@ -92,10 +94,12 @@ class DifferingSizes(LastingShapeInference):
         return node.domain, node.op_type, inputs, tuple(attributes)
 
     def _add_suggested_merge(self, symbols, apply=False):
-        if not any(self.may_differ(a, b) for a, b in itertools.combinations(symbols, 2)):
+        pairs = itertools.combinations(symbols, 2)
+        if not self._is_broadcasting or not any(itertools.starmap(self.may_differ, pairs)):
             super()._add_suggested_merge(symbols, apply)
 
     def _onnx_infer_single_node(self, node):
+        self._is_broadcasting = node.op_type in _BROADCASTING
         super()._onnx_infer_single_node(node)
         if node.op_type not in _OTHER_RESULTS:
             first = self._results.setdefault(self._computation(node), list(node.output))
