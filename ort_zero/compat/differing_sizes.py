@@ -46,6 +46,8 @@ class DifferingSizes(LastingShapeInference):
         self._first: dict[str, str] = {}
         """Value that was computed first, by one that is computed in the same way."""
         self._compared: dict[tuple, bool] = {}
+        self.assumed_equal: list[tuple[str, ...]] = []
+        """Symbols of the inputs' sizes without whose equality sizes that meet would differ."""
 
     def may_differ(self, a: Any, b: Any) -> bool:
         """Return whether one of two sizes can be 1 where the other is not, unless they are guarded.
@@ -57,7 +59,8 @@ class DifferingSizes(LastingShapeInference):
         if a == b or 1 in (a, b) or (self._is_certain(a) and self._is_certain(b)):
             return a is None and b is None
         if (a, b) not in self._compared:
-            self._compared[a, b] = self._compared[b, a] = not self._are_one_together(a, b)
+            together = self._are_one_together(a, b) or self._are_equal_for_arguments_of_equal_sizes(a, b)
+            self._compared[a, b] = self._compared[b, a] = not together
         return self._compared[a, b]
 
     def _is_certain(self, size: Any) -> bool:
@@ -78,6 +81,29 @@ class DifferingSizes(LastingShapeInference):
             return all(1 not in values or max(values) == 1 for values in itertools.starmap(both, samples))
         except (ArithmeticError, TypeError, NameError):  # a division by zero, or a function that Python lacks
             return False
+
+    def _are_equal_for_arguments_of_equal_sizes(self, a: Any, b: Any) -> bool:
+        """Return whether two formulas are the same if arguments go on having the same sizes as each other.
+
+        A mask that is reshaped to ``(batch size of the ids, -1)`` has the length of the ids only if its own batch size
+        is theirs. Where formulas are the same, what they need is noted in ``assumed_equal``.
+        """
+        formulas = [size if isinstance(size, int) else self.symbolic_dims_.get(size) for size in (a, b)]
+        if None in formulas:
+            return False
+        symbols = set().union(*(upstream.sympy.sympify(one).free_symbols for one in formulas))
+        alike: dict[tuple, list[Any]] = {}
+        for symbol in sorted(symbols, key=str):
+            axis, size = self.input_axes.get(str(symbol)), self.traced_sizes.get(str(symbol))
+            if axis is None or size is None:
+                return False
+            alike.setdefault((axis, size), []).append(symbol)
+        first = {symbol: group[0] for group in alike.values() for symbol in group}
+        one, other = (upstream.sympy.sympify(formula).subs(first) for formula in formulas)
+        if one != other:
+            return False
+        self.assumed_equal += [tuple(map(str, group)) for group in alike.values() if len(group) > 1]
+        return True
 
     def _new_symbolic_dim_from_output(self, node, out_idx=0, dim=0):
         if node.op_type in _OTHER_RESULTS:

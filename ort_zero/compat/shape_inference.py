@@ -53,7 +53,8 @@ def infer_shapes(model: Any, infer_python_op: Callable, sizes: Mapping[str, int]
     inference = run(LastingShapeInference) if differing.let_differ(model) else differing
     ones: dict[str, int] = {}
     while True:
-        groups = [{symbol: _value(symbol, sizes) for symbol in group} for group in _groups(inference.taken_for_equal)]
+        equal = _groups([*differing.assumed_equal, *inference.taken_for_equal])
+        groups = [{symbol: _value(symbol, sizes) for symbol in group} for group in equal]
         broadcast = {symbol for group in groups if max(group.values()) > 1 for symbol, n in group.items() if n == 1}
         broadcast &= sizes.keys() - ones.keys()
         if not broadcast:

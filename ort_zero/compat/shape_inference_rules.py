@@ -28,6 +28,8 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
         super().__init__(*args)
         self.input_symbols: frozenset[str] = frozenset()
         """Those of the sizes of the graph's inputs."""
+        self.input_axes: dict[str, int] = {}
+        """Axis of an input whose size each of them is."""
         self.traced_sizes: Mapping[str, int] = {}
         """Sizes in the call that was traced, by their symbols; to be set as well."""
         self.least: dict[str, int] = {}
@@ -43,8 +45,9 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
 
     def infer_all(self, model) -> None:
         """Infer `model`; the result is in ``out_mp_``."""
-        sizes = (dim for given in model.graph.input for dim in given.type.tensor_type.shape.dim)
-        self.input_symbols = frozenset(dim.dim_param for dim in sizes if dim.dim_param)
+        shapes = [given.type.tensor_type.shape.dim for given in model.graph.input]
+        self.input_axes = {dim.dim_param: axis for sizes in shapes for axis, dim in enumerate(sizes) if dim.dim_param}
+        self.input_symbols = frozenset(self.input_axes)
         self._preprocess(model)
         while self.run_:
             before = dict(self.suggested_merge_)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ort_zero import config
+from ort_zero.compat.broadcast_operators import BROADCAST
 from ort_zero.plugin.wrap import wrap_model
 from ort_zero.runtime.export_cache import size_guards
 
@@ -80,6 +81,24 @@ def test_why_equal_sizes_are_another_graph():
 def test_rows_beside_a_weight_of_as_many():
     _, exports = compare(lambda m, x, y: m.first(x) * m.own + y.sum(), [rows(3, 2), rows(1, 2), rows(3, 5)])
     assert exports == [1, 2, 2]
+
+
+def test_a_mask_that_is_reshaped_to_the_batch_size_of_another_argument():
+    def masked(m, x, mask):
+        return m.first(x) * (m.own.sum() * mask).view(x.shape[0], -1)[..., None]
+
+    calls = [(torch.randn(a, length, 4), torch.randn(b, other)) for a, length, b, other in SIZES]
+    runtime, exports = compare(masked, calls[:2])
+    assert exports == [1, 1]
+    assert not any(BROADCAST in str(node) for node in runtime.current(True).session.model.graph.node)
+    runtime, exports = compare(masked, calls)
+    assert exports == [1, 1, 2, 2, 2]
+    reasons = runtime.status()["transitions"][1]["reasons"]
+    assert "sizes are no longer equal: axis 0 of y is 1, axis 0 of x is 2" in reasons
+
+
+SIZES = ((3, 5, 3, 5), (4, 2, 4, 2), (2, 5, 1, 10), (3, 5, 3, 1), (2, 6, 2, 6))
+"""Sizes of a batch and of its mask: as many numbers in one row in the third, a single column in the fourth."""
 
 
 def test_batched_products():
