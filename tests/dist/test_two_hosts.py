@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -266,3 +267,29 @@ def test_deepspeed_trains_on_two_hosts_by_ssh(hosts, ssh, trained):
         pytest.skip(missing("pdsh"))
     text = launched(hosts, ssh)
     assert proof(re.sub(r"^node\d: ", "", text, flags=re.M), 3) == proof(trained[1][0], 3)
+
+
+@pytest.fixture
+def as_root() -> dict[str, str]:
+    """Return the variables that let Open MPI run as root; without it and mpi4py the test is skipped."""
+    if shutil.which("mpirun") is None or importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("Open MPI or mpi4py not found: apt-get install openmpi-bin, pip install mpi4py")
+    return {name: "1" for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")}
+
+
+def test_deepspeed_trains_on_two_hosts_by_mpi(hosts, ssh, trained, as_root):
+    assert proof(launched(hosts, ssh, "--launcher", "openmpi", **as_root), 3) == proof(trained[1][0], 3)
+
+
+def test_both_hosts_aggregate_under_mpirun(hosts, ssh, trained, shared, as_root):
+    process = hosts[0].start(
+        "mpirun", "-np", "2", "--hostfile", ssh, "--mca", "btl_tcp_if_include", "eth0",
+        "-x", "PATH", "-x", "PYTHONPATH", "-x", "MASTER_ADDR=node0", "-x", f"MASTER_PORT={free_port()}",
+        "python", "-m", "ort_zero", "aggregate", trained[0], shared / "by_mpi", **as_root,
+    )  # fmt: skip
+    text, _ = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, text
+    alone = shared / "one_process"
+    aggregate(trained[0], alone, progress=False)
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (shared / "by_mpi", alone))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
