@@ -148,7 +148,7 @@ def test_killed_and_stopped_at_random_moments(tmp_path: Path, asynchronous: bool
     launcher = agent(found, *words, *(["--asynchronous"] if asynchronous else []))
     names, begun = [], [time.monotonic()]
     with ended_with(launcher):
-        seen = 0
+        seen, pauses = 0, [60.0]  # the first one lasts a minute
         for _ in range(kills):
             victim, how = chance.randrange(2), chance.choice(("KILL", "KILL", "TERM", "STOP"))
             wait_for(lambda seen=seen: min(len(processes(found, rank)) for rank in range(2)) > seen, found)
@@ -161,7 +161,7 @@ def test_killed_and_stopped_at_random_moments(tmp_path: Path, asynchronous: bool
                 break
             if how == "STOP":
                 os.kill(pid, signal.SIGSTOP)
-                time.sleep(chance.uniform(1, 6))
+                time.sleep(pauses.pop() if pauses else chance.uniform(1, 6))
                 os.kill(pid, signal.SIGCONT)
                 wait_for(lambda pid=pid: is_ready(found, pid), found)
                 before = len(losses(found))
