@@ -38,6 +38,7 @@ from ort_zero.runtime.export.post_export_passes import (
     bound_clips,
     complete_dropout,
     divide_sums,
+    keep_ranges_as_indices,
     remove_casts_to_the_same_type,
     seed_dropout,
 )
@@ -215,6 +216,7 @@ class GraphBuilder:
         remove_casts_to_the_same_type(model)
         divide_sums(model)
         bound_clips(model)
+        keep_ranges_as_indices(model)
         anchor_constant_results(model)
         names = tuple(given.name for given in model.graph.input)
         info = ExportedModelInfo(

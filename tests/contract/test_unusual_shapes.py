@@ -69,3 +69,34 @@ def test_results_that_are_constants(function):
 
 def test_norms_of_matrices():
     compare(lambda: nn.Linear(4, 4), (3, 3, 4), torch.linalg.matrix_norm)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y[:, torch.arange(y.shape[1] - 1, -1, -1)],
+        lambda y: y[:, torch.arange(-y.shape[1], 0)] * y,
+        lambda y: y[:, torch.arange(4, -1, -2)],
+        lambda y: y.index_select(1, torch.arange(y.shape[1] - 1, 0, -2, dtype=torch.int32)),
+        lambda y: y[:, torch.arange(1, y.shape[1])],
+    ],
+)
+def test_ranges_as_indices(function):
+    compare(lambda: nn.Linear(4, 4), (2, 5, 4), function)
+
+
+def test_a_range_that_is_longer_than_the_axis_is_an_error():
+    torch.manual_seed(0)
+
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(1, 4))
+
+        def forward(self, x):
+            return x * self.table[torch.arange(x.shape[0])]
+
+    runtime, ours = wrap_model(Positions(), config.OrtModuleConfig(log_level="ERROR"), stage=0)
+    assert ours(torch.ones(1, 4)).shape == (1, 4) and runtime.status()["backend"] == "onnxruntime"
+    with pytest.raises(IndexError, match="index 1 is out of bounds"):
+        ours(torch.ones(3, 4))

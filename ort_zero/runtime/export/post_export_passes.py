@@ -152,6 +152,51 @@ def bound_clips(model: onnx.ModelProto) -> int:
     return changed
 
 
+def keep_ranges_as_indices(model: onnx.ModelProto) -> int:
+    """Keep ORT from making slices of look-ups by ranges; return how many ranges there were.
+
+    ORT (1.19.2, ``GatherToSliceFusion``) does so for all. To a slice the end -1 is the last place, so that
+    ``x[torch.arange(n - 1, -1, -1)]`` and ``x[torch.arange(-n, 0)]`` were empty; and places that do not exist are left
+    out of it, where a look-up fails.
+
+    Args:
+        model: with the types of its values inferred.
+    """
+    types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
+    dtypes = {onnx.TensorProto.INT64: np.int64, onnx.TensorProto.INT32: np.int32}
+    constants = _constants(model)
+    looked_up = {node.input[1] for node in model.graph.node if node.op_type == "Gather"}
+    lowest: dict[str, onnx.NodeProto] = {}
+    nodes = []
+    for node in model.graph.node:
+        nodes.append(node)
+        dtype = dtypes.get(types.get(node.output[0], 0)) if node.op_type == "Range" and not node.domain else None
+        is_ascending = dtype and constants.get(node.input[0], -1) >= 0 and constants.get(node.input[2], -1) > 0
+        if dtype is None or (is_ascending and node.output[0] not in looked_up):
+            continue
+        limit = f"ort_zero_lowest_{np.dtype(dtype).name}"
+        value = numpy_helper.from_array(np.array(np.iinfo(dtype).min, dtype))
+        lowest[limit] = helper.make_node("Constant", [], [limit], limit, value=value)
+        indices, node.output[0] = node.output[0], f"{node.output[0]}_range"
+        nodes.append(helper.make_node("Max", [node.output[0], limit], [indices], indices))
+    changed = len(nodes) - len(model.graph.node)
+    if changed:
+        kept = [onnx.NodeProto.FromString(node.SerializeToString()) for node in (*lowest.values(), *nodes)]
+        del model.graph.node[:]
+        model.graph.node.extend(kept)
+    return changed
+
+
+def _constants(model: onnx.ModelProto) -> dict[str, int]:
+    """Return the whole numbers among the constants of a graph by name."""
+    found = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.attribute[0].name == "value":
+            found[node.output[0]] = node.attribute[0].t
+    arrays = {name: numpy_helper.to_array(tensor) for name, tensor in found.items() if not tensor.dims}
+    return {name: int(array) for name, array in arrays.items() if array.dtype.kind == "i"}
+
+
 def _axes_of(node: onnx.NodeProto) -> list[int] | None:
     """Return the axes that a ReduceMean names in its attribute, None for all of them."""
     return next((list(a.ints) for a in node.attribute if a.name == "axes"), None) if len(node.input) < 2 else [-1]
