@@ -163,7 +163,7 @@ def keep_ranges_as_indices(model: onnx.ModelProto) -> int:
         model: with the types of its values inferred.
     """
     types = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
-    dtypes = {onnx.TensorProto.INT64: np.int64, onnx.TensorProto.INT32: np.int32}
+    dtypes: dict[int, type[np.signedinteger]] = {onnx.TensorProto.INT64: np.int64, onnx.TensorProto.INT32: np.int32}
     constants = _constants(model)
     looked_up = {node.input[1] for node in model.graph.node if node.op_type == "Gather"}
     lowest: dict[str, onnx.NodeProto] = {}
