@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def torchrun(words: list[str | Path]) -> list[str]:
 def on_both(hosts: Hosts, *commands: list[str], fails: bool = False, **env: str) -> list[str]:
     """Run a command on each host, the same one if only one is given; return what they printed."""
     started = [host.start(*command, **env) for host, command in zip(hosts.hosts, commands * (2 // len(commands)))]
-    texts = [process.communicate(timeout=TIMEOUT)[0] for process in started]
+    with ThreadPoolExecutor() as pool:  # both are read: the other one would wait when its pipe is full
+        texts = list(pool.map(lambda process: process.communicate(timeout=TIMEOUT)[0], started))
     assert fails or not any(process.returncode for process in started), "\n----\n".join(text[-6000:] for text in texts)
     assert not fails or all(process.returncode for process in started), "\n----\n".join(texts)
     return texts
