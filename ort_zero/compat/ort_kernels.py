@@ -40,6 +40,8 @@ HEAP = {
 matrices that are not merged."""
 FROM_TORCH = frozenset((BARRIER, "ATen", "PythonOp", "PythonOpGrad"))
 """Operators whose results are tensors of PyTorch's, outside of ORT's arena."""
+UNFOLD = "unfold_copy"
+"""Operator of ATen nodes for ``aten::unfold``, whose own result is a view: ORT would free and reuse its memory."""
 
 ATEN_IN_PLACE = {"ort_zero_loss::scaled": 1, "ort_zero_loss::scaled_sum": 1, "ort_zero_loss::add_rows": 0}
 """Operators of ATen nodes that write their result into the memory of an input, and which one that is."""

@@ -71,6 +71,11 @@ def test_norms_of_matrices():
     compare(lambda: nn.Linear(4, 4), (3, 3, 4), torch.linalg.matrix_norm)
 
 
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_windows_that_do_not_overlap_keep_their_values(width):
+    compare(lambda: nn.Linear(4, 4), (2, 5, 4), lambda y: y.clamp(-1, 0.7).unfold(2, width, width)[..., 0].exp())
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -21,14 +21,17 @@ def register_aten_gradient(operator: str, nodes: Sequence[tuple[str, list[str], 
 
     Args:
         operator: with its namespace.
-        nodes: operator, inputs and outputs of each ATen node of the gradient, in ORT's names: ``"GO(i)"`` is the
-            gradient of an output, ``"GI(i)"`` that of an input, ``"I(i)"`` and ``"O(i)"`` are the values.
+        nodes: operator, inputs and outputs of each node of the gradient, in ORT's names: ``"GO(i)"`` is the gradient of
+            an output, ``"GI(i)"`` that of an input, ``"I(i)"`` and ``"O(i)"`` are the values. ``"Shape"`` is ONNX's
+            operator, any other one is that of an ATen node.
     """
     from onnxruntime.capi import _pybind_state
     from onnxruntime.training.ortmodule._custom_gradient_registry import _to_gradient_definition
 
     definition = _to_gradient_definition([
-        (("ATen", "org.pytorch.aten"), inputs, outputs, {"operator": {"value": name, "dtype": "string"}})
+        (name, inputs, outputs)
+        if name == "Shape"
+        else (("ATen", "org.pytorch.aten"), inputs, outputs, {"operator": {"value": name, "dtype": "string"}})
         for name, inputs, outputs in nodes
     ])  # fmt: skip
     _pybind_state.register_gradient_definition(f"org.pytorch.aten::ATen::{operator}::", definition)

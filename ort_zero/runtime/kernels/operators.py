@@ -12,6 +12,7 @@ import functools
 import torch
 
 from ort_zero.compat.broadcast_operators import BROADCAST, SUM_TO_SIZES
+from ort_zero.compat.ort_kernels import UNFOLD
 from ort_zero.compat.ortmodule import register_aten_gradient
 
 NAMESPACE = "ort_zero_kernels"
@@ -228,6 +229,8 @@ def _library() -> torch.library.Library:
         library.define(schema)
         library.impl(name, globals()[name], "CPU")
     register_aten_gradient(BROADCAST, [(SUM_TO_SIZES, ["GO(0)", "I(1)"], ["GI(0)"])])
+    backward = ["GO(0)", "sizes", "I(1)", "I(2)", "I(3)"]
+    register_aten_gradient(UNFOLD, [("Shape", ["I(0)"], ["sizes"]), ("unfold_backward", backward, ["GI(0)"])])
     return library
 
 

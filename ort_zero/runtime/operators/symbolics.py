@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ort_zero.compat.ort_kernels import UNFOLD
 from ort_zero.compat.torch_onnx import Symbolic, TracedValue, Unexportable
 
 
@@ -426,6 +427,11 @@ _NEVER_NEGATIVE = frozenset(("onnx::ArgMax", "onnx::ArgMin", "onnx::NonZero", "o
 """Operators whose integers are places from the start."""
 
 
+def unfold(g: Any, self: Any, dimension: Any, size: Any, step: Any) -> Any:
+    """Export ``aten::unfold`` by an operator of PyTorch's whose result is no view."""
+    return g.op("org.pytorch.aten::ATen", self, dimension, size, step, operator_s=UNFOLD)
+
+
 TABLE: dict[str, Callable] = {
     "::adaptive_avg_pool2d": adaptive_avg_pool2d,
     "::as_strided": as_strided,
@@ -444,6 +450,7 @@ TABLE: dict[str, Callable] = {
     "::permute": permute,
     "::squeeze": squeeze,
     "::unflatten": unflatten,
+    "::unfold": unfold,
     "::masked_fill": masked_fill,
     "::masked_fill_": masked_fill,
     "::where": where,
