@@ -57,3 +57,28 @@ def test_modes_of_grid_sample_without_gradients(mode, padding):
     grid = torch.randn(2, 5, 6, 2)
     images = torch.randn(2, 3, 7, 8)
     compare(lambda t: F.grid_sample(t, grid, mode, padding, align_corners=False), images, gradients=False)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda t: t[:, :1].expand_as(t).std(1, keepdim=True),
+        lambda t: torch.std_mean(t * 0, -1, unbiased=False)[0],
+        lambda t: (t * 0).std() + t,
+        lambda t: t.masked_fill(torch.arange(4)[:, None] > 1, -INF).logsumexp(-1, keepdim=True).nan_to_num(),
+        lambda t: (t * 0).norm(dim=-1, keepdim=True) + F.normalize(t * 0, dim=-1),
+    ],
+    ids=["std", "std_mean", "std of all", "logsumexp of -inf", "norms of 0"],
+)
+def test_gradients_that_pytorch_takes_for_zero(function):
+    torch.manual_seed(0)
+    module = Scaled(function)
+    _, wrapped = wrap_model(module, config.OrtModuleConfig(), 0)
+    found = []
+    for model in (wrapped, module):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        model(x).sum().backward()
+        found.append((x.grad, module.scale.grad))
+        module.scale.grad = None
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    assert found[0][0].isfinite().all()

@@ -229,8 +229,12 @@ IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
     ),
     **dict.fromkeys(("aten::clamp", "aten::clamp_min", "aten::clamp_max", "aten::clip"), _limited_by_tensors),
     **{f"aten::{name}": _partly_used for name in _SPLITS},
-    **{f"aten::{name}": _without_keepdim for name in ("norm", "logsumexp", "frobenius_norm")},
+    **{f"aten::{name}": _without_keepdim for name in ("norm", "frobenius_norm")},
     **{f"aten::linalg_{name}": _without_keepdim for name in ("norm", "vector_norm", "matrix_norm")},
+    "aten::logsumexp": "ONNX Runtime's gradient is not a number where all elements are -inf",
+    **dict.fromkeys(
+        ("aten::std", "aten::std_mean"), "the gradient of the exporter's form is not a number for a deviation of 0"
+    ),
     "aten::pairwise_distance": "torch's exporter leaves out the absolute value",
     "aten::log1p": "the exporter's form loses the digits of small numbers",
     "aten::cosine_similarity": "the gradient of the exporter's form is not a number for vectors of zeros",
