@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from onnxruntime.tools import symbolic_shape_infer as upstream
 
 from ort_zero.compat.broadcast_operators import BROADCAST
+from ort_zero.compat.ort_kernels import UNFOLD
 from ort_zero.compat.torch_onnx import STOP_GRADIENT
 
 
@@ -38,6 +39,7 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
         """Symbols and numbers that operators were taken to need equal."""
         self.aten_op_dispatcher_[STOP_GRADIENT] = self._pass_on_shape_and_type
         self.aten_op_dispatcher_[BROADCAST] = self._infer_broadcast
+        self.aten_op_dispatcher_[UNFOLD] = self._infer_aten_unfold
         self.dispatcher_["Mod"] = self._infer_Mod
         for table in (self.dispatcher_, self.aten_op_dispatcher_):
             for name, rule in table.items():
@@ -134,28 +136,40 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
         given, sizes = self._get_shape(node, 0), self.shape_of(node.output[0]) or []
         for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
             axis, step = axes[i] if axes else i, steps[i] if steps else 1
-            if isinstance(given[axis], str) and step == 1:
-                sizes[axis] = self._slice_size(given[axis], start, end, sizes[axis])
+            if isinstance(given[axis], str) and step > 0:
+                sizes[axis] = self._slice_size(given[axis], start, end, step, sizes[axis])
         kind = self.known_vi_[node.input[0]].type.tensor_type.elem_type
         self.known_vi_[node.output[0]].CopyFrom(helper.make_tensor_value_info(node.output[0], kind, sizes))
 
-    def _slice_size(self, size, start, end, found):
+    def _slice_size(self, size, start, end, step, found):
         """Return the size of a slice of `size`; `found` is what upstream finds.
 
-        Upstream does not see that ``x[3:4]`` has the size 1, and takes an end of which it does not know whether it is
-        beyond the size for the size.
+        Upstream does not see that ``x[3:4]`` has the size 1, takes an end of which it does not know whether it is
+        beyond the size for the size, and ``x[-2:]`` for two places where there is only one.
         """
+        traced, whole = self.traced_sizes.get(size, 0), self.symbolic_dims_[size]
+        is_counted_back = upstream.is_literal(start) and start < -1
         if upstream.is_literal(end):
-            if 0 < start and end - start == 1 and self.traced_sizes.get(size, 0) >= end:
-                self.least[size] = max(end, self.least.get(size, 0))
-                return 1
+            if step == 1 and 0 < start and end - start == 1 and traced >= end:
+                return self._at_least(size, end, 1)
+            if not is_counted_back:
+                return found
+            if traced >= -start:
+                return self._at_least(size, -start, found)
+            last = whole if end >= self.int_max_ else whole + end if end < 0 else upstream.sympy.Min(end, whole)
+        elif step > 1 or (not is_counted_back and ((whole - end).is_nonnegative or whole - end == 0)):
             return found
-        whole = self.symbolic_dims_[size]
-        if (whole - end).is_nonnegative or whole - end == 0:
-            return found
-        formula = upstream.sympy.simplify(upstream.sympy.Min(end, whole) - start)
+        else:
+            last = upstream.sympy.Min(end, whole)
+        first = upstream.sympy.Max(whole + start, 0) if is_counted_back else start
+        formula = upstream.sympy.simplify((last - first + step - 1) // step)
         self._update_computed_dims([formula])
         return str(formula)
+
+    def _at_least(self, size, least, result):
+        """Return `result`, which holds if a size of the inputs is at least `least`: that is noted."""
+        self.least[size] = max(least, self.least.get(size, 0))
+        return result
 
     def _infer_PythonOp(self, node):
         attributes = {a.name: a for a in node.attribute}

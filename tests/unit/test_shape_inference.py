@@ -72,3 +72,13 @@ def test_a_function_that_takes_no_sizes_at_all():
         raise ValueError
 
     assert ones(fails, [[None]], [[1]]) == []
+
+
+def test_as_many_pieces_of_another_size():
+    def split(x):
+        return x.split(2, 1)
+
+    assert ones(split, [[None, None, 6]], [[1, 1, 6]]) == [[None, None, None]]
+    assert ones(split, [[None, None, 6]], [[2, 2, 6]]) == [[None, None, None]]
+    assert ones(split, [[None, None, 6]], [[4, 3, 6]]) == [[None, None, None]] * 2
+    assert ones(lambda x: x.split(1, 1), [[None, None, 6]], [[4, 3, 6]]) == [[None, 1, None]] * 3

@@ -82,12 +82,21 @@ def ones_that_stay(
         return []
     primes = dict(zip(groups, _PRIMES * len(groups), strict=False))
     alike = [g for g in groups if _same_ranks(run({g: primes[g]}), start)]
-    found = run({g: primes[g] for g in alike})
+    changed = {g: primes[g] for g in alike}
+    found = run(changed)
     if not _same_ranks(found, start):
-        found = run({g: _STEP for g in alike})
-    if found is None or not _same_ranks(found, start):
-        found = start
-    return [[1 if size == 1 else None for size in shape] for shape in found]
+        changed = dict.fromkeys(alike, _STEP)
+        found = run(changed)
+    if not _same_ranks(found, start):
+        changed, found = {}, start
+    for size in (g for g in groups if g not in alike):
+        # a split into pieces of 2 has as many pieces for 4 as for 3
+        others = ({**changed, size: other} for other in (2 * size, size + 1, size - 1))
+        tried = ((other, run(other)) for other in others)
+        changed, found = next(((other, now) for other, now in tried if _same_ranks(now, start)), (changed, found))
+    assert found is not None
+    pairs = (zip(*both, strict=True) for both in zip(start, found, strict=True))
+    return [[1 if before == now == 1 else None for before, now in pair] for pair in pairs]
 
 
 def _same_ranks(found: list[list[int]] | None, start: list[list[int]]) -> bool:
