@@ -101,6 +101,18 @@ def test_pieces_of_an_axis_that_is_too_short_for_two():
     train(lambda t: (u := torch.cat(t.split(2, 1), 1))[:, :1] * u, [(2, 1), (1, 2), (2, 5), (3, 2)], ["aten::split"])
 
 
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("aten::mish", lambda t: F.mish(t.chunk(2, -1)[0]) * t.chunk(2, -1)[1]),
+        ("aten::_convolution", lambda t: F.conv1d(t.transpose(1, 2), torch.ones(WIDTH, 1, 1), groups=WIDTH) * 2),
+    ],
+)
+def test_a_size_of_one_in_the_trace_is_none_that_stays(name, function):
+    train(function, [(2, 1), (3, 4), (1, 3)], [name])
+    train(function, [(1, 4), (3, 4), (2, 1)], [name])
+
+
 def test_a_slice_of_one_position_is_another_graphs_where_a_call_is_too_short_for_it():
     runtime = train(lambda t: torch.cat([t[:, 3:4], t], 1), [(2, 5), (2, 4), (2, 3), (2, 2), (2, 6)])
     assert runtime.status()["graphs"]["training"]["exports"] == 2

@@ -82,3 +82,10 @@ def test_as_many_pieces_of_another_size():
     assert ones(split, [[None, None, 6]], [[2, 2, 6]]) == [[None, None, None]]
     assert ones(split, [[None, None, 6]], [[4, 3, 6]]) == [[None, None, None]] * 2
     assert ones(lambda x: x.split(1, 1), [[None, None, 6]], [[4, 3, 6]]) == [[None, 1, None]] * 3
+
+
+def test_nothing_is_known_where_sizes_of_one_cannot_vary_together():
+    convolution = torch.nn.functional.conv1d
+    assert ones(
+        lambda x, w: [convolution(x, w, groups=8)], [[None, 8, None], [8, None, None]], [[1, 8, 4], [8, 1, 1]]
+    ) == [[None, None, None]]

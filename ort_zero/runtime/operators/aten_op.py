@@ -169,21 +169,29 @@ def operator_named(function_name: str) -> Operator | None:
     return next((operator for operator in _classes if operator.function_name == function_name), None)
 
 
-def result_shapes(operator: Operator, inputs: Sequence[TracedValue], outputs: Sequence[TracedValue]) -> list[list]:
-    """Return the sizes that the results have for every size of the graph's inputs; None where they vary.
+def result_shapes(
+    operator: Operator, inputs: Sequence[TracedValue], outputs: Sequence[TracedValue], *, trusts_ones: bool = True
+) -> list[list]:
+    """Return the sizes that the results have for every size of the graph's inputs; None where they may vary.
 
-    A result of size 1 that nothing is known about is taken for what ``keepdim`` leaves.
+    Args:
+        operator: what is run.
+        inputs: its tensors and numbers.
+        outputs: its results.
+        trusts_ones: take sizes of 1 that the exporter knows for what they always are. Where it cannot infer a shape, as
+            that of the pieces of ``chunk``, it leaves the traced one.
     """
     traced = [v.traced_sizes for v in inputs]
     all_traced = all(size is not None for sizes in traced for size in sizes)
-    known, dtypes = [v.known_sizes for v in inputs], [v.dtype for v in inputs]
+    dtypes = [v.dtype for v in inputs]
+    known = [[None if size == 1 and not trusts_ones else size for size in v.known_sizes] for v in inputs]
     found = shape_inference.output_shapes(operator, known, dtypes)
     if found is None or len(found) != len(outputs):
         if all_traced:
             ones = shape_inference.ones_that_stay(operator, known, traced, dtypes)
             if [len(shape) for shape in ones] == [out.rank for out in outputs]:
                 return ones
-        return [[1 if size == 1 else None for size in out.traced_sizes] for out in outputs]
+        return [[None] * len(out.traced_sizes) for out in outputs]
     numbers = [[dim if isinstance(dim, int) else None for dim in shape] for shape in found]
     for shape, out in zip(numbers, outputs, strict=True):
         leave_out_others(shape, out.traced_sizes)

@@ -135,7 +135,9 @@ class FallbackPolicy:
             self.reasons.setdefault(call.name, why)
         outputs = node.outputs
         self._sizes = aten_op.result_shapes(operator, inputs, outputs)
-        ones = [[j for j, size in enumerate(sizes) if size == 1] for sizes in self._sizes]
+        others = aten_op.result_shapes(operator, inputs, outputs, trusts_ones=False)
+        both = [zip(*sizes, strict=True) for sizes in zip(self._sizes, others, strict=True)]
+        ones = [[j for j, (a, b) in enumerate(sizes) if a == b == 1] for sizes in both]
         return inputs, {
             "func_name_s": name,
             "input_convention_s": "d" * len(inputs),

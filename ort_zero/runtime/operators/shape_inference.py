@@ -95,6 +95,8 @@ def ones_that_stay(
         tried = ((other, run(other)) for other in others)
         changed, found = next(((other, now) for other, now in tried if _same_ranks(now, start)), (changed, found))
     assert found is not None
+    if 1 in groups and 1 not in changed:
+        return [[None] * len(shape) for shape in start]
     pairs = (zip(*both, strict=True) for both in zip(start, found, strict=True))
     return [[1 if before == now == 1 else None for before, now in pair] for pair in pairs]
 
