@@ -157,7 +157,7 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
             if traced >= -start:
                 return self._at_least(size, -start, found)
             last = whole if end >= self.int_max_ else whole + end if end < 0 else upstream.sympy.Min(end, whole)
-        elif step > 1 or (not is_counted_back and ((whole - end).is_nonnegative or whole - end == 0)):
+        elif not is_counted_back and (step > 1 or (whole - end).is_nonnegative or whole - end == 0):
             return found
         else:
             last = upstream.sympy.Min(end, whole)
