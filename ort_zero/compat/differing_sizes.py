@@ -66,12 +66,17 @@ class DifferingSizes(LastingShapeInference):
     def _is_certain(self, size: Any) -> bool:
         return isinstance(size, int) or size in self.input_symbols
 
+    def _formulas(self, *sizes: Any) -> tuple[list[Any], list[Any]]:
+        """Return sizes as formulas, and their symbols in order; nothing if one of them is unknown."""
+        found = [size if isinstance(size, int) else self.symbolic_dims_.get(size) for size in sizes]
+        if None in found:
+            return [], []
+        formulas = list(map(upstream.sympy.sympify, found))
+        return formulas, sorted(set().union(*(formula.free_symbols for formula in formulas)), key=str)
+
     def _are_one_together(self, a: Any, b: Any) -> bool:
         """Return whether two formulas of the inputs' sizes are 1 for the same sizes, as far as samples show."""
-        formulas = [size if isinstance(size, int) else self.symbolic_dims_.get(size) for size in (a, b)]
-        if None in formulas:
-            return False
-        symbols = sorted(set().union(*(upstream.sympy.sympify(one).free_symbols for one in formulas)), key=str)
+        formulas, symbols = self._formulas(a, b)
         if not 1 <= len(symbols) <= 2 or not {str(one) for one in symbols} <= self.input_symbols:
             return False
         both = upstream.sympy.lambdify(symbols, formulas, modules=[{"Min": min, "Max": max}, "math"])
@@ -88,18 +93,17 @@ class DifferingSizes(LastingShapeInference):
         A mask that is reshaped to ``(batch size of the ids, -1)`` has the length of the ids only if its own batch size
         is theirs. Where formulas are the same, what they need is noted in ``assumed_equal``.
         """
-        formulas = [size if isinstance(size, int) else self.symbolic_dims_.get(size) for size in (a, b)]
-        if None in formulas:
+        formulas, symbols = self._formulas(a, b)
+        if not formulas:
             return False
-        symbols = set().union(*(upstream.sympy.sympify(one).free_symbols for one in formulas))
         alike: dict[tuple, list[Any]] = {}
-        for symbol in sorted(symbols, key=str):
+        for symbol in symbols:
             axis, size = self.input_axes.get(str(symbol)), self.traced_sizes.get(str(symbol))
             if axis is None or size is None:
                 return False
             alike.setdefault((axis, size), []).append(symbol)
         first = {symbol: group[0] for group in alike.values() for symbol in group}
-        one, other = (upstream.sympy.sympify(formula).subs(first) for formula in formulas)
+        one, other = (formula.subs(first) for formula in formulas)
         if one != other:
             return False
         self.assumed_equal += [tuple(map(str, group)) for group in alike.values() if len(group) > 1]
