@@ -1,7 +1,8 @@
-"""Builds, caches and loads the CPU extensions: two whose sources onnxruntime-training carries, and one of our own.
+"""Builds, caches and loads the CPU extensions: two whose sources onnxruntime-training carries, and two of our own.
 
 ``aten_op_executor`` lets ONNX Runtime run ATen operators, ``torch_interop_utils`` lets it run autograd functions,
-``cpu_allocator`` (see the module of that name) lets PyTorch allocate tensors. They are compiled once per Python, torch,
+``cpu_allocator`` lets PyTorch allocate tensors and ``object_checks`` compares what modules hold (see the modules of
+these names). They are compiled once per Python, torch,
 onnxruntime-training and edit table into :func:`extension_dir`; the installed packages are never written to. The
 compiler is ``$CXX``, else ``g++``, ``c++`` or ``clang++``. Importing this module imports neither torch nor onnxruntime.
 """
@@ -50,7 +51,9 @@ _SOURCES: dict[str, tuple[str, ...]] = {
         "torch_interop_utils.cc",
     ),
 }
-_OWN_SOURCES: dict[str, Path] = {"cpu_allocator": Path(__file__).with_name("cpu_allocator.cpp")}
+_OWN_SOURCES: dict[str, Path] = {
+    name: Path(__file__).with_name(f"{name}.cpp") for name in ("cpu_allocator", "object_checks")
+}
 _NAMES = (*_SOURCES, *_OWN_SOURCES)
 # In place of torch's umbrella headers, which pull in the whole C++ frontend: a fifth of the time to compile.
 _HEADERS: dict[str, str] = {
@@ -211,6 +214,11 @@ def load_modules() -> dict[str, ModuleType]:
         modules = {name: _load(name, path) for name, path in built_paths().items()}
         _loaded.update(modules)
     return dict(_loaded)
+
+
+def loaded(name: str) -> ModuleType | None:
+    """Return an extension if this process has loaded it, else None."""
+    return _loaded.get(name)
 
 
 def install_into(ortmodule_package: ModuleType) -> None:

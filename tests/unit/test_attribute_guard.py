@@ -166,6 +166,21 @@ def test_an_object_that_is_read_in_two_places_counts_as_such():
     assert known.reasons(guard.check()) == ["Two.one was changed (a Config)"]
 
 
+def test_a_value_that_modules_share_is_changed_in_all_its_places():
+    class Layer(nn.Module):
+        factor = 2.0
+
+        def forward(self, x):
+            return x * self.factor
+
+    module = nn.Sequential(Layer(), Layer())
+    guard, known = watched(module)
+    Layer.factor = 5.0
+    now = guard.check()
+    places = [Place((MODULE, path)).then(ATTRIBUTE, "factor") for path in ("0", "1")]
+    assert not known.hold(now) and [now.values[place] for place in places] == [5.0, 5.0]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "equal"),
     [

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -227,6 +228,17 @@ def entries_of(function: Any) -> dict[Any, Any]:
     """Return the very dict in which a function with ``functools.lru_cache`` keeps its results, by their arguments."""
     results = (value for value in gc.get_referents(function) if type(value) is dict and value is not vars(function))
     return next(results, {})
+
+
+def dict_behind(container: Any) -> Any:
+    """Return the very dict of a class's attributes in place of the view that ``vars`` makes anew at each call.
+
+    Look-ups in it take a third of the time, and two of them can be seen to be one. Anything else is returned as it is.
+    """
+    if type(container) is not MappingProxyType:
+        return container
+    tables = [table for table in gc.get_referents(container) if type(table) is dict]
+    return tables[0] if len(tables) == 1 else container
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ort_zero.compat.frames import is_foreign
+from ort_zero.compat.object_checks import checks
 from ort_zero.compat.torch_modules import hook_tables, is_complex, is_infrastructure, version_of
 from ort_zero.runtime.export.attribute_inputs import put
 from ort_zero.runtime.export.attribute_paths import (
@@ -30,6 +31,7 @@ from ort_zero.runtime.export.attribute_paths import (
     PlaceFinder,
     Snapshot,
     TensorState,
+    dict_behind,
     is_number,
     is_plain,
     same,
@@ -42,7 +44,6 @@ from ort_zero.utils.containers import UNORDERED, items_held
 
 HOOKS, METHODS = Place(("hooks", "")), Place(("methods", ""))
 """Stand for the hooks of all modules of the tree, and for the methods that are replaced on their instances."""
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _BYTES = operator.methodcaller("tobytes")
 MOST_BYTES = 2**24
 """Maximum size of a NumPy array, in bytes, whose contents are compared; 16 MiB take a millisecond."""
@@ -276,10 +277,9 @@ class AttributeGuard:
         """Return whether nothing but single values can have changed."""
         try:
             return (
-                list(map(len, self._sized)) == self._lengths
-                and not any(self._no_hooks)
+                self._checks.have_lengths(self._sized, self._lengths)
                 and list(map(version_of, self._tensors)) == self._versions
-                and list(map(_REQUIRES_GRAD, self._tensors)) == self._wanted
+                and self._checks.requires_grad(self._tensors) == self._wanted
                 and self._copied == self._copies
                 and list(map(_DEFINITION, self._functions)) == self._definitions
                 and list(map(_BYTES, self._arrays)) == self._bytes
@@ -289,8 +289,7 @@ class AttributeGuard:
 
     def _unchanged(self) -> bool:
         try:
-            found = map(operator.getitem, self._containers, self._keys)
-            return all(map(operator.is_, found, self._values))
+            return self._checks.are_same(self._containers, self._keys, self._values)
         except (LookupError, ValueError, AttributeError):
             return False
 
@@ -303,11 +302,11 @@ class AttributeGuard:
         changed: dict[Place, Any] = {}
         for i, (value, before) in enumerate(zip(found, self._values, strict=True)):
             if value is not before:
-                place = self._entries[i]
-                if place is None or not (is_plain(value) and is_plain(before)):
+                places = self._entries[i]
+                if not places or not (is_plain(value) and is_plain(before)):
                     return False
                 if not same(value, before):
-                    changed[place] = value
+                    changed.update(dict.fromkeys(places, value))
         self._values = found
         if changed:
             self._current = AttributeValues({**self._current.values, **changed}, self._current, changed)
@@ -316,11 +315,12 @@ class AttributeGuard:
     def _look(self) -> None:
         """Look at every place, and remember how to do it fast."""
         self._stale = False
+        self._checks = checks()
         self._containers: list[Any] = []
         self._keys: list[Any] = []
         self._values = []
-        self._entries: list[Place | None] = []
-        """Place of each value; None for hooks and methods."""
+        self._entries: list[list[Place]] = []
+        """Places of each value, several if modules share their class or configuration; none for hooks and methods."""
         self._copied: list[Any] = []
         self._copies: list[Any] = []
         self._tensors: list[torch.Tensor] = []
@@ -332,12 +332,17 @@ class AttributeGuard:
         sized: dict[int, Any] = {}
         values: dict[Place, Any] = {}
         self._finder = PlaceFinder(self._module)
+        shared: dict[tuple[int, str], list[Place]] = {}
         for place, value, container, key in self._finder.find(self._places):
             if container is not None:
-                self._containers.append(container)
-                self._keys.append(key)
-                self._values.append(value)
-                self._entries.append(place)
+                table = dict_behind(container)
+                entry = shared.setdefault((id(table), key), []) if type(key) is str else []
+                if not entry:
+                    self._containers.append(table)
+                    self._keys.append(key)
+                    self._values.append(value)
+                    self._entries.append(entry)
+                entry.append(place)
             state = values[place] = self._state_of(place, value)
             if isinstance(state, TensorState):
                 self._tensors.append(value)
@@ -353,12 +358,12 @@ class AttributeGuard:
                 if own is not None:
                     sized[id(own)] = own
         self._versions = [version_of(tensor) for tensor in self._tensors]
-        self._wanted = list(map(_REQUIRES_GRAD, self._tensors))
+        self._wanted = self._checks.requires_grad(self._tensors)
         self._bytes = list(map(_BYTES, self._arrays))
         self._definitions = [(f.__code__, f.__defaults__, copy.copy(f.__kwdefaults__)) for f in self._functions]
         values[HOOKS], values[METHODS] = self._hooks(sized), self._methods(sized)
-        self._entries += [None] * (len(self._values) - len(self._entries))
-        self._sized = list(sized.values())
+        self._entries += [[] for _ in range(len(self._values) - len(self._entries))]
+        self._sized = [*sized.values(), *self._no_hooks]
         self._lengths = [len(own) for own in self._sized]
         before = self._current.values
         if before.keys() != values.keys() or not all(_equal(before[place], now) for place, now in values.items()):

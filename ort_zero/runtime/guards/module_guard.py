@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.object_checks import checks
 from ort_zero.compat.torch_modules import buffer_table, is_batch_norm, parameter_table, submodule_table
 from ort_zero.compat.torch_transforms import are_replaced
 from ort_zero.runtime.guards.keys import ModelVersion
@@ -23,7 +24,6 @@ from ort_zero.runtime.guards.keys import ModelVersion
 MOST_CHANGES = 5
 """Maximum number of changes in one call that are described one by one."""
 _TRAINING = operator.itemgetter("training")
-_DTYPE = operator.attrgetter("dtype")
 _KIND = operator.attrgetter("shape", "dtype")
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _CONTAINERS = (
@@ -67,6 +67,7 @@ class ModuleGuard:
             if isinstance(value, torch.Tensor) and value.numel() == 1
         ]  # fmt: skip
         self._attributes = [vars(m) for m in owners if "training" in vars(m)]
+        self._modes: list[bool] = []
         # torch.compile and TorchScript keep the mode elsewhere
         self._others = [m for m in owners if "training" not in vars(m)]
         self._buffers = [(path, buffer_table(m)) for path, m in self.module.named_modules() if buffer_table(m)]
@@ -80,7 +81,8 @@ class ModuleGuard:
         # of each module's first parameter: nobody casts a bias alone
         own = {name.rpartition(".")[0]: name for name in reversed(self._names)}
         self._typed = [unique[name] for name in own.values()]
-        self._dtypes = list(map(_DTYPE, self._typed))
+        self._checks = checks()
+        self._dtypes = self._checks.scalar_types(self._typed)
         self._dtype_of = {name: p.dtype for name, p in unique.items()}
 
     def check(self) -> ModelVersion:
@@ -91,14 +93,22 @@ class ModuleGuard:
                 self.is_replaced = True
                 return self._version
             self._note_changes()
-        trainable = bytes(map(_REQUIRES_GRAD, self._tensors))
+        trainable = self._checks.requires_grad(self._tensors)
         if trainable != self._trainable:
             self._trainable = trainable
             self.frozen = tuple(compress(self._names, map(operator.not_, trainable)))
-        modes = bytes(map(_TRAINING, self._attributes)) + bytes(m.training for m in self._others)
-        if modes != self._version.modes:
-            self._version = ModelVersion(self._version.number, self._version.changes, modes)
+        if self._others or not self._modes_unchanged():
+            self._modes = list(map(_TRAINING, self._attributes))
+            modes = bytes(self._modes) + bytes(m.training for m in self._others)
+            if modes != self._version.modes:
+                self._version = ModelVersion(self._version.number, self._version.changes, modes)
         return self._version
+
+    def _modes_unchanged(self) -> bool:
+        modes = self._modes
+        return len(modes) == len(self._attributes) and self._checks.are_same(
+            self._attributes, ["training"] * len(modes), modes
+        )
 
     def any_trainable(self) -> bool:
         """Return whether any parameter or buffer requires grad now; a parameter takes no check of the whole tree."""
@@ -154,8 +164,8 @@ class ModuleGuard:
         return (
             same
             and all(dict.get(table, key) is value for table, key, value in self._single)
-            and list(map(_DTYPE, self._typed)) == self._dtypes
-            and list(map(type, self._owners)) == self._types
+            and self._checks.scalar_types(self._typed) == self._dtypes
+            and self._checks.have_types(self._owners, self._types)
             and self._kinds_of_buffers() == self._kinds
         )
 
