@@ -178,7 +178,7 @@ def print_proof(forwards: int) -> bool:
             runs = graph["runs"]
             proved |= runs.get("forward", 0) >= forwards and runs.get("backward", 0) >= forwards
             lines.append(
-                f"{name}: {graph['exports']} graph(s), {graph['nodes']} nodes, {graph['python_ops']} PythonOps, "
+                f"{name}: {graph['kept']} graph(s), {graph['nodes']} nodes, {graph['python_ops']} PythonOps, "
                 f"{runs.get('forward', 0)} forward and {runs.get('backward', 0)} backward runs, "
                 f"{graph['gathers']} gathers, {graph['reduces']} reduces"
             )

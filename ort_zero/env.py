@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -109,6 +110,16 @@ def several_hosts() -> bool:
     """Return True if the launcher says that its ranks are on more hosts than this one."""
     local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""  # torchrun's; DeepSpeed's
     return local.isdigit() and 0 < int(local) < world_size()
+
+
+def rank_and_host() -> str:
+    """Return ``rank 3``, or ``rank 3 on node0`` where ranks are on several hosts, as lines for people begin."""
+    return f"rank {rank()} on {socket.gethostname()}" if several_hosts() else f"rank {rank()}"
+
+
+def speaks_for_host() -> bool:
+    """Return True in one of the ranks of each host, for what all of them would say alike."""
+    return (os.environ.get("LOCAL_RANK") or "0") == "0"
 
 
 def threads_per_rank() -> int:

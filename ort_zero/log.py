@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import weakref
 from dataclasses import dataclass
@@ -73,8 +72,7 @@ class _Formatter(logging.Formatter):
     """Names the rank as it is when the record is written: some launchers' ranks are known late."""
 
     def format(self, record: logging.LogRecord) -> str:
-        where = f" on {socket.gethostname()}" if env.several_hosts() else ""
-        return f"[ort_zero rank {env.rank()}{where}] {super().format(record)}"
+        return f"[ort_zero {env.rank_and_host()}] {super().format(record)}"
 
 
 class _StderrHandler(logging.StreamHandler):

@@ -250,7 +250,7 @@ class _Progress:
         if self._sink is not None:
             self._sink(text)
         elif sys.stderr is not None:
-            print(f"[ort_zero rank {env.rank()}] {text}", file=sys.stderr, flush=True)
+            print(f"[ort_zero {env.rank_and_host()}] {text}", file=sys.stderr, flush=True)
 
     def bar(self, what: str, steps: int) -> AbstractContextManager[Steps]:
         return steps_bar(what, steps, shown=self._sink is None)
@@ -298,7 +298,8 @@ def _lock(directory: Path, talk: _Progress):
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout:
-            talk.line(f"waiting for the build of the C++ extensions by another process ({directory})")
+            if env.speaks_for_host():
+                talk.line(f"waiting for the build of the C++ extensions by another process ({directory})")
             lock.acquire()
     except (OSError, NotImplementedError) as error:
         raise BuildError(f"cannot use {directory}: {error}; set ORT_ZERO_CACHE_DIR to a writable folder") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import stat
 import subprocess
 import sys
@@ -148,6 +149,24 @@ def test_processes_that_start_together_build_once(sandbox, monkeypatch):
         else:
             assert len(lines) <= 1 and all("waiting" in line for line in lines)
     assert extensions.is_built()
+
+
+def test_one_rank_of_a_host_says_that_it_waits_and_names_the_host(sandbox, monkeypatch):
+    monkeypatch.setenv("FAKE_SLEEP", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    builders = []
+    for local in range(3):
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        monkeypatch.setenv("RANK", str(3 + local))
+        builders += _start_builders(1)
+    texts = [builder.communicate(timeout=400)[1] for builder in builders]
+    host = socket.gethostname()
+    for local, text in enumerate(texts):
+        lines = text.strip().splitlines()
+        assert all(line.startswith(f"[ort_zero rank {3 + local} on {host}] ") for line in lines), text
+        assert local == 0 or "waiting" not in text
+    assert sum("built" in text for text in texts) == 1
 
 
 def test_waiting_processes_share_the_failure(sandbox, monkeypatch):
