@@ -28,6 +28,8 @@ MEMORY_TRIAL = "ORT_ZERO_MEMORY_TRIAL"
 PROFILE = "ORT_ZERO_PROFILE"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+_RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+"""Where torchrun, DeepSpeed's launcher and Open MPI tell how many ranks are on this host."""
 
 
 def flag(name: str) -> bool:
@@ -108,7 +110,7 @@ def local_world_size() -> int:
 
 def several_hosts() -> bool:
     """Return True if the launcher says that its ranks are on more hosts than this one."""
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""  # torchrun's; DeepSpeed's
+    local = next(filter(None, map(os.environ.get, _RANKS_OF_HOST)), "")
     return local.isdigit() and 0 < int(local) < world_size()
 
 
@@ -119,7 +121,7 @@ def rank_and_host() -> str:
 
 def speaks_for_host() -> bool:
     """Return True in one of the ranks of each host, for what all of them would say alike."""
-    return (os.environ.get("LOCAL_RANK") or "0") == "0"
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or "0") == "0"
 
 
 def threads_per_rank() -> int:

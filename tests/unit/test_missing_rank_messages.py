@@ -133,10 +133,12 @@ def test_errors_of_collectives_are_told_from_others(error, wanted):
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, False),
         ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, True),
         ({"WORLD_SIZE": "4", "LOCAL_SIZE": "2"}, True),
+        ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, False),
+        ({"WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, True),
     ],
 )
 def test_the_launcher_says_whether_there_are_several_hosts(monkeypatch, variables, several):
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
