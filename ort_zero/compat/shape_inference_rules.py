@@ -55,7 +55,8 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
             before = dict(self.suggested_merge_)
             self._infer_impl()
             if self.suggested_merge_ == before:
-                # upstream would try for ever to find the sizes of one node equal, and not get to the next
+                # upstream would try for ever to find the sizes of one node equal, and not get to the next; without
+                # this it stops at the first node with an unknown size, so that from now on each gets a symbol
                 self.auto_merge_ = False
         self._update_output_from_vi()
 
@@ -82,6 +83,18 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
                     self._set_unknown(node, i)
 
         return run
+
+    def _onnx_infer_single_node(self, node):
+        super()._onnx_infer_single_node(node)
+        if self.auto_merge_:
+            return
+        for i, name in enumerate(node.output):
+            shape = (self.shape_of(name) if name else None) or []
+            unknown = [size is None or self._is_none_dim(size) for size in shape]
+            if any(unknown):
+                kind = self.known_vi_[name].type.tensor_type.elem_type
+                sizes = [self._new_size(node, axis, i) if unknown[axis] else size for axis, size in enumerate(shape)]
+                self.known_vi_[name].CopyFrom(helper.make_tensor_value_info(name, kind, sizes))
 
     def _set_unknown(self, node, i):
         """Give result `i` unknown sizes; where not even its type is known, those of the first argument."""
@@ -113,8 +126,8 @@ class LastingShapeInference(upstream.SymbolicShapeInference):
         kind = self.known_vi_[node.input[0]].type.tensor_type.elem_type
         self.known_vi_[node.output[0]].CopyFrom(helper.make_tensor_value_info(node.output[0], kind, sizes + last))
 
-    def _new_size(self, node, axis):
-        return str(self._new_symbolic_dim_from_output(node, 0, axis))
+    def _new_size(self, node, axis, i=0):
+        return str(self._new_symbolic_dim_from_output(node, i, axis))
 
     def _infer_Mod(self, node):
         if not upstream.get_attribute(node, "fmod", 0):

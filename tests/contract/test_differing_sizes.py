@@ -67,3 +67,34 @@ def test_nodes_that_compute_the_same_have_results_of_the_same_size():
     read = {node.output[0]: list(node.input) for node in inferred.graph.node}
     operators = [a.s.decode() for node in inferred.graph.node for a in node.attribute if a.name == "operator"]
     assert read["alike"] == ["places_0", "places_1"] and operators == [BROADCAST] * 2
+
+
+def test_values_behind_sizes_that_stay_unlike_have_types_too():
+    def value(name, *sizes):
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes)
+
+    numbers = [helper.make_tensor(f"number_{n}", TensorProto.INT64, [1], [n]) for n in (0, 1)]
+    nodes = [
+        helper.make_node("Shape", ["ids"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "number_1"], ["length"]),
+        helper.make_node("Transpose", ["ids"], ["turned"]),
+        helper.make_node("MatMul", ["turned", "ids"], ["scores"]),
+        helper.make_node("Slice", ["mask", "number_0", "length", "number_1"], ["cut"]),
+        helper.make_node("ReduceMax", ["cut"], ["row"], axes=[0]),
+        helper.make_node("Add", ["scores", "row"], ["masked"]),
+        # upstream's inference finds the same again, and takes it for nothing new
+        helper.make_node("Slice", ["mask", "number_0", "length", "number_1"], ["cut_again"]),
+        helper.make_node("ReduceMin", ["cut_again"], ["row_again"], axes=[0]),
+        helper.make_node("Add", ["scores", "row_again"], ["again"]),
+        helper.make_node("Mul", ["masked", "again"], ["product"]),
+        helper.make_node("Relu", ["product"], ["relu"]),
+        helper.make_node("ATen", ["relu"], ["result"], domain="org.pytorch.aten", operator="unheard_of"),
+    ]
+    given = [value("mask", "m0", "m1"), value("ids", "i0", "i1")]
+    graph = helper.make_graph(nodes, "graph", given, [value("result", None, None)], initializer=numbers)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("org.pytorch.aten", 1)]
+    model = helper.make_model(graph, opset_imports=opsets)
+    inferred, _ = infer_shapes(model, lambda *about: None, {"m0": 2, "m1": 8, "i0": 2, "i1": 8})
+    kinds = {v.name: v.type.tensor_type for v in (*inferred.graph.value_info, *inferred.graph.output)}
+    unknown = [name for name in ("masked", "again", "relu", "result") if not kinds[name].elem_type]
+    assert not unknown and [len(kinds[name].shape.dim) for name in ("masked", "again", "relu")] == [2, 2, 2]
