@@ -181,7 +181,10 @@ def test_the_nodes_run_in_the_order_of_the_file(tmp_path, monkeypatch):
     events = json.loads(open(session.agent._inference_session.end_profiling()).read())
     suffix = "_kernel_time"
     ran = [e["name"].removesuffix(suffix) for e in events if e.get("cat") == "Node" and e["name"].endswith(suffix)]
-    assert ran == [node.name for node in session.model.graph.node if node.op_type != "YieldOp"]
+    # ONNX Runtime takes a node that reads sizes as soon as it can: its result has a few bytes
+    early = {node.name for node in session.model.graph.node if node.op_type in ("Shape", "YieldOp")}
+    in_file = [node.name for node in session.model.graph.node if node.name not in early]
+    assert [name for name in ran if name not in early] == in_file and len(in_file) > 100
 
 
 def test_a_plan_that_was_kept_is_used_at_once(plans):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from older_versions import older, skip_unless_torch_can
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -926,6 +927,7 @@ def test_operator(name, sizes):
     torch.manual_seed(case.seed)
     module = Net(case)
     reference = copy.deepcopy(module)
+    skip_unless_torch_can(lambda: train_once(copy.deepcopy(module), torch.randn(sizes[0], *SHAPES[case.kind])))
     runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), 0)
     exports = []
     for size in sizes:
@@ -944,13 +946,19 @@ def test_operator(name, sizes):
     graph = runtime.status()["graphs"]["training"]
     assert runtime.status()["fallback_reason"] is None
     # the first one is repeated where ORT tells what it cannot do
-    assert exports[-1] - exports[0] == case.graphs - 1 + (name in ANEW_AT_1 and sizes == SIZES[0])
+    anew = exports[-1] - exports[0] - (case.graphs - 1)
+    assert anew == (name in ANEW_AT_1 and sizes == SIZES[0]) or (anew == 0 and older("torch", "2.13"))
     assert graph["runs"] == {"forward": len(sizes), "backward": len(sizes)}
 
 
 def scale(tensor: torch.Tensor) -> float:
     """Return the size of the largest element, 1 at least."""
     return max(tensor.detach().abs().max().item() if tensor.is_floating_point() and tensor.numel() else 0.0, 1.0)
+
+
+def train_once(module, x) -> None:
+    """Let a module that is not wrapped compute gradients."""
+    sum(out.sum() for out in module(x) if out.is_floating_point() and out.requires_grad).backward()
 
 
 def compare_gradients(module, reference, found, expected, size) -> None:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from older_versions import older
 from torch import nn
 
 from ort_zero import config
@@ -41,7 +42,9 @@ def compare(layer, sizes, function=lambda y: y):
         torch.testing.assert_close(results[0], results[1])
         for ours, expected in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-5)
-    assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 2, "backward": 2}
+    runs = runtime.status()["graphs"]["training"]["runs"]
+    # instance normalization of older versions looks at sizes, so that a graph runs in vain when they have changed
+    assert runs["backward"] == 2 and (runs["forward"] == 2 or older("torch", "2.13"))
     return runtime
 
 

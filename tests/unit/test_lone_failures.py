@@ -37,4 +37,5 @@ print("ends")
 def test_a_rank_that_ends_while_its_failure_is_watched_ends_with_its_own_status(tmp_path):
     command = [sys.executable, "-c", ENDS_WHILE_IT_WATCHES, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo] ")]  # torch 2.8 prints such lines
+    assert (done.returncode, said) == (0, ["ends"]), done.stderr

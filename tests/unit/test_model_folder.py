@@ -11,7 +11,7 @@ import checkpoint_files
 import pytest
 import torch
 import transformers
-from packaging.version import Version
+from older_versions import older
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -76,7 +76,7 @@ def test_model_and_tokenizer_load_with_the_template(tmp_path):
     model.generation_config.save_pretrained(run)
     tokenizer().save_pretrained(run)
     apart = (run / "chat_template.jinja").exists()
-    assert apart or Version(transformers.__version__) < Version("5"), "what this test is about"
+    assert apart or older("transformers", "5"), "what this test is about"
     (run / "credentials.json").write_text('{"token": "hf_secret"}')
     (run / "train.py").write_text("print('not named by anybody')")
     report = aggregate(tmp_path / "run", tmp_path / "out", progress=False)
@@ -87,7 +87,8 @@ def test_model_and_tokenizer_load_with_the_template(tmp_path):
     assert text("hello world")["input_ids"] == [1, 2] and text.chat_template == TEMPLATE
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         ".ort_zero_output.json", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-        "tokenizer_config.json", *(["chat_template.jinja"] if apart else ["special_tokens_map.json"]),
+        "tokenizer_config.json", *(["chat_template.jinja"] if apart else []),
+        *(["special_tokens_map.json"] if older("transformers", "5") else []),
     }  # fmt: skip
 
 
