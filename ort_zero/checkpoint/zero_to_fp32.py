@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,16 @@ def stored_weights(source: Source, exclude_frozen_parameters: bool = False) -> d
     return found
 
 
+def read_all(weights: Mapping[str, StoredWeight]) -> dict[str, torch.Tensor]:
+    """Return the values of all weights by name; tied ones are one tensor.
+
+    Raises:
+        CorruptCheckpointError: files of the checkpoint are damaged.
+    """
+    values = {weight: weight.contiguous() for weight in dict.fromkeys(weights.values())}
+    return {name: values[weight] for name, weight in weights.items()}
+
+
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike,
     tag: str | None = None,
@@ -130,10 +140,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         CorruptCheckpointError: its files are damaged.
     """
     weights = stored_weights(open_checkpoint(os.fspath(checkpoint_dir), tag), exclude_frozen_parameters)
-    if lazy_mode:
-        return dict(weights)
-    values = {weight: weight.contiguous() for weight in dict.fromkeys(weights.values())}
-    return {name: values[weight] for name, weight in weights.items()}
+    return dict(weights) if lazy_mode else read_all(weights)
 
 
 def load_state_dict_from_zero_checkpoint(

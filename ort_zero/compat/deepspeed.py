@@ -36,6 +36,11 @@ def require_fp32_reader(original: Any) -> None:
         raise PatchError(f"{READ_FP32_STATE} takes {inspect.signature(original)}, which is not known")
 
 
+def reads_stored_weights() -> bool:
+    """Return whether the functions around :data:`READ_FP32_STATE` take what is still in files: 0.16 does, 0.14 not."""
+    return hasattr(sys.modules[ZERO_TO_FP32], "to_torch_tensor")
+
+
 def require_file_finder(original: Any) -> None:
     """Raise PatchError unless a function that finds files takes the folder of a checkpoint first."""
     defined_in(ZERO_TO_FP32)(original)

@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from older_versions import older
 
 from ort_zero.compat import versions
 from ort_zero.testing.ranks import free_port
@@ -151,7 +152,11 @@ def test_another_librarys_patch_is_refused_and_deepspeed_left_alone(target):
         before = snapshot()
         message = refused(ort_zero.enable)
         assert message.startswith("PatchError") and name in message, message
-        assert same(snapshot(), before) and not ort_zero.status()["enabled"]
+        from ort_zero.plugin import registry
+        assert same(snapshot(), before) and "deepspeed" not in registry.patch_sets
+        # transformers 4.44 imports onnxruntime
+        assert ort_zero.status()["enabled"] == ("ORTModule" in registry.patch_sets)
+        assert "onnxruntime.training" in sys.modules or not ort_zero.status()["enabled"]
         """,
         **NO_ENTRY_POINT,
     )
@@ -185,9 +190,10 @@ def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
         + textwrap.dedent("""
         import torch, deepspeed, ort_zero
         status = ort_zero.status()
-        assert not status["enabled"] and "0.13.5" in status["reason"]
+        assert "0.13.5" in status["reason"]
         from ort_zero.plugin import registry
-        assert registry.patch_sets.keys() == {"refused_section"}
+        assert registry.patch_sets.keys() - {"ORTModule", "onnxruntime", "torch.onnx"} == {"refused_section"}
+        assert "onnxruntime.training" in sys.modules or not status["enabled"]
 
         def engine(config):
             net = torch.nn.Linear(2, 2)
@@ -206,6 +212,7 @@ def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
     assert output.count("not enabled, DeepSpeed is left as it is") == 1
 
 
+@pytest.mark.skipif(older("torch", "2.5"), reason="this torch loads no entry points")
 def test_entry_point_never_breaks_import_torch():
     run("""
         import ort_zero.env

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from older_versions import older
 from torch import nn
 from transformers import (
     BertConfig,
@@ -251,6 +252,7 @@ def test_a_backward_of_a_graph_that_made_room_still_runs():
     assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 2, "backward": 2}
 
 
+@pytest.mark.skipif(older("torch", "2.6"), reason="this torch does not tell whether a backward keeps its graph")
 def test_a_second_backward_that_kept_no_graph_is_pytorchs_error():
     torch.manual_seed(0)
     runtime, wrapped, reference = wrap(Options())

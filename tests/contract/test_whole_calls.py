@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from older_versions import skip_unless_torch_can
+from older_versions import older
 from torch import nn
 
 from ort_zero import config
@@ -129,7 +129,10 @@ def nested_rows():
     ("kind", "arguments", "graphs"),
     [
         (GraphNetwork, lambda step: (batch(step), adjacency()), ["first.linear", "second.linear"]),
-        (NestedTokens, lambda step: (nested_rows(),), ["head"]),
+        pytest.param(
+            *(NestedTokens, lambda step: (nested_rows(),), ["head"]),
+            marks=pytest.mark.xfail(older("torch", "2.13"), reason="jagged tensors lose their attributes"),
+        ),
     ],
     ids=["sparse", "nested"],
 )
@@ -137,7 +140,6 @@ def test_arguments_that_are_not_dense(kind, arguments, graphs):
     """The code that is given them runs in PyTorch; what it calls with dense tensors has graphs."""
     module = kind()
     reference = copy.deepcopy(module)
-    skip_unless_torch_can(lambda: copy.deepcopy(module)(*arguments(0)).square().sum().backward())
     runtime, wrapped = wrap_model(module, config.OrtModuleConfig(), stage=0)
     for step in range(3):
         results = []

@@ -27,6 +27,8 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 OURS = GOLDEN / f"checkpoint_v{manifest.VERSION}"
 THEIRS = [GOLDEN / "deepspeed_zero2", GOLDEN / "deepspeed_zero3"]
+TAKES_A_FILE = older("deepspeed", "0.16")
+"""Whether DeepSpeed's conversion is given the file that it writes, and not a folder."""
 FROZEN = {"frozen.weight", "frozen.bias"}
 
 
@@ -77,15 +79,27 @@ def test_the_state_dict_is_the_engines(folder):
     assert without.keys() == state.keys() - FROZEN
 
 
+def test_a_deepspeed_that_reads_no_weights_of_files_gets_tensors(switched_off, monkeypatch):
+    monkeypatch.delattr(stock, "to_torch_tensor", raising=False)
+    ort_zero.enable()
+    try:
+        found = stock._get_fp32_state_dict_from_zero_checkpoint(str(OURS / "saved"), False)
+    finally:
+        ort_zero.disable()
+    assert all(isinstance(value, torch.Tensor) for value in found.values())
+    assert_same(found, expected(OURS))
+    assert found["head.weight"] is found["embed.weight"]
+
+
 @pytest.mark.parametrize("folder", THEIRS, ids=lambda path: path.name)
 @pytest.mark.parametrize("exclude", [False, True])
 def test_results_are_those_of_deepspeeds_own(folder, exclude, tmp_path):
     theirs = stock.get_fp32_state_dict_from_zero_checkpoint(str(folder), exclude_frozen_parameters=exclude)
     ours = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder), exclude_frozen_parameters=exclude)
     assert_same(ours, theirs)
-    stock.convert_zero_checkpoint_to_fp32_state_dict(
-        str(folder), str(tmp_path / "theirs"), exclude_frozen_parameters=exclude
-    )
+    (tmp_path / "theirs").mkdir()
+    to = tmp_path / "theirs" / "pytorch_model.bin" if TAKES_A_FILE else tmp_path / "theirs"
+    stock.convert_zero_checkpoint_to_fp32_state_dict(str(folder), str(to), exclude_frozen_parameters=exclude)
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
         str(folder), str(tmp_path / "ours"), exclude_frozen_parameters=exclude
     )
@@ -177,11 +191,13 @@ def test_deepspeeds_own_functions_read_our_checkpoints_while_the_plugin_is_on(tm
     ort_zero.enable()
     try:
         assert_same(imported_before(str(OURS)), expected(OURS))
-        lazy = stock.get_fp32_state_dict_from_zero_checkpoint(str(OURS), "saved", True, lazy_mode=True)
-        assert lazy.keys() == expected(OURS).keys() - FROZEN
+        lazy = {} if TAKES_A_FILE else {"lazy_mode": True}
+        trained = stock.get_fp32_state_dict_from_zero_checkpoint(str(OURS), "saved", True, **lazy)
+        assert trained.keys() == expected(OURS).keys() - FROZEN
         model = stock.load_state_dict_from_zero_checkpoint(Model(), str(OURS))
         assert torch.equal(model.embed.weight, expected(OURS)["embed.weight"])
-        stock.convert_zero_checkpoint_to_fp32_state_dict(str(OURS), str(tmp_path))
+        to = tmp_path / "pytorch_model.bin" if TAKES_A_FILE else tmp_path
+        stock.convert_zero_checkpoint_to_fp32_state_dict(str(OURS), str(to))
         assert_same(torch.load(tmp_path / "pytorch_model.bin", weights_only=True), expected(OURS))
         for folder in THEIRS:
             assert_same(imported_before(str(folder)), expected(folder))

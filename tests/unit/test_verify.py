@@ -20,6 +20,7 @@ import pytest
 import torch
 import xxhash
 from deepspeed_states import deepspeed_names
+from older_versions import older
 from safetensors.torch import save_file
 
 from ort_zero.checkpoint.files.storage import open_folder
@@ -197,6 +198,7 @@ def test_harmless_and_foreign_objects_are_no_problem(tmp_path):
     assert "Point" in note and "Mode" in note and "numpy" not in note and "Namespace" not in note
 
 
+@pytest.mark.skipif(older("torch", "2.6"), reason="this torch leaves no checksum out")
 def test_files_without_checksums_are_no_problem_and_are_noted(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:

@@ -145,7 +145,8 @@ def _tried(
 def _in_short(error: Exception) -> str:
     """Return the first line of an error's text, without the whole graph that torch's exporter adds to some."""
     text = str(error).strip().partition("[Caused by")[0].strip()
-    return text.splitlines()[0] if text else repr(error)
+    # what comes next is where to ask for the operator
+    return text.splitlines()[0].partition(" Please feel free to request support")[0] if text else repr(error)
 
 
 def _run_in_torch(router: Router, node: TracedNode, why: str, failed: Exception | None, context: Any) -> Any:
