@@ -35,6 +35,7 @@ _DURING_EXPORT = (
     (DeprecationWarning, r"", r"torch\.onnx"),
     (DeprecationWarning, r"You are using the legacy TorchScript-based ONNX export", r""),
     (DeprecationWarning, r"`torch\.jit\.", r""),
+    (FutureWarning, r"Setting `training` to something other than default", r""),  # torch 2.6
     (UserWarning, r"", r"torch\.onnx\."),
     (UserWarning, r"Constant folding", r""),
 )
