@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,10 @@ not be enabled."""
 _PATCHING = threading.Lock()
 _runtimes: list[weakref.ref] = []
 """The runtimes of wrapped models, in the order in which the models were wrapped."""
+_not_freed: list[weakref.ref] = []
+"""Those and the runtimes of destroyed engines, as long as they exist."""
+_WORTH_A_COLLECTION = 64 << 20
+"""Bytes of parameters from which on it is worth the time, some tenths of a second, to look for those that are gone."""
 
 
 def name_exporter_modules() -> None:
@@ -94,9 +99,27 @@ def _patch_ortmodule() -> None:
 
 
 def register(runtime: Any) -> None:
-    """Make a model's runtime show in :func:`status` for as long as it lives, or until :func:`unregister`."""
+    """Make a model's runtime show in :func:`status` for as long as it lives, or until :func:`unregister`.
+
+    Frees earlier models that nobody refers to any more, if they are large: a wrapped model refers to itself, as
+    ORTModule does, and Python looks for such objects by their number, whatever their size.
+    """
+    earlier = [known for ref in _not_freed if (known := ref()) is not None]
+    size = sum(_bytes_of(known.module) for known in earlier)
+    _not_freed[:] = [*map(weakref.ref, earlier), weakref.ref(runtime)]
+    del earlier
+    if size >= _WORTH_A_COLLECTION:
+        gc.collect()
     _runtimes[:] = [known for known in _runtimes if known() is not None]
     _runtimes.append(weakref.ref(runtime))
+
+
+def _bytes_of(module: Any) -> int:
+    """Return the bytes of a module's parameters on this rank; those of a ZeRO-3 engine are partitioned."""
+    from torch.nn.parameter import is_lazy
+
+    held = (getattr(p, "ds_tensor", p) for p in module.parameters() if not is_lazy(p))
+    return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
 
 def unregister(runtime: Any) -> None:
