@@ -115,11 +115,10 @@ def register(runtime: Any) -> None:
 
 
 def _bytes_of(module: Any) -> int:
-    """Return the bytes of a module's parameters on this rank; those of a ZeRO-3 engine are partitioned."""
+    """Return the bytes of a module's parameters on this rank, without those that a ZeRO-3 engine has partitioned."""
     from torch.nn.parameter import is_lazy
 
-    held = (getattr(p, "ds_tensor", p) for p in module.parameters() if not is_lazy(p))
-    return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+    return sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
 
 
 def unregister(runtime: Any) -> None:
