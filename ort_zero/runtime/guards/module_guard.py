@@ -67,6 +67,7 @@ class ModuleGuard:
             if isinstance(value, torch.Tensor) and value.numel() == 1
         ]  # fmt: skip
         self._attributes = [vars(m) for m in owners if "training" in vars(m)]
+        self._mode_keys = ["training"] * len(self._attributes)
         self._modes: list[bool] = []
         # torch.compile and TorchScript keep the mode elsewhere
         self._others = [m for m in owners if "training" not in vars(m)]
@@ -106,9 +107,7 @@ class ModuleGuard:
 
     def _modes_unchanged(self) -> bool:
         modes = self._modes
-        return len(modes) == len(self._attributes) and self._checks.are_same(
-            self._attributes, ["training"] * len(modes), modes
-        )
+        return len(modes) == len(self._attributes) and self._checks.are_same(self._attributes, self._mode_keys, modes)
 
     def any_trainable(self) -> bool:
         """Return whether any parameter or buffer requires grad now; a parameter takes no check of the whole tree."""
