@@ -9,7 +9,7 @@ import deepspeed
 import onnx
 import pytest
 import torch
-from packaging.version import Version
+from older_versions import older
 from tiny_models import bert, gpt2
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -130,7 +130,7 @@ FORMS = {
     "nested results": (with_nested_results, 1),
     "inside each other": (inside_each_other, 2),
 }
-if Version(deepspeed.__version__) < Version("0.16"):
+if older("deepspeed", "0.16"):
     del FORMS[
         "deepspeed"
     ]  # wants a process group, and fails with one as later ones do: tests/versions/plain_deepspeed.py
