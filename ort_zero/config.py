@@ -43,6 +43,9 @@ class OrtModuleConfig(_Strict):
     fuse_loss: Literal["auto", "on", "off"] = "auto"
     """Whether a language-model head and its cross entropy become one node, which computes rows with a label alone and
     never holds all logits; "auto" where there are 4,096 classes or more."""
+    drop_padding: bool = False
+    """Whether tokens that an attention mask hides are left out between embedding and results, in graphs with gradients
+    for the CPU; what the model returns for them has no meaning then."""
     save_onnx: str | None = None
     """Folder into which rank 0 writes the graphs; None writes none."""
 

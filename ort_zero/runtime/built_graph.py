@@ -30,6 +30,8 @@ class BuiltModel:
     info: ort_compat.GraphInfo
     fused: FusedLoss | None = None
     """What the node of head and loss has changed; None without one."""
+    padding_stays: str = ""
+    """Why tokens that are padding are computed though they were to be left out; "" where they were not, or are."""
 
 
 @dataclass(slots=True, eq=False)

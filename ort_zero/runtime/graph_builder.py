@@ -183,6 +183,7 @@ class GraphBuilder:
                 self.attribute_inputs,
                 self.config.cache_key,
                 self.config.fuse_loss,
+                self.config.drop_padding,
             )
             found = None if anew else self.lookup.find(self.fallback_policy)
         if found is not None:

@@ -58,6 +58,8 @@ from ort_zero.runtime.kernels.quotient_gradients import divide_gradients
 from ort_zero.runtime.kernels.replace import replace_kernels
 from ort_zero.runtime.kernels.table import chosen
 from ort_zero.runtime.own_memory import weights_returned
+from ort_zero.runtime.padding import operators as padding_operators
+from ort_zero.runtime.padding.rewrite import drop_padding
 from ort_zero.runtime.zero3 import gather_reduce
 from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Weight, plan_collectives, small_share
 from ort_zero.runtime.zero3.gather_memory import GatherMemory, slab_of
@@ -203,6 +205,13 @@ class GraphProcessor:
         kernels: Counter[str] = Counter()
         if built.fused is not None:
             fused_operators.register()
+        if self.config.drop_padding:
+            padding_operators.register()
+            if built.padding_stays:
+                get_logger().warning(
+                    "%s: padding is computed in spite of \"drop_padding\": %s",
+                    type(self.module).__name__, built.padding_stays,
+                )  # fmt: skip
         if self.manager.device.type == "cpu":
             unfuse_for_cpu(model)
             if self.memory is None:  # the buffers of other kernels are not ORT's: a budget would not be kept
@@ -211,6 +220,8 @@ class GraphProcessor:
                 )
             accept_empty_batches(model)
             divide_gradients(model)
+        if packed := padding_operators.count(model):
+            kernels["packed_rows"] = packed
         if built.fused is not None:
             kernels["fused_loss"] += 1
             if tied := add_embeddings_in_place(model):
@@ -280,7 +291,10 @@ class GraphProcessor:
             model, changed = info.exported_model, None
             if fused or process.fused_loss:
                 model, changed = self._fused(model, asked, exported.effects.results, any_size=fused)
-            built = BuiltModel(*self.manager.build(model, info.onnx_graph_input_names, asked, inputs), changed)
+            stays = ""
+            if self.config.drop_padding and self.manager.training:
+                model, stays = self._without_padding(model, exported)
+            built = BuiltModel(*self.manager.build(model, info.onnx_graph_input_names, asked, inputs), changed, stays)
             if changed is not None and changed.returned is not None:
                 built.info = without_zeros(built.info, changed.returned)
             without_gradients(built.model, more.difference(wanted))
@@ -310,6 +324,18 @@ class GraphProcessor:
             edited, frozenset(trained), results=results, least_classes=least, small=self.memory is not None
         )
         return (model, None) if fused is None else (edited.SerializeToString(), fused)
+
+    def _without_padding(self, model: bytes, exported: ExportedModule) -> tuple[bytes, str]:
+        """Return an exported model that leaves padding out, and "", or the same model and why it does not."""
+        if self.memory is not None:
+            return model, "recomputation and checkpointed blocks count every token"
+        if exported.readers:
+            return model, "activations are recorded"
+        if self.manager.device.type != "cpu":
+            return model, "it is there for the CPU alone"
+        edited = onnx.load_model_from_string(model)
+        dropped = drop_padding(edited, fused_operators.ROWS_AND_LABELS, fused_operators.COPY)
+        return edited.SerializeToString() if dropped.nodes else model, dropped.why_not
 
     def _logits(self, exported: ExportedModule, sizes: Mapping[str, int]) -> int:
         """Return how many logits a graph holds of which the memory plan may decide that they never exist at one time.

@@ -36,7 +36,7 @@ OF_PYTHON = frozenset({"_asdict", "_fields", "_make", "_replace"})
 """Public in spite of the underscore: those of named tuples."""
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
 PUBLIC_IN_DISTRIBUTED = {"all_gather"}
-SPLIT = {"runtime": {"guards", "export", "operators", "kernels", "fused_loss", "zero3", "export_cache",
+SPLIT = {"runtime": {"guards", "export", "operators", "kernels", "fused_loss", "padding", "zero3", "export_cache",
                      "built_graph", "result_dependencies"},
          "checkpoint": {"files", "records", "piece_runs", "restricted_pickle", "torch_file", "restored_values",
                         "format", "reads",
@@ -60,6 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "zero3_hooks": {"compat", "distributed", "utils"},
     "runtime.kernels": {"compat", "onnx_edit", "runtime.operators"},
     "runtime.fused_loss": {"compat", "onnx_edit"},
+    "runtime.padding": {"compat", "errors", "onnx_edit"},
     "runtime.zero3": {"compat", "errors", "onnx_edit", "utils"},
     # what users collect, and how two runs are compared
     "statistics": {"errors", "utils"},
@@ -123,7 +124,7 @@ ALLOWED: dict[str, set[str]] = {
                              "runtime.fused_loss", "runtime.guards", "runtime.operators", "utils"},
     "runtime": {"compat", "config", "distributed", "env", "errors", "log", "onnx_edit", "recompute",
                 "runtime.built_graph", "runtime.export", "runtime.export_cache", "runtime.fused_loss", "runtime.guards",
-                "runtime.kernels", "runtime.operators", "runtime.result_dependencies", "runtime.zero3",
+                "runtime.kernels", "runtime.operators", "runtime.padding", "runtime.result_dependencies", "runtime.zero3",
                 "statistics.collect", "utils", "zero3_hooks"},
     # what connects all this to DeepSpeed and to users
     "plugin": {"checkpoint.loads", "checkpoint.opening", "checkpoint.saves", "checkpoint.zero_to_fp32", "compat",

@@ -75,6 +75,7 @@ class Lookup:
         attribute_inputs: name of the graph input of each attribute that a new graph takes as an input.
         cache_key: the user's own part of the key, for what the cache cannot see.
         fuse_loss: the section's key of that name.
+        drop_padding: the section's key of that name.
 
     Attributes:
         outcome: what came of it, for the log: ``"hit: ..."`` or ``"miss: ..."``.
@@ -92,8 +93,9 @@ class Lookup:
         attribute_inputs: Mapping[Place, str],
         cache_key: str | None = None,
         fuse_loss: str = "off",
+        drop_padding: bool = False,
     ):
-        self._fuse_loss = fuse_loss
+        self._fuse_loss, self._drop_padding = fuse_loss, drop_padding
         self._attribute_guard = attribute_guard
         self._attribute_inputs = attribute_inputs
         self.cache = cache
@@ -132,6 +134,7 @@ class Lookup:
             "deterministic": process.deterministic,
             "device": process.device,
             "fused loss": self._fuse_loss if process.fused_loss else "off",
+            "drop padding": self._drop_padding,
             "default dtype": str(torch.get_default_dtype()),
             "autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off",
             "attribute inputs": sorted(self._attribute_inputs.values()),
@@ -232,6 +235,7 @@ class Lookup:
             "without symbolic": routes.without_symbolic,
             "info": asdict(built.info),
             "fused loss": None if built.fused is None else _written_fused(built.fused),
+            "padding stays": built.padding_stays,
         }
 
     def _restored(self, found: Found, routes: FallbackPolicy) -> tuple[ExportedModule, BuiltModel]:
@@ -264,6 +268,7 @@ class Lookup:
             onnx.load_model_from_string(found.blobs["built"]),
             ort_compat.GraphInfo(**meta["info"]),
             _read_fused(meta.get("fused loss")),
+            meta.get("padding stays", ""),
         )
         for name, written in meta["operators"].items():
             operator = serialization.decode(written)

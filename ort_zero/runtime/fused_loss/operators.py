@@ -52,6 +52,12 @@ def name_of(*, bias: bool, copies: bool) -> str:
     return f"{NAMESPACE}::loss{'_bias' * bias}{'_copies' * copies}"
 
 
+ROWS_AND_LABELS = {
+    name_of(bias=bias, copies=copies): (0, 2 + bias) for bias in (False, True) for copies in (False, True)
+}
+"""Numbers of the inputs that hold rows and labels, by the name of the operator; the ignored label comes next."""
+
+
 def loss(hidden, weight, labels, ignored, mean, weight_gradient, at_once):
     """Return the loss and the gradients of `hidden` and `weight`, see :func:`loss_and_gradients`."""
     return loss_and_gradients(hidden, weight, None, labels, ignored, mean, weight_gradient, at_once)[:3]
