@@ -14,6 +14,7 @@ import builtins
 import contextlib
 import io
 import os
+import pathlib
 import queue
 import random
 import sys
@@ -79,7 +80,11 @@ def _replacements() -> dict[int, Callable]:
 def _from_outside() -> Iterator[tuple[Any, str, Any]]:
     """Yield owner and name of what brings values from outside of the process or from other threads, and what notices
     its use."""
-    opening = _noticing(open, "opens a file", _serves_user)
+    opening: Any = _noticing(open, "opens a file", _serves_user)
+    accessor = getattr(pathlib, "_NormalAccessor", None)
+    if accessor is not None:  # Python 3.10's pathlib holds the function in a class, where it would become a method
+        opening = staticmethod(opening)
+        yield accessor, "open", opening
     yield builtins, "open", opening
     yield io, "open", opening  # pathlib's
     yield queue.Queue, "get", _noticing(queue.Queue.get, "takes from a queue", _serves_user)

@@ -21,6 +21,8 @@ _SAME = frozenset(
      "Sin", "Cos", "Softmax", "CumSum", "Clip", "Ceil", "Floor", "Round", "Reciprocal")
 )  # fmt: skip
 """Operators whose result has the shape of their first input."""
+_REDUCTIONS = frozenset(("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2"))
+"""Operators whose result has one element along some axes, or lacks these."""
 _FLAGS = _COMPARED | frozenset(("Not", "IsNaN", "IsInf"))
 """Operators whose result consists of truth values."""
 
@@ -63,7 +65,7 @@ def shape_of_result(
     if node.op_type in ("Unsqueeze", "Squeeze"):
         axes = constants.get(node.input[1]) if len(node.input) > 1 else None
         return None if axes is None else _with_axes(first, axes.reshape(-1).tolist(), node.op_type == "Unsqueeze")
-    return None
+    return _reduced(node, first, constants) if node.op_type in _REDUCTIONS else None
 
 
 def type_of_result(node: onnx.NodeProto, element_type: Callable[[str], int]) -> int:
@@ -73,6 +75,18 @@ def type_of_result(node: onnx.NodeProto, element_type: Callable[[str], int]) -> 
     if node.op_type == "Cast":
         return int(attributes(node)["to"])
     return element_type(node.input[1 if node.op_type == "Where" else 0])
+
+
+def _reduced(node: onnx.NodeProto, shape: Shape, constants: Mapping[str, np.ndarray]) -> Shape | None:
+    """Return the shape of what a reduction leaves of a value; None if its axes are not known."""
+    given = attributes(node)
+    named = constants.get(node.input[1]) if len(node.input) > 1 else given.get("axes")
+    if named is None:
+        return None
+    axes = {int(axis) % len(shape) for axis in np.reshape(named, -1)}
+    if given.get("keepdims", 1):
+        return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+    return tuple(size for axis, size in enumerate(shape) if axis not in axes)
 
 
 def _with_axes(shape: Shape, axes: list[int], added: bool) -> Shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 OURS = GOLDEN / f"checkpoint_v{manifest.VERSION}"
 THEIRS = [GOLDEN / "deepspeed_zero2", GOLDEN / "deepspeed_zero3"]
-TAKES_A_FILE = older("deepspeed", "0.16")
+TAKES_A_FILE = "output_file" in inspect.signature(stock.convert_zero_checkpoint_to_fp32_state_dict).parameters
 """Whether DeepSpeed's conversion is given the file that it writes, and not a folder."""
 FROZEN = {"frozen.weight", "frozen.bias"}
 
@@ -47,6 +48,12 @@ def assert_same(found: dict, wanted: dict, *, of_deepspeed: bool = False) -> Non
             kind = min(found[name].dtype, value.dtype, key=lambda dtype: dtype.is_floating_point)
             found, value = {**found, name: found[name].to(kind)}, value.to(kind)
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+
+
+def let_deepspeed_load(monkeypatch) -> None:
+    """Let a DeepSpeed before 0.16 load objects: it does not say yet that it does, as torch wants since 2.6."""
+    if older("deepspeed", "0.16"):
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
 
 
 @pytest.fixture
@@ -93,7 +100,8 @@ def test_a_deepspeed_that_reads_no_weights_of_files_gets_tensors(switched_off, m
 
 @pytest.mark.parametrize("folder", THEIRS, ids=lambda path: path.name)
 @pytest.mark.parametrize("exclude", [False, True])
-def test_results_are_those_of_deepspeeds_own(folder, exclude, tmp_path):
+def test_results_are_those_of_deepspeeds_own(folder, exclude, tmp_path, monkeypatch):
+    let_deepspeed_load(monkeypatch)
     theirs = stock.get_fp32_state_dict_from_zero_checkpoint(str(folder), exclude_frozen_parameters=exclude)
     ours = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder), exclude_frozen_parameters=exclude)
     assert_same(ours, theirs, of_deepspeed=True)
@@ -103,6 +111,7 @@ def test_results_are_those_of_deepspeeds_own(folder, exclude, tmp_path):
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
         str(folder), str(tmp_path / "ours"), exclude_frozen_parameters=exclude
     )
+    monkeypatch.undo()
     assert os.listdir(tmp_path / "theirs") == os.listdir(tmp_path / "ours") == ["pytorch_model.bin"]
     loaded = [torch.load(tmp_path / name / "pytorch_model.bin", weights_only=True) for name in ("ours", "theirs")]
     assert_same(*loaded, of_deepspeed=True)
@@ -184,14 +193,16 @@ class Model(nn.Module):
         self.embed = nn.Embedding(*expected(OURS)["embed.weight"].shape)
 
 
-def test_deepspeeds_own_functions_read_our_checkpoints_while_the_plugin_is_on(tmp_path, switched_off):
+def test_deepspeeds_own_functions_read_our_checkpoints_while_the_plugin_is_on(tmp_path, switched_off, monkeypatch):
+    let_deepspeed_load(monkeypatch)
     original = stock._get_fp32_state_dict_from_zero_checkpoint
     with pytest.raises(FileNotFoundError):
         imported_before(str(OURS))
     ort_zero.enable()
     try:
         assert_same(imported_before(str(OURS)), expected(OURS))
-        lazy = {} if TAKES_A_FILE else {"lazy_mode": True}
+        known = inspect.signature(stock.get_fp32_state_dict_from_zero_checkpoint).parameters
+        lazy = {"lazy_mode": True} if "lazy_mode" in known else {}
         trained = stock.get_fp32_state_dict_from_zero_checkpoint(str(OURS), "saved", True, **lazy)
         assert trained.keys() == expected(OURS).keys() - FROZEN
         model = stock.load_state_dict_from_zero_checkpoint(Model(), str(OURS))

@@ -555,7 +555,15 @@ def test_transformers_loads_the_model_without_a_word(tmp_path, kind, format, lim
     loaded, info = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     assert same(loaded.state_dict(), model.state_dict())
-    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    if format == "torch":  # transformers 5.0 ties none that a file has twice, as torch's own do
+        (tmp_path / "plain").mkdir()
+        model.config.save_pretrained(tmp_path / "plain")
+        torch.save(model.state_dict(), tmp_path / "plain" / "pytorch_model.bin")
+        plain = type(model).from_pretrained(tmp_path / "plain")
+        ties = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+    else:
+        ties = True
+    assert ties == (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight)
     base = transformers.AutoModel.from_pretrained(tmp_path / "out")
     assert same(dict(base.named_parameters()), {n: dict(model.base_model.named_parameters()).get(n, p)
                                                 for n, p in base.named_parameters()})  # fmt: skip

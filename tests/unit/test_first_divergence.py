@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from statistics_models import FAULTS, MODELS, bert, cnn, gpt2, pictures, rounded, text, wrong_gradient
+from statistics_models import FAULTS, MODELS, bert, cnn, dropped_bias, gpt2, pictures, rounded, text, wrong_gradient
 from statistics_tables import Collector, Precise, Run, train
 from torch import nn
 
@@ -243,7 +243,7 @@ def test_a_fault_of_one_rank_alone_is_named():
 def test_a_fault_of_a_later_step_is_named():
     def later(model, step):
         if step == 2:
-            at("transformer.h.0.mlp.c_fc", rounded)(model)
+            at("transformer.h.0.mlp.c_fc", dropped_bias)(model)
 
     wrong = train(gpt2, text, steps=4, precise=True, before=later)
     verdict = compare_runs(right("gpt2", steps=4), wrong).verdict

@@ -124,8 +124,8 @@ ALLOWED: dict[str, set[str]] = {
                              "runtime.fused_loss", "runtime.guards", "runtime.operators", "utils"},
     "runtime": {"compat", "config", "distributed", "env", "errors", "log", "onnx_edit", "recompute",
                 "runtime.built_graph", "runtime.export", "runtime.export_cache", "runtime.fused_loss", "runtime.guards",
-                "runtime.kernels", "runtime.operators", "runtime.padding", "runtime.result_dependencies", "runtime.zero3",
-                "statistics.collect", "utils", "zero3_hooks"},
+                "runtime.kernels", "runtime.operators", "runtime.padding", "runtime.result_dependencies",
+                "runtime.zero3", "statistics.collect", "utils", "zero3_hooks"},
     # what connects all this to DeepSpeed and to users
     "plugin": {"checkpoint.loads", "checkpoint.opening", "checkpoint.saves", "checkpoint.zero_to_fp32", "compat",
                "config", "distributed", "env", "errors", "log", "metrics", "profiling", "recompute", "runtime",
