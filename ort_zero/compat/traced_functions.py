@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.autograd import function as torch_function
+
+from ort_zero.compat.frames import is_foreign
 
 Apply = Callable[..., Any]
 _RULES = "symbolic", "infer_shape", "alias_input"
@@ -43,18 +47,39 @@ def calls_go_to(
 
         return classmethod(apply)
 
-    # the base of Function: models keep `apply` of their classes in variables, and each one ends here
-    base: Any = torch_function._SingleLevelFunction
+    # the base of Function: models keep `apply` of their classes in variables, and each one ends here. Since torch 2.15
+    # Function has that of C, which nothing below it sees
+    in_c = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
+    base: Any = torch.autograd.Function if in_c else torch_function._SingleLevelFunction
     original = next(vars(cls)["apply"] for cls in base.__mro__ if "apply" in vars(cls))
     outer = vars(base).get("apply")
     base.apply = wrapped(original)
+    kept = list(_kept_in_variables()) if in_c else []
+    for module, name, value in kept:
+        setattr(module, name, value.__self__.apply)
     try:
         yield
     finally:
+        for module, name, value in kept:
+            setattr(module, name, value)
         if outer is None:
             del base.apply
         else:
             base.apply = outer
+
+
+def _kept_in_variables() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the globals of the user's modules that are the ``apply`` of a Function: module, name, and what it holds."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        file = names.get("__file__")
+        if not isinstance(file, str) or is_foreign(file):
+            continue
+        for name, value in list(names.items()):
+            if isinstance(value, types.BuiltinMethodType) and value.__name__ == "apply":
+                owner = value.__self__
+                if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+                    yield module, name, value
 
 
 def has_own_export(function: type) -> bool:
