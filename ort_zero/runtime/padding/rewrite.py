@@ -168,7 +168,8 @@ class _Rewrite:
         )  # fmt: skip
         if like is None:
             raise BridgeError("no argument has the sizes of the tokens")
-        self._marks(self.numbers, "numbers", [like], onnx.TensorProto.INT64, [tokens.sequences, tokens.length])
+        sizes: list[int | str] = [tokens.sequences, tokens.length]
+        self._add(self.numbers, name_of("numbers"), [like], onnx.TensorProto.INT64, sizes)
         found = [self._attended(masks, by_same) for masks, by_same in self._distinct()]
         for i, (labels, ignored, part) in enumerate(self.dependence.needed.labels):
             rows = self._numbers_of(part)
@@ -182,7 +183,7 @@ class _Rewrite:
             marks = self._marked(f"either_{i}", "either", [marks, more])
         self.nodes.append(aten_node(name_of("rows"), [marks], [self.rows, self.places], self.rows))
         self.values.declare(self.rows, onnx.TensorProto.INT64, [self.dim])
-        self.values.declare(self.places, onnx.TensorProto.INT64, [tokens.sequences, tokens.length])
+        self.values.declare(self.places, onnx.TensorProto.INT64, sizes)
 
     def _distinct(self) -> list[tuple[tuple[Mask, ...], bool]]:
         """Return the masks of the attentions, those that are the same once."""
@@ -211,16 +212,16 @@ class _Rewrite:
             name, given = f"{self.prefix}_visible_{len(self.nodes)}", mask.value
             if mask.hides is None:  # a learned bias may be in it
                 given, shape = f"{name}_of", self.values.shape(mask.value)
-                self._marks(given, STOP_GRADIENT, [mask.value], FLOAT, shape)
+                self._add(given, STOP_GRADIENT, [mask.value], FLOAT, shape)
                 if mask.subtracted:
                     less, given = given, f"{given}_negated"
                     self.nodes.append(helper.make_node("Neg", [less], [given], given))
                     self.values.declare(given, FLOAT, shape)
             shape = self.values.shape(mask.value)
-            self._marks(name, name_of("visible"), [given, self.bools[bool(mask.hides)]], onnx.TensorProto.UINT8, shape)
+            self._add(name, name_of("visible"), [given, self.bools[bool(mask.hides)]], onnx.TensorProto.UINT8, shape)
             if visible:
                 one, visible = visible, f"{name}_both"
-                self._marks(visible, name_of("both"), [one, name], onnx.TensorProto.UINT8, None)
+                self._add(visible, name_of("both"), [one, name], onnx.TensorProto.UINT8, None)
             else:
                 visible = name
         return self._marked(f"attended_{len(self.nodes)}", "attended", [visible, self.numbers, self.bools[by_same]])
@@ -230,11 +231,11 @@ class _Rewrite:
         tokens = self.dependence.tokens
         result = f"{self.prefix}_{name}"
         shape = [2, tokens.sequences, tokens.length]
-        self._marks(result, name_of(operator), inputs, onnx.TensorProto.UINT8, shape)
+        self._add(result, name_of(operator), inputs, onnx.TensorProto.UINT8, shape)
         return result
 
-    def _marks(self, name: str, operator: str, inputs: list[str], elem_type: int, shape: list | None) -> None:
-        operator = name_of(operator) if operator == "numbers" else operator
+    def _add(self, name: str, operator: str, inputs: list[str], elem_type: int, shape: list | None) -> None:
+        """Add an ATen node with one result."""
         self.nodes.append(aten_node(operator, inputs, [name], name))
         self.values.declare(name, elem_type, shape)
 
@@ -279,13 +280,12 @@ class _Rewrite:
 
     def _input(self, node: onnx.NodeProto, name: str) -> str:
         """Return the name of an operand of a node that works on packed rows."""
-        if not name or name in self.packed:
-            return self.packed.get(name, "")
-        merged = self.dependence.has_tokens(node, name)
+        merged = self.dependence.has_tokens(node, name) if name else None
         if merged is None:
             return name
-        result = f"{name}_packed"
-        self.packed[name] = result
+        if name in self.packed:
+            return self.packed[name]
+        result = self.packed[name] = f"{name}_packed"
         given = [name, self.rows, self.places, self.bools[merged]]
         self.nodes.append(aten_node(name_of("pack"), given, [result], result))
         self._declare_packed(name, merged=merged)
