@@ -7,8 +7,10 @@ import math
 
 import pytest
 import torch
+from tiny_models import bert, gpt2, t5
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ort_zero import config
 from ort_zero.plugin.wrap import wrap_model
@@ -174,6 +176,40 @@ def test_heads_that_read_some_tokens(head, fused):
             given = (*given[:2], given[0].clone())
         compare(model, call, called, given)
     assert packed(runtime) > 0
+
+
+@pytest.mark.parametrize("make", [gpt2, bert, t5])
+def test_models_of_transformers(make):
+    torch.manual_seed(0)
+    model = make(words=CLASSES, hidden=WIDTH, heads=HEADS).train()
+    called = copy.deepcopy(model)
+    runtime, call = wrapped(called)
+    for seed, kind in enumerate(("behind", "none", "padding has labels", "a sequence of padding")):
+        ids, mask, labels = batch(kind, seed)
+        if make is t5:  # a text of another length, of which the last tokens have no label
+            labels = batch("behind", seed + 10, length=LENGTH - 3)[2]
+        given = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        found = call(**given).loss
+        found.backward()
+        # its fused kernel has gradients of its own where a query sees no key: docs/operators.md
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = model(**given).loss
+            expected.backward()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        for ours, theirs in zip(called.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        called.zero_grad()
+        model.zero_grad()
+    assert packed(runtime) > (15 if make is t5 else 5)  # encoder and decoder
+
+
+def test_queries_of_another_text_need_a_key_each():
+    """A sequence is computed as a whole if any query sees none of its tokens: it attends to all of them alike."""
+    numbers = operators.numbers(torch.zeros(2, 3))
+    visible = torch.tensor([[[[1, 0, 0], [1, 1, 0]]], [[[1, 1, 0], [0, 0, 0]]]], dtype=torch.uint8)
+    assert operators.attended(visible, numbers, False)[0].tolist() == [[1, 1, 0], [1, 1, 1]]
+    rows, places = operators.rows(operators.attended(visible[:, :, :1], numbers, True))
+    assert rows.tolist() == [0, 3, 4] and places.tolist() == [[0, 0, 0], [1, 2, 0]]
 
 
 def test_results_of_real_tokens_are_right_and_those_of_padding_finite():
