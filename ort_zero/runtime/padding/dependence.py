@@ -1,17 +1,16 @@
 """Proves that tokens which are not computed reach nothing that matters, node by node of an exported graph.
 
-Some values hold, for each token, what depends on that token and on those alone that are computed (:class:`Rows`). If
-some tokens are left out, nothing else of such a value changes. Attention scores (:class:`Scores`) have the token as a
-key in their last dimension; once a mask is added that hides it, and the softmax is taken, its weight is 0
-(:class:`Weights`), and the product with the values holds rows of the queries again. A value of any other form depends
-on tokens that are left out (:class:`Unproven`).
+Some values hold, for each token, what depends on that token and on those alone that are computed (``Rows`` in
+:mod:`ort_zero.runtime.padding.states`). If some tokens are left out, nothing else of such a value changes. Attention
+scores (``Scores``) have the token as a key in their last dimension; once a mask is added that hides it, and the softmax
+is taken, its weight is 0 (``Weights``), and the product with the values holds rows of the queries again. A value of any
+other form depends on tokens that are left out (``Unproven``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
@@ -20,111 +19,7 @@ from ort_zero.onnx_edit.graph_values import GraphValues, attributes
 from ort_zero.onnx_edit.node_edits import ATEN_DOMAIN
 from ort_zero.onnx_edit.topology import input_names
 from ort_zero.runtime.padding.operators import HIDES
-
-MERGED = 0
-"""Axis of the tokens where sequences and places in them are one dimension."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Holds something of each token.
-
-    Attributes:
-        token: axis of the places in a sequence, where axis 0 is that of the sequences; or :data:`MERGED`.
-        numbers: value that holds the number of each of these tokens where they are a part of all; "" for all.
-    """
-
-    token: int
-    numbers: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """What hides keys from queries.
-
-    Attributes:
-        value: name of an addend of the scores, or of what a Where chooses by.
-        hides: the scores of a key are replaced where `value` is this; None for an addend.
-        subtracted: it is subtracted instead.
-    """
-
-    value: str
-    hides: bool | None = None
-    subtracted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Attention scores [sequences, ..., queries, keys]; the keys are the tokens.
-
-    Attributes:
-        by_same: the queries are the tokens as well.
-        masks: what has been added, or put in their place, in this order.
-    """
-
-    by_same: bool
-    masks: tuple[Mask, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Attention weights [sequences, ..., queries, keys], 0 for keys that are not computed.
-
-    Attributes:
-        by_same: the queries are the tokens as well.
-    """
-
-    by_same: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Unproven:
-    """May depend on any token; `why` says from where on."""
-
-    why: str
-
-
-State = Rows | Scores | Weights | Unproven | None
-"""What is known of a value; None for one that depends on no token which may be left out."""
-
-
-@dataclass(slots=True)
-class Needed:
-    """What tells which tokens must be computed.
-
-    Attributes:
-        attentions: masks of each attention, and whether its queries are the tokens as well.
-        labels: labels, the label that is ignored, and the numbers of their tokens ("" for all of them).
-        places: places in each sequence that are read by themselves.
-    """
-
-    attentions: list[tuple[tuple[Mask, ...], bool]] = field(default_factory=list)
-    labels: list[tuple[str, int, str]] = field(default_factory=list)
-    places: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The sizes of what holds something of each token: names of dimensions, or numbers."""
-
-    sequences: int | str
-    length: int | str
-
-    def lead(self, shape: Sequence[int | str] | None) -> bool:
-        """Return whether the first dimensions of a shape are sequences and places, and something follows."""
-        return shape is not None and len(shape) > 2 and list(shape[:2]) == [self.sequences, self.length]
-
-    def merged(self, shape: Sequence[int | str] | None) -> bool:
-        """Return whether the first of two dimensions is sequences and places in one."""
-        return shape is not None and len(shape) == 2 and shape[0] in self.products()
-
-    def products(self) -> set[int | str]:
-        """Return how the number of all tokens is written."""
-        one, other = self.sequences, self.length
-        if isinstance(one, int) and isinstance(other, int):
-            return {one * other}
-        return {f"{one}*{other}", f"{other}*{one}"}
-
+from ort_zero.runtime.padding.states import MERGED, Mask, Needed, Rows, Scores, State, Tokens, Unproven, Weights
 
 ELEMENTWISE = frozenset(
     "Abs Add And BiasGelu Cast Ceil Celu Clip Cos Div Dropout Elu Equal Erf Exp FastGelu Floor Gelu Greater "

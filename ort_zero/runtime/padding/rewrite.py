@@ -26,8 +26,9 @@ from ort_zero.onnx_edit.node_edits import (
 )
 from ort_zero.onnx_edit.topology import captured_inputs, input_names, topological_order
 from ort_zero.runtime.padding import operators
-from ort_zero.runtime.padding.dependence import MERGED, Dependence, Mask, Rows, Tokens, Unproven
+from ort_zero.runtime.padding.dependence import Dependence
 from ort_zero.runtime.padding.operators import HIDES, name_of
+from ort_zero.runtime.padding.states import MERGED, Mask, Rows, Tokens, Unproven
 
 FLOAT = onnx.TensorProto.FLOAT
 _ROWS = "ort_zero_rows"
