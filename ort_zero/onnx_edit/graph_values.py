@@ -59,6 +59,14 @@ class GraphValues:
         value = attributes(node).get("value")
         return None if value is None else numpy_helper.to_array(value)
 
+    def integers(self, name: str) -> list[int] | None:
+        """Return a constant list of integers, or one integer, as a list; None for any other value."""
+        node = self.producers.get(name)
+        if node is not None and node.op_type == "Unsqueeze":
+            name = node.input[0]  # as the exporter writes a list of one number
+        value = self.constant(name)
+        return None if value is None else [int(number) for number in value.reshape(-1)]
+
     def sole_reader(self, name: str) -> onnx.NodeProto | None:
         """Return the node that reads a value, None if several do or if it is a result of the graph."""
         readers = self.readers.get(name, [])

@@ -94,11 +94,8 @@ def _takes_rows(values: GraphValues, node: onnx.NodeProto, rank: int) -> bool:
     """Return whether a Slice leaves all classes."""
     if len(node.input) < 4 or not node.input[3]:
         return False
-    name, producer = node.input[3], values.producers.get(node.input[3])
-    if producer is not None and producer.op_type == "Unsqueeze":
-        name = producer.input[0]  # as the exporter writes a list of one number
-    axes = values.constant(name)
-    return axes is not None and all(int(axis) % rank != rank - 1 for axis in axes.reshape(-1))
+    axes = values.integers(node.input[3])
+    return axes is not None and all(axis % rank != rank - 1 for axis in axes)
 
 
 def _returned(values: GraphValues, logits: str, path: tuple[onnx.NodeProto, ...]) -> str | None:

@@ -12,6 +12,7 @@ import torch
 
 from ort_zero.compat.ort_kernels import LOGITS_AT_ONCE, loss_slice
 from ort_zero.compat.ortmodule import register_aten_gradient
+from ort_zero.compat.torch_operators import new_library
 from ort_zero.compat.torch_products import product
 
 NAMESPACE = "ort_zero_loss"
@@ -215,11 +216,7 @@ def _add_product(
 
 @functools.cache
 def _library() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "DEF")
-    for schema in _SCHEMAS:
-        name = schema.partition("(")[0]
-        library.define(schema)
-        library.impl(name, globals()[name], "CPU")
+    library = new_library(NAMESPACE, _SCHEMAS, globals())
     register_aten_gradient(COPY, [(COPY, ["GO(0)"], ["GI(0)"])])
     for bias in (False, True):
         for copies in (False, True):

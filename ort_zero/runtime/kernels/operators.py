@@ -14,6 +14,7 @@ import torch
 from ort_zero.compat.broadcast_operators import BROADCAST, SUM_TO_SIZES
 from ort_zero.compat.ort_kernels import UNFOLD
 from ort_zero.compat.ortmodule import register_aten_gradient
+from ort_zero.compat.torch_operators import new_library
 
 NAMESPACE = "ort_zero_kernels"
 _BLOCK = 1 << 17
@@ -223,11 +224,7 @@ def _rows_at_once(classes: int) -> int:
 
 @functools.cache
 def _library() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "DEF")
-    for schema in _SCHEMAS:
-        name = schema.partition("(")[0]
-        library.define(schema)
-        library.impl(name, globals()[name], "CPU")
+    library = new_library(NAMESPACE, _SCHEMAS, globals())
     register_aten_gradient(BROADCAST, [(SUM_TO_SIZES, ["GO(0)", "I(1)"], ["GI(0)"])])
     backward = ["GO(0)", "sizes", "I(1)", "I(2)", "I(3)"]
     register_aten_gradient(UNFOLD, [("Shape", ["I(0)"], ["sizes"]), ("unfold_backward", backward, ["GI(0)"])])

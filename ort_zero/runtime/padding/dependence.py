@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import onnx
 
 from ort_zero.onnx_edit.graph_values import GraphValues, attributes
@@ -191,24 +190,13 @@ class Dependence:
         """Return the sizes of a value, none where they are not known."""
         return self.values.shape(name) or []
 
-    def ints(self, name: str) -> list[int] | None:
-        """Return a constant list of numbers, or a number, as a list; None for what is no constant."""
-        producer = self.values.producers.get(name)
-        if producer is not None and producer.op_type == "Unsqueeze":
-            name = producer.input[0]  # as the exporter writes a list of one number
-        constant = self.values.constant(name)
-        return None if constant is None else [int(number) for number in np.asarray(constant).reshape(-1)]
-
-    def _axes(self, node: onnx.NodeProto, at: int, default: list[int] | None = None) -> list[int] | None:
+    def _axes(self, node: onnx.NodeProto, at: int) -> list[int] | None:
         """Return the axes of a node, from 0: an attribute, or the input with the number `at`; None if not known."""
         rank = len(self._shape(node.input[0]))
-        found = attributes(node).get("axes", default)
+        found = attributes(node).get("axes")
         if len(node.input) > at and node.input[at]:
-            found = self.ints(node.input[at])
+            found = self.values.integers(node.input[at])
         return None if found is None or not rank else [axis % rank for axis in found]
-
-    def _token_axes(self, state: Rows) -> set[int]:
-        return {0, state.token}
 
     def _aten(self, node: onnx.NodeProto) -> list[State] | None:
         operator = attributes(node)["operator"].decode()
@@ -217,7 +205,7 @@ class Dependence:
         if operator not in self._losses:
             return None
         rows, labels = (node.input[at] for at in self._losses[operator])
-        ignored = self.ints(node.input[self._losses[operator][1] + 1])
+        ignored = self.values.integers(node.input[self._losses[operator][1] + 1])
         others = [name for name in node.input if name != rows and self.state(name) is not None]
         if others or ignored is None or not self._label(rows, labels, ignored[0]):
             return None
@@ -241,7 +229,7 @@ class Dependence:
             return [self.state(rows), *rest]
         ignored: int | None = given.get("ignore_index", -100)
         if len(node.input) > 3 and node.input[3]:
-            constant = self.ints(node.input[3])
+            constant = self.values.integers(node.input[3])
             ignored = None if constant is None else constant[0]
         state = self.state(rows)
         if not isinstance(state, Rows) or state.token != MERGED or ignored is None:
@@ -256,7 +244,6 @@ class Dependence:
         if isinstance(first, Rows):
             whole = len(self._shape(node.output[0]))
             same = all(state == first and len(self._shape(one)) == whole for one, state in states)
-            # a mean of a row over all tokens has the same sizes as one that has been repeated
             return [first] * len(node.output) if same and whole else None
         if len(states) > 1:
             return None
@@ -267,11 +254,9 @@ class Dependence:
             return [first] * len(node.output) if scaled or node.op_type in _KEEPS_ZEROS else None
         assert isinstance(first, Scores)
         masks = self._masked(node, name, first)
-        return (
-            None
-            if masks is None or len(self._shape(node.output[0])) != 4
-            else [Scores(first.by_same, masks)] * len(node.output)
-        )
+        if masks is None or len(self._shape(node.output[0])) != 4:
+            return None
+        return [Scores(first.by_same, masks)] * len(node.output)
 
     def _masked(self, node: onnx.NodeProto, scores: str, state: Scores) -> tuple[Mask, ...] | None:
         """Return the masks of scores behind an elementwise node; None if a key that they hide might be seen again."""
@@ -300,11 +285,11 @@ class Dependence:
         # a normalization reads all dimensions from its axis on
         several = node.op_type.endswith("LayerNormalization")
         touched = set(range(axis, rank)) if several else {axis}
-        return None if touched & self._token_axes(state) else [state] * len(node.output)
+        return None if touched & state.axes else [state] * len(node.output)
 
     def _reduction(self, node: onnx.NodeProto) -> list[State] | None:
         state, axes = self.state(node.input[0]), self._axes(node, 1)
-        if not isinstance(state, Rows) or axes is None or set(axes) & self._token_axes(state):
+        if not isinstance(state, Rows) or axes is None or set(axes) & state.axes:
             return None
         keeps = attributes(node).get("keepdims", 1)
         return [state if keeps else Rows(state.token - sum(axis < state.token for axis in axes), state.numbers)]
@@ -373,14 +358,13 @@ class Dependence:
     def _expand(self, node: onnx.NodeProto) -> list[State] | None:
         state = self.state(node.input[0])
         before, after = self._shape(node.input[0]), self._shape(node.output[0])
-        more = len(after) - len(before)
-        if not isinstance(state, Rows) or more or not before:
+        if not isinstance(state, Rows) or len(after) != len(before) or not before:
             return None
-        return [state] if all(before[axis] == after[axis] for axis in self._token_axes(state)) else None
+        return [state] if all(before[axis] == after[axis] for axis in state.axes) else None
 
     def _unsqueeze(self, node: onnx.NodeProto) -> list[State] | None:
         state, rank = self.state(node.input[0]), len(self._shape(node.output[0]))
-        axes = attributes(node).get("axes") or (self.ints(node.input[1]) if len(node.input) > 1 else None)
+        axes = attributes(node).get("axes") or (self.values.integers(node.input[1]) if len(node.input) > 1 else None)
         if not isinstance(state, Rows) or axes is None or not rank:
             return None
         new = {axis % rank for axis in axes}
@@ -391,7 +375,7 @@ class Dependence:
 
     def _squeeze(self, node: onnx.NodeProto) -> list[State] | None:
         state, axes = self.state(node.input[0]), self._axes(node, 1)
-        if not isinstance(state, Rows) or axes is None or set(axes) & self._token_axes(state):
+        if not isinstance(state, Rows) or axes is None or set(axes) & state.axes:
             return None
         return [Rows(state.token - sum(axis < state.token for axis in axes), state.numbers)]
 
@@ -403,7 +387,7 @@ class Dependence:
         state, rank = found[0], len(self._shape(node.input[0]))
         if not isinstance(state, Rows) or any(one != state for one in found) or not rank:
             return None
-        inside = attributes(node).get("axis", 0) % rank in self._token_axes(state)
+        inside = attributes(node).get("axis", 0) % rank in state.axes
         return None if inside else [state] * len(node.output)
 
     def _gather(self, node: onnx.NodeProto) -> list[State] | None:
@@ -412,10 +396,10 @@ class Dependence:
             return None
         axis, more = attributes(node).get("axis", 0) % rank, len(self._shape(node.input[1])) - 1
         if axis == state.token and axis:
-            places = None if self.values.constant(node.input[1]) is None else self.ints(node.input[1])
+            places = None if self.values.constant(node.input[1]) is None else self.values.integers(node.input[1])
             self.needed.places.update(places or ())
             return [None] if places else None
-        if axis in self._token_axes(state):
+        if axis in state.axes:
             return None
         return [Rows(state.token + (more if axis < state.token else 0))]
 
@@ -423,11 +407,11 @@ class Dependence:
         state, axes = self.state(node.input[0]), self._axes(node, 3)
         if not isinstance(state, Rows) or axes is None:
             return None
-        if not set(axes) & self._token_axes(state):
+        if not set(axes) & state.axes:
             return [state]
         if state.token != 1 or state.numbers or max(axes) > 1:
             return None
-        starts, ends = (self.ints(name) for name in node.input[1:3])
+        starts, ends = (self.values.integers(name) for name in node.input[1:3])
         if axes == [1] and starts == [0] and ends == [1]:
             self.needed.places.add(0)
             return [None]

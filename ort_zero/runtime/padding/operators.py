@@ -13,6 +13,9 @@ import onnx
 import torch
 
 from ort_zero.compat.ortmodule import register_aten_gradient
+from ort_zero.compat.torch_operators import new_library
+from ort_zero.onnx_edit.graph_values import attributes
+from ort_zero.onnx_edit.node_edits import ATEN_DOMAIN
 
 NAMESPACE = "ort_zero_padding"
 HIDES = -1e8
@@ -155,19 +158,13 @@ def spread_zeros(packed: torch.Tensor, rows: torch.Tensor, places: torch.Tensor,
 
 def count(model: onnx.ModelProto) -> int:
     """Return how often a graph packs rows."""
-    return sum(
-        attribute.name == "operator" and attribute.s.decode() == name_of("pack")
-        for node in model.graph.node if node.op_type == "ATen" for attribute in node.attribute
-    )  # fmt: skip
+    pack = name_of("pack").encode()
+    return sum(node.domain == ATEN_DOMAIN and attributes(node)["operator"] == pack for node in model.graph.node)
 
 
 @functools.cache
 def _library() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "DEF")
-    for schema in _SCHEMAS:
-        name = schema.partition("(")[0]
-        library.define(schema)
-        library.impl(name, globals()[name], "CompositeExplicitAutograd")
+    library = new_library(NAMESPACE, _SCHEMAS, globals(), key="CompositeExplicitAutograd")
     given = ["GO(0)", "I(1)", "I(2)", "I(3)"]
     # what a token that is not computed has is read by nobody: no gradient comes to it, and none goes on
     for operator, gradient in (("pack", "spread_zeros"), ("spread", "pack"), ("spread_zeros", "pack")):

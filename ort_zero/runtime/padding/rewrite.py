@@ -249,7 +249,7 @@ class _Rewrite:
         given = [self.numbers, *node.input[1:]]
         if axes is None and len(node.input) > 3:
             rank = len(self.values.shape(node.input[0]) or [])
-            axes = [axis % rank for axis in self.dependence.ints(node.input[3]) or ()]
+            axes = [axis % rank for axis in self.values.integers(node.input[3]) or ()]
             given[3] = self.values.add_constant(axes, np.int64)
         self.nodes.append(helper.make_node("Slice", given, [result], result))
         self.values.declare(result, onnx.TensorProto.INT64, (self.values.shape(part) or [])[:2] or None)

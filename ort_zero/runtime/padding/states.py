@@ -25,6 +25,11 @@ class Rows:
     token: int
     numbers: str = ""
 
+    @property
+    def axes(self) -> set[int]:
+        """Those of sequences and places."""
+        return {0, self.token}
+
 
 @dataclass(frozen=True, slots=True)
 class Mask:
