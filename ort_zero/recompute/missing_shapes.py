@@ -83,10 +83,10 @@ def _reduced(node: onnx.NodeProto, shape: Shape, constants: Mapping[str, np.ndar
     named = constants.get(node.input[1]) if len(node.input) > 1 else given.get("axes")
     if named is None:
         return None
-    axes = {int(axis) % len(shape) for axis in np.reshape(named, -1)}
+    axes = [int(axis) % len(shape) for axis in np.reshape(named, -1)]
     if given.get("keepdims", 1):
         return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
-    return tuple(size for axis, size in enumerate(shape) if axis not in axes)
+    return _with_axes(shape, axes, added=False)
 
 
 def _with_axes(shape: Shape, axes: list[int], added: bool) -> Shape:

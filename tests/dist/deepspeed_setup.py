@@ -34,6 +34,26 @@ def start() -> int:
     return torch.distributed.get_rank()
 
 
+def tiny_engine(kind: str, stage: int, *, ort: bool | None, **ortmodule: Any) -> Any:
+    """Return an engine around a model of `tiny_models` with 64 words, the same on all ranks; ZeRO-3 partitions all of it.
+
+    Args:
+        kind: name of the model.
+        stage: of ZeRO.
+        ort: see :func:`ds_config`.
+        ortmodule: keys of the section's ``ortmodule``, where there is a section.
+    """
+    import deepspeed
+    import tiny_models
+
+    torch.manual_seed(0)
+    model = getattr(tiny_models, kind)(words=64, hidden=16, heads=2)
+    config = ds_config(stage, ort=ort, lr=1e-2, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
+    if ort:
+        config["ort_zero"]["ortmodule"] |= ortmodule
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
 def full_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of every full parameter. All ranks must call."""
     import deepspeed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed_setup import ds_config, full_parameters, start
+from deepspeed_setup import full_parameters, start, tiny_engine
 
 from ort_zero.testing.ranks import run_on_ranks
 
@@ -14,18 +14,10 @@ STEPS = 6
 
 def train(kind: str, stage: int, ort: bool | None) -> dict[str, Any]:
     """Return losses, some logits, weights and what ran of a model `kind` that is trained in one way."""
-    import deepspeed
-    import tiny_models
-
     from ort_zero.plugin import registry
 
     rank = torch.distributed.get_rank()
-    torch.manual_seed(0)
-    model = getattr(tiny_models, kind)(words=64, hidden=16, heads=2)
-    config = ds_config(stage, ort=ort, lr=1e-2, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
-    if ort:
-        config["ort_zero"]["ortmodule"] = {**config["ort_zero"].get("ortmodule", {}), "fuse_loss": "on"}
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    engine = tiny_engine(kind, stage, ort=ort, fuse_loss="on")
     values = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from deepspeed_setup import ds_config, full_parameters, start
+from deepspeed_setup import full_parameters, start, tiny_engine
 
 from ort_zero.testing.ranks import run_on_ranks
 
@@ -15,18 +15,11 @@ RUNS = (("gpt2", 1), ("gpt2", 3), ("bert", 2), ("bert", 3))
 
 def train(kind: str, stage: int, ort: bool | None) -> dict[str, Any]:
     """Return losses, weights and what ran of a model `kind` that is trained in one way."""
-    import deepspeed
-    import tiny_models
-
     from ort_zero.plugin import registry
 
     rank = torch.distributed.get_rank()
-    torch.manual_seed(0)
-    model = getattr(tiny_models, kind)(words=64, hidden=16, heads=2)
-    config = ds_config(stage, ort=ort, lr=1e-2, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
-    if ort:
-        config["ort_zero"]["ortmodule"] |= {"drop_padding": True, "fuse_loss": "on" if kind == "gpt2" else "off"}
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    fuse_loss = "on" if kind == "gpt2" else "off"
+    engine = tiny_engine(kind, stage, ort=ort, drop_padding=True, fuse_loss=fuse_loss)
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + rank)
