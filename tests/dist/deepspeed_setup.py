@@ -35,7 +35,9 @@ def start() -> int:
 
 
 def tiny_engine(kind: str, stage: int, *, ort: bool | None, **ortmodule: Any) -> Any:
-    """Return an engine around a model of `tiny_models` with 64 words, the same on all ranks; ZeRO-3 partitions all of it.
+    """Return an engine around a model of `tiny_models` with 64 words, the same on all ranks.
+
+    ZeRO-3 partitions every weight.
 
     Args:
         kind: name of the model.
