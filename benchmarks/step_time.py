@@ -1,11 +1,12 @@
 """Measures the step time of ONNX Runtime beside eager PyTorch and torch.compile, case by case.
 
 A case is a model, a size and an engine: none (one process, forward and backward), ZeRO-1 or ZeRO-3 on several ranks
-(forward, backward and optimizer step; every weight is partitioned unless --threshold says otherwise). The variants of
-a case live in the same processes and take turns of a few steps, in an order that rotates: whatever else the machine
-does meets all alike. The first step of a turn finds the caches full of another variant's data and is not counted.
-Ratios to eager PyTorch are taken within a round; printed are their median, the smallest and the largest. CPU time (all
-threads, mean of the ranks) tells more than wall time (of the slowest rank) on a busy machine.
+(forward, backward and optimizer step; every weight is partitioned unless --threshold says otherwise). The variants of a
+case live in the same processes and take turns of a few steps, in an order that rotates: whatever else the machine does
+meets all alike. The first step of a turn finds the caches full of another variant's data and is not counted. The peers'
+tensors are allocated by PyTorch's own allocator, as in a program without ort_zero. Ratios to eager PyTorch are taken
+within a round; printed are their median, the smallest and the largest. CPU time (all threads, mean of the ranks) tells
+more than wall time (of the slowest rank) on a busy machine.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any
 
 import torch
 from training_models import MODELS, batch, build, make_engine
+
+from ort_zero.compat import cpu_allocator
 
 SIZES = {"4x256": {"layers": 4, "hidden": 256}, "8x512": {"layers": 8, "hidden": 512}}
 ENGINES = {"none": 0, "zero1": 1, "zero3": 3}
@@ -39,6 +42,7 @@ class Variant:
     """
 
     def __init__(self, name: str, kind: str, options: dict[str, Any]):
+        cpu_allocator.use(False)
         model, self.stage = build(name, options), options["stage"]
         if kind == "compile":
             model.compile()
@@ -69,6 +73,7 @@ class Variant:
     def step(self, inputs: dict[str, torch.Tensor]) -> tuple[float, float]:
         """Train one step and return its time and CPU time in seconds."""
         saved, torch.nn.functional.linear = torch.nn.functional.linear, self.linear
+        cpu_allocator.use(self.runtime is not None)
         try:
             if not self.stage:
                 self.engine.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
-"""Lets PyTorch allocate its tensors on the CPU so that the process does not grow with the steps.
+"""Lets PyTorch allocate its tensors on the CPU so that each step finds the blocks of the one before.
 
-Why, and how: ``cpu_allocator.cpp`` beside this file. The order and the sizes of a step's blocks repeat, so that with
-this allocator each step finds the blocks of the one before.
+The process does not grow with the steps then, and the system need not fill pages with zeros at each. How:
+``cpu_allocator.cpp`` beside this file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from types import ModuleType
 
 from ort_zero import env
+from ort_zero.compat import extensions
 
 _OWN_PAGES = "THP_MEM_ALLOC_ENABLE"
 """With this variable torch's allocator aligns large blocks to huge pages (c10/core/impl/alloc_cpu.cpp), which ours
@@ -25,6 +26,17 @@ def install(extension: ModuleType) -> bool:
     if env.flag("ORT_ZERO_KEEP_ALLOCATOR") or env.flag(_OWN_PAGES) or not _has_glibc():
         return False
     return extension.install()
+
+
+def use(wanted: bool) -> None:
+    """Let new tensors be allocated by the allocator, or by PyTorch's own; without effect where it was not installed."""
+    extension = extensions.loaded("cpu_allocator")
+    if extension is None:
+        return
+    if wanted:
+        install(extension)
+    else:
+        extension.remove()
 
 
 def _has_glibc() -> bool:

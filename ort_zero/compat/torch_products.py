@@ -17,13 +17,15 @@ def _onednn() -> bool:
     )
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return ``a @ b`` of two float32 matrices.
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return ``a @ b`` of float32 tensors, with `bias` added to each row.
 
     Args:
-        a: [m, k].
+        a: [..., k].
         b: [k, n], dense or the transpose of a dense one: for others oneDNN has slow code only.
+        bias: [n], or None.
     """
-    if _onednn() and a.shape[0] and b.shape[1] and a.shape[1]:
-        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    return a @ b
+    if _onednn() and a.numel() and b.numel():
+        return torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+    result = a @ b
+    return result if bias is None else result.add_(bias)

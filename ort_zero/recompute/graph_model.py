@@ -242,9 +242,11 @@ class _Sizes:
         classes, width = weight
         at_once = self._constants.get(node.input[-1])
         logits = LOGITS_AT_ONCE if at_once is None else int(at_once)
-        rows = min(math.prod(hidden[:-1]), max(1, logits // classes))
-        # a product of a part of the weight's gradient exists twice
-        return 4 * rows * (classes + width) + 8 * min(classes, loss_slice(logits)) * width + LOSS_BUFFERS
+        every = math.prod(hidden[:-1])
+        rows = min(every, max(1, logits // classes))
+        # of several chunks, a product of a part of the weight's gradient exists twice
+        part = 8 * min(classes, loss_slice(logits)) * width if rows < every else 0
+        return 4 * rows * (classes + width) + part + LOSS_BUFFERS
 
     def _element_type(self, name: str) -> int:
         """Return ONNX's number of the element type, 0 if it is not known."""

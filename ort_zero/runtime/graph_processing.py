@@ -57,6 +57,7 @@ from ort_zero.runtime.kernels.own_results import copy_shared_results
 from ort_zero.runtime.kernels.quotient_gradients import divide_gradients
 from ort_zero.runtime.kernels.replace import replace_kernels
 from ort_zero.runtime.kernels.table import chosen
+from ort_zero.runtime.kernels.transposed_products import compute_transposed
 from ort_zero.runtime.own_memory import weights_returned
 from ort_zero.runtime.padding import operators as padding_operators
 from ort_zero.runtime.padding.rewrite import drop_padding
@@ -214,6 +215,7 @@ class GraphProcessor:
                 )  # fmt: skip
         if self.manager.device.type == "cpu":
             unfuse_for_cpu(model)
+            compute_transposed(model)
             if self.memory is None:  # the buffers of other kernels are not ORT's: a budget would not be kept
                 info, kernels = replace_kernels(
                     model, info, chosen(self.config.ort_kernels, torch.backends.cpu.get_cpu_capability())

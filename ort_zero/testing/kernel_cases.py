@@ -67,16 +67,17 @@ def kernel_cases(rows: int = 512, width: int = 256, classes: int = 8000, seed: i
             feeds["bias"] = normal(wide)
         node = helper.make_node(operator, list(feeds), ["dx"], operator, domain=_MS)
         yield _case("gelu_gradient", operator, [node], feeds, {"dx": [rows, wide]})
+    for operator in ("Gelu", "BiasGelu"):
+        feeds = {"x": 3 * normal(rows, wide)} | ({"bias": normal(wide)} if operator == "BiasGelu" else {})
+        node = helper.make_node(operator, list(feeds), ["y"], operator, domain=_MS)
+        yield _case("gelu", operator, [node], feeds, {"y": [rows, wide]})
     yield _layer_norm(normal, rows, width)
+    yield from _norms(normal, rows, width)
     for m, n in ((width, width), (width, wide), (wide, width), (classes, width)):
         feeds = {"a": normal(rows, m), "b": normal(rows, n)}
         product = helper.make_node("Gemm", ["a", "b"], ["product"], "product", transA=1)
         yield _case("weight_gradient", f"Gemm [{m}, {n}]", [product], feeds, {"product": [m, n]})
-    swap = helper.make_node("Transpose", ["product"], ["swapped"], "swap", perm=[1, 0])
-    feeds = {"a": normal(rows, wide), "b": normal(rows, width)}
-    product = helper.make_node("Gemm", ["a", "b"], ["product"], "product", transA=1)
-    yield _case("weight_gradient", f"Gemm, Transpose [{width}, {wide}]", [product, swap], feeds,
-                {"swapped": [width, wide]})  # fmt: skip
+    yield from _long_products(normal, rows, width)
     yield from _image_cases(normal, width)
     for reduction in ("mean", "sum"):
         for ignored in (0.0, 0.5):
@@ -117,6 +118,44 @@ def _layer_norm(normal, rows: int, width: int) -> KernelCase:
     node = helper.make_node("LayerNormalizationGrad", list(feeds), ["dx", "dscale", "dbias"], "norm", domain=_MS)
     shapes = {"dx": [rows, width], "dscale": [width], "dbias": [width]}
     return _case("layer_norm_gradient", "LayerNormalizationGrad", [node], feeds, shapes)
+
+
+def _norms(normal, rows: int, width: int) -> Iterator[KernelCase]:
+    """Yield the forward of a layer norm, and forward and backward of a norm by the root of the mean square."""
+    x, scale = normal(2, rows // 2, width), normal(width)
+    feeds = {"x": x, "scale": scale, "bias": normal(width)}
+    shapes = {"y": list(x.shape), "mean": [2, rows // 2, 1], "deviation": [2, rows // 2, 1]}
+    node = helper.make_node("LayerNormalization", list(feeds), list(shapes), "norm", epsilon=1e-5)
+    yield _case("layer_norm", "LayerNormalization", [node], feeds, shapes)
+    feeds, shapes = {"x": x, "scale": scale}, {"y": list(x.shape), "deviation": [2, rows // 2, 1]}
+    node = helper.make_node("SimplifiedLayerNormalization", list(feeds), list(shapes), "norm", epsilon=1e-6)
+    yield _case("rms_norm", "SimplifiedLayerNormalization", [node], feeds, shapes)
+    inverse = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+    feeds = {"dy": normal(*x.shape), "x": x, "scale": scale, "deviation": inverse}
+    node = helper.make_node("SimplifiedLayerNormalizationGrad", list(feeds), ["dx", "dscale"], "norm", domain=_MS)
+    shapes = {"dx": list(x.shape), "dscale": [width]}
+    yield _case("rms_norm_gradient", "SimplifiedLayerNormalizationGrad", [node], feeds, shapes)
+
+
+def _long_products(normal, rows: int, width: int) -> Iterator[KernelCase]:
+    """Yield what a linear layer of 1,024 inputs and more multiplies, forward and backward, in the forms of exports."""
+    inputs, outputs = max(1024, 4 * width), max(64, width)
+    x, weight, bias = normal(rows, inputs), normal(outputs, inputs), normal(outputs)
+    result = {"y": [rows, outputs]}
+    swap = helper.make_node("Transpose", ["w"], ["swapped"], "swap", perm=[1, 0])
+    product = helper.make_node("MatMul", ["x", "swapped"], ["product"], "product")
+    add = helper.make_node("Add", ["bias", "product"], ["y"], "add")
+    feeds = {"x": x, "w": weight, "bias": bias}
+    label = f"[{inputs}, {outputs}]"
+    yield _case("long_product", f"Transpose, MatMul, Add {label}", [swap, product, add], feeds, result)
+    node = helper.make_node("Gemm", ["x", "w", "bias"], ["y"], "product", transB=1)
+    yield _case("long_product", f"Gemm with a bias {label}", [node], feeds, result)
+    node = helper.make_node("Gemm", ["x", "w", "bias"], ["y"], "product")
+    yield _case("long_product", f"Gemm of a matrix as it is {label}", [node],
+                {"x": x, "w": np.ascontiguousarray(weight.T), "bias": bias}, result)  # fmt: skip
+    node = helper.make_node("FusedMatMul", ["dy", "swapped"], ["y"], "product", domain=_MS, transB=1)
+    feeds = {"dy": normal(rows, inputs), "w": normal(inputs, outputs)}
+    yield _case("long_product", f"Transpose, FusedMatMul {label}", [swap, node], feeds, result)
 
 
 def _cross_entropy(random, normal, rows: int, classes: int, reduction: str, ignored: float) -> KernelCase:

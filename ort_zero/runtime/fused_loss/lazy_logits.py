@@ -59,9 +59,7 @@ class _Head(torch.autograd.Function):
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    result = product(hidden.reshape(-1, hidden.shape[-1]), weight.t())
-    if bias is not None:
-        result += bias
+    result = product(hidden.reshape(-1, hidden.shape[-1]), weight.t(), bias)
     return result.reshape(*hidden.shape[:-1], len(weight))
 
 

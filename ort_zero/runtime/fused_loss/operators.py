@@ -29,6 +29,9 @@ SMALL_CHUNK = 1 << 20
 _BLOCK = 1 << 17
 """Number of logits of which one thread computes the softmax before it goes on: 512 KiB stay in a core's cache."""
 
+_SMALL = 1e-30
+"""Probability of a label below which its logarithm is not taken of it: near the smallest float32 it loses digits."""
+
 _INPUTS = "Tensor labels, int ignored, bool mean, bool weight_gradient, int at_once"
 _SCHEMAS = (
     f"loss(Tensor hidden, Tensor weight, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
@@ -145,7 +148,7 @@ def loss_and_gradients(
     rows = torch.nonzero(labels != ignored).squeeze(1)
     every = len(rows) == len(labels)
     of_rows = torch.empty_like(flat) if every else flat.new_zeros(flat.shape)
-    of_weight = torch.empty_like(weight) if weight_gradient else weight.new_empty(0)
+    of_weight = weight.new_empty(0)
     of_bias = weight.new_zeros(classes if bias is not None else 0)
     total = torch.zeros((), dtype=torch.float64)
     scale = 1 / len(rows) if mean and len(rows) else 1.0
@@ -154,22 +157,22 @@ def loss_and_gradients(
     for at in range(0, len(rows), size):
         part = rows[at : at + size]
         states = flat[at : at + size] if every else flat[part]
-        logits = product(states, weight.t())
-        if bias is not None:
-            logits += bias
+        logits = product(states, weight.t(), bias)
         total += _into_gradient(logits, labels[part], scale)
         gradient = product(logits, weight)
         if every:
             of_rows[at : at + size] = gradient
         else:
             of_rows[part] = gradient
-        if weight_gradient:
-            _add_product(of_weight, logits, states, first=at == 0, at_once=step)
+        if weight_gradient and not at and len(rows) <= size:
+            of_weight = product(logits.t(), states)
+        elif weight_gradient:
+            of_weight = _add_product(of_weight if at else None, logits, states, step)
         if bias is not None:
             of_bias += logits.sum(0)
         del logits
     if not len(rows) and weight_gradient:
-        of_weight.zero_()
+        of_weight = torch.zeros_like(weight)
     value = total * scale if len(rows) or not mean else total / 0  # PyTorch's mean over nothing is not a number
     return value.float(), of_rows.reshape(hidden.shape), of_weight, of_bias
 
@@ -186,32 +189,39 @@ def _into_gradient(logits: torch.Tensor, labels: torch.Tensor, scale: float) -> 
     picked, chosen = labels.unsqueeze(1), logits.new_empty(rows, 1)
     less = logits.new_full((rows, 1), -scale)
     size = max(1, _BLOCK * torch.get_num_threads() // classes)
+    scratch = logits.new_empty(min(size, rows), classes)
     for at in range(0, rows, size):
         block, label = logits[at : at + size], picked[at : at + size]
-        log_probabilities = torch.log_softmax(block, 1)
-        torch.gather(log_probabilities, 1, label, out=chosen[at : at + size])
-        torch.exp(log_probabilities, out=block).mul_(scale).scatter_add_(1, label, less[at : at + size])
+        probabilities = torch.softmax(block, 1, out=scratch[: len(block)])
+        of_label = torch.gather(probabilities, 1, label, out=chosen[at : at + size])
+        if of_label.min() > _SMALL:
+            of_label.log_()
+        else:
+            torch.gather(torch.log_softmax(block, 1), 1, label, out=of_label)
+        torch.mul(probabilities, scale, out=block).scatter_add_(1, label, less[at : at + size])
     return chosen.sum(dtype=torch.float64).neg_()
 
 
 def _add_product(
-    target: torch.Tensor, gradient: torch.Tensor, states: torch.Tensor, *, first: bool, at_once: int
-) -> None:
-    """Add the gradient of a weight by one chunk of rows to `target`; the first one is put there.
+    target: torch.Tensor | None, gradient: torch.Tensor, states: torch.Tensor, at_once: int
+) -> torch.Tensor:
+    """Return the gradient of a weight by one chunk of rows, added to `target`, which is changed.
 
     Args:
-        target: [classes, width], is changed.
+        target: [classes, width]; None for the first chunk.
         gradient: [rows, classes], of the logits.
         states: [rows, width].
-        first: put it there.
         at_once: number of classes that are computed at a time.
     """
-    for at in range(0, len(target), at_once):
+    classes = gradient.shape[1]
+    result = states.new_empty(classes, states.shape[1]) if target is None else target
+    for at in range(0, classes, at_once):
         part = product(gradient[:, at : at + at_once].t(), states)
-        if first:
-            target[at : at + at_once] = part
+        if target is None:
+            result[at : at + at_once] = part
         else:
-            target[at : at + at_once] += part
+            result[at : at + at_once] += part
+    return result
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import functools
 
 import torch
 
+from ort_zero.compat import torch_products as products
 from ort_zero.compat.broadcast_operators import BROADCAST, SUM_TO_SIZES
 from ort_zero.compat.ort_kernels import UNFOLD
 from ort_zero.compat.ortmodule import register_aten_gradient
@@ -21,6 +22,10 @@ _BLOCK = 1 << 17
 """Number of logits of which one thread computes the softmax before it goes on: 512 KiB stay in a core's cache."""
 
 _SCHEMAS = (
+    "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "product(Tensor a, Tensor b, Tensor? bias) -> Tensor",
+    "gelu(Tensor x) -> Tensor",
+    "bias_gelu(Tensor x, Tensor bias) -> Tensor",
     "gelu_tanh_backward(Tensor grad, Tensor x) -> Tensor",
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> Tensor",
     "bias_gelu_tanh_backward(Tensor grad, Tensor x, Tensor bias) -> Tensor",
@@ -28,6 +33,9 @@ _SCHEMAS = (
     "cross_entropy_backward(Tensor grad, Tensor logits, Tensor labels, Tensor scale, Tensor? other, int ignored)"
     " -> Tensor",
     "checked_labels(Tensor labels, Tensor logits, int ignored) -> Tensor",
+    "layer_norm(Tensor x, Tensor weight, Tensor bias, Tensor epsilon) -> (Tensor, Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor weight, Tensor epsilon) -> (Tensor, Tensor)",
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse) -> (Tensor, Tensor)",
     "relu_backward(Tensor grad, Tensor y) -> Tensor",
     "convolution_backward(Tensor grad, Tensor x, Tensor weight, int[] stride, int[] padding, int[] dilation,"
     " int groups, bool[] wanted) -> (Tensor, Tensor, Tensor)",
@@ -40,6 +48,32 @@ _SCHEMAS = (
 )
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``x @ weight.t()``, with `bias` added to each row.
+
+    Args:
+        x: [..., inputs].
+        weight: [outputs, inputs].
+        bias: [outputs], or None.
+    """
+    return products.product(x, weight.t(), bias)
+
+
+def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return ``a @ b`` with `bias` added to each row, see :func:`linear`; `b` is [inputs, outputs]."""
+    return products.product(a, b, bias)
+
+
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return the GELU of `x`."""
+    return torch.ops.aten.gelu(x)
+
+
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Return the GELU of `x` + `bias`."""
+    return torch.ops.aten.gelu_(x + bias)
+
+
 def gelu_tanh_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the gradient of GELU in its tanh form at `x`."""
     return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
@@ -47,12 +81,14 @@ def gelu_tanh_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def bias_gelu_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Return the gradient of GELU at `x` + `bias`."""
-    return torch.ops.aten.gelu_backward(grad, x + bias)
+    y = x + bias
+    return torch.ops.aten.gelu_backward.grad_input(grad, y, grad_input=y)
 
 
 def bias_gelu_tanh_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Return the gradient of GELU in its tanh form at `x` + `bias`."""
-    return torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
+    y = x + bias
+    return torch.ops.aten.gelu_backward.grad_input(grad, y, approximate="tanh", grad_input=y)
 
 
 def cross_entropy(
@@ -156,6 +192,64 @@ def checked_labels(labels: torch.Tensor, logits: torch.Tensor, ignored: int) -> 
     if wrong.any():
         raise IndexError(f"Target {labels[wrong][0].item()} is out of bounds.")
     return labels.clone()
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return `x` normalized over its last dimension, the mean of each row and its inverse deviation.
+
+    Args:
+        x: [..., width].
+        weight: [width].
+        bias: [width].
+        epsilon: added to the variance, one element.
+    """
+    return torch.ops.aten.native_layer_norm(x, weight.shape, weight, bias, epsilon.item())
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `x` over the root of the mean square of its last dimension, and the inverse of that root, of each row.
+
+    Args:
+        x: [..., width].
+        weight: [width].
+        epsilon: added to the mean square, one element.
+    """
+    width = len(weight)
+    flat, result = x.reshape(-1, width), torch.empty_like(x)
+    out, inverse = result.reshape(-1, width), x.new_empty(*x.shape[:-1], 1)
+    roots, size = inverse.reshape(-1, 1), _rows_at_once(width)
+    for at in range(0, len(flat), size):
+        rows, scaled, root = (values[at : at + size] for values in (flat, out, roots))
+        torch.mul(rows, rows, out=scaled)
+        torch.mean(scaled, 1, keepdim=True, out=root).add_(epsilon).rsqrt_()
+        torch.mul(rows, root, out=scaled).mul_(weight)
+    return result, inverse
+
+
+def rms_norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of `x` and of the weight, see :func:`rms_norm`.
+
+    Args:
+        grad: gradient of the result.
+        x: [..., width].
+        weight: [width].
+        inverse: [..., 1].
+    """
+    width = len(weight)
+    result, of_weight = torch.empty_like(x), torch.zeros_like(weight)
+    given, flat, out, roots = (values.reshape(-1, values.shape[-1]) for values in (grad, x, result, inverse))
+    size = _rows_at_once(width)
+    for at in range(0, len(flat), size):
+        dy, rows, root, dx = (values[at : at + size] for values in (given, flat, roots, out))
+        together = torch.mul(dy, rows, out=dx)
+        of_weight.addmv_(together.t(), root[:, 0])
+        projection = torch.mv(together, weight).unsqueeze_(1).mul_(root * root * root / -width)
+        torch.mul(dy, weight, out=dx).mul_(root).addcmul_(rows, projection)
+    return result, of_weight
 
 
 def relu_backward(grad: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

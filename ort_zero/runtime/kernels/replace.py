@@ -16,8 +16,8 @@ import onnx
 from ort_zero.compat.ort_kernels import BARRIER
 from ort_zero.compat.ortmodule import GraphInfo
 from ort_zero.onnx_edit.graph_values import GraphValues, attributes
-from ort_zero.onnx_edit.node_edits import aten_node, replace_field
-from ort_zero.runtime.kernels import image_rules, operators
+from ort_zero.onnx_edit.node_edits import replace_field
+from ort_zero.runtime.kernels import activation_rules, image_rules, operators, product_rules
 from ort_zero.runtime.kernels.edited_graph import FLOAT, EditedGraph, Loss, own_node
 
 
@@ -37,13 +37,14 @@ def replace_kernels(model: onnx.ModelProto, info: GraphInfo, entries: frozenset[
     for node in model.graph.node:
         if id(node) in graph.left_out:
             continue
-        name, rule = _RULES.get((node.domain, node.op_type), ("", None))
-        new = rule(graph, node) if rule is not None and name in entries else None
-        if new is None:
-            nodes.append(node)
+        for name, rule in _RULES_OF.get((node.domain, node.op_type), ()):
+            new = rule(graph, node) if name in entries else None
+            if new is not None:
+                graph.replaced[name] += 1
+                nodes.append(new)
+                break
         else:
-            graph.replaced[name] += 1
-            nodes.append(new)
+            nodes.append(node)
     nodes = [node for node in nodes if id(node) not in graph.left_out]
     for node in nodes:
         for i, name in enumerate(node.input):
@@ -53,61 +54,6 @@ def replace_kernels(model: onnx.ModelProto, info: GraphInfo, entries: frozenset[
         operators.register()
         replace_field(model.graph, "node", nodes)
     return graph.info, graph.replaced
-
-
-# -- gradients of activations and norms --------------------------------------------------------------------------------
-
-
-def _gelu_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    inputs = [name for name in node.input if name]
-    if not graph.all_float(inputs):
-        return None
-    if node.op_type == "GeluGrad":
-        return aten_node("gelu_backward", [*inputs, ""], list(node.output), node.name)
-    if node.op_type == "BiasGeluGrad_dX":
-        return own_node("bias_gelu_backward", inputs, node)
-    return own_node("gelu_tanh_backward" if len(inputs) == 2 else "bias_gelu_tanh_backward", inputs, node)
-
-
-def _layer_norm_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    grad, x, scale, mean, deviation = node.input
-    shape, rank = graph.values.shape(scale), len(graph.values.shape(x) or ())
-    axis = attributes(node).get("axis", -1)
-    if not graph.all_float((grad, x, scale)) or not rank or axis not in (-1, rank - 1) or not all(node.output):
-        return None
-    if shape is None or len(shape) != 1 or not isinstance(shape[0], int) or shape[0] < 1:
-        return None
-    sizes = graph.values.add_constant(shape, np.int64)
-    wanted = graph.values.add_constant([True, True, True], np.bool_)
-    inputs = [grad, x, sizes, mean, deviation, scale, scale, wanted]
-    return aten_node("native_layer_norm_backward", inputs, list(node.output), node.name)
-
-
-def _relu_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    if not graph.all_float(node.input):
-        return None
-    return own_node("relu_backward", list(node.input), node)
-
-
-# -- gradients of weights ----------------------------------------------------------------------------------------------
-
-
-def _weight_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
-    given = attributes(node)
-    inputs = [name for name in node.input if name]
-    plain = given.get("transA") and not given.get("transB") and given.get("alpha", 1.0) == 1.0
-    if not plain or len(inputs) != 2 or not graph.all_float(inputs):
-        return None
-    rows = graph.values.add_constant([0], np.int64)
-    transpose = graph.values.sole_reader(node.output[0])
-    if transpose is not None and transpose.op_type == "Transpose" and _swaps_two(transpose):
-        graph.left_out.add(id(transpose))
-        return aten_node("tensordot", [*reversed(inputs), rows, rows], list(transpose.output), node.name)
-    return aten_node("tensordot", [*inputs, rows, rows], list(node.output), node.name)
-
-
-def _swaps_two(node: onnx.NodeProto) -> bool:
-    return list(attributes(node).get("perm", [1, 0])) == [1, 0]
 
 
 # -- cross entropy -----------------------------------------------------------------------------------------------------
@@ -193,19 +139,31 @@ def _need_no_zeros(graph: EditedGraph, position: int) -> None:
 _Rule = Callable[[EditedGraph, onnx.NodeProto], onnx.NodeProto | None]
 _MS = "com.microsoft"
 _LOSS_GRADIENT = (_MS, "SoftmaxCrossEntropyLossInternalGrad")
-_RULES: dict[tuple[str, str], tuple[str, _Rule]] = {
-    **{
-        (_MS, operator): ("gelu_gradient", _gelu_gradient)
-        for operator in ("FastGeluGrad", "GeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX")
-    },
-    (_MS, "LayerNormalizationGrad"): ("layer_norm_gradient", _layer_norm_gradient),
-    (_MS, "ReluGrad"): ("relu_gradient", _relu_gradient),
-    ("", "Conv"): ("convolution", image_rules.convolution),
-    (_MS, "ConvGrad"): ("convolution", image_rules.convolution_gradient),
-    (_MS, "PythonOp"): ("batch_norm", image_rules.batch_norm),
-    (_MS, "PythonOpGrad"): ("batch_norm", image_rules.batch_norm_gradient),
-    ("", "Gemm"): ("weight_gradient", _weight_gradient),
-    (_MS, "SoftmaxCrossEntropyLossInternal"): ("cross_entropy", _cross_entropy),
-    _LOSS_GRADIENT: ("cross_entropy", _cross_entropy_gradient),
-}
-"""By domain and operator: name of the entry, and the function that returns the node in place of one, or None."""
+_RULES: tuple[tuple[str, _Rule, tuple[tuple[str, str], ...]], ...] = (
+    ("gelu", activation_rules.gelu, ((_MS, "BiasGelu"), (_MS, "Gelu"), ("", "Gelu"))),
+    (
+        "gelu_gradient",
+        activation_rules.gelu_gradient,
+        tuple((_MS, name) for name in ("FastGeluGrad", "GeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX")),
+    ),
+    ("layer_norm", activation_rules.layer_norm, (("", "LayerNormalization"),)),
+    ("layer_norm_gradient", activation_rules.layer_norm_gradient, ((_MS, "LayerNormalizationGrad"),)),
+    ("rms_norm", activation_rules.rms_norm, (("", "SimplifiedLayerNormalization"),)),
+    ("rms_norm_gradient", activation_rules.rms_norm_gradient, ((_MS, "SimplifiedLayerNormalizationGrad"),)),
+    ("relu_gradient", activation_rules.relu_gradient, ((_MS, "ReluGrad"),)),
+    ("convolution", image_rules.convolution, (("", "Conv"),)),
+    ("convolution", image_rules.convolution_gradient, ((_MS, "ConvGrad"),)),
+    ("batch_norm", image_rules.batch_norm, ((_MS, "PythonOp"),)),
+    ("batch_norm", image_rules.batch_norm_gradient, ((_MS, "PythonOpGrad"),)),
+    ("long_product", product_rules.long_product, (("", "MatMul"), (_MS, "FusedMatMul"), ("", "Gemm"))),
+    ("weight_gradient", product_rules.weight_gradient, (("", "Gemm"),)),
+    ("cross_entropy", _cross_entropy, ((_MS, "SoftmaxCrossEntropyLossInternal"),)),
+    ("cross_entropy", _cross_entropy_gradient, (_LOSS_GRADIENT,)),
+)
+"""Name of the entry, the function that returns the node in place of one, or None, and the operators (with their
+domains) for which it is asked, in this order."""
+_RULES_OF: dict[tuple[str, str], list[tuple[str, _Rule]]] = {}
+"""Names and functions by domain and operator."""
+for _name, _rule, _operators in _RULES:
+    for _operator in _operators:
+        _RULES_OF.setdefault(_operator, []).append((_name, _rule))

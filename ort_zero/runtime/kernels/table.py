@@ -32,6 +32,15 @@ class Replacement:
 
 TABLE = (
     Replacement(
+        "long_product",
+        ("MatMul", "FusedMatMul", "Gemm"),
+        "float32, a second matrix of known sizes, 1,024 products in a sum or more, 64 columns or more",
+        "oneDNN's, with the bias that is added",
+        "1.1 to 1.2 with AVX-512",
+        frozenset(("AVX512",)),
+    ),
+    Replacement("gelu", ("BiasGelu", "Gelu"), "float32", "aten::gelu", "see the benchmark"),
+    Replacement(
         "gelu_gradient",
         ("FastGeluGrad", "GeluGrad", "BiasGeluGrad_dX", "BiasFastGeluGrad_dX"),
         "float32",
@@ -74,6 +83,27 @@ TABLE = (
         "aten::convolution and aten::convolution_backward",
         "1.1 to 2.1 and 1.4 to 1.9 with AVX-512",
         frozenset(("AVX512",)),
+    ),
+    Replacement(
+        "layer_norm",
+        ("LayerNormalization",),
+        "float32, over the last dimension, of a size that is known, with weight and bias",
+        "aten::native_layer_norm",
+        "see the benchmark",
+    ),
+    Replacement(
+        "rms_norm",
+        ("SimplifiedLayerNormalization",),
+        "float32, over the last dimension, of a size that is known",
+        "products and means in blocks of rows",
+        "see the benchmark",
+    ),
+    Replacement(
+        "rms_norm_gradient",
+        ("SimplifiedLayerNormalizationGrad",),
+        "float32, over the last dimension, of a size that is known",
+        "products in blocks of rows",
+        "see the benchmark",
     ),
     Replacement(
         "layer_norm_gradient",
