@@ -75,6 +75,10 @@ class Pool {
   void give_back(void* block, std::size_t size) {
     const std::lock_guard<std::mutex> guard(mutex_);
     used_ -= size;
+    if (!keeps_) {
+      munmap(block, size);
+      return;
+    }
     const auto now = std::chrono::steady_clock::now();
     ++number_;
     ages_.emplace(number_, kept_.emplace(size, Kept{block, number_, now}));
@@ -83,8 +87,9 @@ class Pool {
     shrink(0);
   }
 
-  void empty() {
+  void keep(bool wanted) {
     const std::lock_guard<std::mutex> guard(mutex_);
+    keeps_ = wanted;
     release_all();
     most_ = used_;
   }
@@ -145,6 +150,7 @@ class Pool {
   std::map<std::uint64_t, Iterator> ages_;
   std::uint64_t number_ = 0;
   std::size_t used_ = 0, kept_bytes_ = 0, most_ = 0;
+  bool keeps_ = true;
 };
 
 // Never destroyed: tensors of a module that outlives this library may be freed at the very end of the process.
@@ -239,8 +245,8 @@ PyObject* large_blocks(PyObject*, PyObject*) {
   return Py_BuildValue("nn", static_cast<Py_ssize_t>(used), static_cast<Py_ssize_t>(kept));
 }
 
-PyObject* empty(PyObject*, PyObject*) {
-  pool().empty();
+PyObject* keep(PyObject*, PyObject* wanted) {
+  pool().keep(wanted == Py_True);
   Py_RETURN_NONE;
 }
 
@@ -252,7 +258,8 @@ PyMethodDef methods[] = {
      "replaced by somebody else's."},
     {"remove", remove, METH_NOARGS, "Let new tensors on the CPU be allocated by PyTorch's own allocator again."},
     {"large_blocks", large_blocks, METH_NOARGS, "Return the bytes of large blocks in use, and of those that are kept."},
-    {"empty", empty, METH_NOARGS, "Give the large blocks that are kept back to the system."},
+    {"keep", keep, METH_O,
+     "Give the large blocks that are kept back to the system, and keep those that are freed from now on if True."},
     {"in_use", in_use, METH_NOARGS, "Return whether new tensors on the CPU are allocated by this allocator."},
     {nullptr, nullptr, 0, nullptr}};
 

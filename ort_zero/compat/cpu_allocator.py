@@ -28,6 +28,12 @@ def install(extension: ModuleType) -> bool:
     return extension.install()
 
 
+def keep_nothing() -> None:
+    """Give large blocks back to the system when they are freed, in this process: where memory is to be kept small."""
+    if (extension := extensions.loaded("cpu_allocator")) is not None:
+        extension.keep(False)
+
+
 def use(wanted: bool) -> None:
     """Let new tensors be allocated by the allocator, or by PyTorch's own; without effect where it was not installed."""
     extension = extensions.loaded("cpu_allocator")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from ort_zero import env
+from ort_zero.compat import cpu_allocator
 from ort_zero.compat.c_library import return_large_blocks
 from ort_zero.compat.ort_kernels import LOGITS_AT_ONCE
 from ort_zero.errors import MemoryPlanError
@@ -138,6 +139,7 @@ class MemoryOptimizer:
         started = time.perf_counter()
         if self.request.mode == AUTO:
             return_large_blocks()
+            cpu_allocator.keep_nothing()
         agent, optimized = graph_edits.optimized(manager, model, info)
         table = manager.recomputable(agent, self.request.probe)
         del agent

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from ort_zero.compat import extensions
+from ort_zero.compat import cpu_allocator, extensions
 from ort_zero.compat.ortmodule.loading import import_ortmodule
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +49,81 @@ def test_storages_grow_shrink_are_copied_and_shared():
     shared = torch.ones(1000).share_memory_()
     assert shared.is_shared() and shared.clone().sum() == 1000
     assert torch.from_numpy(torch.ones(5).numpy()).sum() == 5
+
+
+def test_large_blocks_are_given_out_again_and_what_is_kept_is_limited():
+    extension = extensions.load_modules()["cpu_allocator"]
+    extension.keep(True)
+    before, kept = extension.large_blocks()
+    assert kept == 0
+    made = [torch.ones(1 << 20) for _ in range(4)]  # 4 MiB each
+    used, _ = extension.large_blocks()
+    assert 16 << 20 <= used - before < 17 << 20
+    places = {tensor.data_ptr() >> 12 for tensor in made}
+    assert len({tensor.data_ptr() % 4096 for tensor in made}) == 4
+    del made
+    assert extension.large_blocks() == (before, used - before)
+    again = [torch.empty(1 << 20) for _ in range(4)]
+    assert {tensor.data_ptr() >> 12 for tensor in again} == places
+    del again
+    # a spike, and what comes after it: neither may hold more than the largest sum that there was, and a little
+    spike = torch.empty(100 << 20, dtype=torch.uint8)
+    used, _ = extension.large_blocks()
+    limit = used + used // 8 + (32 << 20)
+    del spike
+    for size in range(1, 60):
+        several = [torch.empty((size << 20) + 4096 * i, dtype=torch.uint8) for i in range(2)]
+        assert sum(extension.large_blocks()) <= max(limit, sum(map(len, several)) * 9 // 8 + before + (33 << 20))
+        del several
+    extension.keep(True)
+    assert extension.large_blocks() == (before, 0)
+
+
+def test_where_memory_is_short_nothing_is_kept():
+    extension = extensions.load_modules()["cpu_allocator"]
+    try:
+        cpu_allocator.keep_nothing()
+        before = extension.large_blocks()
+        torch.ones(1 << 22).sum()
+        assert extension.large_blocks() == before and before[1] == 0
+    finally:
+        extension.keep(True)
+
+
+def test_blocks_are_freed_by_other_threads_and_after_a_fork():
+    def work(number):
+        for size in range(1, 40):
+            tensor = torch.full((size << 17,), float(number))
+            assert tensor[0] == tensor[-1] == number
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):  # while they allocate
+        child = os.fork()
+        if not child:
+            tensor = torch.empty(1 << 20)
+            del tensor
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    for thread in threads:
+        thread.join()
+
+
+def test_peers_of_a_benchmark_have_pytorchs_own():
+    extension = extensions.load_modules()["cpu_allocator"]
+    before = extension.large_blocks()
+    try:
+        cpu_allocator.use(False)
+        assert not extension.in_use()
+        tensor = torch.ones(1 << 20)
+        assert extension.large_blocks() == before
+        cpu_allocator.use(True)
+        assert extension.in_use()
+        del tensor
+        torch.ones(1 << 20)
+    finally:
+        cpu_allocator.use(True)
 
 
 def test_the_profiler_sees_what_is_allocated_and_freed():

@@ -136,9 +136,9 @@ def test_rows_without_a_label_are_not_computed_and_no_row_is_computed_twice(monk
     shapes = []
     original = operators.product
 
-    def counted(a, b):
+    def counted(a, b, bias=None):
         shapes.append((len(a), a.shape[1], b.shape[1]))
-        return original(a, b)
+        return original(a, b, bias)
 
     monkeypatch.setattr(operators, "product", counted)
     monkeypatch.setattr(operators, "CHUNK", 4 * CLASSES)

@@ -64,10 +64,10 @@ def test_cross_entropy_without_any_label_and_with_one_that_is_no_class():
 
 def test_the_processor_and_the_configuration_choose():
     every = {entry.name for entry in TABLE}
-    assert chosen([], "AVX2") == every - {"convolution"}
+    assert chosen([], "AVX2") == every - {"convolution", "long_product"}
     assert chosen([], "AVX512") == every - {"weight_gradient"}
-    assert chosen([], "DEFAULT") == every - {"weight_gradient", "convolution"}
-    assert chosen(["gelu*", "cross_entropy", "*norm*"], "AVX512") == {"relu_gradient", "convolution"}
+    assert chosen([], "DEFAULT") == every - {"weight_gradient", "convolution", "long_product"}
+    assert chosen(["gelu*", "cross_entropy", "*norm*"], "AVX512") == {"relu_gradient", "convolution", "long_product"}
     assert chosen(["*"], "AVX2") == frozenset()
 
 
@@ -107,7 +107,8 @@ def test_models_whose_loss_reads_the_logits_too_or_does_not(name):
     status = runtime.status()
     assert (status["backend"], status["fallbacks"]) == ("onnxruntime", 0)
     expected = chosen([], torch.backends.cpu.get_cpu_capability())
-    unused = {"relu_gradient", "batch_norm", "convolution"} | ({"weight_gradient"} if name == "bert" else set())
+    unused = {"relu_gradient", "batch_norm", "convolution", "rms_norm", "rms_norm_gradient", "long_product"}
+    unused |= {"weight_gradient"} if name == "bert" else {"gelu"}
     assert status["graphs"]["training"]["kernels"].keys() == expected - unused
     assert status["graphs"]["training"]["kernels"]["cross_entropy"] == 2
     # nobody fills a tensor of the logits' size with zeros for a gradient that nobody gives; transformers 4 up to 4.48
@@ -117,6 +118,38 @@ def test_models_whose_loss_reads_the_logits_too_or_does_not(name):
         code += inspect.getsource(reference.loss_function)
     sliced = "logits[..., :-1, :]" in code
     assert sliced or 1 not in runtime.modes[True].current.session.info.output_grad_indices_require_full_shape
+
+
+class LongSums(nn.Module):
+    """Linear layers of 1,024 inputs and more, with norms and activations between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(1024, 64), nn.Linear(64, 1100, bias=False)
+        self.norm, self.first, self.last = nn.RMSNorm(64, eps=1e-6), nn.LayerNorm(1024), nn.Linear(1100, 64)
+
+    def forward(self, x, kept):
+        x = self.norm(self.narrow(self.first(x)))
+        return self.last(F.gelu(self.wide(x[kept]))).square().mean()
+
+
+def test_long_products_with_their_gradients_also_of_no_rows():
+    torch.manual_seed(0)
+    runtime, wrapped, reference = wrap(LongSums())
+    for rows in (5, 1, 0, 7):
+        x = torch.randn(2, 7, 1024)
+        kept = torch.zeros(2, 7, dtype=torch.bool)
+        kept[1, :rows] = True
+        if rows:
+            compare(wrapped, reference, {"x": x, "kept": kept}, lambda result: result)
+        else:
+            assert wrapped(x=x, kept=kept).isnan() and reference(x=x, kept=kept).isnan()
+    status = runtime.status()
+    assert (status["backend"], status["fallbacks"]) == ("onnxruntime", 0)
+    kernels = status["graphs"]["training"]["kernels"]
+    if torch.backends.cpu.get_cpu_capability() == "AVX512":
+        assert kernels["long_product"] >= 2  # two layers
+    assert {"gelu", "layer_norm", "rms_norm", "rms_norm_gradient"} <= kernels.keys()
 
 
 class Pictures(nn.Module):

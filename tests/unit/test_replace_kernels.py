@@ -9,6 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 from ort_zero.compat.ortmodule import GraphInfo
 from ort_zero.runtime.kernels.replace import replace_kernels
 from ort_zero.runtime.kernels.table import TABLE
+from ort_zero.runtime.kernels.transposed_products import compute_transposed
 
 ALL = frozenset(entry.name for entry in TABLE)
 MS = "com.microsoft"
@@ -65,16 +66,99 @@ def test_products_that_are_gradients_of_weights(given, inputs, taken):
     assert operators(graph) == (["ATen"] if taken else ["Gemm"])
 
 
-def test_a_product_that_others_read_keeps_its_transpose():
-    product = helper.make_node("Gemm", ["a", "b"], ["out"], transA=1)
+@pytest.mark.parametrize(("given", "inputs", "read", "taken"), [
+    ({"transA": 1}, 2, False, True),
+    ({"transA": 1, "alpha": 0.5}, 2, False, True),
+    ({"transA": 1}, 2, True, False),
+    ({"transA": 1}, 3, False, False),
+    ({"transA": 1, "transB": 1}, 2, False, False),
+    ({}, 2, False, False),
+])  # fmt: skip
+def test_a_product_of_which_only_the_transpose_is_read_gives_that(given, inputs, read, taken):
+    types = {"a": (FLOAT, [4, 4]), "b": (FLOAT, [4, 4]), "c": (FLOAT, [4])}
+    product = helper.make_node("Gemm", list(types)[:inputs], ["out"], **given)
     swap = helper.make_node("Transpose", ["out"], ["swapped"], perm=[1, 0])
-    types = {"a": (FLOAT, [4, 2]), "b": (FLOAT, [4, 3])}
-    graph = model([product, swap], types, {"out": (FLOAT, [2, 3]), "swapped": (FLOAT, [3, 2])})
+    results = {"swapped": (FLOAT, [4, 4])} | ({"out": (FLOAT, [4, 4])} if read else {})
+    graph = model([product, swap], types, results)
+    assert compute_transposed(graph) == taken
+    assert operators(graph) == (["Gemm"] if taken else ["Gemm", "Transpose"])
+    if taken:
+        (node,) = graph.graph.node
+        assert (list(node.input), list(node.output)) == (["b", "a"], ["swapped"])
+        assert {attribute.name for attribute in node.attribute} == set(given)
+
+
+def products(nodes, *, x=("rows", 2048), w=(2048, 64), bias=(64,), kind=FLOAT, made=False):
+    """Return the graph of products of x with w, or with its transpose, after the kernels have been replaced."""
+    inputs = {"x": (kind, list(x)), "w": (kind, list(w)), "bias": (kind, list(bias))}
+    results = {name: (kind, None) for name in nodes[-1].output}
+    nodes = [*nodes[:-1], helper.make_node("Neg", ["given"], ["bias"]), nodes[-1]] if made else nodes
+    if made:
+        inputs["given"] = inputs.pop("bias")
+    graph = model(nodes, inputs, results)
     replace_kernels(graph, info(), ALL)
-    assert operators(graph) == ["ATen", "Transpose"]
-    graph = model([product, swap], types, {"swapped": (FLOAT, [3, 2])})
+    return graph
+
+
+SWAP = helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0])
+ADD = helper.make_node("Add", ["bias", "y"], ["z"])
+
+
+@pytest.mark.parametrize(("node", "sizes", "taken"), [
+    (helper.make_node("MatMul", ["x", "w"], ["y"]), {}, "product"),
+    (helper.make_node("Gemm", ["x", "w", "bias"], ["y"]), {}, "product"),
+    (helper.make_node("Gemm", ["x", "w", "bias"], ["y"], transB=1), {"w": (64, 2048)}, "linear"),
+    (helper.make_node("FusedMatMul", ["x", "w"], ["y"], domain=MS, transB=1), {"w": (64, 2048)}, "linear"),
+    (helper.make_node("MatMul", ["x", "w"], ["y"]), {"x": (3, "rows", 2048)}, "product"),
+    (helper.make_node("MatMul", ["x", "w"], ["y"]), {"x": (2048,)}, ""),
+    (helper.make_node("MatMul", ["x", "w"], ["y"]), {"w": (1023, 64)}, ""),
+    (helper.make_node("MatMul", ["x", "w"], ["y"]), {"w": (2048, 63)}, ""),
+    (helper.make_node("MatMul", ["x", "w"], ["y"]), {"w": (2048, "n")}, ""),
+    (helper.make_node("MatMul", ["x", "w"], ["y"]), {"w": (3, 2048, 64)}, ""),
+    (helper.make_node("MatMul", ["x", "w"], ["y"]), {"kind": DOUBLE}, ""),
+    (helper.make_node("Gemm", ["x", "w", "bias"], ["y"], beta=0.5), {}, ""),
+    (helper.make_node("Gemm", ["x", "w", "bias"], ["y"]), {"bias": ("rows", 64)}, ""),
+    (helper.make_node("FusedMatMul", ["x", "w"], ["y"], domain=MS, alpha=2.0), {}, ""),
+    (helper.make_node("FusedMatMul", ["x", "w"], ["y"], domain=MS, transA=1), {}, ""),
+    (helper.make_node("FusedMatMul", ["x", "w"], ["y"], domain=MS, transBatchA=1), {}, ""),
+])  # fmt: skip
+def test_products_with_a_matrix_whose_sums_are_long(node, sizes, taken):
+    (found,) = products([node], **sizes).graph.node
+    assert _operator(found) == (f"ort_zero_kernels::{taken}" if taken else node.op_type)
+
+
+def test_a_long_product_takes_transpose_and_bias_in():
+    product = helper.make_node("MatMul", ["x", "t"], ["y"])
+    (node,) = products([SWAP, product, ADD], w=(64, 2048)).graph.node
+    assert _operator(node) == "ort_zero_kernels::linear"
+    assert (list(node.input), list(node.output)) == (["x", "w", "bias"], ["z"])
+
+
+def test_a_transpose_that_others_read_and_a_bias_that_comes_later_stay():
+    product = helper.make_node("MatMul", ["x", "t"], ["y"])
+    last = helper.make_node("Mul", ["t", "t"], ["square"])
+    assert [_operator(node) for node in products([SWAP, product, last], w=(64, 2048)).graph.node] == [
+        "Transpose", "ort_zero_kernels::linear", "Mul"
+    ]  # fmt: skip
+    assert [_operator(node) for node in products([SWAP, product, ADD], w=(64, 2048), made=True).graph.node] == [
+        "ort_zero_kernels::linear", "Neg", "Add"
+    ]  # fmt: skip
+    # both products read the transpose: the last one leaves it out
+    other = helper.make_node("FusedMatMul", ["x2", "t"], ["dx"], domain=MS, transB=1)
+    graph = model([SWAP, product, other], {"x": (FLOAT, ["rows", 2048]), "x2": (FLOAT, ["rows", 64]),
+                  "w": (FLOAT, [64, 2048])}, {"y": (FLOAT, None), "dx": (FLOAT, None)})  # fmt: skip
     replace_kernels(graph, info(), ALL)
-    assert operators(graph) == ["ATen"] and list(graph.graph.node[0].input[:2]) == ["b", "a"]
+    assert [_operator(node) for node in graph.graph.node] == ["Transpose", "ort_zero_kernels::linear", "FusedMatMul"]
+    graph = model([SWAP, product, helper.make_node("MatMul", ["y2", "t"], ["dx"])], {
+        "x": (FLOAT, ["rows", 2048]), "y2": (FLOAT, ["rows", 2048]), "w": (FLOAT, [64, 2048])
+    }, {"y": (FLOAT, None), "dx": (FLOAT, None)})  # fmt: skip
+    replace_kernels(graph, info(), ALL)
+    assert [_operator(node) for node in graph.graph.node] == ["ort_zero_kernels::linear"] * 2
+
+
+def _operator(node) -> str:
+    given = {attribute.name: attribute.s.decode() for attribute in node.attribute if attribute.name == "operator"}
+    return given.get("operator", node.op_type)
 
 
 @pytest.mark.parametrize(("axis", "size", "taken"), [(-1, 4, True), (1, 4, True), (0, 4, False), (-1, "n", False)])
