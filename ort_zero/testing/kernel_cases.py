@@ -130,10 +130,11 @@ def _norms(normal, rows: int, width: int) -> Iterator[KernelCase]:
     feeds, shapes = {"x": x, "scale": scale}, {"y": list(x.shape), "deviation": [2, rows // 2, 1]}
     node = helper.make_node("SimplifiedLayerNormalization", list(feeds), list(shapes), "norm", epsilon=1e-6)
     yield _case("rms_norm", "SimplifiedLayerNormalization", [node], feeds, shapes)
+    x, scale = normal(2, rows // 2, max(512, width)), normal(max(512, width))
     inverse = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
     feeds = {"dy": normal(*x.shape), "x": x, "scale": scale, "deviation": inverse}
     node = helper.make_node("SimplifiedLayerNormalizationGrad", list(feeds), ["dx", "dscale"], "norm", domain=_MS)
-    shapes = {"dx": list(x.shape), "dscale": [width]}
+    shapes = {"dx": list(x.shape), "dscale": list(scale.shape)}
     yield _case("rms_norm_gradient", "SimplifiedLayerNormalizationGrad", [node], feeds, shapes)
 
 

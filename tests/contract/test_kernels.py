@@ -120,13 +120,24 @@ def test_models_whose_loss_reads_the_logits_too_or_does_not(name):
     assert sliced or 1 not in runtime.modes[True].current.session.info.output_grad_indices_require_full_shape
 
 
+class RootMeanSquareNorm(nn.Module):
+    """A norm as Llama writes it, which ONNX Runtime makes one node of."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(width))
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
 class LongSums(nn.Module):
     """Linear layers of 1,024 inputs and more, with norms and activations between them."""
 
     def __init__(self):
         super().__init__()
-        self.narrow, self.wide = nn.Linear(1024, 64), nn.Linear(64, 1100, bias=False)
-        self.norm, self.first, self.last = nn.RMSNorm(64, eps=1e-6), nn.LayerNorm(1024), nn.Linear(1100, 64)
+        self.narrow, self.wide = nn.Linear(1024, 512), nn.Linear(512, 1100, bias=False)
+        self.norm, self.first, self.last = RootMeanSquareNorm(512), nn.LayerNorm(1024), nn.Linear(1100, 64)
 
     def forward(self, x, kept):
         x = self.norm(self.narrow(self.first(x)))

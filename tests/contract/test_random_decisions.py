@@ -485,6 +485,7 @@ def wav2vec2(masked: float):
         num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, layerdrop=0.5, hidden_dropout=0.0,
         activation_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0,
         mask_time_prob=masked, mask_time_length=2, apply_spec_augment=masked > 0,
+        ctc_loss_reduction="mean",  # a sum of 136 has an error of 2e-5 by its last bit alone
     )  # fmt: skip
     sound = torch.randn(2, 800, generator=torch.Generator().manual_seed(1))
     return Wav2Vec2ForCTC(made), {"input_values": sound, "labels": IDS[:, :4] % 9 + 1}

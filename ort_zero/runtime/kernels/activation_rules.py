@@ -9,6 +9,9 @@ from ort_zero.onnx_edit.graph_values import attributes
 from ort_zero.onnx_edit.node_edits import aten_node
 from ort_zero.runtime.kernels.edited_graph import FLOAT, EditedGraph, own_node
 
+_WIDE = 512
+"""Elements in a row from which the gradient of a norm by the root of the mean square is faster in blocks of rows."""
+
 
 def gelu(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Replace a GELU, with or without a bias that is added first."""
@@ -72,7 +75,9 @@ def rms_norm_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProt
     grad, x, scale, _ = node.input
     if len(node.output) != 2 or not all(node.output) or not graph.all_float([grad]):
         return None
-    return own_node("rms_norm_backward", list(node.input), node) if _of_last_dimension(graph, node, x, scale) else None
+    if not _of_last_dimension(graph, node, x, scale) or int((graph.values.shape(scale) or [0])[0]) < _WIDE:
+        return None
+    return own_node("rms_norm_backward", list(node.input), node)
 
 
 def _with_statistics(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto:
