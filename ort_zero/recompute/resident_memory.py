@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ort_zero.compat import cpu_allocator
+
 
 class PeakMeter:
     """Measures by how much a process grows between :meth:`start` and :meth:`read`, in bytes.
@@ -63,7 +65,8 @@ def _resident() -> dict[str, int]:
 
 
 def give_back() -> None:
-    """Let the C library return what it holds for later: the export of a model leaves hundreds of MB behind."""
+    """Return what is held for later to the system: the export of a model leaves hundreds of MB behind."""
+    cpu_allocator.give_back()
     if not sys.platform.startswith("linux"):
         return
     libc: Any = ctypes.CDLL(None)
