@@ -8,7 +8,7 @@
 //
 // Large: malloc gives large blocks back to the system, which fills every page with zeros when the next step touches it
 // again: up to 8 % of the time of a step. The sizes of a step's blocks repeat, so that the blocks of one step serve the
-// next. What is kept is limited, see Pool, and the system may take its pages when it is short of memory.
+// next. What is kept is limited, see Pool.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -50,23 +50,16 @@ class Pool {
     if (bytes > PTRDIFF_MAX - kHugePage - kPage) return nullptr;
     size = (bytes + kPage - 1) / kPage * kPage;
     const std::lock_guard<std::mutex> guard(mutex_);
-    void* block = nullptr;
-    auto found = kept_.lower_bound(size);
-    if (found != kept_.end() && found->first <= size + size / 8) {
-      size = found->first;
-      found = std::prev(kept_.upper_bound(size));  // the last one to be freed: some of it may be in the caches
-      block = found->second.block;
-      forget(found);
-    }
+    void* block = reuse(size);
     if (block == nullptr) {
       shrink(size);
       block = map(size);
-      if (block == nullptr) {
-        release_all();
-        block = map(size);
-      }
-      if (block == nullptr) return nullptr;
     }
+    if (block == nullptr) {
+      release_all();
+      block = map(size);
+    }
+    if (block == nullptr) return nullptr;
     used_ += size;
     most_ = std::max(most_, used_);
     return block;
@@ -87,11 +80,16 @@ class Pool {
     shrink(0);
   }
 
+  // Gives what is kept back, and keeps blocks that are freed from now on if `wanted`.
   void keep(bool wanted) {
     const std::lock_guard<std::mutex> guard(mutex_);
     keeps_ = wanted;
-    release_all();
-    most_ = used_;
+    start_anew();
+  }
+
+  void empty() {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    start_anew();
   }
 
   // Bytes in use, bytes that are kept.
@@ -110,6 +108,17 @@ class Pool {
   };
   using Iterator = std::multimap<std::size_t, Kept>::iterator;
 
+  // A kept block of `size` or up to an eighth more, which `size` is then; null if there is none.
+  void* reuse(std::size_t& size) {
+    auto found = kept_.lower_bound(size);
+    if (found == kept_.end() || found->first > size + size / 8) return nullptr;
+    size = found->first;
+    found = std::prev(kept_.upper_bound(size));  // the last one to be freed: some of it may be in the caches
+    void* block = found->second.block;
+    forget(found);
+    return block;
+  }
+
   void forget(Iterator found) {
     kept_bytes_ -= found->first;
     ages_.erase(found->second.number);
@@ -123,6 +132,12 @@ class Pool {
 
   void release_all() {
     while (!ages_.empty()) unmap(ages_.begin()->second);
+  }
+
+  // Lets the limit, too, be that of what is in use now.
+  void start_anew() {
+    release_all();
+    most_ = used_;
   }
 
   // Gives kept blocks back to the system until there is room for `bytes` more.
@@ -245,6 +260,11 @@ PyObject* large_blocks(PyObject*, PyObject*) {
   return Py_BuildValue("nn", static_cast<Py_ssize_t>(used), static_cast<Py_ssize_t>(kept));
 }
 
+PyObject* empty(PyObject*, PyObject*) {
+  pool().empty();
+  Py_RETURN_NONE;
+}
+
 PyObject* keep(PyObject*, PyObject* wanted) {
   pool().keep(wanted == Py_True);
   Py_RETURN_NONE;
@@ -258,6 +278,7 @@ PyMethodDef methods[] = {
      "replaced by somebody else's."},
     {"remove", remove, METH_NOARGS, "Let new tensors on the CPU be allocated by PyTorch's own allocator again."},
     {"large_blocks", large_blocks, METH_NOARGS, "Return the bytes of large blocks in use, and of those that are kept."},
+    {"empty", empty, METH_NOARGS, "Give the large blocks that are kept back to the system."},
     {"keep", keep, METH_O,
      "Give the large blocks that are kept back to the system, and keep those that are freed from now on if True."},
     {"in_use", in_use, METH_NOARGS, "Return whether new tensors on the CPU are allocated by this allocator."},

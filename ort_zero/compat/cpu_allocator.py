@@ -28,21 +28,16 @@ def install(extension: ModuleType) -> bool:
     return extension.install()
 
 
-_keeps = True
-"""Whether large blocks are kept when they are freed."""
-
-
 def keep_nothing() -> None:
     """Give large blocks back to the system when they are freed, in this process: where memory is to be kept small."""
-    global _keeps
-    _keeps = False
-    give_back()
+    if (extension := extensions.loaded("cpu_allocator")) is not None:
+        extension.keep(False)
 
 
 def give_back() -> None:
     """Give the large blocks that are kept now back to the system."""
     if (extension := extensions.loaded("cpu_allocator")) is not None:
-        extension.keep(_keeps)
+        extension.empty()
 
 
 def use(wanted: bool) -> None:

@@ -86,6 +86,11 @@ class GraphValues:
         self.graph.value_info.append(helper.make_tensor_value_info(name, elem_type, shape))
 
 
+def swaps_two_dimensions(node: onnx.NodeProto) -> bool:
+    """Return whether a node is a Transpose that swaps two dimensions, of a value that is known to have two."""
+    return node.op_type == "Transpose" and list(attributes(node).get("perm", [1, 0])) == [1, 0]
+
+
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     """Return the attributes of a node as Python values; strings as bytes."""
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}

@@ -66,6 +66,15 @@ def test_products_that_are_gradients_of_weights(given, inputs, taken):
     assert operators(graph) == (["ATen"] if taken else ["Gemm"])
 
 
+@pytest.mark.parametrize(
+    ("form", "taken"), [({}, True), ({"approximate": "none"}, True), ({"approximate": "tanh"}, False)]
+)
+def test_a_gelu_of_another_form_stays(form, taken):
+    graph = model([helper.make_node("Gelu", ["x"], ["y"], **form)], {"x": (FLOAT, [2, 3])}, {"y": (FLOAT, [2, 3])})
+    replace_kernels(graph, info(), ALL)
+    assert operators(graph) == (["ATen"] if taken else ["Gelu"])
+
+
 @pytest.mark.parametrize(("given", "inputs", "read", "taken"), [
     ({"transA": 1}, 2, False, True),
     ({"transA": 1, "alpha": 0.5}, 2, False, True),

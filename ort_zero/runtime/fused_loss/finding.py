@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx
 
-from ort_zero.onnx_edit.graph_values import GraphValues, attributes
+from ort_zero.onnx_edit.graph_values import GraphValues, attributes, swaps_two_dimensions
 
 FLOAT = onnx.TensorProto.FLOAT
 _LOSSES = ("SoftmaxCrossEntropyLoss", "SoftmaxCrossEntropyLossInternal")
@@ -140,7 +140,7 @@ def _layer(values: GraphValues, logits: str, classes: int) -> tuple[str, str, st
         weight, bias = node.input[1], node.input[2] if len(node.input) > 2 else ""
     elif node.op_type == "MatMul":
         transpose = values.producers.get(node.input[1])
-        if transpose is None or transpose.op_type != "Transpose" or attributes(transpose).get("perm") != [1, 0]:
+        if transpose is None or not swaps_two_dimensions(transpose):
             return None
         weight = transpose.input[0]
     else:

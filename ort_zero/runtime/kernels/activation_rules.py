@@ -16,9 +16,11 @@ _WIDE = 512
 def gelu(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Replace a GELU, with or without a bias that is added first."""
     inputs = [name for name in node.input if name]
-    if not graph.all_float(inputs):
+    if not graph.all_float(inputs) or attributes(node).get("approximate", b"none") != b"none":
         return None
-    return own_node("bias_gelu" if len(inputs) == 2 else "gelu", inputs, node)
+    if len(inputs) == 2:
+        return own_node("bias_gelu", inputs, node)
+    return aten_node("gelu", [*inputs, ""], list(node.output), node.name)
 
 
 def gelu_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
@@ -43,18 +45,20 @@ def layer_norm(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | Non
     inputs = [name for name in node.input if name]
     if len(inputs) != 3 or len(node.output) != 3 or not all(node.output):
         return None
-    if attributes(node).get("stash_type", FLOAT) != FLOAT or not _of_last_dimension(graph, node, *inputs[:2]):
+    if attributes(node).get("stash_type", FLOAT) != FLOAT or not _width(graph, node, *inputs[:2]):
         return None
     epsilon = graph.values.add_constant([attributes(node).get("epsilon", 1e-5)], np.float64)
-    return own_node("layer_norm", [*inputs, epsilon], _with_statistics(graph, node))
+    _declare_statistics(graph, node)
+    return own_node("layer_norm", [*inputs, epsilon], node)
 
 
 def layer_norm_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Replace the gradients of a layer norm."""
     grad, x, scale, mean, deviation = node.input
-    if not all(node.output) or not graph.all_float([grad]) or not _of_last_dimension(graph, node, x, scale):
+    width = _width(graph, node, x, scale)
+    if not all(node.output) or not graph.all_float([grad]) or not width:
         return None
-    sizes = graph.values.add_constant(graph.values.shape(scale), np.int64)
+    sizes = graph.values.add_constant([width], np.int64)
     wanted = graph.values.add_constant([True, True, True], np.bool_)
     inputs = [grad, x, sizes, mean, deviation, scale, scale, wanted]
     return aten_node("native_layer_norm_backward", inputs, list(node.output), node.name)
@@ -64,10 +68,11 @@ def rms_norm(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
     """Replace a norm by the root of the mean square that gives its statistic, for the gradient, too."""
     if len(node.input) != 2 or len(node.output) != 2 or not all(node.output):
         return None
-    if attributes(node).get("stash_type", FLOAT) != FLOAT or not _of_last_dimension(graph, node, *node.input):
+    if attributes(node).get("stash_type", FLOAT) != FLOAT or not _width(graph, node, *node.input):
         return None
     epsilon = graph.values.add_constant([attributes(node).get("epsilon", 1e-5)], np.float64)
-    return own_node("rms_norm", [*node.input, epsilon], _with_statistics(graph, node))
+    _declare_statistics(graph, node)
+    return own_node("rms_norm", [*node.input, epsilon], node)
 
 
 def rms_norm_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto | None:
@@ -75,22 +80,19 @@ def rms_norm_gradient(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProt
     grad, x, scale, _ = node.input
     if len(node.output) != 2 or not all(node.output) or not graph.all_float([grad]):
         return None
-    if not _of_last_dimension(graph, node, x, scale) or int((graph.values.shape(scale) or [0])[0]) < _WIDE:
-        return None
-    return own_node("rms_norm_backward", list(node.input), node)
+    return own_node("rms_norm_backward", list(node.input), node) if _width(graph, node, x, scale) >= _WIDE else None
 
 
-def _with_statistics(graph: EditedGraph, node: onnx.NodeProto) -> onnx.NodeProto:
-    """Return `node`, after its statistics have been given types where ORT's fusion of a norm has given them none."""
+def _declare_statistics(graph: EditedGraph, node: onnx.NodeProto) -> None:
+    """Give the statistics of a norm types where ORT's fusion has given them none."""
     for name in node.output[1:]:
         if not graph.values.element_type(name):
             graph.values.declare(name, FLOAT, None)
-    return node
 
 
-def _of_last_dimension(graph: EditedGraph, node: onnx.NodeProto, x: str, scale: str) -> bool:
-    """Return whether a norm is one of float32 over the last dimension, of a size that is known."""
+def _width(graph: EditedGraph, node: onnx.NodeProto, x: str, scale: str) -> int:
+    """Return the size of the last dimension for a norm of float32 over that one alone; 0 for others, or if unknown."""
     shape, rank = graph.values.shape(scale), len(graph.values.shape(x) or ())
     if not graph.all_float((x, scale)) or not rank or attributes(node).get("axis", -1) not in (-1, rank - 1):
-        return False
-    return shape is not None and len(shape) == 1 and isinstance(shape[0], int) and shape[0] > 0
+        return 0
+    return shape[0] if shape is not None and len(shape) == 1 and isinstance(shape[0], int) else 0

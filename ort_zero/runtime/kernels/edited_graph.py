@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import onnx
 
 from ort_zero.compat.ortmodule import GraphInfo
-from ort_zero.onnx_edit.graph_values import GraphValues, attributes
+from ort_zero.onnx_edit.graph_values import GraphValues, swaps_two_dimensions
 from ort_zero.onnx_edit.node_edits import aten_node
 from ort_zero.runtime.kernels import operators
 
@@ -38,18 +38,13 @@ class EditedGraph:
     def without_transpose(self, name: str) -> tuple[str, bool]:
         """Return what a value is the transpose of, and True; the value itself, and False, if it is none of a matrix."""
         node = self.values.producers.get(name)
-        if node is None or node.op_type != "Transpose" or list(attributes(node).get("perm", [1, 0])) != [1, 0]:
-            return name, False
-        return node.input[0], True
+        return (node.input[0], True) if node is not None and swaps_two_dimensions(node) else (name, False)
 
     def reads_no_more(self, name: str) -> None:
         """Note that a reader of a transposed matrix now reads the matrix; the last one leaves the Transpose out."""
-        node = self.values.producers.get(name)
-        if node is None or node.op_type != "Transpose":
-            return
         self.unread[name] += 1
         if self.unread[name] == len(self.values.readers[name]) and name not in self.values.outputs:
-            self.left_out.add(id(node))
+            self.left_out.add(id(self.values.producers[name]))
 
     def all_float(self, names: Sequence[str]) -> bool:
         """Return whether all values are float32."""

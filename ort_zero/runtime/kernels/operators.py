@@ -24,7 +24,6 @@ _BLOCK = 1 << 17
 _SCHEMAS = (
     "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     "product(Tensor a, Tensor b, Tensor? bias) -> Tensor",
-    "gelu(Tensor x) -> Tensor",
     "bias_gelu(Tensor x, Tensor bias) -> Tensor",
     "gelu_tanh_backward(Tensor grad, Tensor x) -> Tensor",
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> Tensor",
@@ -62,11 +61,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return ``a @ b`` with `bias` added to each row, see :func:`linear`; `b` is [inputs, outputs]."""
     return products.product(a, b, bias)
-
-
-def gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return the GELU of `x`."""
-    return torch.ops.aten.gelu(x)
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

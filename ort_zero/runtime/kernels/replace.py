@@ -162,8 +162,9 @@ _RULES: tuple[tuple[str, _Rule, tuple[tuple[str, str], ...]], ...] = (
 )
 """Name of the entry, the function that returns the node in place of one, or None, and the operators (with their
 domains) for which it is asked, in this order."""
-_RULES_OF: dict[tuple[str, str], list[tuple[str, _Rule]]] = {}
+_RULES_OF = {
+    operator: [(name, rule) for name, rule, operators in _RULES if operator in operators]
+    for _, _, taken in _RULES
+    for operator in taken
+}
 """Names and functions by domain and operator."""
-for _name, _rule, _operators in _RULES:
-    for _operator in _operators:
-        _RULES_OF.setdefault(_operator, []).append((_name, _rule))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx
 
-from ort_zero.onnx_edit.graph_values import GraphValues, attributes
+from ort_zero.onnx_edit.graph_values import GraphValues, attributes, swaps_two_dimensions
 from ort_zero.onnx_edit.node_edits import replace_field, with_values
 
 
@@ -22,7 +22,7 @@ def compute_transposed(model: onnx.ModelProto) -> int:
         if (node.domain, node.op_type) != ("", "Gemm") or not given.get("transA") or given.get("transB"):
             continue
         transpose = values.sole_reader(node.output[0])
-        if len([name for name in node.input if name]) != 2 or transpose is None or not _swaps_two(transpose):
+        if len([name for name in node.input if name]) != 2 or transpose is None or not swaps_two_dimensions(transpose):
             continue
         changed[id(node)] = with_values(node, list(reversed(node.input[:2])), list(transpose.output))
         left_out.add(id(transpose))
@@ -30,7 +30,3 @@ def compute_transposed(model: onnx.ModelProto) -> int:
         nodes = [changed.get(id(node), node) for node in model.graph.node if id(node) not in left_out]
         replace_field(model.graph, "node", nodes)
     return len(changed)
-
-
-def _swaps_two(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Transpose" and list(attributes(node).get("perm", [1, 0])) == [1, 0]
