@@ -81,7 +81,8 @@ def test_two_ranks_under_zero_3(tmp_path):
     for side in (ours, theirs):
         assert_whole(side)
         assert all(seconds(side, kind=kind) > 0 for kind in ("kernels", "gather", "reduce", "optimizer", "Python"))
-    assert names(ours) & {"Gemm", "FusedMatMul"} and "Gelu" in names(ours) and ours["nodes"] > 10
+    # which kernel a node gets depends on the processor (docs/kernels.md)
+    assert names(ours) & {"Gemm", "FusedMatMul"} and names(ours) & {"Gelu", "aten::gelu"} and ours["nodes"] > 10
     assert ours["python_ops"] > 0 and seconds(ours, kind="executor") > 0
     assert names(theirs) & {"aten::mm", "aten::addmm"} and "aten::gelu" in names(theirs) and not theirs["nodes"]
     assert seconds(theirs, kind="executor") == 0
