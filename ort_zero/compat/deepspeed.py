@@ -91,6 +91,17 @@ def prefetch_window(offload: Any) -> int:
     return int(offload._prefetch_bucket_sz)
 
 
+def limits_of_kept_weights(offload: Any) -> tuple[int, int]:
+    """Return within how many gathered elements a weight has to be used again to stay whole, and how many may stay.
+
+    These are ``stage3_max_reuse_distance`` and ``stage3_max_live_parameters``. Nothing stays where weights lie on NVMe:
+    a weight that is whole holds one of the few buffers through which they are read.
+    """
+    if str(getattr(offload, "offload_device", None)).endswith("nvme"):
+        return 0, 0
+    return int(offload._max_reuse_distance_in_numel), int(offload._max_available_parameters_in_numel)
+
+
 def connect_leaf_gradients(engine: Any) -> None:
     """Prepare the parameters inside of leaf modules for :func:`reduce_leaf_gradient`.
 

@@ -87,26 +87,23 @@ class DeepSpeedParameters(PlainParameters):
 
     def release(self, parameters: Sequence[Any]) -> None:
         """Partition those that are whole; what was taken from them stays valid."""
-        for parameter in parameters:
-            if parameter.ds_status == self._status.AVAILABLE:
-                parameter.partition()
+        whole = [parameter for parameter in parameters if parameter.ds_status == self._status.AVAILABLE]
+        if whole:
+            whole[0].partition(whole)
 
     def reduce(self, gradients: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
-        """Run the backward of each parameter in turn; while it runs, the parameter seems to be whole."""
-        for given in gradients:
-            self._reduce_one(given)
-
-    def _reduce_one(self, given: tuple[Any, torch.Tensor, bool]) -> None:
-        parameter, gradient, _ = given
-        partitioned = is_partitioned(parameter) and parameter.ds_status == self._status.NOT_AVAILABLE
-        saved = parameter.data
-        if partitioned:
-            parameter.data = gradient.detach()  # carries the full shape only
+        """Run the backward of each parameter in turn; while they run, the parameters seem to be whole."""
+        saved = [(parameter, parameter.data) for parameter in self.partitioned([p for p, _, _ in gradients])]
+        shapes = {id(parameter): gradient for parameter, gradient, _ in gradients}
+        for parameter, _ in saved:
+            parameter.data = shapes[id(parameter)].detach()  # carries the full shape only
         try:
-            super().reduce([given])
+            super().reduce(gradients)
         finally:
-            if partitioned and parameter.ds_status == self._status.NOT_AVAILABLE:
-                parameter.data = saved
+            still_partitioned = self.partitioned([parameter for parameter, _ in saved])
+            for parameter, data in saved:
+                if any(parameter is other for other in still_partitioned):
+                    parameter.data = data
 
 
 def _same_memory(a: torch.Tensor | None, b: torch.Tensor) -> bool:

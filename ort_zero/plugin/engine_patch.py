@@ -16,6 +16,7 @@ from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import metrics, profiled_script, registry, statistics, summary
 from ort_zero.plugin.wrap import wrap_model
+from ort_zero.runtime.zero3.kept_weights import GatherLimits, KeptWeights
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
 
@@ -90,7 +91,8 @@ def _connect(engine: Any, runtime: Any) -> None:
     runtime.stage = int(engine.zero_optimization_stage())
     if offload is not None:
         runtime.group = ds_compat.partition_group_of(offload)
-        runtime.prefetch_elements = ds_compat.prefetch_window(offload)
+        distance, live = ds_compat.limits_of_kept_weights(offload)
+        runtime.kept_weights = KeptWeights(GatherLimits(ds_compat.prefetch_window(offload), distance, live))
         ds_compat.connect_leaf_gradients(engine)
 
 

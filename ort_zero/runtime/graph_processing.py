@@ -66,6 +66,7 @@ from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Weight, plan_
 from ort_zero.runtime.zero3.gather_memory import GatherMemory, slab_of
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.runtime.zero3.insert_collectives import insert_collectives
+from ort_zero.runtime.zero3.kept_weights import GatherLimits, KeptWeights
 from ort_zero.runtime.zero3.node_names import TRIGGER
 from ort_zero.statistics.collect import graph_readers
 from ort_zero.utils.progress import Steps
@@ -123,8 +124,7 @@ class GraphProcessor:
         """Seconds that each step of the last graph took."""
         self.shown: Steps | None = None
         """The bar on which steps are shown."""
-        self.prefetch_elements = 0
-        """Number of elements that may be gathered ahead of their use."""
+        self.kept_weights = KeptWeights()
 
     def process(
         self,
@@ -359,13 +359,21 @@ class GraphProcessor:
         partitioned = {name: p for name, p in parameters.items() if is_partitioned(p)}
         if partitioned:
             weights = _weights(partitioned)
-            return plan_collectives(model, weights, training=training, merge_elements=small_share(weights))
+            merged = max(
+                small_share(weights), min(gather_reduce.BUCKET_ELEMENTS, self._kept_weights().limits.reuse_distance)
+            )
+            return plan_collectives(model, weights, training=training, merge_elements=merged)
         if not self.memory_efficient_gradients or not training:
             return None
         weights = _weights(parameters)
         merged = min(small_share(weights), gather_reduce.BUCKET_ELEMENTS)
         plan = plan_collectives(model, weights, training=True, gather=False, merge_elements=merged)
         return plan if plan.events else None
+
+    def _kept_weights(self) -> KeptWeights:
+        """Return where weights stay whole; who computes layers again has no memory for that."""
+        kept = self.kept_weights
+        return kept if self.memory is None else KeptWeights(GatherLimits(prefetch=kept.limits.prefetch))
 
     def _rewritten(
         self, model: onnx.ModelProto, plan: CollectivePlan, parameters: dict[str, Any], training: bool
@@ -380,7 +388,7 @@ class GraphProcessor:
             if plan.gathers_weights
             else PlainParameters()
         )
-        executor = gather_reduce.CollectiveExecutor(plan, parameters, store, self.prefetch_elements, self.sums, memory)
+        executor = gather_reduce.CollectiveExecutor(plan, parameters, store, self._kept_weights(), self.sums, memory)
         if plan.gathers_weights:
             in_torch = {name for node in model.graph.node if node.op_type == "PythonOp" for name in node.input}
             executor.weights_read_in_torch = frozenset(in_torch & set(plan.weights))

@@ -54,6 +54,7 @@ from ort_zero.runtime.submodule_graphs import SubmoduleGraphs, callable_parts
 from ort_zero.runtime.transitions import GraphTransitionManager, TransitionHistory
 from ort_zero.runtime.zero3 import gathered_weights
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
+from ort_zero.runtime.zero3.kept_weights import KeptWeights
 from ort_zero.statistics.collect import reader_marks
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel, subscribed_models_in
 
@@ -99,8 +100,7 @@ class Runtime:
         """Whether all ranks call the model at the same time; without an engine only DDP makes sure of it."""
         self.group: Any = None
         """Process group of the ranks that share the model; None for the default one."""
-        self.prefetch_elements = 0
-        """Number of elements that may be gathered ahead of their use."""
+        self.kept_weights = KeptWeights()
         self.ranks = RankAgreement(fallback=config.fallback == "warn" or self._divides)
         self.sums: GradientSums = part_of.sums if part_of is not None else GradientSums(self.ranks.agree_on_backward)
         self.fallback_reason: str | None = None
@@ -238,7 +238,7 @@ class Runtime:
             self.modes[manager.training] = GraphTransitionManager(
                 builder, module_guard, self.attribute_guard, self.history, self.config.graph_cache_size
             )
-        self.modes[manager.training].builder.processor.prefetch_elements = self.prefetch_elements
+        self.modes[manager.training].builder.processor.kept_weights = self.kept_weights
         manager.device = module_guard.device
         return self.modes[manager.training]
 
@@ -426,7 +426,7 @@ class Runtime:
     def runtime_of_part(self, module: torch.nn.Module, config: OrtModuleConfig) -> Runtime:
         """Return the runtime of a submodule, which shares the sums of gradients and the counts of calls."""
         part = Runtime(module, config, self.stage, self.memory_efficient_gradients, self._memory_request, part_of=self)
-        part.group, part.in_step, part.prefetch_elements = self.group, self.in_step, self.prefetch_elements
+        part.group, part.in_step, part.kept_weights = self.group, self.in_step, self.kept_weights
         return part
 
     def _divisible(self, module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from deepspeed.runtime.zero import partition_parameters
 
 from ort_zero.compat.deepspeed_allocations import GatherAllocations
 from ort_zero.runtime.zero3.gather_memory import ALIGNMENT, Block, GatherMemory, Slab, layout, slab_of
@@ -121,13 +123,19 @@ def test_vectors_that_a_gather_makes_come_from_elsewhere():
         return torch.full((count,), 9, dtype=dtype)
 
     pieces = [torch.arange(3.0), torch.arange(2.0)]
-    with GatherAllocations(take):
-        flat = torch.empty(6, dtype=torch.float64, device="cpu", requires_grad=False)
-        joined = torch.cat(pieces)
-        torch.empty(2, 3)
-        torch.empty(0, requires_grad=True)
-        torch.cat([torch.zeros(2, 2)] * 2)
-        torch.cat(pieces, out=flat.narrow(0, 0, 5))
+    block = GatherAllocations(take)
+    with block, block:
+        seen = partition_parameters.torch  # what DeepSpeed's functions see
+        flat = seen.empty(6, dtype=torch.float64, device="cpu", requires_grad=False)
+        joined = seen.cat(pieces)
+        seen.empty(2, 3)
+        seen.empty(0, requires_grad=True)
+        seen.cat([seen.zeros(2, 2)] * 2)
+        seen.cat(pieces, out=flat.narrow(0, 0, 5))
+        assert seen.float32 is torch.float32 and seen.Tensor is torch.Tensor
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(seen.empty, 4).result().shape == pool.submit(seen.cat, pieces[1:] * 2).result().shape
+    assert partition_parameters.torch is torch
     assert taken == [(6, torch.float64), (5, torch.float32)]
     assert (flat[:5] == torch.tensor([0, 1, 2, 0, 1])).all() and flat[5] == 9
     assert torch.equal(joined, torch.tensor([0.0, 1, 2, 0, 1]))

@@ -22,6 +22,7 @@ from ort_zero.runtime.zero3.gather_reduce import (
     register,
 )
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
+from ort_zero.runtime.zero3.kept_weights import GatherLimits, KeptWeights
 from ort_zero.testing.live_elements import LiveElements
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -101,11 +102,12 @@ def reduce(weights: str) -> Reduce:
     return Reduce(phase=B, weights=tuple(weights), gradients=tuple(f"{w}_grad" for w in weights))
 
 
-def executor_of(*events, window: int = 0) -> CollectiveExecutor:
+def executor_of(*events, window: int = 0, limits: GatherLimits | None = None) -> CollectiveExecutor:
     letters = sorted({w for e in events for w in e.weights})
     weights = {w: Weight(name=w, shape=(SIZE,), elem_type=1) for w in letters}
     parameters = {w: Parameter(w, i) for i, w in enumerate(letters)}
-    executor = CollectiveExecutor(CollectivePlan(events=events, weights=weights), parameters, Store(), window)
+    kept = KeptWeights(limits or GatherLimits(prefetch=window))
+    executor = CollectiveExecutor(CollectivePlan(events=events, weights=weights), parameters, Store(), kept)
     executor.by_name = parameters
     return executor
 
@@ -524,7 +526,7 @@ def test_ranks_are_asked_once_in_a_backward_about_all_its_runs():
     )
     by_name = {w: Parameter(w, 0) for w in "ab"}
     plans = plan, replace(plan, events=plan.events[:1])
-    made = [CollectiveExecutor(p, by_name, Store(), 0, sums) for p in plans]
+    made = [CollectiveExecutor(p, by_name, Store(), sums=sums) for p in plans]
     for kinds in ((0,), (0,), (1,), (0, 1)):
         runs = [run_of(made[kind], {i: [1.0] for i in range(len(made[kind].plan.events))}) for kind in kinds]
         sum(runs).sum().backward()
@@ -556,9 +558,9 @@ def test_a_backward_waits_for_no_run_that_it_does_not_reach():
 
 def test_runs_of_two_graphs_of_one_model_add_up():
     first = executor_of(reduce("ab"))
-    second = CollectiveExecutor(first.plan, first.by_name, first.store, 0, first.sums)
+    second = CollectiveExecutor(first.plan, first.by_name, first.store, sums=first.sums)
     part = CollectiveExecutor(
-        CollectivePlan(events=(reduce("b"),), weights=first.plan.weights), first.by_name, first.store, 0, first.sums
+        CollectivePlan(events=(reduce("b"),), weights=first.plan.weights), first.by_name, first.store, sums=first.sums
     )
     runs = run_of(first, {0: [1.0, 2.0]}), run_of(second, {0: [3.0, 4.0]}), run_of(part, {0: [50.0]})
     sum(runs).sum().backward()
@@ -585,3 +587,104 @@ def test_sums_forget_runs_that_nobody_can_go_back_through():
     del kept
     run_of(executor, {0: [1.0]})
     assert len(executor.sums._runs) == 1
+
+
+# -- weights that stay whole -------------------------------------------------------------------------------------------
+
+THERE_AND_BACK = (gather(F, "a"), gather(F, "b"), gather(F, "c"), gather(B, "c"), gather(B, "b"), reduce("ab"))
+
+
+def kept(executor: CollectiveExecutor) -> str:
+    return "".join(name for name, p in sorted(executor.by_name.items()) if p.state == "here")
+
+
+def keeping(*events, live: int = 1000, distance: int = 1000, window: int = 0) -> CollectiveExecutor:
+    return executor_of(*events, limits=GatherLimits(window, distance, live))
+
+
+@pytest.mark.parametrize("window", [0, SIZE, 1000])
+def test_weights_stay_from_the_forward_to_their_last_use(window):
+    executor = keeping(*THERE_AND_BACK, window=window)
+    for _ in range(2):
+        executor.new_trigger("cpu")
+        seen = []
+        for index in range(5):
+            executor.gather(index)
+            seen.append(kept(executor))
+        assert seen[2:] == ["bc", "b", ""]  # the backward does not need a
+        started = "".join(call.split()[1] for call in calls(executor) if call.startswith("start"))
+        assert sorted(started) == list("abc")  # each once
+        assert states(executor) == {"away"} and executor.kept.elements == 0
+    assert executor.counters.gathers == 10
+
+
+def test_a_weight_whose_next_use_is_far_is_partitioned():
+    # b is used again behind c, which is gathered twice: 20 elements
+    for distance, stays in ((2 * SIZE, "c"), (2 * SIZE + 1, "bc"), (0, "")):
+        executor = keeping(*THERE_AND_BACK, distance=distance)
+        for index in range(3):
+            executor.gather(index)
+        assert kept(executor) == stays, distance
+        for index in (3, 4):
+            executor.gather(index)
+        assert states(executor) == {"away"}
+
+
+def test_no_more_stay_than_may_be_live():
+    executor = keeping(*THERE_AND_BACK, live=SIZE)
+    for index in range(3):
+        executor.gather(index)
+    assert kept(executor) == "b" and executor.kept.elements == SIZE
+    for index in (3, 4):
+        executor.gather(index)
+    assert states(executor) == {"away"} and executor.kept.elements == 0
+
+
+def test_nothing_stays_for_a_backward_that_will_not_come():
+    executor = keeping(*THERE_AND_BACK, gather(F, "a"))
+    with torch.no_grad():
+        executor.new_trigger("cpu")
+    for index in (0, 1, 2):
+        executor.gather(index)
+    assert kept(executor) == "a"  # the forward uses it again
+    executor.gather(6)
+    assert states(executor) == {"away"}
+
+
+def test_weights_that_somebody_else_has_partitioned_are_gathered_again():
+    executor = keeping(*THERE_AND_BACK)
+    for index in range(3):
+        executor.gather(index)
+    executor.store.release([executor.by_name["b"], executor.by_name["c"]])  # an optimizer step
+    calls(executor)
+    executor.by_name["b"].whole = torch.full((SIZE,), 7.0)
+    executor.gather(3)
+    (weight,) = executor.gather(4)
+    assert calls(executor) == ["start c", "wait c", "release c", "start b", "wait b", "release b"]
+    assert (weight == 7).all() and executor.kept.elements == 0
+
+
+def test_a_forward_finds_nothing_left_of_a_run_without_a_backward():
+    executor = keeping(*THERE_AND_BACK)
+    other = CollectiveExecutor(executor.plan, executor.by_name, executor.store, executor.kept)
+    for index in range(3):
+        executor.gather(index)
+    for p in executor.by_name.values():
+        p.whole = p.whole + 1  # weights are loaded
+    assert [other.gather(index)[0][0].item() for index in range(3)] == [1.0, 2.0, 3.0]
+    other.drain()
+    assert states(executor) == {"away"} and executor.kept.elements == 0
+
+
+def test_an_error_leaves_no_weight_whole():
+    executor = keeping(*THERE_AND_BACK)
+    for index in range(3):
+        executor.gather(index)
+    executor.store.release([executor.by_name["b"]])
+    executor.gather(3)
+    executor.store.fail = ("start", "b")
+    with pytest.raises(OSError, match="start b failed"):
+        executor.gather(4)
+    executor.gather(0)
+    executor.drain()
+    assert states(executor) == {"away"} and executor.kept.elements == 0

@@ -103,14 +103,17 @@ class Slab:
             offset: in bytes.
             size: in bytes, above 0.
         """
-        self._lent = [part for part in self._lent if not part[2].expired()]
-        if any(offset < end and begin < offset + size for begin, end, _ in self._lent):
+        end = offset + size
+        in_place = [part for part in self._lent if offset < part[1] and part[0] < end]
+        if not all(storage.expired() for _, _, storage in in_place):
             return None
+        if in_place:
+            self._lent = [part for part in self._lent if part[1] <= offset or end <= part[0]]
         assert self._memory is not None
         # a storage of its own, that ends when nobody holds the part any more
         part = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset)
-        self._lent.append((offset, offset + size, StorageWeakRef(part.untyped_storage())))
-        self.peak = max(self.peak, offset + size)
+        self._lent.append((offset, end, StorageWeakRef(part.untyped_storage())))
+        self.peak = max(self.peak, end)
         return part
 
 

@@ -21,6 +21,7 @@ from ort_zero.runtime.zero3 import gathered_weights
 from ort_zero.runtime.zero3.collective_plan import CollectivePlan, Gather, Phase, Reduce
 from ort_zero.runtime.zero3.gather_memory import GatherMemory
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
+from ort_zero.runtime.zero3.kept_weights import KeptWeights, NextUses
 from ort_zero.runtime.zero3.node_names import GATHER_FUNCTION, REDUCE_FUNCTION
 from ort_zero.runtime.zero3.parameter_store import GradientStore, ParameterStore
 from ort_zero.utils.named_ranges import GATHER, REDUCE, named_range
@@ -70,7 +71,7 @@ class CollectiveExecutor:
         plan: the plan that was put into the graph.
         parameters: the module's parameters by graph input name.
         store: gathers and reduces them; if the plan gathers nothing it only has to take gradients.
-        prefetch_elements: how many elements may be gathered ahead of their use, within one phase.
+        kept: the weights of the model that stay whole, and how much may be gathered; None gathers for each use.
         sums: shared by the executors of one model; a loss may hang on runs of several of its graphs.
         memory: from which `store` takes what it gathers; None if that is not planned.
     """
@@ -80,7 +81,7 @@ class CollectiveExecutor:
         plan: CollectivePlan,
         parameters: Mapping[str, Any],
         store: ParameterStore | GradientStore,
-        prefetch_elements: int = 0,
+        kept: KeptWeights | None = None,
         sums: GradientSums | None = None,
         memory: GatherMemory | None = None,
     ):
@@ -89,7 +90,8 @@ class CollectiveExecutor:
         self.plan = plan
         # of a store that only takes gradients nothing else is asked: its plan gathers nothing
         self.store = cast(ParameterStore, store)
-        self.prefetch_elements = prefetch_elements
+        self.kept = kept or KeptWeights()
+        self.prefetch_elements = self.kept.limits.prefetch
         self.counters = Counters()
         self.error: BaseException | None = None
         """The exception that a node has raised, of which ORT passes on the text only."""
@@ -100,6 +102,14 @@ class CollectiveExecutor:
         """Names of the weights to which the backward that runs does not lead; ONNX Runtime computes zeros for them."""
         self.sums = sums or GradientSums()
         self._parameters = [[parameters[name] for name in event.weights] for event in plan.events]
+        self._ids = [{id(parameter) for parameter in of_event} for of_event in self._parameters]
+        self._numel = {
+            id(parameter): plan.weights[name].numel
+            for event, of_event in zip(plan.events, self._parameters, strict=True)
+            for name, parameter in zip(event.weights, of_event, strict=True)
+        }
+        self._next_uses = NextUses(plan, self._parameters)
+        self._backward_follows = True
         self._reduced = {name: parameters[name] for _, event in plan.reduces() for name in event.weights}
         self._digest = zlib.crc32(" ".join(self._reduced).encode())
         self._size = [sum(plan.weights[name].numel for name in event.weights) for event in plan.events]
@@ -113,6 +123,7 @@ class CollectiveExecutor:
     def new_trigger(self, device: Any) -> torch.Tensor:
         """Return the trigger of a run that starts now; it requires grad, so that autograd calls the run's backward."""
         trigger = torch.zeros(1, device=device).requires_grad_()
+        self._backward_follows = torch.is_grad_enabled()
         if self._reduced and torch.is_grad_enabled():
             self.sums.expect_backward(
                 trigger, self._reduced, self._digest, whole_parameters=not self.plan.gathers_weights
@@ -132,10 +143,12 @@ class CollectiveExecutor:
         if at == 0:
             if self.memory is not None:
                 self.memory.begin_phase(forward=event.phase is Phase.FORWARD)
-            self.drain()
+            self._finish_all()
+            if event.phase is Phase.FORWARD:  # nothing stays from a run without a backward: weights may have changed
+                self._release_kept()
         if self.memory is not None:
             self.memory.begin_event(index)
-        mine: list[Any] = []
+        mine = [p for p in self.kept.take(parameters) if not self.store.partitioned([p])]
         try:
             mine += self._finish(index)
             self.counters.waits += self._gather_missing(parameters, mine)
@@ -151,7 +164,7 @@ class CollectiveExecutor:
         try:
             self._start_ahead(sequence, at, mine, kept)
         finally:
-            self.store.release([p for p in mine if not _among(p, kept)])
+            self.store.release([p for p in mine if not _among(p, kept) and not self._stays(index, p)])
         self.counters.gathers += 1
         self.counters.gathered_elements += sum(w.numel() for w in weights)
         return weights
@@ -195,10 +208,28 @@ class CollectiveExecutor:
         self.counters.reduces += 1
 
     def drain(self) -> None:
-        """Finish all that was started ahead and partition it: no parameter stays in flight.
+        """Partition what is kept, and what was started ahead when it is there: no parameter stays whole or in flight.
 
         An error keeps none of the others from being finished; the first one is raised at the end.
         """
+        try:
+            self._release_kept()
+        finally:
+            self._finish_all()
+
+    def _release_kept(self) -> None:
+        """Partition those of the graph's weights that are kept."""
+        self.store.release(self.kept.take(itertools.chain(*self._parameters)))
+
+    def _stays(self, index: int, parameter: Any) -> bool:
+        """Keep a weight that event `index` has used until its next use, if that is near; return whether it is kept."""
+        limits = self.kept.limits
+        near = self._next_uses.is_near(
+            index, parameter, distance=limits.reuse_distance, backward=self._backward_follows
+        )
+        return near and self.kept.add(parameter, self._numel[id(parameter)], self.ahead_elements())
+
+    def _finish_all(self) -> None:
         first: BaseException | None = None
         for index in list(self.ahead):
             try:
@@ -227,6 +258,7 @@ class CollectiveExecutor:
                 mine += self._take_over(parameter, parameters)
         missing = self.store.partitioned(parameters)
         if missing:
+            self.kept.take(missing)  # somebody else has partitioned them
             self.store.wait(self.store.start(missing))
             mine += missing
         return bool(missing)
@@ -241,7 +273,7 @@ class CollectiveExecutor:
         started: list[Any] = []
         elements = 0
         for index in sequence[at + 1 :]:
-            if index in self.ahead:
+            if index in self.ahead or self.kept.has_all(self._ids[index]):
                 continue
             size = self._size[index]
             if size > room:
@@ -258,6 +290,7 @@ class CollectiveExecutor:
                     self._start(bucket)
                     bucket, elements = [], 0
                 bucket.append((index, missing))
+                self.kept.take(missing)
                 started += missing
                 elements += size
         self._start(bucket)
