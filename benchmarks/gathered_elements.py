@@ -1,12 +1,13 @@
 """Counts the largest number of gathered elements alive at once under ZeRO-3: ONNX Runtime beside DeepSpeed's PyTorch.
 
-For ONNX Runtime every gathered weight is a copy whose memory reports its own end, so what counts is how long ORT really
-holds it; weights gathered ahead of their use are added. For PyTorch the parameters that are whole or on their way are
-counted each time that DeepSpeed has fetched or released a module, with its default settings, which keep what is used
-again soon, and with ``stage3_max_reuse_distance`` 0. No parameter is persistent.
+The parameters that are whole or on their way are counted each time that DeepSpeed has fetched or released a module, or
+that a node of the graph has gathered: with DeepSpeed's default settings, by which both keep what is used again soon,
+and with ``stage3_max_reuse_distance`` 0. For ONNX Runtime with distance 0 every gathered weight is a copy whose memory
+reports its own end, so what counts is how long ORT really holds it; weights gathered ahead of their use are added. No
+parameter is persistent.
 
-The limit is the largest module (the elements of its direct parameters, a tied weight counted once) plus the prefetch
-window.
+The limit, for distance 0, is the largest module (the elements of its direct parameters, a tied weight counted once)
+plus the prefetch window.
 """
 
 from __future__ import annotations
@@ -78,10 +79,12 @@ def torch_peak(name: str, window: int, options: dict[str, Any], **zero: Any) -> 
 
 
 def ort_peak(name: str, window: int, options: dict[str, Any]) -> dict[str, int]:
-    """Return the peak of ONNX Runtime's ZeRO-3, and what was alive between forward and backward."""
+    """Return the peak of ONNX Runtime's ZeRO-3 if nothing stays, and what was alive between forward and backward."""
     from ort_zero.testing.live_elements import LiveElements
 
-    engine, runtime = make_engine(build(name, options), 3, ort=True, batch_size=options["batch"], **_zero(window))
+    engine, runtime = make_engine(
+        build(name, options), 3, ort=True, batch_size=options["batch"], **_zero(window), stage3_max_reuse_distance=0
+    )
     inputs = batch(options, torch.distributed.get_rank())
     between = after = 0
     live = LiveElements()
@@ -101,6 +104,36 @@ def ort_peak(name: str, window: int, options: dict[str, Any]) -> dict[str, int]:
     assert live.peak > 0, "no gathered weight was seen"
     engine.destroy()
     return {"whole": live.peak, "with_ahead": live.peak_with_ahead, "between": between, "after": after}
+
+
+def ort_default(name: str, window: int, options: dict[str, Any]) -> dict[str, int]:
+    """Return the peak of ONNX Runtime's ZeRO-3 with DeepSpeed's default settings."""
+    engine, runtime = make_engine(build(name, options), 3, ort=True, batch_size=options["batch"], **_zero(window))
+    inputs = batch(options, torch.distributed.get_rank())
+    parameters = list(engine.module.parameters())
+    peak = {"whole": 0, "with_ahead": 0}
+    for step in range(STEPS):
+        engine.backward(engine(**inputs).loss)
+        engine.step()
+        if step == 0:
+            executor = runtime.modes[True].current.executor
+            gather = executor.gather
+
+            def counted(index: int, gather: Any = gather, executor: Any = executor) -> Any:
+                weights = gather(index)
+                # those of the event itself are whole too, if not as parameters any more
+                here = {id(p): p.ds_numel for p in executor.parameters_of(index)}
+                here |= {id(p): p.ds_numel for p in parameters if p.ds_status.name == "AVAILABLE"}
+                ahead = {id(p): p.ds_numel for p in parameters if p.ds_status.name == "INFLIGHT"}
+                peak["whole"] = max(peak["whole"], sum(here.values()))
+                peak["with_ahead"] = max(peak["with_ahead"], sum((here | ahead).values()))
+                return weights
+
+            executor.gather = counted
+    status = runtime.status()
+    assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0, status
+    engine.destroy()
+    return peak
 
 
 def _zero(window: int) -> dict[str, int]:
@@ -129,6 +162,7 @@ def measure(name: str, windows: list[int], options: dict[str, Any]) -> dict[str,
         result["windows"][window] = {
             "limit": size + window,
             "ort": ours,
+            "ort_default": ort_default(name, window, options),
             "torch": torch_peak(name, window, options),
             "torch_no_reuse": torch_peak(name, window, options, stage3_max_reuse_distance=0),
             "within_limit": ours["with_ahead"] <= size + window,
@@ -146,9 +180,13 @@ def show(name: str, result: dict[str, Any]) -> None:
         verdict = "within" if got["within_limit"] else "EXCEEDS"
         ort = got["ort"]
         print(f"  window {window:,}, limit {got['limit']:,}")
-        print(f"    ORT                      {ort['whole']:>12,}  with those ahead {ort['with_ahead']:>12,}  {verdict}")
+        print(f"    ORT, reuse distance 0    {ort['whole']:>12,}  with those ahead {ort['with_ahead']:>12,}  {verdict}")
         print(f"      between forward and backward {ort['between']:,}, after the step {ort['after']:,}")
-        for label, key in (("PyTorch, default", "torch"), ("PyTorch, reuse distance 0", "torch_no_reuse")):
+        for label, key in (
+            ("ORT, default", "ort_default"),
+            ("PyTorch, default", "torch"),
+            ("PyTorch, reuse distance 0", "torch_no_reuse"),
+        ):
             print(f"    {label:<25}{got[key]['whole']:>12,}  with those ahead {got[key]['with_ahead']:>12,}")
 
 

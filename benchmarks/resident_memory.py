@@ -35,6 +35,8 @@ def measure(ort: bool, options: dict[str, Any]) -> dict[str, Any]:
 
     deepspeed.init_distributed("gloo", verbose=False)
     zero = {} if options["stage"] < 3 else {"stage3_param_persistence_threshold": 0}
+    if options["reuse_distance"] is not None:
+        zero["stage3_max_reuse_distance"] = options["reuse_distance"]
     engine, runtime = make_engine(
         build("gpt2", options), options["stage"], ort=ort, batch_size=options["batch"], **zero
     )  # fmt: skip
@@ -69,6 +71,7 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=32)
+    parser.add_argument("--reuse-distance", type=int, help="stage3_max_reuse_distance; 0 gathers for each use")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -396,8 +396,11 @@ BAD = {
 }
 
 
-def goes_on(names: list[str], prefetch: int = 0) -> dict[str, Any]:
-    """Train with a bad call in the middle, and plainly in PyTorch without it; the steps that follow have to agree."""
+def goes_on(names: list[str], prefetch: int = 0, reuse_distance: int = 0) -> dict[str, Any]:
+    """Train with a bad call in the middle, and plainly in PyTorch without it; the steps that follow have to agree.
+
+    With a reuse distance of 0, no weight stays whole between forward and backward.
+    """
     start()
     found = {}
     for name in names:
@@ -405,7 +408,11 @@ def goes_on(names: list[str], prefetch: int = 0) -> dict[str, Any]:
         losses, result = {}, {}
         for ort in (None, True):
             torch.manual_seed(0)
-            zero = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": prefetch}
+            zero = {
+                "stage3_param_persistence_threshold": 0,
+                "stage3_prefetch_bucket_size": prefetch,
+                "stage3_max_reuse_distance": reuse_distance,
+            }
             model = kind()
             engine = _engine(model, ds_config(3, ort=ort, lr=1e-2, **zero))
             losses[ort] = []
@@ -592,6 +599,15 @@ def test_a_hook_of_a_result_that_raises_and_a_result_that_was_changed_leave_the_
             _goes_on(got)
         assert found["hook of result"]["type"] == "ZeroDivisionError"
         assert "modified by an inplace operation" in found["result changed"]["text"]
+
+
+def test_training_goes_on_after_bad_calls_where_weights_stay_whole():
+    # a hook of a parameter that raises leaves other gradients in the bucket of DeepSpeed, which then refuses to go on
+    names = [name for name in BAD if not name.startswith("out of memory") and name != "hook of parameter"]
+    for found in run_on_ranks(goes_on, 2, names, 10_000, 10**9):
+        for name, got in found.items():
+            assert (got["type"] is None) == (name == "sparse") and got["seconds"] < LIMIT, got
+            assert got["losses"] == pytest.approx(got["expected"], abs=2e-4), name
 
 
 @pytest.mark.parametrize("prefetch", [0, 10_000])

@@ -193,7 +193,7 @@ def left_whole(name: str, cache_dir: str) -> dict[str, Any]:
     start()
     torch.manual_seed(0)
     model = LEAVE_NONE[name]()
-    config = ds_config(3, ort=True, split="off", stage3_param_persistence_threshold=0)
+    config = ds_config(3, ort=True, split="off", stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0)
     config["ort_zero"]["ortmodule"]["cache_dir"] = cache_dir
     config["ort_zero"]["ortmodule"]["exclude"] = [n for n, _ in model.named_children() if n == "part"]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
@@ -221,7 +221,7 @@ def engine_of(name: str, stage: int, ort: bool, split: str | None = None) -> Any
     for block in model.modules():
         if isinstance(block, Gathering):
             block.zero3 = stage == 3
-    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0} if stage == 3 else {}
     config = ds_config(stage, ort=True if ort else None, split=split, **zero)
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 

@@ -37,14 +37,16 @@ def train(name: str, config: dict, steps: int, inspect: bool = False) -> dict[st
         )
         batches = Batches(name, torch.distributed.get_rank())
         gas = engine.gradient_accumulation_steps()
-        losses, left = [], []
+        losses, between, left = [], [], []
         for step in range(steps):
             total = 0.0
             for micro in range(gas):
                 loss = batches.loss(engine, step * gas + micro)
                 if inspect:
-                    left.append(_whole(model))
+                    between.append(_whole(model))
                 engine.backward(loss)
+                if inspect:
+                    left.append(_whole(model))
                 engine.step()
                 total += loss.item()
             if inspect:
@@ -60,6 +62,7 @@ def train(name: str, config: dict, steps: int, inspect: bool = False) -> dict[st
             "parameters": full_parameters(model),
             "status": ort_zero.status(),
             "forward_calls": calls.tell(),
+            "whole_between": between,
             "left_whole": left,
         }
         engine.destroy()
@@ -75,9 +78,10 @@ def compare(name: str, stages: list[int], steps: int, options: dict | None = Non
     """Train once in PyTorch and once in ORT for each stage; return what the test asserts on."""
     start()
     options = options or {}
+    distance = 0 if options else 10**9  # within which weights stay whole
     report = {}
     for stage in stages:
-        zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+        zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": distance} if stage == 3 else {}
         reference = train(name, ds_config(stage, ort=None, **options, **zero), steps)
         ours = train(name, ds_config(stage, ort=True, **options, **zero), steps, inspect=stage == 3)
         pairs = [(reference["parameters"][n], p) for n, p in ours["parameters"].items()]
@@ -94,6 +98,7 @@ def compare(name: str, stages: list[int], steps: int, options: dict | None = Non
             "fallbacks": ours["status"]["fallbacks"],
             "forward_calls": (reference["forward_calls"], ours["forward_calls"]),
             "left_whole": ours["left_whole"],
+            "whole_between": (distance, ours["whole_between"]),
             "parameters": sum(p.numel() for p in ours["parameters"].values()),
         }
     return report
@@ -163,7 +168,9 @@ def _ran_in_ort(got, stage, where):
         return
     assert status["graphs"]["training"]["gathers"] >= 2 * micro, where
     assert status["graphs"]["training"]["reduces"] >= micro, where
-    assert set(got["left_whole"]) == {0}, f"{where}: parameters stayed gathered between phases"
+    assert set(got["left_whole"]) == {0}, f"{where}: parameters stayed gathered after the backward"
+    distance, between = got["whole_between"]
+    assert (set(between) == {0}) == (distance == 0), f"{where}: {between} stayed gathered until the backward"
 
 
 def test_dropout_trains():

@@ -48,7 +48,7 @@ def train(kind: str, stage: int, memory: dict | None, *, efficient: bool = False
     """Train a few steps; return losses, parameters, the status of the model."""
     import deepspeed
 
-    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0} if stage == 3 else {}
     config = ds_config(stage, ort=True, gas=gas, **zero)
     config["train_micro_batch_size_per_gpu"] = BATCH
     config["ort_zero"]["memory_efficient_gradients"] = efficient

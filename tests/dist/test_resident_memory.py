@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from deepspeed_setup import ds_config, start
 from tiny_models import gpt2
@@ -21,7 +22,7 @@ def resident() -> int:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon"))
 
 
-def train() -> dict[str, Any]:
+def train(reuse_distance: int) -> dict[str, Any]:
     rank = start()
     import deepspeed
 
@@ -29,7 +30,8 @@ def train() -> dict[str, Any]:
 
     torch.manual_seed(0)
     model = gpt2(words=1000, hidden=96, layers=3)
-    config = ds_config(3, ort=True, stage3_param_persistence_threshold=0)
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": reuse_distance}
+    config = ds_config(3, ort=True, **zero)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     ids = torch.randint(0, 1000, (4, 32), generator=torch.Generator().manual_seed(rank))
     sizes = []
@@ -42,8 +44,9 @@ def train() -> dict[str, Any]:
     return {"sizes": sizes, "status": status, "loss": loss.item()}
 
 
-def test_a_rank_does_not_grow_with_the_steps():
-    for report in run_on_ranks(train, 2, timeout=300):
+@pytest.mark.parametrize("reuse_distance", [0, 10**9], ids=["each use", "default"])
+def test_a_rank_does_not_grow_with_the_steps(reuse_distance):
+    for report in run_on_ranks(train, 2, reuse_distance, timeout=300):
         status, sizes = report["status"], report["sizes"]
         graph = status["graphs"]["training"]
         assert (status["backend"], status["fallbacks"]) == ("onnxruntime", 0)

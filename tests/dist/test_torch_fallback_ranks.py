@@ -191,7 +191,7 @@ def train(name: str, stage: int, ort: bool) -> dict[str, Any]:
     model = MODELS[name]()
     if name == "MixtureOfExperts" and not ort and stage == 3:
         set_z3_leaf_modules(model, [Experts])  # without it ranks that hit other experts wait for each other
-    zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0} if stage == 3 else {}
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=list(model.parameters()),
