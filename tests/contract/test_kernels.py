@@ -209,6 +209,35 @@ def test_convolutions_and_batch_norms_with_their_running_statistics(frozen):
     assert graph["kernels"].get("convolution", 0) == (4 - frozen) * avx512
 
 
+@pytest.mark.parametrize("wanted", [[True, True, True], [False, True, False], [True, False, True], [True, True, False]])
+@pytest.mark.parametrize(
+    ("batch", "size", "kernel", "stride", "padding", "dilation", "groups"),
+    [
+        (8, (2, 2), (3, 3), [1, 1], [1, 1], [1, 1], 1),
+        (3, (7, 5), (3, 2), [2, 1], [1, 0], [1, 2], 1),
+        (4, (4, 4), (3, 3), [1, 1], [1, 1], [1, 1], 1),  # 64 positions, the most
+        (5, (4, 4), (3, 3), [1, 1], [1, 1], [1, 1], 1),
+        (2, (4, 4), (3, 3), [1, 1], [2, 2], [2, 2], 2),
+    ],
+)
+def test_gradients_of_convolutions_over_few_positions(batch, size, kernel, stride, padding, dilation, groups, wanted):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, 6, *size, generator=generator)
+    weight = torch.randn(10, 6 // groups, *kernel, generator=generator)
+    y = torch.conv2d(x, weight, None, stride, padding, dilation, groups)
+    grad = torch.randn(y.shape, generator=generator)
+    ours = operators.convolution_backward(grad, x, weight, stride, padding, dilation, groups, wanted)
+    theirs = torch.ops.aten.convolution_backward(
+        grad, x, weight, [10], stride, padding, dilation, False, [0, 0], groups, wanted
+    )
+    for own, reference in zip(ours, theirs, strict=True):
+        if reference is None:
+            assert own.numel() == 0
+        else:
+            assert own.is_contiguous() and own.shape == reference.shape
+            torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-5)
+
+
 def test_every_kernel_of_ort_can_be_kept():
     runtime, wrapped, reference = wrap(build("gpt2_eager"), ort_kernels=["*"])
     compare(wrapped, reference, tokens(0))

@@ -615,7 +615,7 @@ def test_weights_stay_from_the_forward_to_their_last_use(window):
         started = "".join(call.split()[1] for call in calls(executor) if call.startswith("start"))
         assert sorted(started) == list("abc")  # each once
         assert states(executor) == {"away"} and executor.kept.elements == 0
-    assert executor.counters.gathers == 10
+    assert (executor.counters.gathers, executor.counters.gathered_elements) == (10, 2 * 3 * SIZE)
 
 
 def test_a_weight_whose_next_use_is_far_is_partitioned():

@@ -40,6 +40,7 @@ class Counters:
 
     gathers: int = 0
     gathered_elements: int = 0
+    """Number of elements of the weights that did not stay whole from an earlier event."""
     waits: int = 0
     """Number of gathers that no prefetch had started."""
     reduces: int = 0
@@ -148,7 +149,8 @@ class CollectiveExecutor:
                 self._release_kept()
         if self.memory is not None:
             self.memory.begin_event(index)
-        mine = [p for p in self.kept.take(parameters) if not self.store.partitioned([p])]
+        stayed = [p for p in self.kept.take(parameters) if not self.store.partitioned([p])]
+        mine = list(stayed)
         try:
             mine += self._finish(index)
             self.counters.waits += self._gather_missing(parameters, mine)
@@ -166,7 +168,7 @@ class CollectiveExecutor:
         finally:
             self.store.release([p for p in mine if not _among(p, kept) and not self._stays(index, p)])
         self.counters.gathers += 1
-        self.counters.gathered_elements += sum(w.numel() for w in weights)
+        self.counters.gathered_elements += self._size[index] - sum(self._numel[id(p)] for p in stayed)
         return weights
 
     @named_range(GATHER)
