@@ -89,8 +89,14 @@ def _image_cases(normal, width: int) -> Iterator[KernelCase]:
     feeds = {"dy": normal(8, 32, 16, 16), "y": np.maximum(normal(8, 32, 16, 16), 0)}
     node = helper.make_node("ReluGrad", list(feeds), ["dx"], "relu", domain=_MS)
     yield _case("relu_gradient", "ReluGrad", [node], feeds, {"dx": [8, 32, 16, 16]})
-    forms = ((32, 32, 16, 3, 1, 1), (3, 32, 64, 7, 2, 1), (width // 8 * 8, 64, 8, 3, 2, 1), (64, 64, 8, 3, 1, 4))
-    forms += ((128, 128, 2, 3, 1, 1), (64, 128, 4, 3, 2, 1))  # few positions
+    few_positions = ((128, 128, 2, 3, 1, 1), (64, 128, 4, 3, 2, 1))
+    forms = (
+        (32, 32, 16, 3, 1, 1),
+        (3, 32, 64, 7, 2, 1),
+        (width // 8 * 8, 64, 8, 3, 2, 1),
+        (64, 64, 8, 3, 1, 4),
+        *few_positions,
+    )
     for channels, made, size, kernel, stride, group in forms:
         pads = kernel // 2
         out = (size + 2 * pads - kernel) // stride + 1

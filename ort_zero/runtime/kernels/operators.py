@@ -296,7 +296,7 @@ def _weight_gradient_of_few(
     dilation: list[int],
 ) -> torch.Tensor:
     """Return the gradient of a convolution's weight as one product over all positions of all pictures."""
-    columns = torch.nn.functional.unfold(x, weight.shape[2:], dilation, padding, stride)
+    columns = torch.ops.aten.im2col.default(x, weight.shape[2:], dilation, padding, stride)
     rows = columns.transpose(1, 2).reshape(-1, columns.shape[1])
     return torch.mm(grad.flatten(2).transpose(0, 1).reshape(len(weight), -1), rows).view_as(weight)
 
