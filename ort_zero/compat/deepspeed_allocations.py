@@ -1,4 +1,4 @@
-"""Where DeepSpeed's gathers take their memory from. Versions 0.14 to 0.19.
+"""Where DeepSpeed's gathers take their memory from. Version 0.19.
 
 A gather of one parameter makes its result with ``torch.empty``. A gather of several makes one vector with
 ``torch.empty``, and when it has arrived the weight of each by ``torch.cat`` of its pieces. The module that does this

@@ -100,9 +100,8 @@ class DeepSpeedParameters(PlainParameters):
         try:
             super().reduce(gradients)
         finally:
-            still_partitioned = self.partitioned([parameter for parameter, _ in saved])
             for parameter, data in saved:
-                if any(parameter is other for other in still_partitioned):
+                if self.partitioned([parameter]):
                     parameter.data = data
 
 
