@@ -12,6 +12,7 @@ from typing import Any
 import onnx
 
 from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.compat.torch_onnx import TraceRecord
 from ort_zero.recompute.decision import Decision
 from ort_zero.runtime.export import structures
 from ort_zero.runtime.export.tracer import Effects
@@ -50,6 +51,8 @@ class ExportedModule:
     unreached: frozenset[str] = frozenset()
     """Names of the arguments, parameters and buffers that no backward through the results leads to; empty if that is
     not known for all of them."""
+    trace: TraceRecord | None = None
+    """What was traced, for comparison with other traces of the module; None if it cannot be compared."""
 
 
 @dataclass(slots=True, eq=False)

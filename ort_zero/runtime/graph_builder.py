@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -46,7 +47,7 @@ from ort_zero.runtime.export.tracer import Tracer
 from ort_zero.runtime.export.unchanged_weights import UnchangedWeights
 from ort_zero.runtime.export_cache.lookup import Lookup
 from ort_zero.runtime.export_cache.store import ExportCache
-from ort_zero.runtime.graph_processing import TRACE, GraphProcessor, Timed, sizes_by_symbol
+from ort_zero.runtime.graph_processing import SHARED, TRACE, GraphProcessor, Timed, sizes_by_symbol
 from ort_zero.runtime.guards.attribute_guard import NOTHING_READ, AttributeGuard, ReadValues
 from ort_zero.runtime.guards.keys import (
     ExportedModelInfo,
@@ -55,6 +56,7 @@ from ort_zero.runtime.guards.keys import (
 from ort_zero.runtime.guards.size_guard import Axis, GuardedRead, SizeGuard, SizeRelations
 from ort_zero.runtime.kernels import operators
 from ort_zero.runtime.operators.fallback_policy import FallbackPolicy, infer_python_op
+from ort_zero.runtime.shared_exports import ExportShared, SharedExports
 from ort_zero.runtime.smaller_parts import SmallerParts
 from ort_zero.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.statistics.collect import graph_readers, reader_marks
@@ -76,6 +78,7 @@ class GraphBuilder:
         memory_efficient_gradients: put reduce nodes into the training graph also where no weight is partitioned.
         memory: computes activations again; None for keeping all of them.
         attribute_guard: guard on what the module's code reads besides its arguments.
+        shared: finds exports of other graphs of the model that serve a new one; None for none.
     """
 
     def __init__(
@@ -89,7 +92,9 @@ class GraphBuilder:
         memory_efficient_gradients: bool,
         memory: MemoryOptimizer | BlockRecomputation | None = None,
         attribute_guard: AttributeGuard | None = None,
+        shared: SharedExports | None = None,
     ):
+        self.shared = shared or SharedExports(tuple)
         self.attribute_guard = attribute_guard or AttributeGuard(module)
         self.memory = memory if manager.training else None
         self._marks_checkpointed = isinstance(memory, BlockRecomputation)
@@ -162,7 +167,7 @@ class GraphBuilder:
             call: the same call, taken apart.
             subscribers: who reads values in the graph.
             number: number of the new graph.
-            anew: do not look into the export cache: what it has may be what did not hold.
+            anew: take neither the export cache's nor another graph's export: it may be what did not hold.
 
         Raises:
             ExportError: the module cannot run in ONNX Runtime.
@@ -170,7 +175,8 @@ class GraphBuilder:
         self._refuse_unsupported()
         operators.register()  # graphs have some before kernels are replaced
         if self.cache is None:
-            return self.processor.process(self.export(observed, call, subscribers), observed.process, number, call)
+            exported = self.export(observed, call, subscribers, anew=anew)
+            return self.processor.process(exported, observed.process, number, call)
         with self._timed("cache"):
             self.lookup = Lookup(
                 self.cache,
@@ -188,7 +194,7 @@ class GraphBuilder:
             found = None if anew else self.lookup.find(self.fallback_policy)
         if found is not None:
             return self.processor.process(found[0], observed.process, number, call, found[1])
-        exported = self.export(observed, call, subscribers)
+        exported = self.export(observed, call, subscribers, anew=anew)
         built = self.processor.built(exported, observed.process)
         storable = self.lookup.storable(exported, built, self.fallback_policy)
         graph = self.processor.process(exported, observed.process, number, call, built)
@@ -196,17 +202,30 @@ class GraphBuilder:
             self.lookup.store(storable)  # not before: ORT may have no kernel for what it has built
         return graph
 
-    def export(self, observed: Observed, call: pytree.Call, subscribers: Sequence[SubscribedModel]) -> ExportedModule:
-        """Return the exported module, with its shapes inferred."""
+    def export(
+        self, observed: Observed, call: pytree.Call, subscribers: Sequence[SubscribedModel], *, anew: bool = False
+    ) -> ExportedModule:
+        """Return the exported module, with its shapes inferred; see :meth:`build` for the arguments."""
+        self.shared.begin()
         tracer = self.tracer = self._tracer(call, subscribers, all_inputs=True)
         try:
-            model, schema, axes = self._traced(tracer)
+            traced = self._traced(tracer, observed, anew)
+        except ExportShared as found:
+            return self._shared(found, observed, tracer)
         except Exception:
             # PyTorch has no gradient of a loss for its target, and refuses one that wants it
             if tracer.trace_error is None or tracer.differentiable == wanted_of(call):
                 raise
             tracer = self.tracer = self._tracer(call, subscribers, all_inputs=False)
-            model, schema, axes = self._traced(tracer)
+            try:
+                traced = self._traced(tracer, observed, anew)
+            except ExportShared as found:
+                return self._shared(found, observed, tracer)
+        return self._converted(*traced, observed, tracer)
+
+    def _converted(self, model: Any, schema: Any, axes: dict, observed: Observed, tracer: Tracer) -> ExportedModule:
+        """Return a module that the exporter has converted, with repairs and shapes."""
+        call = tracer.call
         # ORTModule knows that of the first run, where what is computed from sizes is a constant
         schema = tracer.schema if tracer.schema is not None else schema
         complete_dropout(model)
@@ -227,15 +246,41 @@ class GraphBuilder:
             dynamic_axes_map=axes,
             exported_model=model.SerializeToString(),
         )
+        return self._exported(info, observed, tracer, _relations(taken, axes, call), only_read)
+
+    def _shared(self, found: ExportShared, observed: Observed, tracer: Tracer) -> ExportedModule:
+        """Return a module whose trace is that of another graph, with that graph's export."""
+        self.seconds[SHARED] = self.seconds.pop("export") - self.seconds.get(TRACE, 0.0)
+        info = dataclasses.replace(
+            found.exported.info, module_forward_output_schema=tracer.schema, exported_model=found.model
+        )
+        return self._exported(info, observed, tracer, found.exported.key.size_guard.relations)
+
+    def _exported(
+        self,
+        info: ExportedModelInfo,
+        observed: Observed,
+        tracer: Tracer,
+        relations: SizeRelations,
+        only_read: frozenset[str] = frozenset(),
+    ) -> ExportedModule:
+        """Return an exported model with what its trace tells of the module."""
         key = dataclasses.replace(
             observed.export,
             attributes=self._read_values(tracer),
-            sizes=self._size_guard(tracer, _relations(taken, axes, call)),
+            sizes=self._size_guard(tracer, relations),
             gradients=observed.export.gradients if tracer.asks_for_gradients else None,
         )
-        differentiable = tracer.differentiable.union(observed.process.inputs)  # buffers among them
-        unreached = self._unreached(tracer)
-        return ExportedModule(key, info, tracer.effects, differentiable, tracer.readers, only_read, unreached)
+        return ExportedModule(
+            key,
+            info,
+            tracer.effects,
+            differentiable=tracer.differentiable.union(observed.process.inputs),  # buffers among them
+            readers=tracer.readers,
+            only_read=only_read,
+            unreached=self._unreached(tracer),
+            trace=self.shared.record,
+        )
 
     def _unreached(self, tracer: Tracer) -> frozenset[str]:
         """Return the graph inputs that no backward through the results leads to; none if some leaf is unknown."""
@@ -307,8 +352,17 @@ class GraphBuilder:
             by_value=self.counted_by_value,
         )
 
-    def _traced(self, tracer: Tracer) -> tuple:
-        """Return the exported model, the structure of its results, and the names of its dynamic axes."""
+    def _traced(self, tracer: Tracer, observed: Observed, anew: bool) -> tuple:
+        """Return the exported model, the structure of its results, and the names of its dynamic axes.
+
+        Raises:
+            ExportShared: the export of another graph serves, unless `anew` wants none.
+        """
+
+        def compare(trace: Any) -> None:
+            gradients = self.manager.training
+            self.shared.take(trace, observed, tracer.graph_inputs, gradients=gradients, look=not anew)
+
         flattened = self.manager.flattened_module
         self.fallback_policy.failed_place = None
         self.seconds.pop(TRACE, None)  # of a trace that was given up
@@ -325,6 +379,7 @@ class GraphBuilder:
             self.excluded.as_operators(drop_caches=tracer.drop_caches),
             self.functions.as_operators(),
             torch_onnx.routing(self.fallback_policy),
+            torch_onnx.traces_shown(compare),
             unchanged_buffers(flattened),
             buffers_as_inputs(flattened),
             unchanged_attributes(

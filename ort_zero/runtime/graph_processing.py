@@ -466,7 +466,8 @@ class GraphProcessor:
 
 TRACE = "trace"
 """The step in which the module runs in PyTorch for the exporter: once for its results, once recorded."""
-
+SHARED = "shared export"
+"""The step in which the export of another graph is taken over, in place of the exporter's conversion."""
 
 STEPS = ("export", "shapes", "gradient graph", "session")
 """The steps that every graph takes that is in no cache."""

@@ -50,6 +50,7 @@ from ort_zero.runtime.guards.value_guards import GuardFailures
 from ort_zero.runtime.operators import torch_fallback
 from ort_zero.runtime.rank_agreement import RankAgreement
 from ort_zero.runtime.rank_protocol import Scope
+from ort_zero.runtime.shared_exports import SharedExports
 from ort_zero.runtime.submodule_graphs import SubmoduleGraphs, callable_parts
 from ort_zero.runtime.transitions import GraphTransitionManager, TransitionHistory
 from ort_zero.runtime.zero3 import gathered_weights
@@ -234,6 +235,7 @@ class Runtime:
                 self.memory_efficient_gradients,
                 self.memory,
                 self.attribute_guard,
+                SharedExports(self.graphs),
             )
             self.modes[manager.training] = GraphTransitionManager(
                 builder, module_guard, self.attribute_guard, self.history, self.config.graph_cache_size

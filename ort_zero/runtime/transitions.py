@@ -28,7 +28,7 @@ from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.fused_loss.lazy_logits import LogitReads
 from ort_zero.runtime.graph_builder import GraphBuilder
-from ort_zero.runtime.graph_processing import STEPS
+from ort_zero.runtime.graph_processing import SHARED, STEPS, TRACE
 from ort_zero.runtime.guards.argument_numbers import ArgumentNumbers
 from ort_zero.runtime.guards.attribute_changes import AttributeChanges
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard, AttributeValues
@@ -62,6 +62,8 @@ class CompletedTransition:
     """Seconds of each part of the work."""
     cache: str | None = None
     """Result of the lookup in the export cache, with the reason of a miss; None without a cache."""
+    shared: str | None = None
+    """Whether the export of another graph served, and which or why not; None where there was none to compare."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the transition as plain values, for ``ort_zero.status()``."""
@@ -74,6 +76,7 @@ class CompletedTransition:
             "seconds": round(self.seconds, 3),
             "steps": {step: round(seconds, 3) for step, seconds in self.steps.items()},
             "cache": self.cache,
+            "shared_export": self.shared,
         }
 
 
@@ -269,6 +272,7 @@ class GraphTransitionManager:
             time.perf_counter() - started,
             dict(steps),
             lookup.outcome if lookup is not None else None,
+            self.builder.shared.outcome or None if TRACE in steps else None,
         )
         self.history.completed.append(done)
         self._log(done, graph, before)
@@ -323,13 +327,14 @@ class GraphTransitionManager:
             return
         verb = "re-processed"
         if done.transition.action is Action.EXPORT:
-            verb = "exported" if "export" in done.steps else "loaded"
+            verb = "exported" if "export" in done.steps else "shares an export" if SHARED in done.steps else "loaded"
         bridge = f", {graph.bridge}" if graph.bridge else ""
         cache = f"; export cache {done.cache}" if done.cache else ""
+        shared = f"; shared export {done.shared}" if done.shared else ""
         parts = ", ".join(f"{step} {seconds:.1f}" for step, seconds in done.steps.items() if seconds >= 0.05)
         parts = f"; seconds: {parts}" if parts else ""
-        log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s%s%s",
-                 name, verb, done.seconds, why, graph.nodes, graph.python_ops, bridge, parts, cache)  # fmt: skip
+        log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s%s%s%s",
+                 name, verb, done.seconds, why, graph.nodes, graph.python_ops, bridge, parts, cache, shared)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)

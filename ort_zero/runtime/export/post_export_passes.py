@@ -6,10 +6,13 @@ The graph builder runs these passes on each exported model.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+
+from ort_zero.compat.torch_onnx import STOP_GRADIENT
 
 
 def complete_dropout(model: onnx.ModelProto) -> int:
@@ -44,6 +47,34 @@ def complete_dropout(model: onnx.ModelProto) -> int:
         )
         model.graph.node.insert(0, constant)
     return repaired
+
+
+def remove_dropout(model: onnx.ModelProto) -> int:
+    """Let every Dropout node pass on what it is given, in place; return how many there were."""
+    return _pass_on(node for node in model.graph.node if node.op_type == "Dropout" and not node.domain)
+
+
+def remove_gradient_stops(model: onnx.ModelProto) -> int:
+    """Let every node pass on what it is given that is there to stop a gradient, in place; return how many there were."""
+    return _pass_on(
+        node
+        for node in model.graph.node
+        if node.op_type == "ATen"
+        and any(each.name == "operator" and each.s.decode() == STOP_GRADIENT for each in node.attribute)
+    )
+
+
+def _pass_on(nodes: Iterable[onnx.NodeProto]) -> int:
+    """Make each node an Identity of its first input, in place; return how many there were."""
+    count = 0
+    for count, node in enumerate(nodes, start=1):
+        first, result = node.input[0], node.output[0]
+        for name in ("domain", "input", "output", "attribute"):
+            node.ClearField(name)
+        node.op_type = "Identity"
+        node.input.append(first)
+        node.output.append(result)
+    return count
 
 
 def remove_casts_to_the_same_type(model: onnx.ModelProto) -> int:

@@ -1,0 +1,139 @@
+"""Lets two graphs of a model share one export: that for evaluation is mostly the training graph's without dropout.
+
+The module is traced for each of them, so that nothing is assumed of what its Python code does with ``training``. Only
+when both traces compute the same, but for dropout, the second one is not converted to ONNX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import onnx
+
+from ort_zero.compat.torch_onnx import NotRecorded, Recorder, TraceRecord
+from ort_zero.runtime.built_graph import BuiltGraph, ExportedModule
+from ort_zero.runtime.export.post_export_passes import (
+    anchor_constant_results,
+    remove_dropout,
+    remove_gradient_stops,
+)
+from ort_zero.runtime.guards.keys import Observed
+
+
+class ExportShared(BaseException):  # noqa: N818
+    """Ends an export, since that of another graph serves.
+
+    Not an Exception: no ``except`` of the exporter may take it for a failure.
+    """
+
+    def __init__(self, number: int, exported: ExportedModule, model: bytes):
+        super().__init__(f"the trace is that of graph {number}")
+        self.number = number
+        self.exported = exported
+        """The other graph's export."""
+        self.model = model
+        """The same model for this trace, serialized."""
+
+
+class SharedExports:
+    """Looks whether the export of a graph of the same model serves a new one.
+
+    Args:
+        graphs: returns the graphs of all modes of the model.
+    """
+
+    def __init__(self, graphs: Callable[[], Iterable[BuiltGraph]]):
+        self._graphs = graphs
+        self.record: TraceRecord | None = None
+        """Record of the last trace; None if it cannot be compared."""
+        self.outcome = ""
+        """Result of the last look, with the reason where no export serves; "" where there was none."""
+
+    def begin(self) -> None:
+        """Forget the last trace."""
+        self.record, self.outcome = None, ""
+
+    def take(self, trace: Any, observed: Observed, inputs: Iterable[str], *, gradients: bool, look: bool) -> None:
+        """Note a trace, and end its export if that of another graph serves.
+
+        Args:
+            trace: the TorchScript graph.
+            observed: the call that is exported.
+            inputs: names of the arguments and attributes that are inputs of the graph.
+            gradients: whether the new graph has gradients.
+            look: whether another export may serve.
+
+        Raises:
+            ExportShared: it does.
+        """
+        graphs = list(self._graphs()) if look else []
+        try:
+            recorder = Recorder(trace, tuple(inputs))
+        except NotRecorded as why:
+            if graphs:
+                self.outcome = f"no: {why}"
+            return
+        self.record = recorder.record
+        for graph in graphs:
+            number, exported = graph.known.number, graph.exported
+            if exported.trace is None:
+                continue
+            why = _difference(exported, exported.trace, recorder, observed, gradients)
+            if why is None:
+                model = _without_dropout(exported, keep=recorder.record.drops, gradients=gradients)
+                if model is not None:
+                    self.outcome = f"yes: that of graph {number}"
+                    if exported.trace.drops and not recorder.record.drops:
+                        self.outcome += ", without dropout"
+                    raise ExportShared(number, exported, model)
+                why = "it calls Python"
+            self.outcome = f"no: graph {number}: {why}"
+
+
+def _difference(
+    exported: ExportedModule, known: TraceRecord, recorder: Recorder, observed: Observed, gradients: bool
+) -> str | None:
+    """Return why an export does not serve a trace; None if it may."""
+    key, record = exported.key, recorder.record
+    if exported.readers or observed.export.readers:
+        return "subscribers read its values"
+    if (key.tensors, key.model.number, key.torch_state) != (
+        observed.export.tensors,
+        observed.export.model.number,
+        observed.export.torch_state,
+    ):
+        return "it is of other arguments, or of the module as it was"
+    if record.inputs != known.inputs:
+        return "other attributes are inputs"
+    if record.digest != known.digest:
+        return f"the traces differ from {recorder.first_difference(known)} on"
+    if record.drops and record.dropout != known.dropout:
+        return "dropout differs"
+    if gradients and record.gradients != known.gradients:
+        return "gradients stop elsewhere"
+    if not key.size_guard.holds(observed.export.shapes):
+        return "it is for other sizes"
+    return None
+
+
+def _without_dropout(exported: ExportedModule, *, keep: bool, gradients: bool) -> bytes | None:
+    """Return a model as it is for a trace that is the same but for dropout; None if nodes of it call Python.
+
+    Args:
+        exported: the export.
+        keep: whether dropout is the same too.
+        gradients: whether gradients go through the result.
+    """
+    model = onnx.load_model_from_string(exported.info.exported_model)
+    if any(node.op_type == "PythonOp" for node in model.graph.node):
+        return None
+    changed = 0
+    if not keep:
+        changed += remove_dropout(model)
+    if not gradients:
+        changed += remove_gradient_stops(model)
+    if not changed:
+        return exported.info.exported_model
+    anchor_constant_results(model)
+    return model.SerializeToString()
