@@ -75,6 +75,33 @@ def remove_unread_initializers(graph: onnx.GraphProto) -> int:
     return len(unread)
 
 
+def keep_results(model: onnx.ModelProto, kept: Sequence[int]) -> None:
+    """Keep the results of these indices in this order, and of the graph what they depend on; changes `model`.
+
+    Inputs that nothing read before stay.
+
+    Args:
+        model: its nodes are in topological order.
+        kept: indices of results, each of them once.
+    """
+    graph = model.graph
+    if list(kept) == list(range(len(graph.output))):
+        return
+    read_before = set().union(*(input_names(node) for node in graph.node), (result.name for result in graph.output))
+    replace_field(graph, "output", [graph.output[i] for i in kept])
+    read = {result.name for result in graph.output}
+    nodes = []
+    for node in reversed(graph.node):
+        if read.intersection(node.output):
+            read.update(input_names(node))
+            nodes.append(node)
+    replace_field(graph, "node", reversed(nodes))
+    replace_field(graph, "input", [i for i in graph.input if i.name in read or i.name not in read_before])
+    made = read.union(*(node.output for node in graph.node))
+    replace_field(graph, "value_info", [value for value in graph.value_info if value.name in made])
+    remove_unread_initializers(graph)
+
+
 def rename_inputs(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
     """Rename the values that `node` reads, in its bodies too unless a name is bound there; changes `node`.
 

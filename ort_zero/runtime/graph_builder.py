@@ -21,6 +21,7 @@ from ort_zero.compat.torch_modules import buffers_as_inputs, registrations_put_b
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import ExportError
 from ort_zero.log import get_logger
+from ort_zero.onnx_edit.node_edits import keep_results
 from ort_zero.recompute.block_recomputation import BlockRecomputation
 from ort_zero.recompute.optimizer import MemoryOptimizer
 from ort_zero.runtime.built_graph import BuiltGraph, ExportedModule
@@ -225,46 +226,55 @@ class GraphBuilder:
 
     def _converted(self, model: Any, schema: Any, axes: dict, observed: Observed, tracer: Tracer) -> ExportedModule:
         """Return a module that the exporter has converted, with repairs and shapes."""
-        call = tracer.call
         # ORTModule knows that of the first run, where what is computed from sizes is a constant
         schema = tracer.schema if tracer.schema is not None else schema
         complete_dropout(model)
         seed_dropout(model)
         only_read = frozenset(graph_readers.inputs_for_marks_alone(model) if tracer.readers else ())
         with self._timed("shapes"):
-            model, taken = self.manager.process(model, infer_python_op, sizes_by_symbol(axes, call))
+            model, taken = self.manager.process(model, infer_python_op, sizes_by_symbol(axes, tracer.call))
         remove_casts_to_the_same_type(model)
         divide_sums(model)
         bound_clips(model)
         keep_ranges_as_indices(model)
         anchor_constant_results(model)
-        names = tuple(given.name for given in model.graph.input)
-        info = ExportedModelInfo(
-            module_forward_output_schema=schema,
-            onnx_graph_input_names=names,
-            onnx_graph_input_names_user_defined=tuple(name for name in call.names if name in set(names)),
-            dynamic_axes_map=axes,
-            exported_model=model.SerializeToString(),
-        )
-        return self._exported(info, observed, tracer, _relations(taken, axes, call), only_read)
+        relations = _relations(taken, axes, tracer.call)
+        if not tracer.spare_results:
+            return self._exported(model, schema, axes, relations, observed, tracer, only_read)
+        whole = model.SerializeToString()
+        keep_results(model, range(len(model.graph.output) - tracer.spare_results))
+        exported = self._exported(model, schema, axes, relations, observed, tracer, only_read)
+        exported.whole = whole
+        return exported
 
     def _shared(self, found: ExportShared, observed: Observed, tracer: Tracer) -> ExportedModule:
         """Return a module whose trace is that of another graph, with that graph's export."""
         self.seconds[SHARED] = self.seconds.pop("export") - self.seconds.get(TRACE, 0.0)
-        info = dataclasses.replace(
-            found.exported.info, module_forward_output_schema=tracer.schema, exported_model=found.model
-        )
-        return self._exported(info, observed, tracer, found.exported.key.size_guard.relations)
+        other = found.exported
+        axes, relations = other.info.dynamic_axes_map, other.key.size_guard.relations
+        exported = self._exported(found.model, tracer.schema, axes, relations, observed, tracer)
+        exported.trace = None  # its results are some of the trace's
+        return exported
 
     def _exported(
         self,
-        info: ExportedModelInfo,
+        model: Any,
+        schema: Any,
+        axes: Mapping[str, Mapping[int, str]],
+        relations: SizeRelations,
         observed: Observed,
         tracer: Tracer,
-        relations: SizeRelations,
         only_read: frozenset[str] = frozenset(),
     ) -> ExportedModule:
         """Return an exported model with what its trace tells of the module."""
+        names = tuple(given.name for given in model.graph.input)
+        info = ExportedModelInfo(
+            module_forward_output_schema=schema,
+            onnx_graph_input_names=names,
+            onnx_graph_input_names_user_defined=tuple(name for name in tracer.call.names if name in set(names)),
+            dynamic_axes_map=axes,
+            exported_model=model.SerializeToString(),
+        )
         key = dataclasses.replace(
             observed.export,
             attributes=self._read_values(tracer),
@@ -361,7 +371,7 @@ class GraphBuilder:
 
         def compare(trace: Any) -> None:
             gradients = self.manager.training
-            self.shared.take(trace, observed, tracer.graph_inputs, gradients=gradients, look=not anew)
+            self.shared.take(trace, observed, tracer, gradients=gradients, look=not anew)
 
         flattened = self.manager.flattened_module
         self.fallback_policy.failed_place = None

@@ -12,12 +12,14 @@ from typing import Any
 import onnx
 
 from ort_zero.compat.torch_onnx import NotRecorded, Recorder, TraceRecord
+from ort_zero.onnx_edit.node_edits import keep_results
 from ort_zero.runtime.built_graph import BuiltGraph, ExportedModule
 from ort_zero.runtime.export.post_export_passes import (
     anchor_constant_results,
     remove_dropout,
     remove_gradient_stops,
 )
+from ort_zero.runtime.export.tracer import Tracer
 from ort_zero.runtime.guards.keys import Observed
 
 
@@ -27,13 +29,12 @@ class ExportShared(BaseException):  # noqa: N818
     Not an Exception: no ``except`` of the exporter may take it for a failure.
     """
 
-    def __init__(self, number: int, exported: ExportedModule, model: bytes):
-        super().__init__(f"the trace is that of graph {number}")
-        self.number = number
+    def __init__(self, exported: ExportedModule, model: onnx.ModelProto):
+        super().__init__("the trace is that of another graph")
         self.exported = exported
         """The other graph's export."""
         self.model = model
-        """The same model for this trace, serialized."""
+        """The same model for this trace."""
 
 
 class SharedExports:
@@ -54,13 +55,13 @@ class SharedExports:
         """Forget the last trace."""
         self.record, self.outcome = None, ""
 
-    def take(self, trace: Any, observed: Observed, inputs: Iterable[str], *, gradients: bool, look: bool) -> None:
+    def take(self, trace: Any, observed: Observed, tracer: Tracer, *, gradients: bool, look: bool) -> None:
         """Note a trace, and end its export if that of another graph serves.
 
         Args:
             trace: the TorchScript graph.
             observed: the call that is exported.
-            inputs: names of the arguments and attributes that are inputs of the graph.
+            tracer: has followed the trace.
             gradients: whether the new graph has gradients.
             look: whether another export may serve.
 
@@ -69,7 +70,7 @@ class SharedExports:
         """
         graphs = list(self._graphs()) if look else []
         try:
-            recorder = Recorder(trace, tuple(inputs))
+            recorder = Recorder(trace, tuple(tracer.graph_inputs), tracer.spare_results)
         except NotRecorded as why:
             if graphs:
                 self.outcome = f"no: {why}"
@@ -81,12 +82,12 @@ class SharedExports:
                 continue
             why = _difference(exported, exported.trace, recorder, observed, gradients)
             if why is None:
-                model = _without_dropout(exported, keep=recorder.record.drops, gradients=gradients)
+                model = _model_for(recorder.record, exported, tracer.spare_results, gradients=gradients)
                 if model is not None:
                     self.outcome = f"yes: that of graph {number}"
                     if exported.trace.drops and not recorder.record.drops:
                         self.outcome += ", without dropout"
-                    raise ExportShared(number, exported, model)
+                    raise ExportShared(exported, model)
                 why = "it calls Python"
             self.outcome = f"no: graph {number}: {why}"
 
@@ -106,8 +107,10 @@ def _difference(
         return "it is of other arguments, or of the module as it was"
     if record.inputs != known.inputs:
         return "other attributes are inputs"
-    if record.digest != known.digest:
-        return f"the traces differ from {recorder.first_difference(known)} on"
+    if record.digest != known.digest or not set(record.results).issubset(known.results):
+        return f"the traces differ {recorder.first_difference(known)}"
+    if len(set(record.results)) < len(record.results):
+        return "a value is returned twice"
     if record.drops and record.dropout != known.dropout:
         return "dropout differs"
     if gradients and record.gradients != known.gradients:
@@ -117,23 +120,29 @@ def _difference(
     return None
 
 
-def _without_dropout(exported: ExportedModule, *, keep: bool, gradients: bool) -> bytes | None:
-    """Return a model as it is for a trace that is the same but for dropout; None if nodes of it call Python.
+def _model_for(
+    record: TraceRecord, exported: ExportedModule, spare: int, *, gradients: bool
+) -> onnx.ModelProto | None:
+    """Return an exported model as it is for a trace that is the same but for dropout and results.
 
     Args:
+        record: record of the trace.
         exported: the export.
-        keep: whether dropout is the same too.
-        gradients: whether gradients go through the result.
+        spare: number of its results that are not needed.
+        gradients: whether gradients go through the new graph.
+
+    Returns:
+        The model; None if nodes of it call Python.
     """
-    model = onnx.load_model_from_string(exported.info.exported_model)
+    assert exported.trace is not None
+    model = onnx.load_model_from_string(exported.whole or exported.info.exported_model)
     if any(node.op_type == "PythonOp" for node in model.graph.node):
         return None
-    changed = 0
-    if not keep:
-        changed += remove_dropout(model)
+    wanted = record.results[: len(record.results) - spare]
+    keep_results(model, [exported.trace.results.index(name) for name in wanted])
+    if not record.drops:
+        remove_dropout(model)
     if not gradients:
-        changed += remove_gradient_stops(model)
-    if not changed:
-        return exported.info.exported_model
+        remove_gradient_stops(model)
     anchor_constant_results(model)
-    return model.SerializeToString()
+    return model

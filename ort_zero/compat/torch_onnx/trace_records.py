@@ -20,6 +20,12 @@ from ort_zero.utils.patching import replaced
 _DROPOUT = {"aten::dropout": ("p", "train"), "aten::scaled_dot_product_attention": ("dropout_p", None)}
 """Names of the arguments that are the probability of dropout, and whether there is any, by the operator."""
 
+_BEHIND_RESULTS = "_OutputIdentityOp"
+"""The autograd Function through which ORTModule (1.19.2, ``_io.py``) returns each result."""
+
+_TOGETHER = ("prim::ListConstruct", "prim::TupleConstruct")
+"""Operators that put several results together."""
+
 
 class NotRecorded(Exception):  # noqa: N818
     """A trace holds something whose meaning no record can tell; the text says what."""
@@ -31,10 +37,12 @@ class TraceRecord:
 
     inputs: tuple[str, ...]
     """Names of the arguments and attributes that are inputs of the graph."""
+    results: tuple[str, ...]
+    """Which value each result is; these names mean the same in traces with the same digest."""
     digest: str
-    """Digest of everything but gradients and dropout."""
+    """Digest of everything but results, gradients and dropout."""
     nodes: tuple[int, ...]
-    """The beginning of the digest of each weight and operator in order, and of the results, to find a difference."""
+    """The beginning of the digest of each weight and operator in order, to find a difference."""
     gradients: str
     """Digest of which values have a gradient."""
     dropout: tuple[float, ...]
@@ -71,27 +79,38 @@ class Recorder:
     Args:
         graph: the graph.
         inputs: names of the arguments and attributes that are its first inputs; weights and buffers come behind.
+        spare: number of results, the last ones, that are there for other traces alone: detached from what they are.
 
     Raises:
         NotRecorded: it calls Python functions, or has branches, or constants without a lasting form.
     """
 
-    def __init__(self, graph: Any, inputs: Sequence[str]):
+    def __init__(self, graph: Any, inputs: Sequence[str], spare: int = 0):
         self._digests: list[str] = []
         self._places: list[Any] = []
-        """What each digest is of: an input, an operator, or None for the results."""
+        """The name of the input, or the operator, that each digest is of."""
         self._gradients: list[bool] = []
         self._dropout: list[float] = []
         self._names: dict[int, str] = {}
         """What each value of the graph is called in digests: constants by their values, all others by a number."""
+        self._numbered = 0
+        returned = list(graph.outputs())
+        self._not_the_modules = {value.unique() for value in returned if value.node().kind() in _TOGETHER}
+        if self._not_the_modules:
+            returned = list(returned[0].node().inputs())
+        results = [_passed_on(value) for value in returned]
+        first_spare = len(results) - spare
+        self._not_the_modules.update(value.unique() for value in results[first_spare:])
+        results[first_spare:] = [next(value.node().inputs()) for value in results[first_spare:]]
         for i, value in enumerate(graph.inputs()):
             self._name(value)
-            self._note(value, (inputs[i] if i < len(inputs) else value.debugName(), self._kind(value)))
+            name = inputs[i] if i < len(inputs) else value.debugName()
+            self._note(name, (name, self._kind(value)))
         for node in graph.nodes():
             self._add(node)
-        self._note(None, [self._names[value.unique()] for value in graph.outputs()])
         self.record = TraceRecord(
             tuple(inputs),
+            tuple(self._names[value.unique()] for value in results),
             _digest(self._digests),
             tuple(int(digest[:8], 16) for digest in self._digests),
             _digest(self._gradients),
@@ -99,22 +118,26 @@ class Recorder:
         )
 
     def first_difference(self, other: TraceRecord) -> str:
-        """Return the first place where the graph differs from another one: ``"aten::cat (model.py:12 in forward)"``."""
+        """Return where the graph first differs from another one: ``"from aten::cat (model.py:12 in forward) on"``."""
+        if self.record.digest == other.digest:
+            return "in their results"
         pairs = zip(self.record.nodes, other.nodes, strict=False)
-        place = self._places[next((i for i, (mine, its) in enumerate(pairs) if mine != its), len(self._places) - 1)]
-        if place is None:
-            return "the results"
-        if not hasattr(place, "sourceRange"):
-            return f"input {place.debugName()}"
+        first = next((i for i, (mine, its) in enumerate(pairs) if mine != its), len(other.nodes))
+        if first >= len(self._places):
+            return "at the end"
+        place = self._places[first]
+        if isinstance(place, str):
+            return f"in input {place}"
         line = TracedNode(place).place.line
-        return f"{place.kind()} ({line})" if line else place.kind()
+        return f"from {place.kind()} ({line}) on" if line else f"from {place.kind()} on"
 
     def _note(self, place: Any, contents: Any) -> None:
         self._places.append(place)
         self._digests.append(_digest(contents))
 
     def _name(self, value: Any) -> None:
-        self._names[value.unique()] = f"%{len(self._names)}"
+        self._names[value.unique()] = f"%{self._numbered}"
+        self._numbered += 1
 
     def _kind(self, value: Any) -> tuple:
         """Return element type and axes of a value, and note whether it has a gradient."""
@@ -132,10 +155,12 @@ class Recorder:
         if any(True for _ in node.blocks()):
             raise NotRecorded(f"{kind} has branches")
         if kind == "prim::PythonOp":
-            # ORTModule's own behind each result; of all others nothing but the name is known
-            if node.pyname() != "_OutputIdentityOp":
+            if node.pyname() != _BEHIND_RESULTS:
                 raise NotRecorded(f"it calls {node.pyname()}")
-        elif node.attributeNames():
+            return
+        if any(value.unique() in self._not_the_modules for value in node.outputs()):
+            return
+        if node.attributeNames():
             raise NotRecorded(f"{kind} has attributes")
         inputs = [self._names[value.unique()] for value in node.inputs()]
         if kind in _DROPOUT:
@@ -157,6 +182,12 @@ class Recorder:
         self._dropout.append(float(node.inputs[probability].constant) if on else 0.0)
         for position in taken:
             inputs[position] = ""
+
+
+def _passed_on(result: Any) -> Any:
+    """Return the value that a result is: ORTModule puts a call of a Function of its own behind each."""
+    node = result.node()
+    return next(node.inputs()) if node.kind() == "prim::PythonOp" and node.pyname() == _BEHIND_RESULTS else result
 
 
 def _constant(node: Any) -> str:

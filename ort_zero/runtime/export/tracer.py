@@ -170,6 +170,9 @@ class Tracer:
         self.sizes: SizeReads | None = None
         """What it has taken from sizes; None before the trace."""
         self.effects = Effects()
+        self.spare_results = 0
+        """Number of outputs, the last ones, that the graph does not need: caches that it leaves out, detached. With
+        them the export may serve a graph that returns them, see :mod:`ort_zero.runtime.shared_exports`."""
         self.arguments_reached: frozenset[str] = frozenset()
         """Names of the arguments that a backward through the results leads to."""
         self.leaves_reached: frozenset[int] = frozenset()
@@ -409,7 +412,20 @@ class Tracer:
         more += [seen.anchored(value, given) for _, value in changed_buffers]
         more += [guard.tensor.detach().flatten() for guard in seen.guards]
         more += reader_marks.joined_tokens(self.readers)
-        return tensors + more, schema
+        spare = self._caches(value, known, results_and_more=[*tensors, *more])
+        self.spare_results = len(spare)
+        return tensors + more + [seen.anchored(tensor, given).detach() for tensor in spare], schema
+
+    def _caches(self, value: Any, known: dict, results_and_more: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of a result that are left out of the graph's, for other graphs of the module."""
+        if not self.drop_caches or self.readers:
+            return []
+        try:
+            every, _ = pytree.flatten(value, drop_caches=False, known=known)
+        except TypeError:
+            return []  # who returns it will be told
+        returned = {id(tensor) for tensor in results_and_more}
+        return [tensor for tensor in every if id(tensor) not in returned]
 
     def _own_paths(self, containers: ArgumentChanges, given: Sequence[torch.Tensor]) -> dict[int, tuple]:
         """Return the paths of tensors and containers that the caller gets back as its own when they are results."""

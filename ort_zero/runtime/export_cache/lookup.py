@@ -16,6 +16,7 @@ import torch
 
 from ort_zero import env
 from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.compat.torch_onnx import TraceRecord
 from ort_zero.compat.value_reads import ValueReadError
 from ort_zero.log import get_logger
 from ort_zero.runtime.built_graph import BuiltModel, ExportedModule
@@ -189,7 +190,10 @@ class Lookup:
         except NotStorable as why:
             self.outcome = "; ".join(filter(None, (self.outcome, f"not kept: {why}")))
             return None
-        return StorableGraph(meta, {"exported": exported.info.exported_model, "built": built.model.SerializeToString()})
+        blobs = {"exported": exported.info.exported_model, "built": built.model.SerializeToString()}
+        if exported.whole is not None:
+            blobs["whole"] = exported.whole
+        return StorableGraph(meta, blobs)
 
     def store(self, graph: StorableGraph | None) -> None:
         """Store what had to be exported, for later runs."""
@@ -236,6 +240,7 @@ class Lookup:
             "info": asdict(built.info),
             "fused loss": None if built.fused is None else _written_fused(built.fused),
             "padding stays": built.padding_stays,
+            "trace": None if exported.trace is None else asdict(exported.trace),
         }
 
     def _restored(self, found: Found, routes: FallbackPolicy) -> tuple[ExportedModule, BuiltModel]:
@@ -289,8 +294,16 @@ class Lookup:
         )
         routes.reasons.update(meta["taken"])
         routes.without_symbolic.update(meta.get("without symbolic", {}))
-        unreached = frozenset(meta.get("unreached", ()))
-        return ExportedModule(key, info, effects, frozenset(meta["differentiable"]), unreached=unreached), built
+        exported = ExportedModule(
+            key,
+            info,
+            effects,
+            frozenset(meta["differentiable"]),
+            unreached=frozenset(meta.get("unreached", ())),
+            trace=_read_trace(meta.get("trace")),
+            whole=found.blobs.get("whole"),
+        )
+        return exported, built
 
     def _read_values(self, written: dict[str, Any]) -> ReadValues:
         """Return what the graph was traced with, as it is in this process.
@@ -308,6 +321,14 @@ class Lookup:
             if now != then:
                 raise ValueError(f"{place.named(type(self.module).__name__)} is {now}, and was {then}")
         return read
+
+
+def _read_trace(written: dict[str, Any] | None) -> TraceRecord | None:
+    """Return the record of a trace that was written as a dictionary; None for none."""
+    if written is None:
+        return None
+    lists = {name: tuple(written[name]) for name in ("inputs", "results", "nodes", "dropout")}
+    return TraceRecord(**lists, digest=str(written["digest"]), gradients=str(written["gradients"]))
 
 
 def _written_fused(fused: FusedLoss) -> list[int]:
