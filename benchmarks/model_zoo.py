@@ -43,6 +43,8 @@ GRADIENT_TOLERANCE = 1e-2
 """Largest difference of a parameter's gradients of the last step over their size; losses alone hide small ones."""
 GRADIENT_FLOOR = 1e-5
 """Added to that size, as a part of the size of all gradients: that of a key's bias is zero but for rounding errors."""
+EVALUATION_TOLERANCE = 1e-3
+"""Largest difference of a result of an evaluation after these steps, in the mean of squares, over its size."""
 CAUSE_LENGTH = 160
 ZERO3_HEADING = "## ZeRO-3"
 
@@ -78,6 +80,16 @@ def train(
         gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     return losses, gradients
+
+
+def evaluate(call: Callable[..., Any], model: torch.nn.Module, batch: zoo_models.Batch) -> list[torch.Tensor]:
+    """Return the tensors of what the model returns in evaluation, its caches of keys and values among them."""
+    from ort_zero.runtime.export import pytree
+
+    torch.manual_seed(0)
+    model.eval()
+    with torch.no_grad():
+        return pytree.flatten(call(**batch), drop_caches=False)[0]
 
 
 def shorten(message: str) -> str:
@@ -127,12 +139,46 @@ def differing_gradients(
 
 def wrong_runs(status: Row, steps: int) -> str | None:
     """Return what in the status of ort_zero shows that ORT did not run all steps, None if it did."""
-    graph = status["graphs"].get("training", {})
     if status["backend"] != "onnxruntime":
         return f"ran in {status['backend']}"
+    if "submodules" in status:  # PyTorch runs the model's own code, and one step may call a submodule several times
+        called = {path: part for path, part in status["submodules"].items() if part["backend"] != "not called yet"}
+        for path, part in called.items():
+            runs = part["graphs"].get("training", {}).get("runs", {})
+            if not runs or runs["forward"] != runs["backward"] or runs["forward"] % steps:
+                return f"ORT ran {path} {runs} times in {steps} steps"
+        return None if called else "ran in PyTorch"
+    graph = status["graphs"].get("training", {})
     if graph.get("runs") != {"forward": steps, "backward": steps}:
         return f"ORT ran {graph.get('runs')} instead of {steps} steps"
     return None
+
+
+def wrong_evaluation(reference: list[torch.Tensor], results: list[torch.Tensor]) -> str | None:
+    """Return which results of an evaluation differ too much, None if none does."""
+    if [tensor.shape for tensor in reference] != [tensor.shape for tensor in results]:
+        return f"evaluation returns {len(results)} tensors, or other shapes, instead of {len(reference)}"
+    for i, (expected, tensor) in enumerate(zip(reference, results, strict=True)):
+        # the weights differ by what training has left them apart
+        bound = EVALUATION_TOLERANCE * (expected.double().square().mean().sqrt().item() + 1e-3)
+        difference = (expected.double() - tensor.double()).square().mean().sqrt().item()
+        if expected.numel() and not difference <= bound:
+            return f"result {i} of an evaluation differs by {difference:.0e} in the mean"
+    return None
+
+
+def evaluation_exports(status: Row) -> str:
+    """Return whether the graphs for evaluation share the exports of the training graphs, or why not."""
+    shared, own = 0, []
+    for done in status["transitions"]:
+        if done["mode"] == "inference" and done["transition"] == "export":
+            if "shared export" in done["steps"]:
+                shared += 1
+            else:
+                own.append(str(done["shared_export"] or "no: nothing to compare").partition(": ")[2])
+    if not own:
+        return "shared" if shared else ""
+    return (f"{shared} of {shared + len(own)} shared; " if shared else "") + f"own: {shorten(own[0])}"
 
 
 def missing_gradients(reference: Iterable[str], gradients: Iterable[str]) -> str | None:
@@ -157,6 +203,7 @@ def run(name: str, side: str) -> Row:
     try:
         model, batches = spec.build()
         losses, gradients = train(model, model, batches)
+        expected = evaluate(model, model, batches[0])
         row["parameters"] = sum(p.numel() for p in model.parameters())
         row["losses"] = {"torch": losses}
         if not all(map(math.isfinite, losses)):
@@ -166,15 +213,17 @@ def run(name: str, side: str) -> Row:
     if side == "torch":
         return {**row, "works": True, "result": "works"}
     try:
-        row.update(compare(spec, losses, gradients))
+        row.update(compare(spec, losses, gradients, expected))
     except Exception as error:
         row.update(failure("", error))
         row["result"] = zoo_models.BROKEN.get(name, row["result"])
     return row
 
 
-def compare(spec: zoo_models.Spec, losses: list[float], gradients: dict[str, torch.Tensor]) -> Row:
-    """Train a new copy of the model in ORT and compare with what PyTorch gave."""
+def compare(
+    spec: zoo_models.Spec, losses: list[float], gradients: dict[str, torch.Tensor], expected: list[torch.Tensor]
+) -> Row:
+    """Train a new copy of the model in ORT, evaluate it, and compare with what PyTorch gave."""
     from ort_zero import config
     from ort_zero.plugin.wrap import wrap_model
 
@@ -182,6 +231,7 @@ def compare(spec: zoo_models.Spec, losses: list[float], gradients: dict[str, tor
     runtime, wrapped = wrap_model(model, config.OrtModuleConfig(), stage=0)
     ours, our_gradients = train(wrapped, model, batches)
     status = runtime.status()
+    evaluated = evaluate(wrapped, model, batches[0])
     apart = differing_gradients(gradients, our_gradients)
     cause = (
         wrong_runs(status, STEPS)
@@ -189,6 +239,7 @@ def compare(spec: zoo_models.Spec, losses: list[float], gradients: dict[str, tor
         # a weight that data left out has no gradient in PyTorch and one of zeros here, as under ZeRO
         or missing_gradients(gradients, [name for name, g in our_gradients.items() if name in gradients or g.any()])
         or wrong_gradients(apart)
+        or wrong_evaluation(expected, evaluated)
     )
     graph = status["graphs"].get("training", {})
     return {
@@ -200,6 +251,7 @@ def compare(spec: zoo_models.Spec, losses: list[float], gradients: dict[str, tor
         "nodes": graph.get("nodes"),
         "python_ops": graph.get("python_ops"),
         "in_torch": status.get("in_torch") or {},
+        "evaluation": evaluation_exports(runtime.status()),
     }
 
 
@@ -375,14 +427,19 @@ def zoo_section(rows: list[Row]) -> str:
         "",
         f"Small models with random weights take {STEPS} training steps in PyTorch and in ONNX Runtime. One works if",
         f"the losses of all steps differ by {TOLERANCE:g} at most, the gradients of the last step exist for the same",
-        f"parameters and each differs by {GRADIENT_TOLERANCE:.0%} of its size at most, and ONNX Runtime ran every",
-        "forward and backward.",
+        f"parameters and each differs by {GRADIENT_TOLERANCE:.0%} of its size at most, ONNX Runtime ran every",
+        f"forward and backward, and each result of an evaluation then differs by {EVALUATION_TOLERANCE:.1%} of its",
+        "size at most. Where the training graph's export serves the evaluation too, the last column says so:",
+        f"{sum(str(row.get('evaluation')).startswith('shared') for row in rows)} of {len(rows)}.",
         "",
         *table(("kind", "works"), summary),
         "",
         *table(
-            ("architecture", "kind", "result", "in PyTorch inside the graph", "nodes"),
-            ((row["name"], row["kind"], row["result"], kept_in_torch(row), row.get("nodes")) for row in rows),
+            ("architecture", "kind", "result", "in PyTorch inside the graph", "nodes", "export for evaluation"),
+            (
+                (row["name"], row["kind"], row["result"], kept_in_torch(row), row.get("nodes"), row.get("evaluation"))
+                for row in rows
+            ),
         ),
     ]
     return "\n".join(lines) + "\n"

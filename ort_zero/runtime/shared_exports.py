@@ -120,9 +120,7 @@ def _difference(
     return None
 
 
-def _model_for(
-    record: TraceRecord, exported: ExportedModule, spare: int, *, gradients: bool
-) -> onnx.ModelProto | None:
+def _model_for(record: TraceRecord, exported: ExportedModule, spare: int, *, gradients: bool) -> onnx.ModelProto | None:
     """Return an exported model as it is for a trace that is the same but for dropout and results.
 
     Args:

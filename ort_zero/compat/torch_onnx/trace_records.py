@@ -171,9 +171,7 @@ class Recorder:
 
     def _take_dropout(self, node: TracedNode, inputs: list[str]) -> None:
         """Note the probability of a dropout, and take it out of the arguments."""
-        probability, switch = (
-            node.schema.position(name) if name is not None else None for name in _DROPOUT[node.name]
-        )
+        probability, switch = (node.schema.position(name) if name is not None else None for name in _DROPOUT[node.name])
         taken = [position for position in (probability, switch) if position is not None]
         if not all(node.inputs[position].is_constant for position in taken):
             raise NotRecorded(f"the probability of {node.name} is computed")
