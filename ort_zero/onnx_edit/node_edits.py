@@ -85,8 +85,6 @@ def keep_results(model: onnx.ModelProto, kept: Sequence[int]) -> None:
         kept: indices of results, each of them once.
     """
     graph = model.graph
-    if list(kept) == list(range(len(graph.output))):
-        return
     read_before = set().union(*(input_names(node) for node in graph.node), (result.name for result in graph.output))
     replace_field(graph, "output", [graph.output[i] for i in kept])
     read = {result.name for result in graph.output}

@@ -222,10 +222,11 @@ class GraphBuilder:
                 traced = self._traced(tracer, observed, anew)
             except ExportShared as found:
                 return self._shared(found, observed, tracer)
-        return self._converted(*traced, observed, tracer)
+        return self._converted(traced, observed, tracer)
 
-    def _converted(self, model: Any, schema: Any, axes: dict, observed: Observed, tracer: Tracer) -> ExportedModule:
-        """Return a module that the exporter has converted, with repairs and shapes."""
+    def _converted(self, traced: tuple, observed: Observed, tracer: Tracer) -> ExportedModule:
+        """Return what the exporter has made of a module, repaired and with shapes."""
+        model, schema, axes = traced
         # ORTModule knows that of the first run, where what is computed from sizes is a constant
         schema = tracer.schema if tracer.schema is not None else schema
         complete_dropout(model)

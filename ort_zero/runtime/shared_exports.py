@@ -23,7 +23,7 @@ from ort_zero.runtime.export.tracer import Tracer
 from ort_zero.runtime.guards.keys import Observed
 
 
-class ExportShared(BaseException):  # noqa: N818
+class ExportShared(BaseException):
     """Ends an export, since that of another graph serves.
 
     Not an Exception: no ``except`` of the exporter may take it for a failure.
@@ -71,9 +71,9 @@ class SharedExports:
         graphs = list(self._graphs()) if look else []
         try:
             recorder = Recorder(trace, tuple(tracer.graph_inputs), tracer.spare_results)
-        except NotRecorded as why:
+        except NotRecorded as error:
             if graphs:
-                self.outcome = f"no: {why}"
+                self.outcome = f"no: {error}"
             return
         self.record = recorder.record
         for graph in graphs:
@@ -82,7 +82,7 @@ class SharedExports:
                 continue
             why = _difference(exported, exported.trace, recorder, observed, gradients)
             if why is None:
-                model = _model_for(recorder.record, exported, tracer.spare_results, gradients=gradients)
+                model = _model_for(recorder.record, exported, gradients=gradients)
                 if model is not None:
                     self.outcome = f"yes: that of graph {number}"
                     if exported.trace.drops and not recorder.record.drops:
@@ -107,26 +107,26 @@ def _difference(
         return "it is of other arguments, or of the module as it was"
     if record.inputs != known.inputs:
         return "other attributes are inputs"
-    if record.digest != known.digest or not set(record.results).issubset(known.results):
+    wanted = record.own_results
+    if record.digest != known.digest or not set(wanted).issubset(known.results):
         return f"the traces differ {recorder.first_difference(known)}"
-    if len(set(record.results)) < len(record.results):
+    if len(set(wanted)) < len(wanted):
         return "a value is returned twice"
     if record.drops and record.dropout != known.dropout:
         return "dropout differs"
-    if gradients and record.gradients != known.gradients:
+    if gradients and (record.gradients != known.gradients or not set(wanted).issubset(known.own_results)):
         return "gradients stop elsewhere"
     if not key.size_guard.holds(observed.export.shapes):
         return "it is for other sizes"
     return None
 
 
-def _model_for(record: TraceRecord, exported: ExportedModule, spare: int, *, gradients: bool) -> onnx.ModelProto | None:
+def _model_for(record: TraceRecord, exported: ExportedModule, *, gradients: bool) -> onnx.ModelProto | None:
     """Return an exported model as it is for a trace that is the same but for dropout and results.
 
     Args:
         record: record of the trace.
         exported: the export.
-        spare: number of its results that are not needed.
         gradients: whether gradients go through the new graph.
 
     Returns:
@@ -136,11 +136,10 @@ def _model_for(record: TraceRecord, exported: ExportedModule, spare: int, *, gra
     model = onnx.load_model_from_string(exported.whole or exported.info.exported_model)
     if any(node.op_type == "PythonOp" for node in model.graph.node):
         return None
-    wanted = record.results[: len(record.results) - spare]
-    keep_results(model, [exported.trace.results.index(name) for name in wanted])
     if not record.drops:
         remove_dropout(model)
     if not gradients:
         remove_gradient_stops(model)
+    keep_results(model, [exported.trace.results.index(name) for name in record.own_results])
     anchor_constant_results(model)
     return model

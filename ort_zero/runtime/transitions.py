@@ -333,8 +333,8 @@ class GraphTransitionManager:
         shared = f"; shared export {done.shared}" if done.shared else ""
         parts = ", ".join(f"{step} {seconds:.1f}" for step, seconds in done.steps.items() if seconds >= 0.05)
         parts = f"; seconds: {parts}" if parts else ""
-        log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s%s%s%s",
-                 name, verb, done.seconds, why, graph.nodes, graph.python_ops, bridge, parts, cache, shared)  # fmt: skip
+        log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s", name, verb, done.seconds, why,
+                 graph.nodes, graph.python_ops, f"{bridge}{parts}{cache}{shared}")  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)

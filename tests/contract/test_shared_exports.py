@@ -116,6 +116,19 @@ def test_an_encoder_shares_its_export_with_gradients_and_without(gradients):
     assert pair.evaluate(gradients=gradients, **words(batch=2, length=5)) == "yes: that of graph 1, without dropout"
 
 
+def test_caches_of_an_evaluation_with_gradients_have_theirs():
+    torch.manual_seed(0)
+    pair = Pair(gpt2(words=64, hidden=16, heads=2, use_cache=True))
+    pair.train(**words())
+    grads = []
+    for module in (pair.ort.eval(), pair.torch.eval()):
+        module.zero_grad()
+        sum(x.square().sum() for x in leaves(module(**words(seed=1)))).backward()
+        grads.append({name: p.grad for name, p in getattr(module, "_original_module", module).named_parameters()})
+    torch.testing.assert_close(*grads, rtol=2e-4, atol=1e-4)
+    assert pair.runtime.status()["transitions"][-1]["shared_export"] == "no: graph 1: gradients stop elsewhere"
+
+
 def test_a_model_without_dropout_shares_it_as_it_is():
     pair = Pair(Plain(lambda m, x: m.last(torch.relu(m.first(x)))))
     pair.train(rows())

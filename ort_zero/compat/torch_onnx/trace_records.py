@@ -27,7 +27,7 @@ _TOGETHER = ("prim::ListConstruct", "prim::TupleConstruct")
 """Operators that put several results together."""
 
 
-class NotRecorded(Exception):  # noqa: N818
+class NotRecorded(Exception):
     """A trace holds something whose meaning no record can tell; the text says what."""
 
 
@@ -39,6 +39,8 @@ class TraceRecord:
     """Names of the arguments and attributes that are inputs of the graph."""
     results: tuple[str, ...]
     """Which value each result is; these names mean the same in traces with the same digest."""
+    spare: int
+    """Number of results, the last ones, that are there for other traces alone, and have no gradient."""
     digest: str
     """Digest of everything but results, gradients and dropout."""
     nodes: tuple[int, ...]
@@ -47,6 +49,11 @@ class TraceRecord:
     """Digest of which values have a gradient."""
     dropout: tuple[float, ...]
     """Probability of each dropout, in order; 0 where it is switched off."""
+
+    @property
+    def own_results(self) -> tuple[str, ...]:
+        """The results that are there for the trace itself."""
+        return self.results[: len(self.results) - self.spare]
 
     @property
     def drops(self) -> bool:
@@ -111,6 +118,7 @@ class Recorder:
         self.record = TraceRecord(
             tuple(inputs),
             tuple(self._names[value.unique()] for value in results),
+            spare,
             _digest(self._digests),
             tuple(int(digest[:8], 16) for digest in self._digests),
             _digest(self._gradients),

@@ -55,7 +55,7 @@ def remove_dropout(model: onnx.ModelProto) -> int:
 
 
 def remove_gradient_stops(model: onnx.ModelProto) -> int:
-    """Let every node pass on what it is given that is there to stop a gradient, in place; return how many there were."""
+    """Let every node that stops a gradient pass on what it is given, in place; return how many there were."""
     return _pass_on(
         node
         for node in model.graph.node
@@ -66,15 +66,15 @@ def remove_gradient_stops(model: onnx.ModelProto) -> int:
 
 def _pass_on(nodes: Iterable[onnx.NodeProto]) -> int:
     """Make each node an Identity of its first input, in place; return how many there were."""
-    count = 0
-    for count, node in enumerate(nodes, start=1):
+    changed = list(nodes)
+    for node in changed:
         first, result = node.input[0], node.output[0]
         for name in ("domain", "input", "output", "attribute"):
             node.ClearField(name)
         node.op_type = "Identity"
         node.input.append(first)
         node.output.append(result)
-    return count
+    return len(changed)
 
 
 def remove_casts_to_the_same_type(model: onnx.ModelProto) -> int:

@@ -327,8 +327,15 @@ def _read_trace(written: dict[str, Any] | None) -> TraceRecord | None:
     """Return the record of a trace that was written as a dictionary; None for none."""
     if written is None:
         return None
-    lists = {name: tuple(written[name]) for name in ("inputs", "results", "nodes", "dropout")}
-    return TraceRecord(**lists, digest=str(written["digest"]), gradients=str(written["gradients"]))
+    return TraceRecord(
+        inputs=tuple(written["inputs"]),
+        results=tuple(written["results"]),
+        spare=int(written["spare"]),
+        digest=str(written["digest"]),
+        nodes=tuple(written["nodes"]),
+        gradients=str(written["gradients"]),
+        dropout=tuple(map(float, written["dropout"])),
+    )
 
 
 def _written_fused(fused: FusedLoss) -> list[int]:
