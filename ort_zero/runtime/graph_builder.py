@@ -251,6 +251,7 @@ class GraphBuilder:
     def _shared(self, found: ExportShared, observed: Observed, tracer: Tracer) -> ExportedModule:
         """Return a module whose trace is that of another graph, with that graph's export."""
         self.seconds[SHARED] = self.seconds.pop("export") - self.seconds.get(TRACE, 0.0)
+        self.manager.save_shared(found.model)
         other = found.exported
         axes, relations = other.info.dynamic_axes_map, other.key.size_guard.relations
         exported = self._exported(found.model, tracer.schema, axes, relations, observed, tracer)

@@ -123,6 +123,11 @@ class Manager:
         self._save(model, "post_processed")
         return model, taken
 
+    def save_shared(self, model: Any) -> None:
+        """Save the export of another graph, which serves this mode too, under the names of an export of its own."""
+        for name in ("torch_exported", "post_processed"):
+            self._save(model, name)
+
     def build(
         self, model: bytes, names: Sequence[str], trained: Sequence[str], inputs: Sequence[str]
     ) -> tuple[Any, GraphInfo]:
