@@ -359,10 +359,11 @@ class GraphProcessor:
         partitioned = {name: p for name, p in parameters.items() if is_partitioned(p)}
         if partitioned:
             weights = _weights(partitioned)
-            merged = max(
-                small_share(weights), min(gather_reduce.BUCKET_ELEMENTS, self._kept_weights().limits.reuse_distance)
+            share = small_share(weights)
+            near = min(gather_reduce.BUCKET_ELEMENTS, self._kept_weights().limits.reuse_distance)
+            return plan_collectives(
+                model, weights, training=training, merge_elements=max(share, near), one_by_one=near <= share
             )
-            return plan_collectives(model, weights, training=training, merge_elements=merged)
         if not self.memory_efficient_gradients or not training:
             return None
         weights = _weights(parameters)

@@ -230,6 +230,44 @@ def test_a_far_use_of_a_weight_gathers_again_and_a_near_one_does_not(distance, g
     assert gather_tuples(p) == expected
 
 
+def embeddings(second: str) -> onnx.ModelProto:
+    """Return the sum of what is looked up in two tables, the second one by `second`."""
+    indices = [value("i", (2,), TensorProto.INT64), value("j", (2,), TensorProto.INT64)]
+    nodes = [
+        node("Gather", "words.weight i", "a"),
+        node("Gather", f"places.weight {second}", "b"),
+        node("Add", "a b", "out"),
+    ]
+    tables = [value("words.weight", (8, SIZE)), value("places.weight")]
+    return model_of(nodes, [*indices, *tables], [value("out", (2, SIZE))], infos=[value("b", (2, SIZE))])
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_gather_that_would_exceed_the_largest_weight_waits_for_the_readers_of_the_one_before(one_by_one):
+    weights = {**weights_of("words.weight", shape=(8, SIZE)), **weights_of("places.weight")}
+    model = embeddings("j")
+    plan = plan_collectives(model, weights, training=False, one_by_one=one_by_one)
+    first, second = (event for _, event in plan.gathers())
+    assert (first.weights, second.weights) == (("places.weight",), ("words.weight",))
+    assert first.after == () and second.after == (("b",) if one_by_one else ())
+    rewritten, _ = insert_collectives(model, plan, executor=0, training=False)
+    _, waiting = [n for n in topological_order(rewritten.graph) if n.op_type == "PythonOp"]
+    assert list(waiting.input)[1:] == (["i", "b"] if one_by_one else ["i"])
+
+
+def test_no_gather_waits_for_what_needs_it():
+    nodes = [
+        node("MatMul", "x first.weight", "a"),
+        node("MatMul", "a second.weight", "b"),
+        node("MatMul", "b first.weight", "out"),  # the last reader of the first gather needs the second one
+    ]
+    model = model_of(nodes, ["x", "first.weight", "second.weight"], ["out"], infos=["a", "b"])
+    plan = plan_collectives(model, weights_of("first.weight", "second.weight"), training=False, one_by_one=True)
+    assert [event.after for _, event in plan.gathers()] == [(), ("a",)]
+    rewritten, _ = insert_collectives(model, plan, executor=0, training=False)
+    topological_order(rewritten.graph)
+
+
 def test_weights_of_one_module_share_a_gather_only_if_near():
     near = plan_collectives(chain_model(20, {2: "m.u", 5: "m.v"}), weights_of("m.u", "m.v"), training=False)
     assert gather_tuples(near) == [(F, ("m.u", "m.v"), "h1", (("h2",), ("h5",)))]

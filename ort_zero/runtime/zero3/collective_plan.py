@@ -23,7 +23,7 @@ from functools import reduce as fold
 import onnx
 
 from ort_zero.errors import BridgeError
-from ort_zero.onnx_edit.topology import input_names, node_key, nodes_reached_from
+from ort_zero.onnx_edit.topology import input_names, node_key, nodes_reached_from, output_names
 from ort_zero.runtime.zero3.gradient_memory import gradients_with_own_memory
 from ort_zero.runtime.zero3.graph_analysis import GraphAnalysis, analyse
 
@@ -67,6 +67,8 @@ class Gather:
     readers: tuple[tuple[str, ...], ...]
     """For each weight the keys (see :func:`~ort_zero.onnx_edit.topology.node_key`) of the nodes that read it, or
     something computed from weights only."""
+    after: tuple[str, ...] = ()
+    """Names of further values that must exist before the gather runs: what reads the weights of the one before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,6 +143,7 @@ def plan_collectives(
     training: bool,
     gather: bool = True,
     merge_elements: int = 0,
+    one_by_one: bool = False,
 ) -> CollectivePlan:
     """Return the events that `model` needs so that none of `weights` is a graph input any more.
 
@@ -152,6 +155,8 @@ def plan_collectives(
             reduce waits for another, any order is a valid schedule, and graphs that differ hand over alike.
         merge_elements: neighbouring events share a node while they hold no more elements than this: each node costs
             about 0.1 ms of its own. 0 merges nothing.
+        one_by_one: a gather waits until the weights of the one before are read, if both together have more elements
+            than the largest weight: ONNX Runtime may run the gathers before any reader.
 
     Raises:
         BridgeError: a graph output is computed from weights only.
@@ -171,6 +176,8 @@ def plan_collectives(
     events = [item.event for item in placed]
     if merge_elements:
         events = _merged(events, weights, merge_elements)
+    if one_by_one:
+        events = _waiting(events, weights, analysis)
     gradients = {g for event in events if isinstance(event, Reduce) for g in event.gradients}
     return CollectivePlan(
         events=tuple(events),
@@ -374,6 +381,44 @@ def _groups(
             groups.append([i])
             room = limit - size[i]
     return groups
+
+
+def _waiting(events: Sequence[Event], weights: Mapping[str, Weight], analysis: GraphAnalysis) -> list[Event]:
+    """Return events whose gathers wait for the readers of the one before, where both hold more than the largest weight.
+
+    None waits for what depends on itself or on a later event.
+    """
+    largest = max((weight.numel for weight in weights.values()), default=0)
+    size = [sum(weights[name].numel for name in event.weights) for event in events]
+    made, needs = _last_needed(events, analysis)
+    result, before = list(events), None
+    for i, event in enumerate(events):
+        if not isinstance(event, Gather):
+            continue
+        if before is not None and events[before].phase is event.phase and size[before] + size[i] > largest:
+            earlier = events[before]
+            assert isinstance(earlier, Gather)
+            read = dict.fromkeys(made[key] for keys in earlier.readers for key in keys if key in made)
+            result[i] = replace(event, after=tuple(name for name in read if needs[name] < i))
+        before = i
+    return result
+
+
+def _last_needed(events: Sequence[Event], analysis: GraphAnalysis) -> tuple[dict[str, str], dict[str, int]]:
+    """Return the first output of each node by its key, and for each value the last event that it depends on."""
+    serving: dict[str, int] = {}
+    for i, event in enumerate(events):
+        if isinstance(event, Gather):
+            serving.update((key, i) for keys in event.readers for key in keys)
+    made: dict[str, str] = {}
+    needs: dict[str, int] = {}
+    for node in analysis.order:
+        key, outputs = node_key(node), output_names(node)
+        last = max((needs.get(name, -1) for name in input_names(node)), default=-1)
+        needs.update(dict.fromkeys(outputs, max(last, serving.get(key, -1))))
+        if outputs:
+            made[key] = outputs[0]
+    return made, needs
 
 
 def _both_gathers(one: Event, other: Event) -> Event:

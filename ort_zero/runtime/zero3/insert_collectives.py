@@ -213,7 +213,7 @@ class _CollectiveNodes:
                 self._add_reduce(index, event)
 
     def _add_gather(self, index: int, event: Gather) -> None:
-        read = [(event.anchor, *self._type_of(event.anchor))] if event.anchor else []
+        read = [(name, *self._type_of(name)) for name in dict.fromkeys((event.anchor, *event.after)) if name]
         made = [
             (gathered_name(name, index), self._plan.weights[name].elem_type, list(self._plan.weights[name].shape))
             for name in event.weights
