@@ -422,8 +422,8 @@ class Tracer:
             return []
         try:
             every, _ = pytree.flatten(value, drop_caches=False, known=known)
-        except TypeError:
-            return []  # who returns it will be told
+        except Exception:  # attributes of a cache may raise anything; who returns it will be told
+            return []
         returned = {id(tensor) for tensor in results_and_more}
         return [tensor for tensor in every if id(tensor) not in returned]
 

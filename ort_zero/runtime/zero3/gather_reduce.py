@@ -162,11 +162,11 @@ class CollectiveExecutor:
         for name, weight, parameter in zip(event.weights, weights, parameters, strict=True):
             if name in self.weights_read_in_torch:
                 gathered_weights.remember(weight, parameter, self.gather_again)
-        kept: list[Any] = []
+        taken: list[Any] = []
         try:
-            self._start_ahead(sequence, at, mine, kept)
+            self._start_ahead(sequence, at, mine, taken)
         finally:
-            self.store.release([p for p in mine if not _among(p, kept) and not self._stays(index, p)])
+            self.store.release([p for p in mine if not _among(p, taken) and not self._stays(index, p)])
         self.counters.gathers += 1
         self.counters.gathered_elements += self._size[index] - sum(self._numel[id(p)] for p in stayed)
         return weights
@@ -265,8 +265,8 @@ class CollectiveExecutor:
             mine += missing
         return bool(missing)
 
-    def _start_ahead(self, sequence: list[int], at: int, mine: list[Any], kept: list[Any]) -> None:
-        """Start the next gathers that fit into the window; add to `kept` those of `mine` that one takes as they are."""
+    def _start_ahead(self, sequence: list[int], at: int, mine: list[Any], taken: list[Any]) -> None:
+        """Start the next gathers that fit into the window; add to `taken` those of `mine` that one takes over."""
         room = self.prefetch_elements - self.ahead_elements()
         following = sequence[at + 1 : at + 2]
         if 2 * room < self.prefetch_elements and following and following[0] in self.ahead:
@@ -280,13 +280,13 @@ class CollectiveExecutor:
             size = self._size[index]
             if size > room:
                 break
-            again = [p for p in self._parameters[index] if _among(p, mine) and not _among(p, kept)]
+            again = [p for p in self._parameters[index] if _among(p, mine) and not _among(p, taken)]
             missing = [p for p in self.store.partitioned(self._parameters[index]) if not _among(p, started)]
             if not missing and not again:
                 continue
             room -= size
             self.ahead[index] = (None, again)
-            kept += again
+            taken += again
             if missing:
                 if elements + size > BUCKET_ELEMENTS:
                     self._start(bucket)
