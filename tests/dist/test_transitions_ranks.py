@@ -283,7 +283,8 @@ def test_lengths_structures_and_modes_are_exported_once_each(name):
             assert got["difference"] < 1e-4
             status = got["status"]
             exports = {mode: graph["exports"] for mode, graph in status["graphs"].items()}
-            assert exports == {"training": 2, "inference": 1} and status["fallbacks"] == 0
+            # evaluation has the export of one of the training graphs
+            assert exports == {"training": 2, "inference": 0} and status["fallbacks"] == 0
             assert status["graphs"]["training"]["runs"] == {"forward": 4, "backward": 4}
             kinds = [t["transition"] for t in status["transitions"] if t["mode"] == "training"]
             assert kinds == ["export", "export", "switch", "switch"]
