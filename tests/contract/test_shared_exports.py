@@ -7,12 +7,17 @@ import copy
 import onnx
 import pytest
 import torch
+from older_versions import older
 from tiny_models import bert, gpt2
 from torch import nn
 from torch.nn import functional as F
 
 from ort_zero import config
 from ort_zero.plugin.wrap import wrap_model
+from ort_zero.runtime.export import pytree
+
+TUPLES = older("transformers", "4.48")
+"""Whether caches of keys and values are tuples, which are results like others."""
 
 
 class Pair:
@@ -59,12 +64,7 @@ def loss_of(result) -> torch.Tensor:
 
 def leaves(result) -> list[torch.Tensor]:
     """Return the tensors of a result, those of a cache of keys and values among them."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    if hasattr(result, "past_key_values"):
-        cache = result.past_key_values
-        return [result.loss, result.logits, *[x for layer in cache.layers for x in (layer.keys, layer.values)]]
-    return [x for x in (result.values() if hasattr(result, "values") else result) if isinstance(x, torch.Tensor)]
+    return pytree.flatten(result, drop_caches=False)[0]
 
 
 def words(batch: int = 3, length: int = 8, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -96,10 +96,11 @@ def test_a_decoder_is_exported_once_and_returns_its_caches_in_evaluation_alone()
     pair = Pair(gpt2(words=64, hidden=16, heads=2, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5, use_cache=True))
     pair.train(**words())
     (training,) = pair.runtime.graphs()
-    assert training.exported.whole is not None  # with the caches, which no training graph keeps
-    results = [len(onnx.load_model_from_string(data).graph.output) for data in (
-        training.exported.info.exported_model, training.exported.whole)]  # fmt: skip
-    assert results == [2, 2 + 2 * pair.torch.config.n_layer]
+    if not TUPLES:
+        assert training.exported.whole is not None  # with the caches, which no training graph keeps
+        models = (training.exported.info.exported_model, training.exported.whole)
+        results = [len(onnx.load_model_from_string(data).graph.output) for data in models]
+        assert results == [2, 2 + 2 * pair.torch.config.n_layer]
     assert pair.evaluate(**words(seed=1)) == "yes: that of graph 1, without dropout"
     graphs = pair.runtime.status()["graphs"]
     assert (graphs["training"]["exports"], graphs["inference"]["exports"]) == (1, 0)
@@ -126,7 +127,8 @@ def test_caches_of_an_evaluation_with_gradients_have_theirs():
         sum(x.square().sum() for x in leaves(module(**words(seed=1)))).backward()
         grads.append({name: p.grad for name, p in getattr(module, "_original_module", module).named_parameters()})
     torch.testing.assert_close(*grads, rtol=2e-4, atol=1e-4)
-    assert pair.runtime.status()["transitions"][-1]["shared_export"] == "no: graph 1: gradients stop elsewhere"
+    outcome = pair.runtime.status()["transitions"][-1]["shared_export"]
+    assert outcome == ("yes: that of graph 1" if TUPLES else "no: graph 1: gradients stop elsewhere")
 
 
 def test_a_model_without_dropout_shares_it_as_it_is():
