@@ -467,8 +467,8 @@ def zero3_section(rows: list[Row]) -> str:
         "A sample on two ranks, with `stage3_param_persistence_threshold` 0: DeepSpeed without the section against",
         '`"ort_zero": {"ortmodule": {"enabled": true}}`. One works if the losses of all'
         f" {STEPS} steps differ by {TOLERANCE:g}",
-        "at most and ONNX Runtime ran every forward and backward: with DeepSpeed's defaults, by which weights stay whole",
-        "until their next use, and with `stage3_max_reuse_distance` 0, by which none does.",
+        "at most and ONNX Runtime ran every forward and backward: with DeepSpeed's defaults, by which weights stay",
+        "whole until their next use, and with `stage3_max_reuse_distance` 0, by which none does.",
         "",
         f"{sum(row['works'] for row in rows)} of {len(rows)} work.",
         "",
