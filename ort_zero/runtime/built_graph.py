@@ -53,6 +53,8 @@ class ExportedModule:
     not known for all of them."""
     trace: TraceRecord | None = None
     """What was traced, for comparison with other traces of the module; None if it cannot be compared."""
+    shares: bool = False
+    """Whether the model is the export of another graph."""
     whole: bytes | None = None
     """The model with the caches that this graph does not return, for a graph that does; None if there are none."""
 

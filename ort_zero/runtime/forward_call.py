@@ -44,6 +44,7 @@ from ort_zero.runtime.rank_protocol import Action as RankAction
 from ort_zero.runtime.rank_protocol import (
     BuildAgain,
     BuildAnew,
+    BuildOwn,
     Decided,
     Enter,
     Entered,
@@ -165,7 +166,7 @@ class ForwardCall:
                     self._exclude_together(action.excludes)
                     observed = self._observe()
                 graph = self._enter(observed)
-                action = self._ranks.advance(Entered(graph.digest, bool(graph.effects.guards)))
+                action = self._ranks.advance(_entered(graph))
             elif isinstance(action, BuildAgain):
                 self._undo_run()
                 if action.failed_guard is not None:
@@ -175,7 +176,12 @@ class ForwardCall:
                     else:
                         self._force("a value that another rank's graph was made for has changed")
                 graph = self._enter(self._observe())
-                action = self._ranks.advance(Entered(graph.digest, bool(graph.effects.guards)))
+                action = self._ranks.advance(_entered(graph))
+            elif isinstance(action, BuildOwn):
+                if graph.exported.shares:
+                    self._force("another rank's graph has its collectives in another order")
+                    graph = self._enter(self._observe())
+                action = self._ranks.advance(_entered(graph))
             else:
                 assert isinstance(action, Run)
                 if graph.effects.changed and self._shares_changed_memory(graph):
@@ -429,6 +435,10 @@ class ForwardCall:
             return  # there is nothing smaller, and PyTorch trains it
         if self._runtime.guard_failures.changes_often(read):
             excluded.exclude(read)
+
+
+def _entered(graph: BuiltGraph) -> Entered:
+    return Entered(graph.digest, bool(graph.effects.guards), graph.exported.shares)
 
 
 def _is_in_torch(excluded: ExcludedModules, module: torch.nn.Module) -> bool:

@@ -255,7 +255,7 @@ class GraphBuilder:
         other = found.exported
         axes, relations = other.info.dynamic_axes_map, other.key.size_guard.relations
         exported = self._exported(found.model, tracer.schema, axes, relations, observed, tracer)
-        exported.trace = None  # its results are some of the trace's
+        exported.shares, exported.trace = True, None  # the model has some of the trace's results
         return exported
 
     def _exported(

@@ -36,6 +36,7 @@ SHARING_PLAN        Reports     a rank failed                                   
 SHARING_PLAN        Reports     otherwise                                       BUILDING_TOGETHER   UsePlan
 COMPARING_GRAPHS    Reports     a rank failed                                   STOPPED             Stop OTHERS_ERROR
 COMPARING_GRAPHS    Reports     a rank shares a plan                            COMPARING_GRAPHS    Exchange Built
+COMPARING_GRAPHS    Reports     graphs differ, EVERY_CALL, an export is shared  BUILDING_TOGETHER   BuildOwn
 COMPARING_GRAPHS    Reports     graphs differ, EVERY_CALL                       STOPPED             Stop GRAPHS_DIFFER
 COMPARING_GRAPHS    Reports     otherwise                                       RUNNING             Run
 RUNNING             Ran         a rank has guards, EVERY_CALL                    CHECKING_GUARDS     CastVote GUARDS
@@ -59,6 +60,8 @@ Rules that the table keeps, and the simulation in the tests checks:
 
 - A rank that has voted reports exactly once how its building ended, with ``Built`` or ``Failure``. A rank may begin
   again to build as often as it likes before that: the others wait for its report.
+- Graphs whose exports serve others too may have another order of collectives than those of ranks that have exported
+  anew. Those graphs are then exported by themselves, once: nothing shares an export after that.
 - Reports come in rounds. While one rank shares a recomputation plan, those that are ready repeat ``Built``.
 - Ranks fall back to PyTorch together or not at all: if each failure of the round allows it.
 - A failure in the run of a graph is not agreed on. Under ZeRO-3 the collectives of the graph itself are under way then,
@@ -169,6 +172,8 @@ class Built:
     """Digest of the collectives in the graph, equal for graphs that perform the same ones in one order."""
     guarded: bool = False
     """Whether the graph has guards on values. Ranks may differ in it: numbers may be inputs on one of them only."""
+    shares: bool = False
+    """Whether it was made of the export of another graph of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +246,8 @@ class Entered:
     """Digest of the collectives in the graph, equal for graphs that perform the same ones in one order."""
     guarded: bool = False
     """Whether the graph has guards on values."""
+    shares: bool = False
+    """Whether it was made of the export of another graph of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +338,12 @@ class BuildAgain:
 
 
 @dataclass(frozen=True, slots=True)
+class BuildOwn:
+    """Export the graph by itself if it was made of another one's export, else keep it. Ends with :class:`Entered` or
+    :class:`Failed`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Return:
     """Return the result of the graph."""
 
@@ -350,7 +363,7 @@ class Stop:
     """Whether PyTorch takes over. Equal on all ranks that stop in one round."""
 
 
-Action = CastVote | Exchange | Enter | UsePlan | Run | BuildAgain | Return | Stop
+Action = CastVote | Exchange | Enter | UsePlan | Run | BuildAgain | BuildOwn | Return | Stop
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------
@@ -468,7 +481,7 @@ def _entered_alone(state: State, event: Entered) -> tuple[State, Action]:
 
 
 def _entered_together(state: State, event: Entered) -> tuple[State, Action]:
-    report = Built(event.digest, event.guarded)
+    report = Built(event.digest, event.guarded, event.shares)
     return replace(state, phase=Phase.COMPARING_GRAPHS, built=report), Exchange(report)
 
 
@@ -487,6 +500,10 @@ def _compared(state: State, event: Reports) -> tuple[State, Action]:
     built = [report for report in reports if isinstance(report, Built)]
     odd = _ranks_where(built, lambda report: report.digest != built[0].digest)
     if odd and state.scope is Scope.EVERY_CALL:
+        if any(report.shares for report in built):
+            assert state.built is not None
+            builds = state.builds or state.built.shares
+            return replace(state, phase=Phase.BUILDING_TOGETHER, builds=builds), BuildOwn()
         return _stop(state, Stop(Problem.GRAPHS_DIFFER, odd, fall_back=state.fallback))
     scope = state.scope if state.scope is Scope.EVERY_CALL else Scope.ALONE
     guarded = state.guarded or any(report.guarded for report in built)

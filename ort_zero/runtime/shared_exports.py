@@ -99,12 +99,12 @@ def _difference(
     key, record = exported.key, recorder.record
     if exported.readers or observed.export.readers:
         return "subscribers read its values"
-    if (key.tensors, key.model.number, key.torch_state) != (
-        observed.export.tensors,
-        observed.export.model.number,
-        observed.export.torch_state,
-    ):
-        return "it is of other arguments, or of the module as it was"
+    if key.tensors != observed.export.tensors:
+        return "it is for other arguments"
+    if key.model.number != observed.export.model.number:
+        return "the module has changed since"
+    if key.torch_state != observed.export.torch_state:
+        return "it is for other settings of torch"
     if record.inputs != known.inputs:
         return "other attributes are inputs"
     wanted = record.own_results

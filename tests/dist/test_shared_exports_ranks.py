@@ -84,3 +84,51 @@ def test_evaluation_shares_the_training_export_on_all_ranks(tmp_path, stage, cas
         loaded = case == "cache" or (case == "one rank's is lost" and rank == 0)
         assert ("export" not in report["steps"]["training"]) is loaded
     assert len({report["gathers"] for report in reports}) == 1 and (reports[0]["gathers"] > 0) is (stage == 3)
+
+
+def other_sizes(sizes: list[int]) -> dict[str, Any]:
+    """Train a BART, and evaluate it with another number of rows on each rank; return what came of it."""
+    import deepspeed
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    rank = start()
+    results = []
+    for ort in (False, True):
+        torch.manual_seed(0)
+        layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+        widths = {"d_model": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 32}
+        without = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0)
+        model = BartForConditionalGeneration(BartConfig(vocab_size=WORDS, **layers, **widths, **without))
+        zero = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+        config = ds_config(3, ort=ort, lr=1e-2, **zero)
+        config["ort_zero"]["ortmodule"]["cache_dir"] = None
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        engine.backward(engine(**words(0)).loss)
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            ids = words(7)["input_ids"][: sizes[rank]]
+            results.append([engine(input_ids=ids, labels=ids).loss.item() for _ in range(2)])
+        status = ort_zero.status()["models"][-1] if ort else {}
+        engine.destroy()
+    built = [t for t in status["transitions"] if t["mode"] == "inference" and t["transition"] == "export"]
+    return {
+        "losses": results,
+        "backend": (status["backend"], status["fallbacks"]),
+        "built": [("shared export" in t["steps"], t["reasons"]) for t in built],
+    }
+
+
+def test_ranks_whose_traces_differ_export_evaluation_by_themselves():
+    alike = run_on_ranks(other_sizes, 2, [2, 2])
+    assert [report["built"] for report in alike] == [[(True, ["first call"])]] * 2
+    one, two = reports = run_on_ranks(other_sizes, 2, [1, 2])
+    for report in (*alike, *reports):
+        assert report["losses"][0] == pytest.approx(report["losses"][1], rel=2e-4)
+        assert report["backend"] == ("onnxruntime", 0)
+    # a batch of one row is another trace; the order of gathers that comes of its own export must be the other rank's
+    assert one["built"] == [(False, ["first call"])]
+    assert two["built"] == [
+        (True, ["first call"]),
+        (False, ["another rank's graph has its collectives in another order"]),
+    ]

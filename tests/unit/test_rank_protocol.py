@@ -15,6 +15,7 @@ from ort_zero.runtime.rank_protocol import (
     Ballot,
     BuildAgain,
     BuildAnew,
+    BuildOwn,
     Built,
     CastVote,
     Decided,
@@ -244,6 +245,20 @@ ROWS = [
         Exchange(Built("a")),
     ),
     (
+        "COMPARING_GRAPHS Reports: graphs differ, EVERY_CALL, an export is shared",
+        state(Phase.COMPARING_GRAPHS, built=Built("a", shares=True)),
+        Reports([Built("a", shares=True), Built("b")]),
+        state(Phase.BUILDING_TOGETHER, built=Built("a", shares=True), builds=True),
+        BuildOwn(),
+    ),
+    (
+        "COMPARING_GRAPHS Reports: graphs differ, EVERY_CALL, an export is shared",
+        state(Phase.COMPARING_GRAPHS, built=Built("b")),
+        Reports([Built("a", shares=True), Built("b")]),
+        state(Phase.BUILDING_TOGETHER, built=Built("b")),
+        BuildOwn(),
+    ),
+    (
         "COMPARING_GRAPHS Reports: graphs differ, EVERY_CALL",
         state(Phase.COMPARING_GRAPHS, built=Built("a")),
         Reports([Built("a"), Built("b")]),
@@ -440,6 +455,8 @@ class Behaviour:
     """How often it begins to build: after each but the last it learns how to go on."""
     guard: int | None = -1
     """What the guards say after its first run; -1 after every later one; None without guards."""
+    shares: bool = False
+    """Whether its first graph is made of the export of another one, with collectives in another order."""
 
 
 REUSES = Behaviour("reuses")
@@ -451,9 +468,10 @@ FAILS_RUNNING = Behaviour("fails in the run", fails="running")
 FIRST_RUN_FAILS = Behaviour("fails in the first run", builds=True, fails="running")
 GUARD_FAILS = Behaviour("guard failed, forced export", guard=0)
 BUILDS_GUARD_FAILS = Behaviour("builds, guard failed", builds=True, guard=1)
+SHARES = Behaviour("shares an export", builds=True, shares=True)
 ALL = (
     REUSES, BUILDS, RETRIES, FAILS_BEFORE, FAILS_BUILDING, FAILS_RUNNING, FIRST_RUN_FAILS, GUARD_FAILS,
-    BUILDS_GUARD_FAILS,
+    BUILDS_GUARD_FAILS, SHARES,
 )  # fmt: skip
 Ended = tuple[State, Any, list[str]]
 """Of one rank: the last state, ``Return`` or ``Stop``, and the collectives that it took part in."""
@@ -465,7 +483,7 @@ def one_rank(rank: int, begin: State, does: Behaviour, plans: bool, falls_back: 
     Under ZeRO-3 the run of a graph is a collective itself. If it fails on one rank it fails on all, as it does when the
     process group notices that a rank is gone.
     """
-    now, runs, log = begin, 0, []
+    now, runs, log, shares = begin, 0, [], does.shares
 
     def collective(name: str, value: Any) -> Generator:
         log.append(name)
@@ -490,16 +508,23 @@ def one_rank(rank: int, begin: State, does: Behaviour, plans: bool, falls_back: 
                     return plan
                 assert plan in (UsePlan("plan of rank 0"), UsePlan(shared=False))
         failed = does.fails == "building" and runs == 0
-        return (yield from advance(Failed("while building", falls_back) if failed else Entered("graph")))
+        return (yield from advance(Failed("while building", falls_back) if failed else entered()))
+
+    def entered() -> Entered:
+        return Entered("graph of a shared export", shares=True) if shares else Entered("graph")
 
     failed = does.fails == "preparing"
     first = Failed("while preparing", falls_back) if failed else Decided(does.builds, trainable=1, graph=2)
     action = yield from advance(first)
     while not isinstance(action, (Return, Stop)):
         if isinstance(action, Enter):
-            action = yield from (build() if does.builds else advance(Entered("graph")))
+            action = yield from (build() if does.builds else advance(entered()))
         elif isinstance(action, BuildAgain):
+            shares = False
             action = yield from build()
+        elif isinstance(action, BuildOwn):
+            shared, shares = shares, False
+            action = yield from (build() if shared else advance(entered()))
         else:
             assert isinstance(action, Run)
             fails = does.fails == "running"
@@ -617,6 +642,9 @@ def test_the_collectives_of_common_calls():
     assert collectives(EVERY, BUILDS, BUILDS, plans=True) == ["vote", "exchange", "exchange", "run", "vote"]
     assert collectives(EVERY, RETRIES, BUILDS, plans=True) == ["vote", *["exchange"] * 3, "run", "vote"]
     assert collectives(EVERY, GUARD_FAILS, REUSES) == ["vote", "run", "vote", "exchange", "run", "vote"]
+    assert collectives(EVERY, SHARES, SHARES) == ["vote", "exchange", "run", "vote"]
+    assert collectives(EVERY, SHARES, BUILDS) == ["vote", "exchange", "exchange", "run", "vote"]
+    assert collectives(FIRST, SHARES, BUILDS) == ["vote", "exchange"]
     assert collectives(EVERY, FAILS_BEFORE, BUILDS) == ["vote", "exchange"]
     assert collectives(EVERY, FAILS_BUILDING, BUILDS, plans=True) == ["vote", "exchange", "exchange"]
     assert collectives(FIRST, BUILDS, BUILDS) == ["vote", "exchange"]

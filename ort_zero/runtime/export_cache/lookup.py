@@ -240,6 +240,7 @@ class Lookup:
             "info": asdict(built.info),
             "fused loss": None if built.fused is None else _written_fused(built.fused),
             "padding stays": built.padding_stays,
+            "shares": exported.shares,
             "trace": None if exported.trace is None else asdict(exported.trace),
         }
 
@@ -301,6 +302,7 @@ class Lookup:
             frozenset(meta["differentiable"]),
             unreached=frozenset(meta.get("unreached", ())),
             trace=_read_trace(meta.get("trace")),
+            shares=bool(meta.get("shares")),
             whole=found.blobs.get("whole"),
         )
         return exported, built
