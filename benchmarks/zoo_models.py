@@ -17,11 +17,6 @@ VOCABULARY = 99
 LABELS = 3
 IMAGE_TOKEN = 98
 """Stands for a patch of the image in the text of vision-language models; no other batch holds it."""
-BROKEN = {
-    "nystromformer": "transformers (modeling_nystromformer.py:204) adds a [16, 16] mask to [4, 16] scores: with padding"
-    " it fails in PyTorch too, and while tracing every mask counts as padding",
-}
-"""Architectures with a fault of their own, in a phrase."""
 CHANNELS = 16
 """Channels of the inputs of the ``torch.nn`` entries."""
 
