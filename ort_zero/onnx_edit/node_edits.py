@@ -9,7 +9,7 @@ import onnx
 from google.protobuf.message import Message
 from onnx import helper
 
-from ort_zero.onnx_edit.topology import input_names, subgraphs
+from ort_zero.onnx_edit.topology import input_names, nodes_reached_from, subgraphs
 
 M = TypeVar("M", bound=Message)
 ATEN_DOMAIN = "org.pytorch.aten"
@@ -87,13 +87,9 @@ def keep_results(model: onnx.ModelProto, kept: Sequence[int]) -> None:
     graph = model.graph
     read_before = set().union(*(input_names(node) for node in graph.node), (result.name for result in graph.output))
     replace_field(graph, "output", [graph.output[i] for i in kept])
-    read = {result.name for result in graph.output}
-    nodes = []
-    for node in reversed(graph.node):
-        if read.intersection(node.output):
-            read.update(input_names(node))
-            nodes.append(node)
-    replace_field(graph, "node", reversed(nodes))
+    results = {result.name for result in graph.output}
+    replace_field(graph, "node", nodes_reached_from(graph.node, results))
+    read = results.union(*(input_names(node) for node in graph.node))
     replace_field(graph, "input", [i for i in graph.input if i.name in read or i.name not in read_before])
     made = read.union(*(node.output for node in graph.node))
     replace_field(graph, "value_info", [value for value in graph.value_info if value.name in made])

@@ -173,6 +173,7 @@ class GraphBuilder:
         Raises:
             ExportError: the module cannot run in ONNX Runtime.
         """
+        self.shared.begin()
         self._refuse_unsupported()
         operators.register()  # graphs have some before kernels are replaced
         if self.cache is None:
@@ -207,21 +208,18 @@ class GraphBuilder:
         self, observed: Observed, call: pytree.Call, subscribers: Sequence[SubscribedModel], *, anew: bool = False
     ) -> ExportedModule:
         """Return the exported module, with its shapes inferred; see :meth:`build` for the arguments."""
-        self.shared.begin()
         tracer = self.tracer = self._tracer(call, subscribers, all_inputs=True)
         try:
-            traced = self._traced(tracer, observed, anew)
-        except ExportShared as found:
-            return self._shared(found, observed, tracer)
-        except Exception:
-            # PyTorch has no gradient of a loss for its target, and refuses one that wants it
-            if tracer.trace_error is None or tracer.differentiable == wanted_of(call):
-                raise
-            tracer = self.tracer = self._tracer(call, subscribers, all_inputs=False)
             try:
                 traced = self._traced(tracer, observed, anew)
-            except ExportShared as found:
-                return self._shared(found, observed, tracer)
+            except Exception:
+                # PyTorch has no gradient of a loss for its target, and refuses one that wants it
+                if tracer.trace_error is None or tracer.differentiable == wanted_of(call):
+                    raise
+                tracer = self.tracer = self._tracer(call, subscribers, all_inputs=False)
+                traced = self._traced(tracer, observed, anew)
+        except ExportShared as found:
+            return self._shared(found, observed, tracer)
         return self._converted(traced, observed, tracer)
 
     def _converted(self, traced: tuple, observed: Observed, tracer: Tracer) -> ExportedModule:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import onnx
 
 from ort_zero.compat.ort_kernels import BARRIER
-from ort_zero.compat.torch_onnx import STOP_GRADIENT
+from ort_zero.compat.torch_onnx import stops_gradient
 from ort_zero.runtime.fused_loss.rewrite import ReturnedLogits
 
 _WITHOUT_SAVED = frozenset({"Identity", "Cast", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten", "Constant"})
@@ -122,11 +122,7 @@ def _read_by(node: onnx.NodeProto) -> Iterator[str]:
 
 def _stops(node: onnx.NodeProto) -> bool:
     """Return whether no gradient goes through a node."""
-    if node.op_type in _WITHOUT_GRADIENT:
-        return True
-    return node.op_type == "ATen" and any(
-        attribute.name == "operator" and attribute.s.decode() == STOP_GRADIENT for attribute in node.attribute
-    )
+    return node.op_type in _WITHOUT_GRADIENT or stops_gradient(node)
 
 
 def _inputs_behind(graph: onnx.GraphProto, wanted: Collection[str]) -> list[frozenset[str]]:

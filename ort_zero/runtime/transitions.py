@@ -28,7 +28,7 @@ from ort_zero.runtime.built_graph import BuiltGraph
 from ort_zero.runtime.export import pytree
 from ort_zero.runtime.fused_loss.lazy_logits import LogitReads
 from ort_zero.runtime.graph_builder import GraphBuilder
-from ort_zero.runtime.graph_processing import SHARED, STEPS, TRACE
+from ort_zero.runtime.graph_processing import SHARED, STEPS
 from ort_zero.runtime.guards.argument_numbers import ArgumentNumbers
 from ort_zero.runtime.guards.attribute_changes import AttributeChanges
 from ort_zero.runtime.guards.attribute_guard import AttributeGuard, AttributeValues
@@ -263,7 +263,8 @@ class GraphTransitionManager:
             self.exports += "export" in steps
         before = self.current
         self._put_first(graph)
-        lookup = self.builder.lookup if transition.action is Action.EXPORT else None
+        exports = transition.action is Action.EXPORT
+        lookup = self.builder.lookup if exports else None
         done = CompletedTransition(
             self.calls,
             self.mode,
@@ -272,7 +273,7 @@ class GraphTransitionManager:
             time.perf_counter() - started,
             dict(steps),
             lookup.outcome if lookup is not None else None,
-            self.builder.shared.outcome or None if TRACE in steps else None,
+            (self.builder.shared.outcome or None) if exports else None,
         )
         self.history.completed.append(done)
         self._log(done, graph, before)

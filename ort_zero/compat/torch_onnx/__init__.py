@@ -3,7 +3,15 @@
 from ort_zero.compat.torch_onnx.export_routing import Router, routing
 from ort_zero.compat.torch_onnx.symbolic_helpers import Symbolic, Unexportable
 from ort_zero.compat.torch_onnx.trace_records import NotRecorded, Recorder, TraceRecord, traces_shown
-from ort_zero.compat.torch_onnx.traced import STOP_GRADIENT, Schema, TracedNode, TracedPlace, TracedValue, torch_dtype
+from ort_zero.compat.torch_onnx.traced import (
+    STOP_GRADIENT,
+    Schema,
+    TracedNode,
+    TracedPlace,
+    TracedValue,
+    stops_gradient,
+    torch_dtype,
+)
 
 __all__ = [
     "STOP_GRADIENT",
@@ -18,6 +26,7 @@ __all__ = [
     "TracedValue",
     "Unexportable",
     "routing",
+    "stops_gradient",
     "torch_dtype",
     "traces_shown",
 ]

@@ -381,3 +381,10 @@ _FRAME = re.compile(r"^(\S.*?)\((\d+)\): (\S+)$", re.MULTILINE)
 _FACTORY = re.compile(r"^prim::|_like$|::new_|::(zeros|ones|full|empty|rand|randn|arange)$")
 STOP_GRADIENT = "detach_copy"
 """ATen operator in whose place ORT's gradient stops, see :mod:`ort_zero.compat.ortmodule.loading`."""
+
+
+def stops_gradient(node) -> bool:
+    """Return whether a node of an ONNX graph is there to stop a gradient; all that it computes is its input."""
+    return node.op_type == "ATen" and any(
+        attribute.name == "operator" and attribute.s.decode() == STOP_GRADIENT for attribute in node.attribute
+    )

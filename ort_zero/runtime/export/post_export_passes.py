@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from ort_zero.compat.torch_onnx import STOP_GRADIENT
+from ort_zero.compat.torch_onnx import stops_gradient
 
 
 def complete_dropout(model: onnx.ModelProto) -> int:
@@ -56,12 +56,7 @@ def remove_dropout(model: onnx.ModelProto) -> int:
 
 def remove_gradient_stops(model: onnx.ModelProto) -> int:
     """Let every node that stops a gradient pass on what it is given, in place; return how many there were."""
-    return _pass_on(
-        node
-        for node in model.graph.node
-        if node.op_type == "ATen"
-        and any(each.name == "operator" and each.s.decode() == STOP_GRADIENT for each in node.attribute)
-    )
+    return _pass_on(filter(stops_gradient, model.graph.node))
 
 
 def _pass_on(nodes: Iterable[onnx.NodeProto]) -> int:

@@ -24,6 +24,7 @@ from ort_zero.compat.trace_aliases import Evaluations
 from ort_zero.compat.trace_sizes import SizeReads
 from ort_zero.compat.traced_numbers import NumberReadError
 from ort_zero.compat.value_reads import ValueReadError
+from ort_zero.log import get_logger
 from ort_zero.runtime.export import advanced_iterators, left_behind, pytree, structures
 from ort_zero.runtime.export.argument_changes import ArgumentChanges
 from ort_zero.runtime.export.attribute_inputs import AttributeInputError, AttributeInputs
@@ -422,7 +423,8 @@ class Tracer:
             return []
         try:
             every, _ = pytree.flatten(value, drop_caches=False, known=known)
-        except Exception:  # attributes of a cache may raise anything; who returns it will be told
+        except Exception as error:  # attributes of a cache may raise anything; who returns it will be told
+            get_logger().debug("caches are not kept for another graph: %s: %s", type(error).__name__, error)
             return []
         returned = {id(tensor) for tensor in results_and_more}
         return [tensor for tensor in every if id(tensor) not in returned]

@@ -390,7 +390,7 @@ def _waiting(events: Sequence[Event], weights: Mapping[str, Weight], analysis: G
     """
     largest = max((weight.numel for weight in weights.values()), default=0)
     size = [sum(weights[name].numel for name in event.weights) for event in events]
-    made, needs = _last_needed(events, analysis)
+    needs = _last_needed(events, analysis)
     result, before = list(events), None
     for i, event in enumerate(events):
         if not isinstance(event, Gather):
@@ -398,27 +398,23 @@ def _waiting(events: Sequence[Event], weights: Mapping[str, Weight], analysis: G
         if before is not None and events[before].phase is event.phase and size[before] + size[i] > largest:
             earlier = events[before]
             assert isinstance(earlier, Gather)
-            read = dict.fromkeys(made[key] for keys in earlier.readers for key in keys if key in made)
-            result[i] = replace(event, after=tuple(name for name in read if needs[name] < i))
+            read = dict.fromkeys(key for keys in earlier.readers for key in keys)
+            result[i] = replace(event, after=tuple(name for name in read if needs.get(name, i) < i))
         before = i
     return result
 
 
-def _last_needed(events: Sequence[Event], analysis: GraphAnalysis) -> tuple[dict[str, str], dict[str, int]]:
-    """Return the first output of each node by its key, and for each value the last event that it depends on."""
+def _last_needed(events: Sequence[Event], analysis: GraphAnalysis) -> dict[str, int]:
+    """Return for each value of the graph the last event that it depends on, -1 for none."""
     serving: dict[str, int] = {}
     for i, event in enumerate(events):
         if isinstance(event, Gather):
             serving.update((key, i) for keys in event.readers for key in keys)
-    made: dict[str, str] = {}
     needs: dict[str, int] = {}
     for node in analysis.order:
-        key, outputs = node_key(node), output_names(node)
         last = max((needs.get(name, -1) for name in input_names(node)), default=-1)
-        needs.update(dict.fromkeys(outputs, max(last, serving.get(key, -1))))
-        if outputs:
-            made[key] = outputs[0]
-    return made, needs
+        needs.update(dict.fromkeys(output_names(node), max(last, serving.get(node_key(node), -1))))
+    return needs
 
 
 def _both_gathers(one: Event, other: Event) -> Event:
