@@ -23,7 +23,7 @@ began = time.perf_counter()
 import torch
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 from ort_zero import config
-from ort_zero.plugin.wrap import wrap_model
+from ort_zero.ortmodule.wrap import wrap_model
 torch.set_num_threads(1)
 torch.manual_seed(0)
 name, layers, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3] or None

@@ -80,7 +80,7 @@ def torch_peak(name: str, window: int, options: dict[str, Any], **zero: Any) -> 
 
 def ort_peak(name: str, window: int, options: dict[str, Any]) -> dict[str, int]:
     """Return the peak of ONNX Runtime's ZeRO-3 if nothing stays, and what was alive between forward and backward."""
-    from ort_zero.testing.live_elements import LiveElements
+    from ort_zero.ortmodule.testing.live_elements import LiveElements
 
     engine, runtime = make_engine(
         build(name, options), 3, ort=True, batch_size=options["batch"], **_zero(window), stage3_max_reuse_distance=0

@@ -19,9 +19,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from ort_zero import config
-from ort_zero.compat import ortmodule as ort_compat
+from ort_zero.ortmodule.compat import ortmodule as ort_compat
+from ort_zero.ortmodule.wrap import wrap_model
 from ort_zero.plugin import registry
-from ort_zero.plugin.wrap import wrap_model
 
 FIXED_US, PARAMETER_US = 60.0, 0.3
 """The goal: so many microseconds, and so many for each parameter."""

@@ -13,8 +13,8 @@ import time
 
 import torch
 
-from ort_zero.compat.ortmodule import run_aten_nodes
-from ort_zero.testing.kernel_cases import KernelCase, kernel_cases
+from ort_zero.ortmodule.compat.ortmodule import run_aten_nodes
+from ort_zero.ortmodule.testing.kernel_cases import KernelCase, kernel_cases
 
 MARGIN = 1.05
 """Ratio above which a replacement counts as slower."""

@@ -71,9 +71,9 @@ def work(options: argparse.Namespace) -> None:
     import torch
 
     from ort_zero import config
-    from ort_zero.plugin.wrap import wrap_model
-    from ort_zero.recompute.resident_memory import PeakMeter
-    from ort_zero.testing.peaks import start_at_first_run
+    from ort_zero.ortmodule.recompute.resident_memory import PeakMeter
+    from ort_zero.ortmodule.testing.peaks import start_at_first_run
+    from ort_zero.ortmodule.wrap import wrap_model
 
     variant = options.variant
     model = build(options.model, options).train()
@@ -130,10 +130,10 @@ def _as_upstream(runtime: Any) -> None:
 
     import onnxruntime
 
-    from ort_zero.compat import ortmodule as ort_compat
-    from ort_zero.recompute import graph_edits
-    from ort_zero.recompute.candidates import clusters_of
-    from ort_zero.runtime import graph_builder
+    from ort_zero.ortmodule.compat import ortmodule as ort_compat
+    from ort_zero.ortmodule.recompute import graph_edits
+    from ort_zero.ortmodule.recompute.candidates import clusters_of
+    from ort_zero.ortmodule.runtime import graph_builder
 
     def session_of(cache, manager, model, info, *, in_order=False):
         agent, optimized = graph_edits.optimized(manager, model, info)

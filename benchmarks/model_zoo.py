@@ -84,7 +84,7 @@ def train(
 
 def evaluate(call: Callable[..., Any], model: torch.nn.Module, batch: zoo_models.Batch) -> list[torch.Tensor]:
     """Return the tensors of what the model returns in evaluation, its caches of keys and values among them."""
-    from ort_zero.runtime.export import pytree
+    from ort_zero.ortmodule.runtime.export import pytree
 
     torch.manual_seed(0)
     model.eval()
@@ -224,7 +224,7 @@ def compare(
 ) -> Row:
     """Train a new copy of the model in ORT, evaluate it, and compare with what PyTorch gave."""
     from ort_zero import config
-    from ort_zero.plugin.wrap import wrap_model
+    from ort_zero.ortmodule.wrap import wrap_model
 
     model, batches = spec.build()
     runtime, wrapped = wrap_model(model, config.OrtModuleConfig(), stage=0)

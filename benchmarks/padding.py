@@ -49,7 +49,7 @@ def stepper(model: nn.Module, drop_padding: bool | None) -> Callable[[dict[str, 
         drop_padding: whether ONNX Runtime leaves padding out; None for PyTorch.
     """
     from ort_zero.config import OrtModuleConfig
-    from ort_zero.plugin.wrap import wrap_model
+    from ort_zero.ortmodule.wrap import wrap_model
 
     runtime, called = None, model
     if drop_padding is not None:

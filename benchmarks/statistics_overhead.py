@@ -31,7 +31,7 @@ class Variant:
 
     def __init__(self, name: str, options: dict[str, Any], *, ort: bool, folder: Path):
         from ort_zero import config
-        from ort_zero.plugin.wrap import wrap_model
+        from ort_zero.ortmodule.wrap import wrap_model
         from ort_zero.statistics.collect.subscriber import StatisticsSubscriber
         from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
 
@@ -63,7 +63,7 @@ class Variant:
 
 
 def _subscribe_upstream(model: torch.nn.Module, folder: Path) -> None:
-    from ort_zero.compat.ortmodule import import_ortmodule
+    from ort_zero.ortmodule.compat.ortmodule import import_ortmodule
 
     import_ortmodule()
     from onnxruntime.training.utils.hooks import GlobalSubscriberManager, StatisticsSubscriber

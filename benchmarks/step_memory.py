@@ -26,9 +26,9 @@ def measure(name: str, variant: str, options: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from ort_zero.config import OrtModuleConfig
-    from ort_zero.plugin.wrap import wrap_model
-    from ort_zero.recompute.resident_memory import PeakMeter
-    from ort_zero.testing.peaks import start_at_first_run
+    from ort_zero.ortmodule.recompute.resident_memory import PeakMeter
+    from ort_zero.ortmodule.testing.peaks import start_at_first_run
+    from ort_zero.ortmodule.wrap import wrap_model
 
     torch.set_num_threads(1)
     model, inputs = build(name, options).train(), batch(options, 0, name)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from training_models import MODELS, batch, build, make_engine
 
-from ort_zero.compat import cpu_allocator
+from ort_zero.ortmodule.compat import cpu_allocator
 
 SIZES = {"4x256": {"layers": 4, "hidden": 256}, "8x512": {"layers": 8, "hidden": 512}}
 ENGINES = {"none": 0, "zero1": 1, "zero3": 3}
@@ -62,7 +62,7 @@ class Variant:
             self.engine = model
             if ort:
                 from ort_zero.config import OrtModuleConfig
-                from ort_zero.plugin.wrap import wrap_model
+                from ort_zero.ortmodule.wrap import wrap_model
 
                 self.runtime, self.engine = wrap_model(model, OrtModuleConfig(log_level="ERROR", **section), 0)
         self.engine.train()

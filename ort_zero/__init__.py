@@ -16,17 +16,17 @@ from ort_zero.plugin.lifecycle import disable, enable, status
 from ort_zero.utils.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from ort_zero.plugin.wrap import wrap
-    from ort_zero.runtime.operators.fallback_table import run_in_torch
-    from ort_zero.runtime.operators.symbolics import add_symbolic
+    from ort_zero.ortmodule.runtime.operators.fallback_table import run_in_torch
+    from ort_zero.ortmodule.runtime.operators.symbolics import add_symbolic
+    from ort_zero.ortmodule.wrap import wrap
 else:
     # the tables of operators import torch
     __getattr__ = lazy_attributes(
         __name__,
         {
-            "add_symbolic": "ort_zero.runtime.operators.symbolics",
-            "run_in_torch": "ort_zero.runtime.operators.fallback_table",
-            "wrap": "ort_zero.plugin.wrap",
+            "add_symbolic": "ort_zero.ortmodule.runtime.operators.symbolics",
+            "run_in_torch": "ort_zero.ortmodule.runtime.operators.fallback_table",
+            "wrap": "ort_zero.ortmodule.wrap",
         },
     )
 

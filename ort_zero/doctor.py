@@ -17,9 +17,10 @@ from importlib import metadata
 from pathlib import Path
 
 from ort_zero import __version__, env
-from ort_zero.compat import deepspeed_programs, extensions, versions
+from ort_zero.compat import deepspeed_programs, versions
 from ort_zero.errors import BuildError
 from ort_zero.masking import masked
+from ort_zero.ortmodule.compat import extensions
 from ort_zero.utils.cpu_count import usable_cores
 from ort_zero.utils.sizes import binary_size
 

@@ -16,9 +16,10 @@ from typing import Any
 import xxhash
 
 from ort_zero import __version__
-from ort_zero.compat import extensions, versions
+from ort_zero.compat import versions
 from ort_zero.distributed.process_group import RankGroup
 from ort_zero.errors import BuildError
+from ort_zero.ortmodule.compat import extensions
 
 CLOCK_SECONDS = 2.0
 """Largest difference between the clocks of two hosts in seconds that is no problem."""

@@ -18,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Build what is missing, say where it is, and return 0; progress goes to stderr."""
-    from ort_zero.compat import extensions
+    from ort_zero.ortmodule.compat import extensions
 
     report = extensions.build(force=args.force)
     if args.json:

@@ -14,8 +14,8 @@ from ort_zero.cli.script_options import add_launcher, positive, script_progress
 from ort_zero.errors import MemoryPlanError
 
 if TYPE_CHECKING:
-    from ort_zero.recompute.trial_report import TrialReport, TrialRun
-    from ort_zero.recompute.trial_task import TrialTask
+    from ort_zero.ortmodule.recompute.trial_report import TrialReport, TrialRun
+    from ort_zero.ortmodule.recompute.trial_task import TrialTask
 
 _POINTS = 4
 _EPILOG = """The script has to use the same DeepSpeed JSON: give it as the script expects it, behind --. It is started
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from ort_zero.recompute import plan_command
+    from ort_zero.ortmodule.recompute import plan_command
 
     task = _task(args)
     with script_progress("planning", "run", args) as bar:
@@ -80,7 +80,7 @@ def _plan(args: argparse.Namespace) -> int:
 def _task(args: argparse.Namespace) -> TrialTask:
     """Return what is to be done, after everything that can be checked without running the script."""
     from ort_zero.errors import ConfigError
-    from ort_zero.recompute import trial_task
+    from ort_zero.ortmodule.recompute import trial_task
     from ort_zero.utils import script_process
     from ort_zero.utils.output_files import check_output_file
 
@@ -89,7 +89,7 @@ def _task(args: argparse.Namespace) -> TrialTask:
         if len(args.budget) > 1:
             raise ConfigError("--out holds one plan: give one --budget, or leave --out away")
     if args.plot:
-        from ort_zero.recompute import plot
+        from ort_zero.ortmodule.recompute import plot
 
         if not args.plot.lower().endswith(".svg"):
             raise ConfigError(f"--plot {args.plot}: the picture is SVG, name the file .svg")
@@ -111,7 +111,7 @@ def _task(args: argparse.Namespace) -> TrialTask:
 
 def _write(args: argparse.Namespace, report: TrialReport) -> dict[str, Any]:
     """Write the files that were asked for; return their names."""
-    from ort_zero.recompute import output_files
+    from ort_zero.ortmodule.recompute import output_files
     from ort_zero.utils.output_files import write_output_file
 
     written: dict[str, Any] = {"out": None, "plot": None}
@@ -120,7 +120,7 @@ def _write(args: argparse.Namespace, report: TrialReport) -> dict[str, Any]:
         output_files.write_plan_file(Path(args.out), found)
         written["out"] = args.out
     if args.plot:
-        from ort_zero.recompute import plot
+        from ort_zero.ortmodule.recompute import plot
 
         title = f"{Path(report.script).name}: peak memory against the time of a step"
         write_output_file(Path(args.plot), plot.svg(report.as_dict()["runs"], title))
@@ -136,7 +136,7 @@ def text_of(report: TrialReport, width: int | None = None, written: dict[str, An
         width: maximum length of the lines in characters; None does not limit it.
         written: names of files by option.
     """
-    from ort_zero.recompute import plan_table
+    from ort_zero.ortmodule.recompute import plan_table
 
     lines: list[str] = []
     for one in report.plans:
@@ -177,7 +177,7 @@ def _kept(one: TrialRun) -> list[str]:
 
 
 def _compared(runs: Iterable[TrialRun], without: TrialRun, width: int | None) -> list[str]:
-    from ort_zero.recompute import plan_table
+    from ort_zero.ortmodule.recompute import plan_table
 
     head = ("run", "predicted", "measured", "off by", "of without", "step", "of without")
     rows = []

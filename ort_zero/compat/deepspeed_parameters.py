@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ort_zero.compat import deepspeed as ds_compat
-from ort_zero.compat.deepspeed_allocations import GatherAllocations
+from ort_zero.ortmodule.compat.deepspeed_allocations import GatherAllocations
 
 
 class PlainParameters:

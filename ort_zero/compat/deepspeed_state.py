@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ort_zero.compat.deepspeed_parameters import full_shape
-from ort_zero.compat.ortmodule import is_ortmodule
 from ort_zero.errors import CheckpointError
+from ort_zero.ortmodule.compat.ortmodule import is_ortmodule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

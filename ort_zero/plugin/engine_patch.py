@@ -14,9 +14,9 @@ from ort_zero.compat import third_party
 from ort_zero.distributed import lone_failures
 from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
+from ort_zero.ortmodule.runtime.zero3.kept_weights import GatherLimits, KeptWeights
+from ort_zero.ortmodule.wrap import wrap_model
 from ort_zero.plugin import metrics, profiled_script, registry, statistics, summary
-from ort_zero.plugin.wrap import wrap_model
-from ort_zero.runtime.zero3.kept_weights import GatherLimits, KeptWeights
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
 

@@ -90,7 +90,7 @@ def _patch_constructor(module: Any) -> None:
 
 
 def _apply_constructor_patch() -> None:
-    from ort_zero.plugin import bare_ortmodule
+    from ort_zero.ortmodule import bare_ortmodule
 
     bare_ortmodule.patch_constructor()
 

@@ -30,7 +30,7 @@ def name_exporter_modules() -> None:
         UnsupportedVersionError: a version is out of range, so that more than names would be missing.
     """
     from ort_zero.compat import versions
-    from ort_zero.compat.torch_onnx import exporter_modules
+    from ort_zero.ortmodule.compat.torch_onnx import exporter_modules
 
     versions.require("ort")
     old_names = exporter_modules.patch_set()
@@ -71,10 +71,10 @@ def _patch_ortmodule() -> None:
 
     versions.require("ort")  # before the imports below, which need onnx
 
-    from ort_zero.compat import ortmodule, torch_ddp
-    from ort_zero.compat.torch_onnx import exporter_modules
-    from ort_zero.runtime.operators import symbolics
-    from ort_zero.runtime.zero3 import gather_reduce
+    from ort_zero.ortmodule.compat import ortmodule, torch_ddp
+    from ort_zero.ortmodule.compat.torch_onnx import exporter_modules
+    from ort_zero.ortmodule.runtime.operators import symbolics
+    from ort_zero.ortmodule.runtime.zero3 import gather_reduce
     from ort_zero.utils.patching import PatchSet
 
     old_names = exporter_modules.patch_set()

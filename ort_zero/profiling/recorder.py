@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ort_zero.compat.ortmodule import profiles
 from ort_zero.compat.torch_profiler import OperatorProfiler
+from ort_zero.ortmodule.compat.ortmodule import profiles
 from ort_zero.profiling.breakdown import NodeRun, Span, divide
 from ort_zero.profiling.exchange import DONE, FAILED, ORT, PROFILED, WARM, ProfileRequest, RankProfile, session_prefix
 from ort_zero.utils import named_ranges

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero.compat import deepspeed_hooks
-from ort_zero.compat.ortmodule import is_ortmodule
+from ort_zero.ortmodule.compat.ortmodule import is_ortmodule
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
 

@@ -232,9 +232,9 @@ import torch
 import ort_zero
 from ort_zero import config
 from ort_zero.compat import ortmodule
-from ort_zero.compat.ortmodule.functions import SYMBOLICS
-from ort_zero.compat.torch_onnx import exporter_modules
-from ort_zero.plugin.wrap import wrap_model
+from ort_zero.ortmodule.compat.ortmodule.functions import SYMBOLICS
+from ort_zero.ortmodule.compat.torch_onnx import exporter_modules
+from ort_zero.ortmodule.wrap import wrap_model
 from ort_zero.utils.patching import resolve
 
 def exporter_names():

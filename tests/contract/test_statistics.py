@@ -18,7 +18,7 @@ from torch import nn
 from ort_zero.config import OrtModuleConfig
 from ort_zero.errors import StatisticsError
 from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, inspect_activation
-from ort_zero.plugin.wrap import wrap_model
+from ort_zero.ortmodule.wrap import wrap_model
 from ort_zero.statistics.compare.compare_runs import compare
 from ort_zero.statistics.reader import open_run
 from ort_zero.statistics.records import Phase

@@ -85,7 +85,7 @@ class Killer:
         """Put the strikes into functions of ours."""
         from ort_zero.checkpoint.reads.checked_reads import CheckedReader
         from ort_zero.checkpoint.saves import checkpoint_writer
-        from ort_zero.runtime.graph_builder import GraphBuilder
+        from ort_zero.ortmodule.runtime.graph_builder import GraphBuilder
 
         for owner, name, phase in (
             (GraphBuilder, "export", "export"),

@@ -244,7 +244,7 @@ def exports_again(times: int) -> dict[str, Any]:
     """Make ORT export again and again; nothing of the old graphs may stay."""
     import gc
 
-    from ort_zero.runtime.zero3 import gather_reduce
+    from ort_zero.ortmodule.runtime.zero3 import gather_reduce
 
     start()
     engine = _engine(Plain(), ds_config(3, ort=True, stage3_param_persistence_threshold=0))

@@ -12,8 +12,9 @@ import pytest
 
 from ort_zero import __version__, doctor
 from ort_zero.cli import main as cli
-from ort_zero.compat import extensions, versions
+from ort_zero.compat import versions
 from ort_zero.errors import BuildError
+from ort_zero.ortmodule.compat import extensions
 
 GOOD = (versions.Finding(name="torch", found="2.13.0", needed=">=2.13,<2.14", ok=True, cure="pip install torch"),)
 BAD = (

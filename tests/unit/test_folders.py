@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from ort_zero import env
-from ort_zero.compat import extensions, torch_extensions
+from ort_zero.compat import torch_extensions
+from ort_zero.ortmodule.compat import extensions
 
 
 @pytest.fixture

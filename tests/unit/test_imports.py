@@ -353,10 +353,10 @@ offload.dp_process_group
     )
     found = [name for _, name in imported_modules(ast.parse(code), "ort_zero.zero3_hooks.subscriber")]
     assert set(found) == {
-        "ort_zero.env", "ort_zero", "ort_zero.cli.main", "ort_zero.zero3_hooks.patches", "ort_zero.runtime.guards.keys",
+        "ort_zero.env", "ort_zero", "ort_zero.cli.main", "ort_zero.zero3_hooks.patches", "ort_zero.ortmodule.runtime.guards.keys",
         "ort_zero.statistics.rows",
     }  # fmt: skip
-    assert [package_of(name) for name in ("ort_zero", "ort_zero.runtime.guards.keys", "ort_zero.runtime.runtime")] == [
+    assert [package_of(name) for name in ("ort_zero", "ort_zero.ortmodule.runtime.guards.keys", "ort_zero.ortmodule.runtime.runtime")] == [
         "__init__", "runtime.guards", "runtime",
     ]  # fmt: skip
     assert cycle_in({"a": ["b"], "b": ["c"], "c": []}) == []
@@ -371,7 +371,7 @@ offload.dp_process_group
         "ort_zero.hooks",
         "ort_zero.plugin",
         "ort_zero.cli.main",
-        "ort_zero.compat.extensions",
+        "ort_zero.ortmodule.compat.extensions",
     ],
 )
 def test_import_is_light(module):

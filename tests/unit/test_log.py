@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from ort_zero import config, log
-from ort_zero.compat import ortmodule, third_party
+from ort_zero.compat import third_party
 from ort_zero.errors import ConfigError
+from ort_zero.ortmodule.compat import ortmodule
+from ort_zero.ortmodule.runtime.export.captured_output import CapturedOutput
 from ort_zero.plugin import summary
-from ort_zero.runtime.export.captured_output import CapturedOutput
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -11,8 +11,8 @@ from older_versions import older
 
 from ort_zero.cli import main as cli
 from ort_zero.compat import deepspeed_collectives
-from ort_zero.compat.ortmodule import profiles
 from ort_zero.compat.torch_profiler import OperatorProfiler
+from ort_zero.ortmodule.compat.ortmodule import profiles
 from ort_zero.profiling import operator_groups, picture, profile_table
 from ort_zero.profiling.breakdown import (
     EXECUTOR,

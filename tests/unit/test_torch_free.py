@@ -33,7 +33,7 @@ def test_imports_are_followed_through_modules_of_the_project(tmp_path):
         "from torch import nn\n": True,
         "import helper\n": True,
         "from ort_zero.config import MemoryConfig\n": False,
-        "from ort_zero.runtime.runtime import Runtime\n": True,
+        "from ort_zero.ortmodule.runtime.runtime import Runtime\n": True,
         "def test():\n    import torch\n": False,
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n": False,
     }

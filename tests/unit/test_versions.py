@@ -8,8 +8,9 @@ from importlib import metadata
 
 import pytest
 
-from ort_zero.compat import extensions, versions
+from ort_zero.compat import versions
 from ort_zero.errors import BuildError, UnsupportedVersionError
+from ort_zero.ortmodule.compat import extensions
 
 ALL = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "onnxruntime-training": "1.19.2", "onnx": "1.23.2"}
 

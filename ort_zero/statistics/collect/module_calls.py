@@ -9,8 +9,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
-from ort_zero.compat.torch_modules import WRAPPER_ATTRIBUTES, version_of
-from ort_zero.compat.trace_state import untraced
+from ort_zero.ortmodule.compat.torch_modules import WRAPPER_ATTRIBUTES, version_of
+from ort_zero.ortmodule.compat.trace_state import untraced
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """One model with its subscribers: counts its steps, and calls the subscribers' actions on modules and tensors.
 
 Where PyTorch runs the model, module hooks do it. Where ONNX Runtime does, the graph has nodes that show the values
-(see :mod:`ort_zero.statistics.collect.graph_readers`), and the runtime calls :meth:`SubscribedModel.begin_step` and
+(see :mod:`ort_zero.ortmodule.statistics.graph_readers`), and the runtime calls :meth:`SubscribedModel.begin_step` and
 :meth:`SubscribedModel.end_step`.
 """
 
