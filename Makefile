@@ -72,24 +72,29 @@ browser:
 	echo "no headless browser, so the test of the HTML report will fail: apt-get install chromium chromium-driver" >&2
 
 .PHONY: test
-test: $(READY) browser ## Run every test but the slow ones: unit, contract, 2-4 ranks
+test: $(READY) browser ## Run the tests of plugin, checkpoints, statistics, hooks, ranks, commands and pages (15 minutes)
 	$(PYTEST) -m "not slow" $(PARALLEL) tests/unit tests/contract; one=$$?; $(PYTEST) -m "not slow" $(RANKS) tests/dist && exit $$one
 
 .PHONY: test-fast
 test-fast: $(READY) ## Run the unit tests of what needs no torch, in less than a minute
 	$(PYTEST) -m "not slow" --without-torch $(PARALLEL) tests/unit
 
-.PHONY: test-unit
-test-unit: $(READY) browser ## Run the unit and contract tests
-	$(PYTEST) -m "not slow" $(PARALLEL) tests/unit tests/contract
+.PHONY: test-ortmodule
+test-ortmodule: $(READY) ## Run every test of the engine of onnxruntime-training but the slow ones (half an hour)
+	$(PYTEST) -m "not slow" $(PARALLEL) tests/ortmodule/unit tests/ortmodule/contract; one=$$?; \
+	$(PYTEST) -m "not slow" $(RANKS) tests/ortmodule/dist && exit $$one
 
-.PHONY: test-dist
-test-dist: $(READY) ## Run the tests on 2-4 ranks
-	$(PYTEST) -m "not slow" $(RANKS) tests/dist
+.PHONY: test-smoke
+test-smoke: $(READY) ## Run a few tests of the engine of onnxruntime-training (5 minutes)
+	$(PYTEST) -m smoke $(RANKS) tests/ortmodule
 
 .PHONY: test-slow
 test-slow: $(READY) ## Run the tests that take minutes
 	$(PYTEST) -m slow --timeout 1800 $(RANKS) tests
+
+.PHONY: test-all
+test-all: $(READY) browser ## Run all of these: test, test-ortmodule, test-slow
+	@status=0; for target in test test-ortmodule test-slow; do $(MAKE) --no-print-directory $$target || status=1; done; exit $$status
 
 # An environment of their own on top of the other: what these packages bring must not change what the other tests run with
 CLIENTS := $(VENV)/clients

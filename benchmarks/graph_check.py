@@ -19,9 +19,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from ort_zero import config
+from ort_zero.ortmodule import patching
 from ort_zero.ortmodule.compat import ortmodule as ort_compat
 from ort_zero.ortmodule.wrap import wrap_model
-from ort_zero.plugin import registry
 
 FIXED_US, PARAMETER_US = 60.0, 0.3
 """The goal: so many microseconds, and so many for each parameter."""
@@ -63,7 +63,7 @@ def upstream_check(layers: int) -> Callable[[], object]:
     from onnxruntime.training.ortmodule import _utils
     from onnxruntime.training.ortmodule.options import _SkipCheck
 
-    registry.patch_ortmodule()
+    patching.patch_ortmodule()
     wrapped = ort_compat.make_ortmodule(bert(layers).train())
     arguments = batch()
     manager, _ = ort_compat.managers_of(wrapped)

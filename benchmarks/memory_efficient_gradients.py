@@ -43,8 +43,8 @@ class Variant:
 
     def __init__(self, on: bool, options: dict[str, Any]):
         from ort_zero import config
+        from ort_zero.backends import registry
         from ort_zero.ortmodule.wrap import wrap_model
-        from ort_zero.plugin import registry
 
         model = build(options["model"], options)
         self.elements = sum(p.numel() for p in model.parameters())

@@ -95,7 +95,7 @@ def make_engine(
     """
     import deepspeed
 
-    from ort_zero.plugin import registry
+    from ort_zero.backends import registry
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch_size,

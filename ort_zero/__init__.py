@@ -18,7 +18,7 @@ from ort_zero.utils.lazy import lazy_attributes
 if TYPE_CHECKING:
     from ort_zero.ortmodule.runtime.operators.fallback_table import run_in_torch
     from ort_zero.ortmodule.runtime.operators.symbolics import add_symbolic
-    from ort_zero.ortmodule.wrap import wrap
+    from ort_zero.plugin.wrap import wrap
 else:
     # the tables of operators import torch
     __getattr__ = lazy_attributes(
@@ -26,7 +26,7 @@ else:
         {
             "add_symbolic": "ort_zero.ortmodule.runtime.operators.symbolics",
             "run_in_torch": "ort_zero.ortmodule.runtime.operators.fallback_table",
-            "wrap": "ort_zero.ortmodule.wrap",
+            "wrap": "ort_zero.plugin.wrap",
         },
     )
 

@@ -17,10 +17,9 @@ from importlib import metadata
 from pathlib import Path
 
 from ort_zero import __version__, env
+from ort_zero.backends import loading
 from ort_zero.compat import deepspeed_programs, versions
-from ort_zero.errors import BuildError
 from ort_zero.masking import masked
-from ort_zero.ortmodule.compat import extensions
 from ort_zero.utils.cpu_count import usable_cores
 from ort_zero.utils.sizes import binary_size
 
@@ -91,13 +90,9 @@ def examine() -> Report:
         if not f.ok and f.name not in left_out
     ]
     complete = not problems and not left_out
-    built, directory = _extensions()
-    compiler, trouble = _compiler()
-    if not built and not left_out:
-        if trouble is not None:
-            problems.append(trouble)
-        if directory is not None:
-            problems.append(Problem(what="the C++ extensions are not built", fix="ort-zero build"))
+    of_backend = loading.load().examine()
+    if not of_backend.built and not left_out:
+        problems += [Problem(what=what, fix=fix) for what, fix in of_backend.problems]
     providers: tuple[str, ...] = ()
     if complete:
         providers, trouble = _providers()
@@ -124,9 +119,9 @@ def examine() -> Report:
         versions=findings,
         accelerate=versions.installed("accelerate"),
         transformers=versions.installed("transformers"),
-        compiler=compiler,
-        extensions_built=built,
-        extensions_dir=directory,
+        compiler=of_backend.compiler,
+        extensions_built=of_backend.built,
+        extensions_dir=of_backend.directory,
         providers=providers,
         cores=usable_cores(),
         threads_per_rank=env.threads_per_rank(),
@@ -159,26 +154,6 @@ def _temporary() -> str:
 def _environment() -> dict[str, str]:
     found = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIXES) or name in _NAMES}
     return {name: masked(value) for name, value in found.items()}
-
-
-def _extensions() -> tuple[bool, Path | None]:
-    try:
-        return extensions.is_built(), extensions.extension_dir()
-    except BuildError:
-        return False, None
-
-
-def _compiler() -> tuple[str | None, Problem | None]:
-    """Return the compiler's command, and what hinders a build."""
-    try:
-        compiler = " ".join(extensions._compiler())
-    except BuildError as error:
-        return None, Problem(what=_first_line(error), fix="apt-get install g++")
-    try:
-        extensions.python_include()
-    except BuildError as error:
-        return compiler, Problem(what=_first_line(error), fix="apt-get install python3-dev")
-    return compiler, None
 
 
 def _providers() -> tuple[tuple[str, ...], Problem | None]:
@@ -226,7 +201,3 @@ def _switched_off(entry_point: bool) -> list[Problem]:
             )
         )
     return problems
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]

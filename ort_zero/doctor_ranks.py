@@ -16,10 +16,9 @@ from typing import Any
 import xxhash
 
 from ort_zero import __version__
+from ort_zero.backends import loading
 from ort_zero.compat import versions
 from ort_zero.distributed.process_group import RankGroup
-from ort_zero.errors import BuildError
-from ort_zero.ortmodule.compat import extensions
 
 CLOCK_SECONDS = 2.0
 """Largest difference between the clocks of two hosts in seconds that is no problem."""
@@ -83,8 +82,9 @@ def _facts() -> dict[str, str]:
         **{finding.name: finding.found or "missing" for finding in versions.findings()},
         **{name: versions.installed(name) or "missing" for name in ("accelerate", "transformers")},
     }
-    with suppress(BuildError):
-        found["extensions"] = "built" if extensions.is_built() else "not built (ort-zero build)"
+    of_backend = loading.load().examine()
+    if of_backend.directory is not None:
+        found["extensions"] = "built" if of_backend.built else "not built (ort-zero build)"
     return found
 
 

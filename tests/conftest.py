@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from group_of_one import group_of_one, one_rank  # noqa: F401
 from torch_free import needs_torch
 from without_ort import NO_WHEEL, ORT_IS_MISSING, shows_its_absence
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
 
-for folder in ("unit", "dist"):  # models, checkpoints and the like that tests of several folders use
+for folder in ("unit", "dist", "ortmodule/dist", "ortmodule/contract"):  # helpers that several folders use
     sys.path.insert(0, str(Path(__file__).parent / folder))
 os.environ.setdefault("ORT_ZERO_WARM_RANKS", "1")
 os.environ["ORT_ZERO_EXPORT_CACHE"] = "0"  # what one test exports must not be what another one runs

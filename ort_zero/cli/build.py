@@ -18,9 +18,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Build what is missing, say where it is, and return 0; progress goes to stderr."""
-    from ort_zero.ortmodule.compat import extensions
+    from ort_zero.backends import loading
 
-    report = extensions.build(force=args.force)
+    report = loading.load().build(args.force)
     if args.json:
         print_json(dataclasses.asdict(report))
         return 0

@@ -5,19 +5,11 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from ort_zero.cli import print_json
 from ort_zero.cli.script_options import add_launcher, positive, script_progress
-from ort_zero.errors import MemoryPlanError
 
-if TYPE_CHECKING:
-    from ort_zero.ortmodule.recompute.trial_report import TrialReport, TrialRun
-    from ort_zero.ortmodule.recompute.trial_task import TrialTask
-
-_POINTS = 4
 _EPILOG = """The script has to use the same DeepSpeed JSON: give it as the script expects it, behind --. It is started
 unchanged, once without recomputation and once for each budget (with --plot for some points between as well), and
 ended after --steps steps; what it writes until then (logs, folders) it writes here, too. Exit status: 0 = measured
@@ -65,142 +57,28 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from ort_zero.ortmodule.recompute import plan_command
+    from ort_zero.backends import loading
+    from ort_zero.backends.interface import MemoryPlanOptions
+    from ort_zero.utils import script_process
 
-    task = _task(args)
+    options = MemoryPlanOptions(
+        config=Path(args.config),
+        script=Path(args.script),
+        arguments=tuple(args.arguments),
+        budgets=tuple(args.budget),
+        level=args.level,
+        steps=0 if args.no_measure else args.steps,
+        launcher=script_process.split_launcher(args.launcher) if args.launcher is not None else (),
+        out=Path(args.out) if args.out else None,
+        plot=Path(args.plot) if args.plot else None,
+        overwrite=args.overwrite,
+    )
     with script_progress("planning", "run", args) as bar:
-        report = plan_command.run_trials(task, bar.move)
-    written = _write(args, report)
-    print_json({**report.as_dict(), **written}) if args.json else print(text_of(report, _width(), written))
+        report = loading.load().plan_memory(options, bar.move)
+    print_json(report.as_dict()) if args.json else print(report.text(_width()))
     if report.failed:
         return 2
     return 1 if report.wrong else 0
-
-
-def _task(args: argparse.Namespace) -> TrialTask:
-    """Return what is to be done, after everything that can be checked without running the script."""
-    from ort_zero.errors import ConfigError
-    from ort_zero.ortmodule.recompute import trial_task
-    from ort_zero.utils import script_process
-    from ort_zero.utils.output_files import check_output_file
-
-    if args.out:
-        check_output_file(Path(args.out), "--out", args.overwrite)
-        if len(args.budget) > 1:
-            raise ConfigError("--out holds one plan: give one --budget, or leave --out away")
-    if args.plot:
-        from ort_zero.ortmodule.recompute import plot
-
-        if not args.plot.lower().endswith(".svg"):
-            raise ConfigError(f"--plot {args.plot}: the picture is SVG, name the file .svg")
-        check_output_file(Path(args.plot), "--plot", args.overwrite)
-        plot.require()
-    return trial_task.prepare(
-        trial_task.TrialTask(
-            config=Path(args.config),
-            script=Path(args.script),
-            arguments=tuple(args.arguments),
-            budgets=tuple(args.budget),
-            level=args.level,
-            steps=0 if args.no_measure else args.steps,
-            points=_POINTS if args.plot else 0,
-            launcher=script_process.split_launcher(args.launcher) if args.launcher is not None else (),
-        )
-    )
-
-
-def _write(args: argparse.Namespace, report: TrialReport) -> dict[str, Any]:
-    """Write the files that were asked for; return their names."""
-    from ort_zero.ortmodule.recompute import output_files
-    from ort_zero.utils.output_files import write_output_file
-
-    written: dict[str, Any] = {"out": None, "plot": None}
-    found = _decision_of(report.plans[0])["plan"]
-    if args.out and found:  # an empty list is no plan to anybody who reads it
-        output_files.write_plan_file(Path(args.out), found)
-        written["out"] = args.out
-    if args.plot:
-        from ort_zero.ortmodule.recompute import plot
-
-        title = f"{Path(report.script).name}: peak memory against the time of a step"
-        write_output_file(Path(args.plot), plot.svg(report.as_dict()["runs"], title))
-        written["plot"] = args.plot
-    return written
-
-
-def text_of(report: TrialReport, width: int | None = None, written: dict[str, Any] | None = None) -> str:
-    """Return what was planned and measured: each plan with its table, then all runs beside each other.
-
-    Args:
-        report: report of the runs.
-        width: maximum length of the lines in characters; None does not limit it.
-        written: names of files by option.
-    """
-    from ort_zero.ortmodule.recompute import plan_table
-
-    lines: list[str] = []
-    for one in report.plans:
-        lines += [f"{one.name}{_ranks(one)}", "", plan_table.text(_decision_of(one), width), *_kept(one), ""]
-    if report.without is not None:
-        lines += [*_compared(report.runs, report.without, width), ""]
-    lines += [f"{one.name}: {one.error}" for one in report.failed]
-    lines += [f"{option}: {name}" for option, name in (written or {}).items() if name]
-    if report.wrong:
-        lines += [f"not as predicted: {words}" for words in report.wrong]
-    elif report.without is not None and all(one.measured_bytes is None for one in report.runs):
-        lines.append("not measured: this system does not tell a process's peak")
-    elif not report.failed:
-        lines.append("predicted, not measured" if report.without is None else "within the budget, as predicted")
-    return "\n".join(lines)
-
-
-def _ranks(one: TrialRun) -> str:
-    return f", {one.ranks} ranks, the figures are those of one" if one.ranks > 1 else ""
-
-
-def _decision_of(one: TrialRun) -> dict[str, Any]:
-    """Return the decision of a run that found a plan."""
-    if one.decision is None:
-        raise MemoryPlanError(f"{one.name}: {one.error or 'no plan'}")
-    return one.decision
-
-
-def _kept(one: TrialRun) -> list[str]:
-    decision = _decision_of(one)
-    kept = decision["kept"]
-    if not kept:
-        return []
-    how = ", ".join(f'"{key}": "{value}"' if isinstance(value, str) else f'"{key}": {value}'
-                    for key, value in one.memory.items())  # fmt: skip
-    since = "was there already" if decision["found"] else "is used at once by the next start"
-    return [f'kept: {kept} ({since}, with "memory": {{{how}}})']
-
-
-def _compared(runs: Iterable[TrialRun], without: TrialRun, width: int | None) -> list[str]:
-    from ort_zero.ortmodule.recompute import plan_table
-
-    head = ("run", "predicted", "measured", "off by", "of without", "step", "of without")
-    rows = []
-    for one in runs:
-        if one.error:
-            continue
-        seconds = one.seconds_per_step
-        rows.append(
-            (
-                one.name,
-                plan_table.mib(one.predicted_bytes),
-                plan_table.mib(one.measured_bytes),
-                "-" if one.off is None else plan_table.percent(one.off),
-                _ratio(one.measured_bytes, without.measured_bytes),
-                "-" if seconds is None else f"{1000 * seconds:.1f} ms",
-                _ratio(seconds, without.seconds_per_step),
-            )
-        )
-    return plan_table.aligned(head, rows, width)
-
-
-def _ratio(one: float | None, other: float | None) -> str:
-    return f"{one / other:.2f}" if one is not None and other else "-"
 
 
 def _width() -> int | None:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ort_zero.compat.deepspeed_parameters import full_shape
+from ort_zero.compat.torch_modules import inside_of_ortmodule
 from ort_zero.errors import CheckpointError
-from ort_zero.ortmodule.compat.ortmodule import is_ortmodule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class EngineState:
         self.optimizer = engine.optimizer
         self.stage = int(engine.zero_optimization_stage())
         module = engine.module
-        self.module = module.module if is_ortmodule(module) else module
+        self.module = inside_of_ortmodule(module)
         _refuse_other_parallelism(engine, self.optimizer, self.stage)
         self.names = {id(p): name for name, p in self.module.named_parameters()}
         self.parameters = dict(self.module.named_parameters())

@@ -8,31 +8,36 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero import config, log
+from ort_zero.backends import registry
+from ort_zero.backends.interface import Made
 from ort_zero.compat import versions
 from ort_zero.errors import ExportError
+from ort_zero.ortmodule import patching
 from ort_zero.ortmodule.compat import torch_ddp
 from ort_zero.ortmodule.compat.ortmodule import bare
 from ort_zero.ortmodule.compat.ortmodule.fallback import Fallback
-from ort_zero.plugin import registry
 from ort_zero.utils.patching import PatchSet
 
 
-def patch_constructor() -> None:
+def patch_constructor(made: Made) -> None:
     """Let the constructor of ORTModule, which has been imported, make ORTModules that run on this torch.
+
+    Args:
+        made: called with the runtime of each ORTModule, and with its configuration.
 
     Raises:
         UnsupportedVersionError: a version is out of range.
     """
     versions.require("ort")
-    wanted = PatchSet("ORTModule", (bare.constructor_patch(_make), bare.extensions_patch()))
+    wanted = PatchSet("ORTModule", (bare.constructor_patch(functools.partial(_make, made)), bare.extensions_patch()))
     if wanted.name not in registry.patch_sets:
         wanted.apply()
         registry.patch_sets[wanted.name] = wanted
 
 
-def _make(wrapper: Any, module: Any, debug_options: Any) -> None:
+def _make(made: Made, wrapper: Any, module: Any, debug_options: Any) -> None:
     """Initialize an ORTModule of a user, and give it its runtime."""
-    registry.patch_ortmodule()
+    patching.patch_ortmodule()
     if torch_ddp.is_ddp(module):
         _wrap_inside(wrapper, module, debug_options)
         return
@@ -45,7 +50,7 @@ def _make(wrapper: Any, module: Any, debug_options: Any) -> None:
         ortmodule=config.OrtModuleConfig(log_level=options.level, cache_dir=options.cache_dir, split="off"),
         memory=_memory_of(options),
     )
-    attach_to(wrapper, module, section, keeps_checkpointing=options.keeps_checkpointing)
+    made(attach_to(wrapper, module, section, keeps_checkpointing=options.keeps_checkpointing), section)
 
 
 def _wrap_inside(wrapper: Any, ddp: Any, debug_options: Any) -> None:
@@ -75,7 +80,6 @@ def attach_to(wrapper: Any, module: Any, section: config.Config, *, keeps_checkp
     """
     from ort_zero.ortmodule.recompute import trial
     from ort_zero.ortmodule.wrap import attach_runtime
-    from ort_zero.plugin import profiled_script, summary
 
     memory, part, more = trial.override_section(section.memory, section.ortmodule)
     runtime = attach_runtime(
@@ -88,8 +92,6 @@ def attach_to(wrapper: Any, module: Any, section: config.Config, *, keeps_checkp
         memory_efficient_gradients=section.memory_efficient_gradients,
         **more,
     )
-    runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
-    profiled_script.measure_runtime(runtime)
     return runtime
 
 

@@ -1,4 +1,4 @@
-"""Wraps a user's module so that ONNX Runtime runs it: the ORTModule and the runtime behind it."""
+"""Wrap a user's module so that ONNX Runtime runs it: the ORTModule and the runtime behind it."""
 
 from __future__ import annotations
 
@@ -7,57 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ort_zero import config, env, log
+from ort_zero import config, log
 from ort_zero.errors import ConfigError
-
-
-def wrap(model: Any, **section: Any) -> Any:
-    """Return `model` wrapped so that ONNX Runtime runs it, without DeepSpeed.
-
-    ``ort_zero.wrap(model, ortmodule={"exclude": ["head"]}, statistics={"enabled": True, "output_dir": "run"})``: the
-    keys are those of the section in a DeepSpeed config, but for "checkpoint" and "metrics", which need an engine. The
-    result is an ORTModule; where the section or ``ORT_ZERO_DISABLE`` says so, it is `model` itself. In a
-    DistributedDataParallel the module inside is wrapped. Every rank calls it with the same options.
-
-    Args:
-        model: a torch module.
-        section: the parts of the section by name.
-
-    Raises:
-        ConfigError: an unknown key, or a wrong type or value.
-        UnsupportedVersionError: torch, Python or onnxruntime-training is out of range.
-        BuildError: the C++ extensions cannot be built.
-    """
-    from ort_zero.ortmodule.compat import torch_ddp
-    from ort_zero.plugin import profiled_script, statistics, summary
-
-    options = config.parse(section)
-    if "checkpoint" in section:
-        raise ConfigError('ort_zero.checkpoint: checkpoints are those of a DeepSpeed engine; leave "checkpoint" out')
-    if "metrics" in section:
-        raise ConfigError("ort_zero.metrics: a model without a DeepSpeed engine has no steps; read ort_zero.status()")
-    if env.disabled() or not options.enabled:
-        return model
-    if torch_ddp.is_ddp(model):
-        model.module = wrap(model.module, **section)
-        return model
-    wrapped = model
-    if options.ortmodule.enabled:
-        runtime, wrapped = wrap_model(
-            model,
-            profiled_script.without_fallback(options.ortmodule),
-            0,
-            memory_efficient_gradients=options.memory_efficient_gradients,
-            memory=options.memory,
-        )
-        runtime.in_step = False
-        runtime.announce = lambda ready: summary.announce(options, ready.module, ready)
-        profiled_script.measure_runtime(runtime)
-    log.set_level(options.ortmodule.log_level, wrapped)
-    session = statistics.collect(wrapped, options.statistics)
-    if session is not None:
-        vars(wrapped)["ort_zero_statistics"] = session
-    return wrapped
 
 
 def wrap_model(
@@ -82,13 +33,13 @@ def wrap_model(
         UnsupportedVersionError: torch, Python or onnxruntime-training is out of range.
         BuildError: the C++ extensions cannot be built.
     """
+    from ort_zero.ortmodule import patching
     from ort_zero.ortmodule.compat import ortmodule as ort_compat
     from ort_zero.ortmodule.recompute import trial
-    from ort_zero.plugin import registry
 
     memory, section, more = trial.override_section(memory, section)
     request = memory_request(memory) if memory is not None else None
-    registry.patch_ortmodule()
+    patching.patch_ortmodule()
     level = log.chosen(section.log_level)
 
     wrapped = ort_compat.make_ortmodule(model, save_onnx=section.save_onnx, level=level)
@@ -132,9 +83,9 @@ def attach_runtime(
     Raises:
         ConfigError: a pattern of ``exclude`` matches nothing, or ``cache_dir`` cannot be written to.
     """
+    from ort_zero.backends import registry
     from ort_zero.ortmodule.compat import ortmodule as ort_compat
     from ort_zero.ortmodule.runtime.runtime import Runtime
-    from ort_zero.plugin import registry
 
     runtime = Runtime(wrapped.module, section, memory=request, **{"stage": 0, **more})
     runtime.in_step = False

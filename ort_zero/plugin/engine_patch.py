@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ort_zero import config, env, log
+from ort_zero.backends import loading, registry
 from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat import third_party
 from ort_zero.distributed import lone_failures
 from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
-from ort_zero.ortmodule.runtime.zero3.kept_weights import GatherLimits, KeptWeights
-from ort_zero.ortmodule.wrap import wrap_model
-from ort_zero.plugin import metrics, profiled_script, registry, statistics, summary
-from ort_zero.utils.patching import Patch, defined_in
+from ort_zero.plugin import metrics, profiled_script, statistics, summary
+from ort_zero.utils.patching import Patch, PatchSet, defined_in
 from ort_zero.zero3_hooks import backend_context
+
+_PATCHING = threading.Lock()
 
 
 def _engine_init(original):
@@ -38,7 +40,7 @@ def _engine_init(original):
         _refuse_local_storage(ds_config, section)
         log.set_level(section.ortmodule.log_level, self)
         third_party.silence()
-        registry.patch_gathers()
+        _patch_gathers()
         if not section.ortmodule.enabled:
             with backend_context.running_in("torch"):
                 original(self, *args, **kwargs)
@@ -47,17 +49,14 @@ def _engine_init(original):
             metrics.write_metrics_of(self, section.metrics, None)
             return _subscribe(self, section.statistics)
         stage = int((ds_config.get("zero_optimization") or {}).get("stage", 0))
-        _refuse_half_on_cpu(ds_config)
-        runtime, bound.arguments["model"] = wrap_model(
-            bound.arguments["model"],
-            profiled_script.without_fallback(section.ortmodule),
-            stage,
-            memory_efficient_gradients=section.memory_efficient_gradients,
-            memory=section.memory,
+        backend = loading.load()
+        backend.refuse(ds_config)
+        runtime, bound.arguments["model"] = backend.run_for_engine(
+            bound.arguments["model"], profiled_script.without_fallback(section), stage
         )
         with backend_context.running_in("ort"):
             original(*bound.args, **bound.kwargs)
-        _connect(self, runtime)
+        backend.connect(runtime, self)
         _note(self)
         self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
         runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
@@ -85,15 +84,18 @@ def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:
         engine.__dict__["ort_zero_statistics"] = session
 
 
-def _connect(engine: Any, runtime: Any) -> None:
-    """Give the runtime what is known only once the engine exists: its stage, process group and prefetch window."""
-    offload = ds_compat.parameter_offload_of(engine)
-    runtime.stage = int(engine.zero_optimization_stage())
-    if offload is not None:
-        runtime.group = ds_compat.partition_group_of(offload)
-        distance, live = ds_compat.limits_of_kept_weights(offload)
-        runtime.kept_weights = KeptWeights(GatherLimits(ds_compat.prefetch_window(offload), distance, live))
-        ds_compat.connect_leaf_gradients(engine)
+def _patch_gathers() -> None:
+    """Let DeepSpeed wait for all that it gathers, where it does not; a second call does nothing.
+
+    Called when the first engine has the section: without one DeepSpeed stays as it is.
+    """
+    from ort_zero.compat import deepspeed_waits
+
+    with _PATCHING:
+        if "gathers" not in registry.patch_sets:
+            wanted = PatchSet("gathers", deepspeed_waits.patches())
+            wanted.apply()
+            registry.patch_sets["gathers"] = wanted
 
 
 def _refuse_local_storage(ds_config: dict, section: config.Config) -> None:
@@ -109,21 +111,6 @@ def _refuse_local_storage(ds_config: dict, section: config.Config) -> None:
             's3:// or gs://, and remove the key; or set "ort_zero": {"checkpoint": {"sharded": false}} for files of '
             "DeepSpeed's own format"
         )
-
-
-def _refuse_half_on_cpu(ds_config: dict) -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    if get_accelerator().device_name() != "cpu":
-        return
-    for key, flag in (("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")):
-        if (ds_config.get(key) or {}).get("enabled") is True:
-            raise ConfigError(
-                f'"{key}" is enabled in the DeepSpeed config, and ONNX Runtime\'s CPU provider has no kernels for it; '
-                f'remove "{key}" to train in fp32 (it may come from {flag}=True of TrainingArguments or SFTConfig, '
-                f'TRL\'s default on CPUs too, or from mixed_precision="{flag}" of Accelerate: set {flag}=False or '
-                'mixed_precision="no" there), use a GPU, or set "ort_zero": {"ortmodule": {"enabled": false}}'
-            )
 
 
 def _save_checkpoint(original):
@@ -164,20 +151,20 @@ def _load_checkpoint(original):
         arguments = given.arguments
         if getattr(self, "ort_zero_section", None) is None or not arguments["load_dir"]:
             return original(self, *args, **kwargs)
-        from ort_zero.checkpoint.loads import loading
+        from ort_zero.checkpoint.loads import loading as checkpoint_loading
 
         def by_deepspeed() -> tuple:
             return original(self, *args, **kwargs)
 
         if ds_compat.loads_universal_checkpoints(self):
             return by_deepspeed()
-        written_by = loading.format_of(arguments["load_dir"], arguments["tag"])
+        written_by = checkpoint_loading.format_of(arguments["load_dir"], arguments["tag"])
         if written_by is None or (written_by == "deepspeed" and arguments["custom_load_fn"] is not None):
             return by_deepspeed()
         if arguments["custom_load_fn"] is not None:
             raise CheckpointError("custom_load_fn is not possible with a sharded checkpoint of ort_zero; leave it out")
         try:
-            return loading.load(
+            return checkpoint_loading.load(
                 self,
                 arguments["load_dir"],
                 arguments["tag"],
@@ -186,7 +173,7 @@ def _load_checkpoint(original):
                 load_lr_scheduler_states=arguments["load_lr_scheduler_states"],
                 load_module_only=arguments["load_module_only"],
             )
-        except loading.UnreadableCheckpointError as error:
+        except checkpoint_loading.UnreadableCheckpointError as error:
             if written_by != "deepspeed":
                 raise
             return _loaded_by_deepspeed(self, error, by_deepspeed)

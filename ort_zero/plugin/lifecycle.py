@@ -5,16 +5,20 @@ Nothing heavy is imported at module level: :func:`autoload` runs at the end of e
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ort_zero import env
-from ort_zero.plugin import registry
+from ort_zero.backends import loading, registry
+
+if TYPE_CHECKING:
+    from ort_zero.backends.interface import RunningModel
+    from ort_zero.config import Config
 
 _HOOKED_MODULE = "deepspeed.runtime.engine"
-_ORTMODULE = "onnxruntime.training.ortmodule"
 _state: dict[str, Any] = {"armed": False, "auto_error": None, "bare": False}
 """Whether the hooks are armed; why the plugin could not be enabled; whether bare ORTModules are to work."""
 
@@ -52,11 +56,8 @@ def _arm_deepspeed() -> None:
 
 
 def _arm_ortmodule() -> None:
-    # the first part that its package imports, before those that need torch's old names, and the part with the class
-    _arm(
-        "onnxruntime.training",
-        {f"{_ORTMODULE}._fallback_exceptions": _name_exporter, f"{_ORTMODULE}.ortmodule": _patch_constructor},
-    )
+    hooks = loading.load().import_hooks(_model_is_made)
+    _arm("onnxruntime.training", {name: functools.partial(_run_hook, hook) for name, hook in hooks.items()})
 
 
 _HOOKS = {"deepspeed": _arm_deepspeed, "onnxruntime.training": _arm_ortmodule}
@@ -77,28 +78,22 @@ def _arm(package: str, hooks: Mapping[str, Callable[[Any], None]]) -> None:
         _state["auto_error"] = f"{type(error).__name__}: {error}"
 
 
-def _name_exporter(module: Any) -> None:
-    """Let the modules of torch's exporter have the names by which ORTModule's package will import them."""
-    if _state["bare"]:
-        _quietly(registry.name_exporter_modules)
+def _model_is_made(running: RunningModel, section: Config) -> None:
+    """Report on a model that a user's own code made an ORTModule of."""
+    from ort_zero.plugin import wrap
+
+    wrap.report_on(running, section)
 
 
-def _patch_constructor(module: Any) -> None:
-    """Let ``ORTModule(model)`` be ours."""
-    if _state["bare"]:
-        _quietly(_apply_constructor_patch)
+def _run_hook(hook: Callable[[Any], None], module: Any) -> None:
+    """Run a backend's hook after the import of `module`, unless bare ORTModules are to stay as they are.
 
-
-def _apply_constructor_patch() -> None:
-    from ort_zero.ortmodule import bare_ortmodule
-
-    bare_ortmodule.patch_constructor()
-
-
-def _quietly(action: Callable[[], None]) -> None:
-    """Do what an import needs; a failure is no reason for the import to fail in another way than without us."""
+    A failure is no reason for the import to fail in another way than without the plugin.
+    """
+    if not _state["bare"]:
+        return
     try:
-        action()
+        hook(module)
     except Exception as error:
         _state["auto_error"] = str(error)
         from ort_zero.log import get_logger
@@ -175,8 +170,10 @@ def _enable_ortmodule() -> None:
             _arm_ortmodule()
         elif _WaitForImports not in sys.meta_path:
             sys.meta_path.insert(0, _WaitForImports)  # type: ignore[arg-type]
-    elif f"{_ORTMODULE}.ortmodule" in sys.modules:
-        _quietly(_apply_constructor_patch)
+    else:
+        for name, hook in loading.load().import_hooks(_model_is_made).items():
+            if name in sys.modules:
+                _run_hook(hook, sys.modules[name])
 
 
 def disable() -> None:
@@ -189,7 +186,7 @@ def disable() -> None:
         PatchError: somebody patched one of our targets after us; nothing is changed then.
     """
     was_enabled = is_enabled()
-    registry.restore("refused_section", "ORTModule", "onnxruntime", "torch.onnx", "gathers", "deepspeed")
+    registry.restore("refused_section", *loading.load().PATCH_SETS, "gathers", "deepspeed")
     _state["bare"] = False
     if was_enabled:
         from ort_zero.compat import third_party

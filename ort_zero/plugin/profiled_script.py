@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ort_zero import config, env
+from ort_zero.backends import loading
 from ort_zero.compat import deepspeed_collectives
 from ort_zero.profiling import exchange
 from ort_zero.profiling.recorder import Recorder, in_range
@@ -22,7 +23,7 @@ def recorder() -> Recorder | None:
         ProfileError: the file that the environment names cannot be read.
     """
     path = env.profile_file()
-    return None if path is None else Recorder(exchange.read_request(path))
+    return None if path is None else Recorder(exchange.read_request(path), loading.load().node_profiles)
 
 
 def in_torch() -> bool:
@@ -31,9 +32,11 @@ def in_torch() -> bool:
     return found is not None and found.request.backend == exchange.TORCH
 
 
-def without_fallback(section: config.OrtModuleConfig) -> config.OrtModuleConfig:
-    """Return a part of the section that runs nothing in PyTorch unnoticed, while a script is measured."""
-    return section if recorder() is None else section.model_copy(update={"fallback": "raise"})
+def without_fallback(section: config.Config) -> config.Config:
+    """Return a section that runs nothing in PyTorch unnoticed, while a script is measured."""
+    if recorder() is None:
+        return section
+    return section.model_copy(update={"ortmodule": section.ortmodule.model_copy(update={"fallback": "raise"})})
 
 
 def measure_engine(engine: Any, runtime: Any = None) -> None:
@@ -49,7 +52,7 @@ def measure_engine(engine: Any, runtime: Any = None) -> None:
     found.model_is_there(type(runtime.module if runtime is not None else engine.module).__name__)
     _name_collectives()
     if runtime is not None:
-        runtime.graph_recorder = functools.partial(_graph_is_there, found)
+        runtime.graph_recorder = found.graph_recorder
     engine.register_forward_pre_hook(
         lambda called, args: found.call(called, called.training and torch.is_grad_enabled())
     )
@@ -59,7 +62,7 @@ def measure_engine(engine: Any, runtime: Any = None) -> None:
         setattr(engine, method, in_range(name, getattr(engine, method)))
 
 
-def measure_runtime(runtime: Any) -> None:
+def measure_model(runtime: Any) -> None:
     """Have the calls of a model without an engine measured, if the script is."""
     found = recorder()
     if found is None:
@@ -68,7 +71,7 @@ def measure_runtime(runtime: Any) -> None:
     if in_torch():
         runtime.fallback_reason = "ort-zero profile measures it in PyTorch"
     else:
-        runtime.graph_recorder = functools.partial(_graph_is_there, found)
+        runtime.graph_recorder = found.graph_recorder
     call = in_range(named_ranges.FORWARD, runtime.call)
 
     def measured(managers: Any, args: tuple, kwargs: dict, run_in_torch: Any) -> Any:
@@ -76,10 +79,6 @@ def measure_runtime(runtime: Any) -> None:
         return call(managers, args, kwargs, run_in_torch)
 
     runtime.call = measured
-
-
-def _graph_is_there(found: Recorder, graph: Any) -> Any:
-    return found.graph_is_there(graph.session.agent, graph.nodes, graph.python_ops, graph.session.gradients)
 
 
 @functools.cache

@@ -9,13 +9,13 @@ from __future__ import annotations
 import atexit
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ort_zero.backends.interface import NodeProfiles
 from ort_zero.compat.torch_profiler import OperatorProfiler
-from ort_zero.ortmodule.compat.ortmodule import profiles
 from ort_zero.profiling.breakdown import NodeRun, Span, divide
 from ort_zero.profiling.exchange import DONE, FAILED, ORT, PROFILED, WARM, ProfileRequest, RankProfile, session_prefix
 from ort_zero.utils import named_ranges
@@ -26,38 +26,15 @@ class ProfileEndedError(SystemExit):
     """All is measured; the script's ``finally`` blocks run, and no handler of an Exception."""
 
 
-class _ProfiledSession:
-    """A session that records its nodes.
-
-    Args:
-        agent: ORTModule's, of the session.
-        begun: number of profiled steps that have begun.
-    """
-
-    def __init__(self, agent: Any, begun: int):
-        self.agent = agent
-        self.runs = 0
-        """Number of halves of runs, of which the profile has one each."""
-        self.marks = [0] * begun
-        """That number when each profiled step began."""
-
-    def nodes(self, steps: Iterable[int]) -> Iterator[NodeRun]:
-        """Yield the nodes that ran in some of the profiled steps; the recording has ended."""
-        runs = profiles.runs_in(profiles.end(self.agent))
-        bounds = [*self.marks, self.runs]
-        for step in steps:
-            for run in runs[bounds[step] : bounds[step + 1]]:
-                yield from (NodeRun(*node) for node in run)
-
-
 class Recorder:
     """Follows the calls of the model that trains first.
 
     Args:
         request: what is to be measured.
+        node_profiles: has ONNX Runtime record nodes into files that begin with a prefix.
     """
 
-    def __init__(self, request: ProfileRequest):
+    def __init__(self, request: ProfileRequest, node_profiles: Callable[[str], NodeProfiles]):
         self.request = request
         self._result = RankProfile(request.backend)
         self._owner: object | None = None
@@ -67,9 +44,9 @@ class Recorder:
         """The range of the step that runs; None between steps."""
         self._began = 0.0
         self._profiler: OperatorProfiler | None = None
-        self._sessions: list[_ProfiledSession] = []
-        if request.backend == ORT:
-            profiles.record_sessions(session_prefix(request.report))
+        self._nodes = node_profiles(session_prefix(request.report)) if request.backend == ORT else None
+        self.graph_recorder = self._nodes.recorder(self._graph_built) if self._nodes is not None else None
+        """What a running model calls with each new graph; None where PyTorch is measured."""
         self._around_backward()
 
     # -- what happens in the script ---------------------------------------------------------------------------------
@@ -80,20 +57,13 @@ class Recorder:
             self._result.model = name
             self._result.write(self.request.report)
 
-    def graph_is_there(self, agent: Any, nodes: int, python_ops: int, training: bool) -> Callable[[], None]:
-        """Note a new graph; return what is to be called after each run of its session."""
-        begun = max(0, self._calls - self.request.warmup)
-        session = _ProfiledSession(agent, begun)
-        self._sessions.append(session)
+    def _graph_built(self, nodes: int, python_ops: int, training: bool) -> int:
+        """Note a new graph; return the number of profiled steps that have begun."""
         if self._profiler is not None:
             self._result.graphs_built += 1
         if training:
             self._result.nodes, self._result.python_ops = nodes, python_ops
-
-        def ran() -> None:
-            session.runs += 1
-
-        return ran
+        return max(0, self._calls - self.request.warmup)
 
     def call(self, owner: object, training: bool) -> None:
         """Note that a model is about to be called.
@@ -116,9 +86,8 @@ class Recorder:
             return
         self._next_phase()
         self._calls += 1
-        if self._calls > self.request.warmup:
-            for session in self._sessions:
-                session.marks.append(session.runs)
+        if self._calls > self.request.warmup and self._nodes is not None:
+            self._nodes.begin_step()
         self._step = named_range(named_ranges.STEP)
         self._step.__enter__()
         self._began = time.perf_counter()
@@ -165,12 +134,13 @@ class Recorder:
         """Divide the profiled steps among their parts; nothing is profiled any more."""
         assert self._profiler is not None
         named_ranges.activate(False)
-        profiles.record_sessions(None)
+        if self._nodes is not None:
+            self._nodes.end()
         self._profiler.stop()
         steps = self._profiler.trees(named_ranges.PREFIX + named_ranges.STEP, Span)
         # other processes make steps slower, never faster
         faster = sorted(range(len(steps)), key=lambda i: steps[i].seconds)[: (len(steps) + 1) // 2]
-        nodes = [node for session in self._sessions for node in session.nodes(faster)]
+        nodes = [NodeRun(*node) for node in self._nodes.nodes(faster)] if self._nodes is not None else []
         self._result.parts = divide([steps[i] for i in faster], nodes)
         self._result.state = PROFILED
         self._result.write(self.request.report)

@@ -32,7 +32,6 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "onnx",
     "ort_zero.plugin.engine_patch",
-    "ort_zero.ortmodule.runtime.runtime",
 )
 OF_RANKS = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
@@ -213,14 +212,10 @@ def main(number: int, imports: Iterable[str] = ()) -> int:
     A rank comes back as itself.
     """
     from ort_zero.distributed import gloo_exit
-    from ort_zero.errors import OrtZeroError
-    from ort_zero.ortmodule.compat import ortmodule
     from ort_zero.testing import _worker
 
     gloo_exit.settle_at_exit()  # as in a rank, before the modules register theirs
     _import((*imports, *IMPORTED))
-    with contextlib.suppress(OrtZeroError):
-        ortmodule.import_ortmodule()
     # What DeepSpeed does when a process group starts: a build of its operator, or the check that it is up to date, else
     # in each rank and within its time.
     with contextlib.suppress(Exception):

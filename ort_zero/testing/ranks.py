@@ -247,6 +247,7 @@ def _server(env: Mapping[str, str], extra: Mapping[str, str], imports: Sequence[
     if _warmed is not None:
         _warmed.close()
     _warmed = _warm.Server(env, imports)
+    _warmed.load(env.get("ORT_ZERO_WARM_IMPORTS", "").split())
     return _warmed
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ort_zero.compat import deepspeed_hooks
-from ort_zero.ortmodule.compat.ortmodule import is_ortmodule
+from ort_zero.compat.torch_modules import inside_of_ortmodule
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
 
@@ -31,7 +31,7 @@ def hooked_root(offload: Any) -> Any:
     given, a fallback runs it in PyTorch. They are paused while the module is traced.
     """
     module = offload.module
-    return module.module if is_ortmodule(module) else module
+    return inside_of_ortmodule(module)
 
 
 def _subscriber(offload: Any) -> Any:
@@ -93,7 +93,7 @@ def _build_destroy(original: Callable) -> Callable:
 def _build_convert(original: Callable) -> Callable:
     def _convert_to_zero_parameters(self: Any, ds_config: Any, module: Any, mpu: Any) -> None:
         """Partition the parameters; each refers to the user's module, not to the ORTModule of one engine."""
-        original(self, ds_config, module.module if is_ortmodule(module) else module, mpu)
+        original(self, ds_config, inside_of_ortmodule(module), mpu)
 
     return _convert_to_zero_parameters
 

@@ -152,7 +152,7 @@ def test_another_librarys_patch_is_refused_and_deepspeed_left_alone(target):
         before = snapshot()
         message = refused(ort_zero.enable)
         assert message.startswith("PatchError") and name in message, message
-        from ort_zero.plugin import registry
+        from ort_zero.backends import registry
         assert same(snapshot(), before) and "deepspeed" not in registry.patch_sets
         # transformers 4.44 imports onnxruntime
         assert ort_zero.status()["enabled"] == ("ORTModule" in registry.patch_sets)
@@ -191,7 +191,7 @@ def test_entry_point_with_an_unsupported_version_warns_once_and_imports_go_on():
         import torch, deepspeed, ort_zero
         status = ort_zero.status()
         assert "0.13.5" in status["reason"]
-        from ort_zero.plugin import registry
+        from ort_zero.backends import registry
         assert registry.patch_sets.keys() - {"ORTModule", "onnxruntime", "torch.onnx"} == {"refused_section"}
         assert "onnxruntime.training" in sys.modules or not status["enabled"]
 

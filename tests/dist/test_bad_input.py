@@ -357,7 +357,7 @@ def _out_of_memory(number: int):
     """Let the gather of this number fail on all ranks, before anything is sent."""
 
     def bad(engine, model):
-        from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters
+        from ort_zero.ortmodule.compat.gathered_parameters import DeepSpeedParameters
 
         start_, count = DeepSpeedParameters.start, [0]
 

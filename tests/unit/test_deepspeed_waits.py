@@ -8,8 +8,8 @@ import sys
 import deepspeed.runtime.zero  # noqa: F401 - the module itself, before another one stands for it
 import pytest
 
+from ort_zero.backends import registry
 from ort_zero.compat import deepspeed_waits
-from ort_zero.plugin import registry
 
 LAST = """
 class Init:

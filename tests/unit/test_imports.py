@@ -36,8 +36,7 @@ OF_PYTHON = frozenset({"_asdict", "_fields", "_make", "_replace"})
 """Public in spite of the underscore: those of named tuples."""
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"}
 PUBLIC_IN_DISTRIBUTED = {"all_gather"}
-SPLIT = {"runtime": {"guards", "export", "operators", "kernels", "fused_loss", "padding", "zero3", "export_cache",
-                     "built_graph", "result_dependencies"},
+SPLIT = {"backends": {"interface", "registry"}, "ortmodule": {"backend"},
          "checkpoint": {"files", "records", "piece_runs", "restricted_pickle", "torch_file", "restored_values",
                         "format", "reads",
                         "model_files", "deepspeed", "opening", "finding", "aggregation", "zero_to_fp32", "saves",
@@ -52,24 +51,17 @@ ALLOWED: dict[str, set[str]] = {
     "env": {"utils"},
     "log": {"env", "errors"},
     "config": {"errors", "log"},
-    # versions of other packages; ranks; ONNX
+    # versions of other packages; ranks
     "compat": {"env", "errors", "log", "utils"},
     "distributed": {"compat", "env", "errors", "masking", "utils"},
-    "onnx_edit": {"errors"},
-    # ZeRO-3 in PyTorch, and in a graph of ONNX Runtime
+    # ZeRO-3 where PyTorch runs the model
     "zero3_hooks": {"compat", "distributed", "utils"},
-    "runtime.kernels": {"compat", "onnx_edit", "runtime.operators"},
-    "runtime.fused_loss": {"compat", "onnx_edit"},
-    "runtime.padding": {"compat", "errors", "onnx_edit"},
-    "runtime.zero3": {"compat", "errors", "onnx_edit", "utils"},
     # what users collect, and how two runs are compared
     "statistics": {"errors", "utils"},
-    "statistics.collect": {"compat", "distributed", "env", "errors", "log", "onnx_edit", "statistics",
-                           "utils", "zero3_hooks"},
+    "statistics.collect": {"compat", "distributed", "env", "errors", "log", "statistics", "utils", "zero3_hooks"},
     "statistics.compare": {"errors", "statistics", "utils"},
     "metrics": {"errors", "log", "utils"},
-    "recompute": {"compat", "config", "env", "errors", "log", "onnx_edit", "utils"},
-    "profiling": {"compat", "env", "errors", "utils"},
+    "profiling": {"backends.interface", "compat", "env", "errors", "utils"},
     # checkpoints: bytes in files, one record of what they hold, its readers, and what is done with it
     "checkpoint.files": {"errors", "masking", "utils"},
     "checkpoint.records": {"checkpoint.files"},
@@ -113,34 +105,27 @@ ALLOWED: dict[str, set[str]] = {
                               "masking", "utils"},
     "checkpoint": {"checkpoint.aggregation", "checkpoint.conversions", "checkpoint.inspection", "checkpoint.loads",
                    "checkpoint.saves", "utils"},
-    # a model in ONNX Runtime: each package is a stage, the modules of `runtime` itself put them together
-    "runtime.export": {"compat", "env", "errors", "log", "statistics.collect", "utils", "zero3_hooks"},
-    "runtime.operators": {"compat", "runtime.export", "utils"},
-    "runtime.guards": {"compat", "log", "runtime.export", "utils"},
-    "runtime.result_dependencies": {"compat", "runtime.fused_loss"},
-    "runtime.built_graph": {"compat", "recompute", "runtime.export", "runtime.fused_loss", "runtime.guards",
-                            "runtime.result_dependencies", "runtime.zero3", "statistics.collect"},
-    "runtime.export_cache": {"compat", "env", "errors", "log", "runtime.built_graph", "runtime.export",
-                             "runtime.fused_loss", "runtime.guards", "runtime.operators", "utils"},
-    "runtime": {"compat", "config", "distributed", "env", "errors", "log", "onnx_edit", "recompute",
-                "runtime.built_graph", "runtime.export", "runtime.export_cache", "runtime.fused_loss", "runtime.guards",
-                "runtime.kernels", "runtime.operators", "runtime.padding", "runtime.result_dependencies",
-                "runtime.zero3", "statistics.collect", "utils", "zero3_hooks"},
+    # models in ONNX Runtime: what a backend offers, what is in place, and the frozen engine of onnxruntime-training
+    "backends.interface": {"config"},
+    "backends.registry": {"utils"},
+    "ortmodule": {"backends.interface", "backends.registry", "compat", "config", "distributed", "env", "errors", "log",
+                  "statistics.collect", "utils", "zero3_hooks"},
+    "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule"},
+    "backends": {"backends.interface", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users
-    "plugin": {"checkpoint.loads", "checkpoint.opening", "checkpoint.saves", "checkpoint.zero_to_fp32", "compat",
-               "config", "distributed", "env", "errors", "log", "metrics", "profiling", "recompute", "runtime",
-               "runtime.operators", "runtime.zero3", "statistics.collect", "utils", "zero3_hooks"},
-    "doctor": {"__init__", "compat", "env", "errors", "masking", "utils"},
-    "doctor_ranks": {"__init__", "compat", "distributed", "errors"},
-    "__init__": {"plugin", "runtime.operators", "utils"},
-    "graph": {"runtime.operators"},
+    "plugin": {"backends", "backends.interface", "backends.registry", "checkpoint.loads", "checkpoint.opening",
+               "checkpoint.saves", "checkpoint.zero_to_fp32", "compat", "config", "distributed", "env", "errors", "log",
+               "metrics", "profiling", "statistics.collect", "utils", "zero3_hooks"},
+    "doctor": {"__init__", "backends", "compat", "env", "masking", "utils"},
+    "doctor_ranks": {"__init__", "backends", "compat", "distributed"},
+    "__init__": {"ortmodule", "plugin", "utils"},
+    "graph": {"ortmodule"},
     "hooks": {"statistics.collect", "statistics.compare", "utils"},
-    "cli": {"__init__", "checkpoint.aggregation", "checkpoint.conversions", "checkpoint.files",
-            "checkpoint.inspection", "compat", "distributed", "doctor", "doctor_ranks", "env", "errors", "masking",
-            "profiling", "recompute", "statistics", "statistics.compare", "utils"},
+    "cli": {"__init__", "backends", "backends.interface", "checkpoint.aggregation", "checkpoint.conversions",
+            "checkpoint.files", "checkpoint.inspection", "compat", "distributed", "doctor", "doctor_ranks", "env",
+            "errors", "masking", "profiling", "statistics", "statistics.compare", "utils"},
     "__main__": {"cli"},
-    "testing": {"compat", "distributed", "errors", "plugin", "recompute", "runtime", "runtime.kernels", "runtime.zero3",
-                "utils"},
+    "testing": {"distributed", "plugin", "utils"},
 }  # fmt: skip
 """What each package may import, at module level or later. No way leads back, and every entry is in use."""
 
@@ -250,9 +235,14 @@ def own_names(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
+def in_compat(path: Path) -> bool:
+    """Return whether a file is in `compat/`, that of everybody or that of a backend."""
+    return "compat" in parts_of(path)[:2]
+
+
 @functools.cache
 def names_outside_compat() -> frozenset[str]:
-    return frozenset(name for path in FILES if parts_of(path)[0] != "compat" for name in own_names(tree_of(path)))
+    return frozenset(name for path in FILES if not in_compat(path) for name in own_names(tree_of(path)))
 
 
 def private_attributes(tree: ast.AST, own: frozenset[str]) -> Iterator[tuple[int, str]]:
@@ -320,7 +310,7 @@ def test_only_compat_names_private_symbols():
     wrong = [
         f"{path.relative_to(PACKAGE.parent)}:{line} {name}"
         for path in FILES
-        if parts_of(path)[0] != "compat"
+        if not in_compat(path)
         for uses in (private_uses(tree_of(path)), private_attributes(tree_of(path), own))
         for line, name in uses
     ]
@@ -349,15 +339,15 @@ offload.dp_process_group
     assert sorted({line for line, _ in private_attributes(ast.parse(code), own)}) == list(range(6, 15))
     code = (
         "from ort_zero import env, enable\nimport ort_zero.cli.main\nfrom . import patches\n"
-        "from ..runtime.guards import keys\nHOMES = {'x': 'ort_zero.statistics.rows'}\n"
+        "from ..ortmodule.runtime import runtime\nHOMES = {'x': 'ort_zero.statistics.rows'}\n"
     )
     found = [name for _, name in imported_modules(ast.parse(code), "ort_zero.zero3_hooks.subscriber")]
     assert set(found) == {
-        "ort_zero.env", "ort_zero", "ort_zero.cli.main", "ort_zero.zero3_hooks.patches", "ort_zero.ortmodule.runtime.guards.keys",
-        "ort_zero.statistics.rows",
+        "ort_zero.env", "ort_zero", "ort_zero.cli.main", "ort_zero.zero3_hooks.patches",
+        "ort_zero.ortmodule.runtime.runtime", "ort_zero.statistics.rows",
     }  # fmt: skip
-    assert [package_of(name) for name in ("ort_zero", "ort_zero.ortmodule.runtime.guards.keys", "ort_zero.ortmodule.runtime.runtime")] == [
-        "__init__", "runtime.guards", "runtime",
+    assert [package_of(f"ort_zero{name}") for name in ("", ".ortmodule.backend", ".ortmodule.runtime.runtime")] == [
+        "__init__", "ortmodule.backend", "ortmodule",
     ]  # fmt: skip
     assert cycle_in({"a": ["b"], "b": ["c"], "c": []}) == []
     assert set(cycle_in({"a": ["b"], "b": ["c"], "c": ["a"]})) == {"a", "b", "c"}

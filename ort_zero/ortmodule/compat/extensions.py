@@ -322,7 +322,7 @@ def _write_failure(directory: Path, message: str) -> None:
         atomic_write.write_text(directory / _FAILURE, message)
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
     explicit = shlex.split(os.environ.get("CXX", ""))
     for command in [explicit] if explicit else [["g++"], ["c++"], ["clang++"]]:
         if shutil.which(command[0]):
@@ -349,7 +349,7 @@ def _command(name: str, folder: Path, output: Path) -> list[str]:
     torch = _package_dir("torch")
     includes = (folder / "include", torch / "include", torch / "include/torch/csrc/api/include", python_include())
     return [
-        *_compiler(),
+        *compiler(),
         *_FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={_cxx11_abi(torch)}",
         f"-DTORCH_EXTENSION_NAME={name}",

@@ -8,10 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.utils.patching import replaced
-
-WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Names under which torch's wrappers (``torch.compile``, activation checkpointing, FSDP) hold the module they wrap."""
 
 BOOKKEEPING = re.compile(
     r"_?ds_|_external_params$|_original_parameters$|applied_pre_backward_ref_cnt$"  # what DeepSpeed has done so far
@@ -266,22 +264,6 @@ def _inline(graph: Any) -> None:
 def is_compiled(module: Any) -> bool:
     """Return True for a module that ``torch.compile`` has put around another one."""
     return type(module).__name__ == "OptimizedModule" and "_orig_mod" in submodule_table(module)
-
-
-def inside_of_compiled(module: Any) -> Any:
-    """Return the module that ``torch.compile`` made `module` of."""
-    return submodule_table(module)["_orig_mod"]
-
-
-def version_of(tensor: Any) -> int:
-    """Return how often the values of `tensor` were changed in place; views of one tensor count together.
-
-    0 for a tensor that was made under ``torch.inference_mode()``, which counts nothing.
-    """
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
 
 
 def is_view(tensor: Any) -> bool:

@@ -65,7 +65,7 @@ def clusters_of(table: Mapping[str, tuple[str, int]]) -> dict[str, Cluster]:
     """Return the rows of ORT's table by key.
 
     Args:
-        table: see :meth:`ort_zero.ortmodule.compat.ortmodule.Manager.recomputable`; a row may hold several, of which a place
+        table: see :meth:`.compat.ortmodule.Manager.recomputable`; a row may hold several, of which a place
             takes one each.
     """
     found: dict[str, Cluster] = {}

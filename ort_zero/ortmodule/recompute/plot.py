@@ -31,7 +31,7 @@ def svg(runs: Sequence[Mapping[str, Any]], title: str = "") -> str:
     """Return the picture of some runs as SVG, the same for the same runs.
 
     Args:
-        runs: see :meth:`ort_zero.ortmodule.recompute.trial_report.TrialReport.as_dict`; the first with a path gives the predicted
+        runs: see :meth:`.recompute.trial_report.TrialReport.as_dict`; the first with a path gives the predicted
             line.
         title: what was planned for.
 

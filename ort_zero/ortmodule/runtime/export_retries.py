@@ -1,6 +1,6 @@
 """Decides what an export or a run that has failed changes for the next attempt to build a graph.
 
-:class:`ort_zero.ortmodule.runtime.forward_call.ForwardCall` asks after each failure: the part that failed stays in PyTorch, or
+:class:`.runtime.forward_call.ForwardCall` asks after each failure: the part that failed stays in PyTorch, or
 an attribute or number that was an input of the graph is a constant of it again.
 """
 

@@ -1,6 +1,6 @@
 """Finds the place in a model where an export, a build or a run failed: the submodule, the operator, the user's line.
 
-:mod:`ort_zero.ortmodule.runtime.smaller_parts` moves what is found to PyTorch; :mod:`ort_zero.ortmodule.runtime.error_messages` names it.
+:mod:`.runtime.smaller_parts` moves what is found to PyTorch; :mod:`.runtime.error_messages` names it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes a graph that can run of an exported module: gradient graph, kernels, collectives, readers, session.
 
-:class:`ort_zero.ortmodule.runtime.graph_builder.GraphBuilder` exports, or finds the graph in the export cache, and hands it over.
+:class:`.runtime.graph_builder.GraphBuilder` exports, or finds the graph in the export cache, and hands it over.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import onnx
 import torch
 
 from ort_zero import env
-from ort_zero.compat.deepspeed_parameters import DeepSpeedParameters, PlainParameters, full_shape, is_partitioned
+from ort_zero.compat.deepspeed_parameters import full_shape, is_partitioned
 from ort_zero.config import OrtModuleConfig
 from ort_zero.log import get_logger
 from ort_zero.ortmodule.compat import ortmodule as ort_compat
+from ort_zero.ortmodule.compat.gathered_parameters import DeepSpeedParameters, PlainParameters
 from ort_zero.ortmodule.compat.torch_modules import buffer_table
 from ort_zero.ortmodule.onnx_edit.node_edits import remove_unread_initializers
 from ort_zero.ortmodule.recompute.block_recomputation import BlockRecomputation

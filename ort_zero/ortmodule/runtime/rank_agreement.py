@@ -1,6 +1,6 @@
 """Carries out the collectives of :mod:`ort_zero.ortmodule.runtime.rank_protocol` for the forward calls of one module.
 
-:class:`ort_zero.ortmodule.runtime.runtime.Runtime` owns one :class:`RankAgreement`; a forward call reports what happened, and
+:class:`.runtime.runtime.Runtime` owns one :class:`RankAgreement`; a forward call reports what happened, and
 learns what to do next, or gets the one error that all ranks raise.
 """
 

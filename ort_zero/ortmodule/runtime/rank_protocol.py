@@ -3,7 +3,7 @@
 A rank that builds a graph while another one waits in a collective of its graph would hang both. So every rank walks
 through the table below: :func:`step` takes the state of one rank and an event, and returns the next state and the
 action that the rank has to carry out. Nothing here communicates, builds or runs anything, and nothing imports torch;
-:class:`ort_zero.ortmodule.runtime.rank_agreement.RankAgreement` carries out the two collective actions (``CastVote`` and
+:class:`.runtime.rank_agreement.RankAgreement` carries out the two collective actions (``CastVote`` and
 ``Exchange``), :class:`ort_zero.ortmodule.runtime.runtime.Runtime` all others.
 
 How much is agreed on is the scope of the call (:func:`scope_of`): under ZeRO-3 the graphs contain collectives, and

@@ -1,6 +1,6 @@
 """Runs a model whose own forward cannot be in a graph: that code in PyTorch, its submodules in graphs of their own.
 
-:mod:`ort_zero.ortmodule.runtime.divided_model` makes one :class:`SubmoduleGraphs` when a graph of the whole model has failed
+:mod:`.runtime.divided_model` makes one :class:`SubmoduleGraphs` when a graph of the whole model has failed
 on code outside of any submodule. While PyTorch runs that code, each submodule that it calls, the outermost ones first,
 is a call of a runtime of its own, with graphs, guards and votes as a model has them. What cannot be in the graph of
 such a submodule either is divided again, down to submodules without parameters.

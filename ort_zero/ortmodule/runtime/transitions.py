@@ -6,7 +6,7 @@
             │                                 ▲        │                                         ▲
             └─────────────────────────────────┘        └─────────────────────────────────────────┘
 
-:func:`ort_zero.ortmodule.runtime.guards.decide.decide` decides; :class:`GraphTransitionManager` carries out. A graph that is
+:func:`.runtime.guards.decide.decide` decides; :class:`GraphTransitionManager` carries out. A graph that is
 put aside keeps its session, so that going back to it costs nothing.
 """
 

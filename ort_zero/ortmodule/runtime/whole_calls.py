@@ -1,6 +1,6 @@
 """Says which calls PyTorch runs as a whole, though the module runs in ONNX Runtime otherwise.
 
-:class:`ort_zero.ortmodule.runtime.runtime.Runtime` asks before it looks for a graph; :mod:`.calls_in_torch` counts such calls.
+:class:`.runtime.runtime.Runtime` asks before it looks for a graph; :mod:`.calls_in_torch` counts such calls.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ import torch
 from onnx import TensorProto
 from torch.nn import Module
 
+from ort_zero.ortmodule.compat.trace_state import untraced
 from ort_zero.statistics.collect import subscriber_manager
-from ort_zero.statistics.collect.module_calls import CallTracker, TensorSlot
+from ort_zero.statistics.collect.module_calls import CallTracker, ModuleCall, TensorSlot
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 from ort_zero.utils.tree_map import map_arguments, map_slots
 
@@ -76,6 +77,22 @@ class JoinedTokens(torch.autograd.Function):
         return [[1]], [TOKEN_TYPE[0]]
 
 
+class _TracedCalls(CallTracker):
+    """Numbers the tensors of a trace; memory, sizes and strides are asked for without the tracer."""
+
+    def slot_of(self, tensor: torch.Tensor, call: ModuleCall, kind: str, name: str) -> TensorSlot:
+        with untraced():
+            return super().slot_of(tensor, call, kind, name)
+
+    def set_tensor(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
+        with untraced():
+            super().set_tensor(slot, tensor)
+
+    def set_same(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        with untraced():
+            super().set_same(tensor, other)
+
+
 class GraphReaders:
     """The slots whose tensors one graph shows to the subscribers of one model.
 
@@ -90,7 +107,7 @@ class GraphReaders:
         self.covers_model = root is module
         self.number = next(_numbers)
         self.model = weakref.ref(model)
-        self.calls = CallTracker(root)
+        self.calls = _TracedCalls(root)
         self.slots_of_tensor: dict[int, list[TensorSlot]] = {}
         """All slots of each tensor, by the order of the first of them; filled once the trace is over."""
         self.step = -1

@@ -9,8 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
-from ort_zero.ortmodule.compat.torch_modules import WRAPPER_ATTRIBUTES, version_of
-from ort_zero.ortmodule.compat.trace_state import untraced
+from ort_zero.compat.torch_modules import WRAPPER_ATTRIBUTES, version_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,9 +155,6 @@ class CallTracker:
 
 def _identity(tensor: torch.Tensor) -> tuple:
     """Return what two Python objects share that are the same values: an identity that autograd made anew counts."""
-    if torch.jit.is_tracing():
-        with untraced():
-            return _identity(tensor)
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     memory = tensor.untyped_storage().data_ptr() or id(tensor)

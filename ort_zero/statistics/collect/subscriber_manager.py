@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ort_zero.ortmodule.compat.torch_modules import inside_of_compiled
+from ort_zero.compat.torch_modules import inside_of_compiled
 from ort_zero.statistics.collect import subscribed_model
 from ort_zero.statistics.collect.subscribed_model import SubscribedModel
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase

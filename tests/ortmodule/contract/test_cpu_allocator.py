@@ -14,7 +14,7 @@ import torch
 from ort_zero.ortmodule.compat import cpu_allocator, extensions
 from ort_zero.ortmodule.compat.ortmodule.loading import import_ortmodule
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SAY = """\
 from ort_zero.compat import extensions
 from ort_zero.ortmodule.compat.ortmodule.loading import import_ortmodule

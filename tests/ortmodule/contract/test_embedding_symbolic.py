@@ -66,10 +66,10 @@ def test_forward_and_weight_gradient_equal_torchs(options, shape):
 
 def symbolic_output(weight_sizes, index_sizes, dtype=torch.float32):
     """Return the value that the symbolic makes for a traced weight and indices of these sizes; None: unknown rank."""
+    from ort_zero.ortmodule import patching
     from ort_zero.ortmodule.runtime.operators import symbolics
-    from ort_zero.plugin import registry
 
-    registry.patch_ortmodule()
+    patching.patch_ortmodule()
     jit_utils = module_of("jit_utils")
 
     example = torch.empty(VOCAB, WIDTH, dtype=dtype), torch.zeros(3, dtype=torch.int64)

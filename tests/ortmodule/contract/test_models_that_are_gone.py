@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ort_zero
-from ort_zero.plugin import registry
+from ort_zero.backends import registry
 
 
 def wrapped_once(size: int) -> weakref.ref:

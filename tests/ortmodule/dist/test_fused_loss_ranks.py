@@ -14,7 +14,7 @@ STEPS = 6
 
 def train(kind: str, stage: int, ort: bool | None) -> dict[str, Any]:
     """Return losses, some logits, weights and what ran of a model `kind` that is trained in one way."""
-    from ort_zero.plugin import registry
+    from ort_zero.backends import registry
 
     rank = torch.distributed.get_rank()
     engine = tiny_engine(kind, stage, ort=ort, fuse_loss="on")

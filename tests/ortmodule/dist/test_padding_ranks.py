@@ -15,7 +15,7 @@ RUNS = (("gpt2", 1), ("gpt2", 3), ("bert", 2), ("bert", 3))
 
 def train(kind: str, stage: int, ort: bool | None) -> dict[str, Any]:
     """Return losses, weights and what ran of a model `kind` that is trained in one way."""
-    from ort_zero.plugin import registry
+    from ort_zero.backends import registry
 
     rank = torch.distributed.get_rank()
     fuse_loss = "on" if kind == "gpt2" else "off"

@@ -16,7 +16,7 @@ from launch_once import once
 from recompute_models import DROPOUT
 from tiny_models import bert, gpt2
 
-from ort_zero.plugin import registry
+from ort_zero.backends import registry
 from ort_zero.testing.ranks import run_on_ranks
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def train(reuse_distance: int) -> dict[str, Any]:
     rank = start()
     import deepspeed
 
-    from ort_zero.plugin import registry
+    from ort_zero.backends import registry
 
     torch.manual_seed(0)
     model = gpt2(words=1000, hidden=96, layers=3)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ort_zero.compat.deepspeed_parameters import PlainParameters
+from ort_zero.ortmodule.compat.gathered_parameters import PlainParameters
 from ort_zero.ortmodule.onnx_edit import python_op
 from ort_zero.ortmodule.runtime.zero3 import gather_reduce
 from ort_zero.ortmodule.runtime.zero3.collective_plan import CollectivePlan, Gather, Phase, Reduce, Weight

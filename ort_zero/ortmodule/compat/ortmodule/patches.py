@@ -1,4 +1,4 @@
-"""The table of patches that connects a :class:`~ort_zero.ortmodule.compat.ortmodule.runner.ModelRunner` to ORTModule 1.19.2."""
+"""The table of patches that connects a :class:`~.compat.ortmodule.runner.ModelRunner` to ORTModule 1.19.2."""
 
 from __future__ import annotations
 

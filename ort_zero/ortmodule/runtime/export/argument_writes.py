@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ort_zero.ortmodule.compat.torch_modules import is_view, version_of
+from ort_zero.compat.torch_modules import version_of
+from ort_zero.ortmodule.compat.torch_modules import is_view
 from ort_zero.ortmodule.runtime.export import attribute_writes, left_behind, pytree, structures
 from ort_zero.ortmodule.runtime.export.argument_changes import ArgumentChanges
 from ort_zero.ortmodule.runtime.export.attribute_paths import ATTRIBUTE, Place, attributes_of, step_into

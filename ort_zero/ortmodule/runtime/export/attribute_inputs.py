@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ort_zero.ortmodule.compat.torch_modules import version_of
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.ortmodule.runtime.export.attribute_paths import (
     MISSING,
     Place,

@@ -1,6 +1,6 @@
 """What the Python code of a module has read and written while it was traced, and what follows from that.
 
-:class:`ort_zero.ortmodule.runtime.export.attribute_reads.AttributeReads` records; :meth:`AttributeRecord.finish` tells what the
+:class:`.runtime.export.attribute_reads.AttributeReads` records; :meth:`AttributeRecord.finish` tells what the
 graph holds for, what each of its runs writes, and what the graph cannot hold.
 """
 
@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.ortmodule.compat.frames import user_line
 from ort_zero.ortmodule.compat.impure_calls import is_time
 from ort_zero.ortmodule.compat.size_numbers import with_plain_keys
-from ort_zero.ortmodule.compat.torch_modules import version_of
 from ort_zero.ortmodule.compat.value_reads import ValueReadError
 from ort_zero.ortmodule.runtime.export import attribute_writes
 from ort_zero.ortmodule.runtime.export.attribute_paths import (

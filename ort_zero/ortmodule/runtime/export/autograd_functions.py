@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.ortmodule.compat import traced_functions, tracing
-from ort_zero.ortmodule.compat.torch_modules import version_of
 from ort_zero.ortmodule.runtime.export.attribute_reads import unrecorded
 from ort_zero.ortmodule.runtime.export.function_effects import FunctionEffects
 from ort_zero.ortmodule.runtime.export.numbered_calls import NumberedCalls

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.ortmodule.compat.shared_memory import overlap
 from ort_zero.ortmodule.compat.torch_modules import (
     buffer_table,
@@ -19,7 +20,6 @@ from ort_zero.ortmodule.compat.torch_modules import (
     is_complex,
     is_scripted,
     parameter_table,
-    version_of,
 )
 from ort_zero.ortmodule.compat.trace_state import is_in_graph
 from ort_zero.ortmodule.compat.traced_calls import user_line

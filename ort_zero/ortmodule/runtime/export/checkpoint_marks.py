@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.ortmodule.compat import torch_checkpoint, trace_state
 from ort_zero.ortmodule.compat.replaced_methods import called_method
-from ort_zero.ortmodule.compat.torch_modules import version_of
 from ort_zero.utils.tree_map import map_arguments, map_slots
 
 _READ_BY_PYTHON = frozenset("item tolist numpy size dim numel stride type __get__ __set__ __setitem__".split())

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from ort_zero.compat.deepspeed_parameters import full_size
+from ort_zero.compat.torch_modules import inside_of_compiled
 from ort_zero.errors import ConfigError, ExportError
 from ort_zero.log import get_logger
 from ort_zero.ortmodule.compat.frames import is_foreign, is_installed
 from ort_zero.ortmodule.compat.torch_modules import (
     CALL,
     has_backward_hooks,
-    inside_of_compiled,
     is_batch_norm,
     is_compiled,
     is_scripted,

@@ -1,7 +1,7 @@
 """Puts fake weights of full shape in place of the partitioned weights of a ZeRO-3 module, for its export only.
 
 A fake weight is one element expanded to the full shape: it costs no memory and no collective. Values in the trace are
-therefore meaningless; shapes and types are right. :mod:`ort_zero.ortmodule.runtime.graph_builder` exports inside of these blocks.
+therefore meaningless; shapes and types are right. :mod:`.runtime.graph_builder` exports inside of these blocks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ort_zero.compat import deepspeed as ds_compat
 from ort_zero.compat.deepspeed_parameters import full_shape, is_partitioned
+from ort_zero.compat.torch_modules import version_of
+from ort_zero.ortmodule.compat import deepspeed_engine as ds_compat
 from ort_zero.ortmodule.compat import deepspeed_gathering, trace_state
-from ort_zero.ortmodule.compat.torch_modules import buffer_table, change_in_place, version_of
+from ort_zero.ortmodule.compat.torch_modules import buffer_table, change_in_place
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.log import get_logger
 from ort_zero.ortmodule.compat import tracing
-from ort_zero.ortmodule.compat.torch_modules import version_of
 from ort_zero.ortmodule.runtime.export import pytree
 from ort_zero.ortmodule.runtime.export.pytorch_calls import FunctionCall
 

@@ -10,8 +10,9 @@ import sys
 
 import torch
 
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.ortmodule.compat.frames import is_foreign
-from ort_zero.ortmodule.compat.torch_modules import is_scripted, version_of
+from ort_zero.ortmodule.compat.torch_modules import is_scripted
 from ort_zero.ortmodule.runtime.export.attribute_state import AttributeState
 from ort_zero.ortmodule.runtime.export.excluded_modules import ExcludedModules
 

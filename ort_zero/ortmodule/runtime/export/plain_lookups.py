@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ort_zero.compat import deepspeed as ds_compat
+from ort_zero.ortmodule.compat import deepspeed_engine as ds_compat
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Notices that the Python code of a module draws random numbers while it is traced, and at which line.
 
 What is drawn from ``random`` or NumPy is a constant for the tracer, so a graph would repeat the first draw for ever.
-:mod:`ort_zero.ortmodule.compat.tracing` asks at the beginning and at the end of each module's call. Where a function has made an
+:mod:`.compat.tracing` asks at the beginning and at the end of each module's call. Where a function has made an
 array or a tensor of what it drew, that function can be called from the graph: see :mod:`.host_functions`.
 """
 

@@ -1,6 +1,6 @@
 """Runs the user's module for the exporter, and notes what running it does besides returning a result.
 
-:class:`ort_zero.ortmodule.runtime.graph_builder.GraphBuilder` makes one :class:`Tracer` for each export; ORTModule's flattened
+:class:`.runtime.graph_builder.GraphBuilder` makes one :class:`Tracer` for each export; ORTModule's flattened
 module calls :meth:`Tracer.run_module` in place of the module.
 """
 
@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.log import get_logger
 from ort_zero.ortmodule.compat import trace_state, tracing
 from ort_zero.ortmodule.compat.size_numbers import SizeNumbers
 from ort_zero.ortmodule.compat.torch_autograd import leaves_behind
-from ort_zero.ortmodule.compat.torch_modules import traceable_parametrizations, version_of
+from ort_zero.ortmodule.compat.torch_modules import traceable_parametrizations
 from ort_zero.ortmodule.compat.trace_aliases import Evaluations
 from ort_zero.ortmodule.compat.trace_sizes import SizeReads
 from ort_zero.ortmodule.compat.traced_numbers import NumberReadError

@@ -1,6 +1,6 @@
 """Guard on attributes: notices at each call whether what Python code read during a trace is still what it was.
 
-The recorder (:mod:`ort_zero.ortmodule.runtime.export.attribute_reads`) says which attributes, items and globals a graph was
+The recorder (:mod:`.runtime.export.attribute_reads`) says which attributes, items and globals a graph was
 traced with. All of them are looked up in a few passes in C, without a walk over the module tree; only where an
 object is another one than at the last call are values compared. Hooks and methods that are replaced on an instance
 count for all modules of the tree.
@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ort_zero.compat.torch_modules import version_of
 from ort_zero.ortmodule.compat.frames import is_foreign
 from ort_zero.ortmodule.compat.object_checks import checks
-from ort_zero.ortmodule.compat.torch_modules import hook_tables, is_complex, is_infrastructure, version_of
+from ort_zero.ortmodule.compat.torch_modules import hook_tables, is_complex, is_infrastructure
 from ort_zero.ortmodule.runtime.export.attribute_inputs import put
 from ort_zero.ortmodule.runtime.export.attribute_paths import (
     MISSING,

@@ -1,6 +1,6 @@
 """What is known of a graph and of a call, as values: the keys that guards compare, and what an export gives.
 
-:mod:`.decide` compares the keys of a call with those of the graphs that are ready; :mod:`ort_zero.ortmodule.runtime.transitions`
+:mod:`.decide` compares the keys of a call with those of the graphs that are ready; :mod:`.runtime.transitions`
 carries out what it decides. The two records at the end have the names of ORTModule 1.19
 (``_graph_transition_manager.py``).
 """
@@ -156,7 +156,7 @@ class KnownGraph:
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """All graphs of one mode, last used first: what :func:`ort_zero.ortmodule.runtime.guards.decide.decide` starts from."""
+    """All graphs of one mode, last used first: what :func:`.runtime.guards.decide.decide` starts from."""
 
     known: tuple[KnownGraph, ...] = ()
 

@@ -1,6 +1,6 @@
 """Decides which operators of a module run in PyTorch inside its ONNX graph, and why.
 
-:func:`ort_zero.ortmodule.compat.torch_onnx.routing` asks a :class:`FallbackPolicy` about each operator that is exported.
+:func:`.compat.torch_onnx.routing` asks a :class:`FallbackPolicy` about each operator that is exported.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def output_shapes(
     divisible by something, so this is tried in several ways.
 
     Args:
-        function: as in :func:`ort_zero.ortmodule.runtime.operators.torch_fallback.node_class`; it is run on meta tensors.
+        function: as in :func:`.runtime.operators.torch_fallback.node_class`; it is run on meta tensors.
         shapes: shapes of the arguments; unknown dimensions count as symbols of their own.
         dtypes: dtypes of the arguments.
     """

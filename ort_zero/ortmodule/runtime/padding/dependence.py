@@ -1,7 +1,7 @@
 """Proves that tokens which are not computed reach nothing that matters, node by node of an exported graph.
 
 Some values hold, for each token, what depends on that token and on those alone that are computed (``Rows`` in
-:mod:`ort_zero.ortmodule.runtime.padding.states`). If some tokens are left out, nothing else of such a value changes. Attention
+:mod:`.runtime.padding.states`). If some tokens are left out, nothing else of such a value changes. Attention
 scores (``Scores``) have the token as a key in their last dimension; once a mask is added that hides it, and the softmax
 is taken, its weight is 0 (``Weights``), and the product with the values holds rows of the queries again. A value of any
 other form depends on tokens that are left out (``Unproven``).

@@ -65,7 +65,7 @@ class Gather:
     anchor: str | None
     """Name of the activation that must exist before the gather runs; None for a gather at the start."""
     readers: tuple[tuple[str, ...], ...]
-    """For each weight the keys (see :func:`~ort_zero.ortmodule.onnx_edit.topology.node_key`) of the nodes that read it, or
+    """For each weight the keys (see :func:`~.onnx_edit.topology.node_key`) of the nodes that read it, or
     something computed from weights only."""
     after: tuple[str, ...] = ()
     """Names of further values that must exist before the gather runs: what reads the weights of the one before."""

@@ -20,7 +20,7 @@ class GraphAnalysis:
     order: list[onnx.NodeProto]
     """The nodes in a topological order."""
     node_level: dict[str, int]
-    """Level of each node by its :func:`~ort_zero.ortmodule.onnx_edit.topology.node_key`: the number of nodes on the longest path
+    """Level of each node by its :func:`~.onnx_edit.topology.node_key`: the number of nodes on the longest path
     from the graph's inputs."""
     value_level: dict[str, int]
     """Level of the node that produces the value; graph inputs and initializers are missing (level 0)."""

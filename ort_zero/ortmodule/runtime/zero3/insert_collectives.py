@@ -45,7 +45,7 @@ def insert_collectives(
     Args:
         model: the graph that the plan was made for; left unchanged.
         plan: see :func:`ort_zero.ortmodule.runtime.zero3.collective_plan.plan_collectives`.
-        executor: number of the :class:`~ort_zero.ortmodule.runtime.zero3.gather_reduce.CollectiveExecutor` that the nodes call.
+        executor: number of the :class:`~.runtime.zero3.gather_reduce.CollectiveExecutor` that the nodes call.
         training: whether the graph has a backward part; the second result is None if not.
 
     Raises:

@@ -1,9 +1,8 @@
-"""What the plugin has in place in this process: the patches that are applied, and the models that ONNX Runtime runs."""
+"""List what is in place in this process: the sets of patches that are applied, and the models that a backend runs."""
 
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,88 +13,12 @@ patch_sets: dict[str, PatchSet] = {}
 """The patches of each patched dependency: ``"deepspeed"``, ``"gathers"`` (DeepSpeed's, once an engine has the section),
 ``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its constructor), and ``"refused_section"`` where the plugin could
 not be enabled."""
-_PATCHING = threading.Lock()
 _runtimes: list[weakref.ref] = []
 """The runtimes of wrapped models, in the order in which the models were wrapped."""
 _not_freed: list[weakref.ref] = []
 """Those and the runtimes of destroyed engines, as long as they exist."""
 _WORTH_A_COLLECTION = 64 << 20
 """Bytes of parameters from which on it is worth the time, some tenths of a second, to look for those that are gone."""
-
-
-def name_exporter_modules() -> None:
-    """Give the modules of torch's exporter the names by which ORTModule's package imports them.
-
-    Raises:
-        UnsupportedVersionError: a version is out of range, so that more than names would be missing.
-    """
-    from ort_zero.compat import versions
-    from ort_zero.ortmodule.compat.torch_onnx import exporter_modules
-
-    versions.require("ort")
-    old_names = exporter_modules.patch_set()
-    old_names.apply()
-    patch_sets["torch.onnx"] = old_names
-
-
-def patch_gathers() -> None:
-    """Let DeepSpeed wait for all that it gathers, where it does not; a second call does nothing.
-
-    Called when the first engine has the section: without one DeepSpeed stays as it is.
-    """
-    from ort_zero.compat import deepspeed_waits
-    from ort_zero.utils.patching import PatchSet
-
-    with _PATCHING:
-        if "gathers" not in patch_sets:
-            wanted = PatchSet("gathers", deepspeed_waits.patches())
-            wanted.apply()
-            patch_sets["gathers"] = wanted
-
-
-def patch_ortmodule() -> None:
-    """Apply the patches of ORTModule, all or nothing; a second call does nothing.
-
-    Called when the first model is wrapped, since it imports onnxruntime; threads may wrap models side by side.
-
-    Raises:
-        UnsupportedVersionError: Python, torch, onnx or onnxruntime-training is missing or out of range.
-    """
-    with _PATCHING:
-        if "onnxruntime" not in patch_sets:
-            _patch_ortmodule()
-
-
-def _patch_ortmodule() -> None:
-    from ort_zero.compat import versions
-
-    versions.require("ort")  # before the imports below, which need onnx
-
-    from ort_zero.ortmodule.compat import ortmodule, torch_ddp
-    from ort_zero.ortmodule.compat.torch_onnx import exporter_modules
-    from ort_zero.ortmodule.runtime.operators import symbolics
-    from ort_zero.ortmodule.runtime.zero3 import gather_reduce
-    from ort_zero.utils.patching import PatchSet
-
-    old_names = exporter_modules.patch_set()
-    were_there = old_names.active
-    old_names.apply()
-    try:
-        ortmodule.import_ortmodule()
-        wanted = PatchSet(
-            "onnxruntime",
-            (
-                *ortmodule.patches(),
-                *ortmodule.symbolic_patches(symbolics.TABLE),
-                *torch_ddp.patches(gather_reduce.reduced_behind),
-            ),
-        )
-        wanted.apply()
-    except BaseException:
-        if not were_there:
-            old_names.restore()
-        raise
-    patch_sets.update({"torch.onnx": old_names, "onnxruntime": wanted})
 
 
 def register(runtime: Any) -> None:

@@ -1,0 +1,160 @@
+"""Declare what the package asks of a backend: make a model run, report on it, and say what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ort_zero import config
+
+
+class RunningModel(Protocol):
+    """One model that a backend runs; it lives as long as the wrapped model that the backend returned."""
+
+    module: Any
+    """The user's module."""
+    fallback_reason: str | None
+    """The reason why PyTorch runs the model; None while ONNX Runtime does."""
+    announce: Callable[[Any], None] | None
+    """Called once with this object after the first training graph has run; None calls nothing."""
+    graph_recorder: Callable[[Any], Callable[[], None]] | None
+    """Called with each new graph while a script is profiled; returns what to call after each run of that graph."""
+    call: Callable[..., Any]
+    """Runs one forward call."""
+
+    def status(self) -> dict[str, Any]:
+        """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
+
+    def memory_summary(self) -> Sequence[tuple[str, str]]:
+        """Return what is computed again in the backward, and what each part of it saves, as two texts."""
+
+
+class NodeProfiles(Protocol):
+    """The profiles of nodes that ONNX Runtime records while ``ort-zero profile`` runs a script."""
+
+    def recorder(self, graph_built: Callable[[int, int, bool], int]) -> Callable[[Any], Callable[[], None]]:
+        """Return the ``graph_recorder`` of a running model.
+
+        Args:
+            graph_built: called with the numbers of nodes and PythonOps of a new graph, and whether the graph has
+                gradients; returns the number of profiled steps that have begun.
+        """
+
+    def begin_step(self) -> None:
+        """Note that a profiled step begins."""
+
+    def end(self) -> None:
+        """Record no further sessions."""
+
+    def nodes(self, steps: Iterable[int]) -> Iterable[tuple[str, float]]:
+        """Yield operator and seconds of each node that ran in these profiled steps, numbered from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Examination:
+    """What ``ort-zero doctor`` shows of a backend."""
+
+    compiler: str | None = None
+    """The command of the C++ compiler; None where there is none."""
+    built: bool = False
+    """Whether the backend's compiled parts are there."""
+    directory: Path | None = None
+    """Folder of the compiled parts; None while packages are missing whose versions name the folder."""
+    problems: tuple[tuple[str, str], ...] = ()
+    """Each problem, and the command that cures it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlanOptions:
+    """The options of ``ort-zero memory plan``."""
+
+    config: Path
+    """The DeepSpeed JSON with the section."""
+    script: Path
+    arguments: tuple[str, ...] = ()
+    budgets: tuple[str, ...] = ()
+    """Maximum memory of a step: ``"6GiB"``, ``"65%"``; empty takes the section's."""
+    level: int | None = None
+    steps: int = 3
+    """Number of training steps of each run; 0 only predicts."""
+    launcher: tuple[str, ...] = ()
+    out: Path | None = None
+    """File for the plan; None writes none."""
+    plot: Path | None = None
+    """SVG file for the picture; None draws none."""
+    overwrite: bool = False
+
+
+class MemoryPlanReport(Protocol):
+    """The result of ``ort-zero memory plan``."""
+
+    failed: Sequence[Any]
+    wrong: Sequence[str]
+    """One sentence for each measurement above its budget or off its prediction."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, with the written files under ``"out"`` and ``"plot"``."""
+
+    def text(self, width: int | None) -> str:
+        """Return the report as lines no wider than `width` characters; None does not limit them."""
+
+
+Made = Callable[[RunningModel, config.Config], None]
+"""Called with a model that a user's own code gave to a backend, and with the model's configuration."""
+
+
+class Backend(Protocol):
+    """An engine that runs PyTorch models in ONNX Runtime; a module with these names."""
+
+    PATCH_SETS: tuple[str, ...]
+    """Names of the sets of patches that the backend applies."""
+
+    def import_hooks(self, made: Made) -> dict[str, Callable[[Any], None]]:
+        """Return, by the name of a module of ONNX Runtime, what to call once that module has been imported."""
+
+    def refuse(self, ds_config: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a key of a DeepSpeed config that the backend cannot serve."""
+
+    def run_for_engine(self, model: Any, section: config.Config, stage: int) -> tuple[RunningModel, Any]:
+        """Return the running model and the module that DeepSpeed's engine is given in place of `model`.
+
+        All ranks must call.
+
+        Raises:
+            ConfigError: a key of the section is wrong, or a file that it names is missing on a rank.
+            UnsupportedVersionError: Python, torch or ONNX Runtime is missing or out of range.
+            BuildError: compiled parts cannot be built.
+        """
+
+    def connect(self, running: RunningModel, engine: Any) -> None:
+        """Give the running model what only a complete DeepSpeed engine knows: ZeRO stage, process group, limits."""
+
+    def run_alone(self, model: Any, section: config.Config) -> tuple[RunningModel, Any]:
+        """Return the running model and the module to call, for a model without an engine; raises the same errors."""
+
+    def node_profiles(self, prefix: str) -> NodeProfiles:
+        """Have new sessions record their nodes, into files that begin with `prefix`."""
+
+    def build(self, force: bool) -> Any:
+        """Build the compiled parts that are missing, all of them with `force`; return a dataclass of the results.
+
+        Raises:
+            BuildError: the compiler or a header is missing, or the compiler fails.
+        """
+
+    def examine(self) -> Examination:
+        """Return what this machine has and lacks to build the backend's compiled parts; raises nothing."""
+
+    def plan_memory(self, options: MemoryPlanOptions, tell: Callable[[int, int, str], None]) -> MemoryPlanReport:
+        """Plan recomputation with a user's script, write the files that were asked for, and return the report.
+
+        Args:
+            options: options of the command.
+            tell: called before each run of the script with the runs done, the runs in all, and the name of the run.
+
+        Raises:
+            ConfigError: an option or a file is wrong; raised before the script is started.
+            MemoryPlanError: the script failed, or no plan keeps the budget.
+        """

@@ -1,0 +1,57 @@
+"""Run a model in ONNX Runtime without a DeepSpeed engine: ``ort_zero.wrap`` and a user's own ``ORTModule(model)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ort_zero import config, env, log
+from ort_zero.backends import loading
+from ort_zero.backends.interface import RunningModel
+from ort_zero.errors import ConfigError
+from ort_zero.plugin import profiled_script, statistics, summary
+
+
+def wrap(model: Any, **section: Any) -> Any:
+    """Return `model` wrapped so that ONNX Runtime runs it, without DeepSpeed.
+
+    ``ort_zero.wrap(model, ortmodule={"exclude": ["head"]}, statistics={"enabled": True, "output_dir": "run"})``: the
+    keys are those of the section in a DeepSpeed config, but for "checkpoint" and "metrics", which need an engine. The
+    result is an ORTModule; where the section or ``ORT_ZERO_DISABLE`` says so, it is `model` itself. In a
+    DistributedDataParallel the module inside is wrapped. Every rank calls it with the same options.
+
+    Args:
+        model: a torch module.
+        section: the parts of the section by name.
+
+    Raises:
+        ConfigError: an unknown key, or a wrong type or value.
+        UnsupportedVersionError: torch, Python or onnxruntime-training is out of range.
+        BuildError: the C++ extensions cannot be built.
+    """
+    options = config.parse(section)
+    if "checkpoint" in section:
+        raise ConfigError('ort_zero.checkpoint: checkpoints are those of a DeepSpeed engine; leave "checkpoint" out')
+    if "metrics" in section:
+        raise ConfigError("ort_zero.metrics: a model without a DeepSpeed engine has no steps; read ort_zero.status()")
+    if env.disabled() or not options.enabled:
+        return model
+    if isinstance(model, DistributedDataParallel):
+        model.module = wrap(model.module, **section)
+        return model
+    wrapped = model
+    if options.ortmodule.enabled:
+        running, wrapped = loading.load().run_alone(model, profiled_script.without_fallback(options))
+        report_on(running, options)
+    log.set_level(options.ortmodule.log_level, wrapped)
+    session = statistics.collect(wrapped, options.statistics)
+    if session is not None:
+        vars(wrapped)["ort_zero_statistics"] = session
+    return wrapped
+
+
+def report_on(running: RunningModel, section: config.Config) -> None:
+    """Print the summary of a model without an engine once the model has run, and profile its calls if asked to."""
+    running.announce = lambda ready: summary.announce(section, ready.module, ready)
+    profiled_script.measure_model(running)
