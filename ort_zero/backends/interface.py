@@ -108,9 +108,6 @@ Made = Callable[[RunningModel, config.Config], None]
 class Backend(Protocol):
     """An engine that runs PyTorch models in ONNX Runtime; a module with these names."""
 
-    PATCH_SETS: tuple[str, ...]
-    """Names of the sets of patches that the backend applies."""
-
     def import_hooks(self, made: Made) -> dict[str, Callable[[Any], None]]:
         """Return, by the name of a module of ONNX Runtime, what to call once that module has been imported."""
 

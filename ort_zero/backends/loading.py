@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from ort_zero.backends.interface import Backend
+if TYPE_CHECKING:
+    from ort_zero.backends.interface import Backend
 
 
 def load() -> Backend:
     """Return the backend; imports neither torch nor onnxruntime."""
     from ort_zero.ortmodule import backend
 
-    return cast(Backend, backend)
+    return cast("Backend", backend)

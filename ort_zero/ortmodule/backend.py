@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ort_zero import config
 from ort_zero.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ort_zero import config
     from ort_zero.backends.interface import Examination, Made, MemoryPlanOptions
     from ort_zero.ortmodule.compat.extensions import BuildReport
     from ort_zero.ortmodule.recompute.plan_report import PlanReport
     from ort_zero.ortmodule.runtime.runtime import Runtime
     from ort_zero.ortmodule.session_profiles import SessionProfiles
 
-PATCH_SETS = ("ORTModule", "onnxruntime", "torch.onnx")
 _PACKAGE = "onnxruntime.training.ortmodule"
 
 

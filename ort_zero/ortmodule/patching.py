@@ -18,6 +18,8 @@ def name_exporter_modules() -> None:
     from ort_zero.compat import versions
     from ort_zero.ortmodule.compat.torch_onnx import exporter_modules
 
+    if "torch.onnx" in registry.patch_sets:
+        return
     versions.require("ort")
     old_names = exporter_modules.patch_set()
     old_names.apply()

@@ -40,7 +40,7 @@ def _engine_init(original):
         _refuse_local_storage(ds_config, section)
         log.set_level(section.ortmodule.log_level, self)
         third_party.silence()
-        _patch_gathers()
+        patch_gathers()
         if not section.ortmodule.enabled:
             with backend_context.running_in("torch"):
                 original(self, *args, **kwargs)
@@ -84,7 +84,7 @@ def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:
         engine.__dict__["ort_zero_statistics"] = session
 
 
-def _patch_gathers() -> None:
+def patch_gathers() -> None:
     """Let DeepSpeed wait for all that it gathers, where it does not; a second call does nothing.
 
     Called when the first engine has the section: without one DeepSpeed stays as it is.

@@ -56,8 +56,17 @@ def _arm_deepspeed() -> None:
 
 
 def _arm_ortmodule() -> None:
-    hooks = loading.load().import_hooks(_model_is_made)
+    hooks = _backend_hooks()
     _arm("onnxruntime.training", {name: functools.partial(_run_hook, hook) for name, hook in hooks.items()})
+
+
+def _backend_hooks() -> dict[str, Callable[[Any], None]]:
+    """Return the backend's hooks by the name of the imported module; none where the backend cannot be loaded."""
+    try:
+        return loading.load().import_hooks(_model_is_made)
+    except Exception as error:  # raised here, the error would end the user's import of onnxruntime
+        _state["auto_error"] = f"{type(error).__name__}: {error}"
+        return {}
 
 
 _HOOKS = {"deepspeed": _arm_deepspeed, "onnxruntime.training": _arm_ortmodule}
@@ -171,7 +180,7 @@ def _enable_ortmodule() -> None:
         elif _WaitForImports not in sys.meta_path:
             sys.meta_path.insert(0, _WaitForImports)  # type: ignore[arg-type]
     else:
-        for name, hook in loading.load().import_hooks(_model_is_made).items():
+        for name, hook in _backend_hooks().items():
             if name in sys.modules:
                 _run_hook(hook, sys.modules[name])
 
@@ -186,7 +195,7 @@ def disable() -> None:
         PatchError: somebody patched one of our targets after us; nothing is changed then.
     """
     was_enabled = is_enabled()
-    registry.restore("refused_section", *loading.load().PATCH_SETS, "gathers", "deepspeed")
+    registry.restore(*reversed(registry.patch_sets))
     _state["bare"] = False
     if was_enabled:
         from ort_zero.compat import third_party

@@ -231,7 +231,7 @@ import sys
 import torch
 import ort_zero
 from ort_zero import config
-from ort_zero.compat import ortmodule
+from ort_zero.ortmodule.compat import ortmodule
 from ort_zero.ortmodule.compat.ortmodule.functions import SYMBOLICS
 from ort_zero.ortmodule.compat.torch_onnx import exporter_modules
 from ort_zero.ortmodule.wrap import wrap_model

@@ -6,13 +6,17 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ort_zero import __version__, doctor
+from ort_zero.backends import loading
+from ort_zero.backends.interface import Examination
 from ort_zero.cli import main as cli
-from ort_zero.compat import versions
+from ort_zero.compat import deepspeed_programs, versions
 from ort_zero.errors import BuildError
 from ort_zero.ortmodule.compat import extensions
 
@@ -23,15 +27,42 @@ BAD = (
 )
 
 
+BUILT = Examination(compiler="g++", built=True, directory=Path("/cache/x"))
+NOT_BUILT = Examination(
+    directory=Path("/cache/x"),
+    problems=(("no C++ compiler", "apt-get install g++"), ("the C++ extensions are not built", "ort-zero build")),
+)
+
+
 @pytest.fixture
-def healthy(monkeypatch):
-    """Makes the doctor find a machine that lacks nothing, without starting a process."""
-    monkeypatch.setattr(doctor.versions, "findings", lambda: GOOD)
-    monkeypatch.setattr(doctor.versions, "lacks_wheel", lambda: False)
-    monkeypatch.setattr(doctor, "_extensions", lambda: (True, Path("/cache/x")))
-    monkeypatch.setattr(doctor, "_compiler", lambda: ("g++", None))
-    monkeypatch.setattr(doctor, "_providers", lambda: (("CPUExecutionProvider",), None))
-    monkeypatch.setattr(doctor, "_has_entry_point", lambda: True)
+def use_backend(monkeypatch):
+    """Return a function that puts a backend in place of the real one, with some of its functions replaced."""
+
+    def use(**functions: Callable) -> None:
+        monkeypatch.setattr(loading, "load", lambda: SimpleNamespace(**functions))
+
+    return use
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Answer the doctor's question for execution providers; return the list of the processes that were started."""
+    started = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess:
+        started.append(command)
+        return subprocess.CompletedProcess(command, 0, stdout="noise\nproviders CPUExecutionProvider\n", stderr="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return started
+
+
+@pytest.fixture
+def healthy(monkeypatch, use_backend, asked):
+    """Show the doctor a machine that lacks nothing."""
+    monkeypatch.setattr(versions, "findings", lambda: GOOD)
+    monkeypatch.setattr(versions, "lacks_wheel", lambda: False)
+    use_backend(examine=lambda: BUILT)
     monkeypatch.delenv("ORT_ZERO_DISABLE", raising=False)
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
 
@@ -40,6 +71,16 @@ def test_doctor_of_a_healthy_machine(healthy, capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "ready:" in out and "CPUExecutionProvider" in out and "/cache/x" in out
+
+
+def test_doctor_looks_at_the_real_machine(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(versions, "findings", lambda: BAD)  # no process has to be asked for providers
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert cli.main(["doctor", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["compiler"] is None and "apt-get install g++" in [one["fix"] for one in report["problems"]]
 
 
 def test_doctor_is_one_paste_for_a_report_and_masks_secrets(healthy, monkeypatch, capsys):
@@ -54,21 +95,18 @@ def test_doctor_is_one_paste_for_a_report_and_masks_secrets(healthy, monkeypatch
 
 def test_doctor_says_which_version_is_untested(healthy, monkeypatch, capsys):
     later = versions.Finding(name="torch", found="2.31", needed=">=2.4", ok=True, cure="", untested=True)
-    monkeypatch.setattr(doctor.versions, "findings", lambda: (later,))
+    monkeypatch.setattr(versions, "findings", lambda: (later,))
     assert cli.main(["doctor"]) == 0
     assert "untested" in capsys.readouterr().out
 
 
 @pytest.fixture
-def on_python_3_12(monkeypatch):
+def on_python_3_12(monkeypatch, use_backend, asked):
     """Return a function that makes these the installed packages; onnxruntime has no wheel for this Python."""
     monkeypatch.setattr(sys, "version_info", (3, 12, 1, "final", 0))
-    monkeypatch.setattr(doctor, "_extensions", lambda: (False, None))
-    monkeypatch.setattr(doctor, "_compiler", lambda: (None, doctor.Problem(what="no C++ compiler", fix="")))
-    monkeypatch.setattr(doctor, "_providers", lambda: pytest.fail("must not be asked"))
-    monkeypatch.setattr(doctor, "_has_entry_point", lambda: True)
-    monkeypatch.setattr(doctor.deepspeed_programs, "missing_program", lambda: None)
-    monkeypatch.setattr(doctor.deepspeed_programs, "unsuitable_compiler", lambda: None)
+    use_backend(examine=lambda: NOT_BUILT)
+    monkeypatch.setattr(deepspeed_programs, "missing_program", lambda: None)
+    monkeypatch.setattr(deepspeed_programs, "unsuitable_compiler", lambda: None)
     monkeypatch.delenv("ORT_ZERO_DISABLE", raising=False)
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
 
@@ -86,9 +124,9 @@ def on_python_3_12(monkeypatch):
         ({}, "ready: checkpoints; for statistics and training in PyTorch torch and deepspeed must be installed"),
     ],
 )
-def test_doctor_misses_no_onnxruntime_on_a_python_without_a_wheel(on_python_3_12, capsys, found, said):
+def test_doctor_misses_no_onnxruntime_on_a_python_without_a_wheel(on_python_3_12, asked, capsys, found, said):
     on_python_3_12(**found)
-    assert cli.main(["doctor"]) == 0
+    assert cli.main(["doctor"]) == 0 and not asked
     out = capsys.readouterr().out
     assert said in out and "FIX" not in out and "problem" not in out and "can be trained in ONNX Runtime" not in out
     assert "models in ONNX Runtime, since onnxruntime-training has no wheel for Python 3.12.1: use Python 3.10" in out
@@ -114,21 +152,19 @@ def test_doctor_json_is_one_object(healthy, capsys):
     assert report["versions"][0]["name"] == "torch" and report["extensions_dir"] == "/cache/x"
 
 
-def test_doctor_names_the_first_fix_and_asks_no_process_when_packages_are_wrong(healthy, monkeypatch, capsys):
-    monkeypatch.setattr(doctor.versions, "findings", lambda: BAD)
-    monkeypatch.setattr(doctor, "_providers", lambda: pytest.fail("must not be asked"))
-    assert cli.main(["doctor"]) == 1
+def test_doctor_names_the_first_fix_and_asks_no_process_when_packages_are_wrong(healthy, asked, monkeypatch, capsys):
+    monkeypatch.setattr(versions, "findings", lambda: BAD)
+    assert cli.main(["doctor"]) == 1 and not asked
     out = capsys.readouterr().out
     assert "fix first: pip install 'torch==2.13.0'" in out and "onnx is missing" in out
     assert cli.main(["doctor", "--json"]) == 1
     assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
 
 
-def test_doctor_without_compiler_matters_only_while_not_built(healthy, monkeypatch):
-    trouble = doctor.Problem(what="no C++ compiler", fix="apt-get install g++")
-    monkeypatch.setattr(doctor, "_compiler", lambda: (None, trouble))
+def test_doctor_without_compiler_matters_only_while_not_built(healthy, use_backend):
+    use_backend(examine=lambda: Examination(built=True, problems=NOT_BUILT.problems[:1]))
     assert doctor.examine().ok
-    monkeypatch.setattr(doctor, "_extensions", lambda: (False, Path("/cache/x")))
+    use_backend(examine=lambda: NOT_BUILT)
     report = doctor.examine()
     assert report.first_fix == "apt-get install g++" and report.problems[1].fix == "ort-zero build"
 
@@ -139,14 +175,14 @@ def test_doctor_sees_what_switches_the_plugin_off(healthy, monkeypatch, name, va
     assert doctor.examine().first_fix == f"unset {name}"
 
 
-def test_build_reports_where_and_what(monkeypatch, capsys):
+def test_build_reports_where_and_what(use_backend, capsys):
     asked = []
 
-    def fake(force=False, progress=None):
+    def build(force):
         asked.append(force)
         return extensions.BuildReport(Path("/cache/x"), 0.0, ("a",) if force else (), () if force else ("a",))
 
-    monkeypatch.setattr(extensions, "build", fake)
+    use_backend(build=build)
     assert cli.main(["build"]) == 0
     assert "nothing to do" in capsys.readouterr().out
     assert cli.main(["build", "--force"]) == 0
@@ -157,12 +193,12 @@ def test_build_reports_where_and_what(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("error", [BuildError("no compiler\nsecond line"), RuntimeError("a bug\nsecond line")])
-def test_an_error_is_one_line_unless_debug(monkeypatch, capsys, error):
-    def fail(**kwargs):
+def test_an_error_is_one_line_unless_debug(monkeypatch, use_backend, capsys, error):
+    def fail(force):
         raise error
 
     monkeypatch.delenv("ORT_ZERO_DEBUG", raising=False)
-    monkeypatch.setattr(extensions, "build", fail)
+    use_backend(build=fail)
     assert cli.main(["build"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1 and "second line" not in captured.err
@@ -249,19 +285,19 @@ def test_module_runs_the_same_command():
 
 
 @pytest.mark.parametrize("package", ["torch", "deepspeed", "onnxruntime", "onnx", "pyarrow"])
-def test_a_missing_package_is_named_with_the_command_that_brings_it(monkeypatch, capsys, package):
-    def fail(**kwargs):
+def test_a_missing_package_is_named_with_the_command_that_brings_it(use_backend, capsys, package):
+    def fail(force):
         raise ModuleNotFoundError(f"No module named '{package}'", name=package)
 
-    monkeypatch.setattr(extensions, "build", fail)
+    use_backend(build=fail)
     assert cli.main(["build"]) == 2
     assert f"ort-zero build: this needs {package}, which is not installed: pip install '" in capsys.readouterr().err
 
 
-def test_a_missing_module_that_is_no_package_of_users_is_a_bug(monkeypatch, capsys):
-    def fail(**kwargs):
+def test_a_missing_module_that_is_no_package_of_users_is_a_bug(use_backend, capsys):
+    def fail(force):
         raise ModuleNotFoundError("No module named 'ort_zero.nothing'", name="ort_zero.nothing")
 
-    monkeypatch.setattr(extensions, "build", fail)
+    use_backend(build=fail)
     assert cli.main(["build"]) == 2
     assert "internal error, ModuleNotFoundError" in capsys.readouterr().err

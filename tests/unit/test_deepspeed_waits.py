@@ -10,6 +10,7 @@ import pytest
 
 from ort_zero.backends import registry
 from ort_zero.compat import deepspeed_waits
+from ort_zero.plugin import engine_patch
 
 LAST = """
 class Init:
@@ -56,7 +57,7 @@ def test_each_gather_is_waited_for_where_deepspeed_waits_for_the_last(gather):
     init, parameters = gather(OLD), [Parameter() for _ in range(3)]
     init._allgather_params_coalesced(parameters)
     assert [parameter.whole for parameter in parameters] == [False, False, True]
-    registry.patch_gathers()
+    engine_patch.patch_gathers()
     init._allgather_params_coalesced(parameters, 0, quantize=False)
     assert all(parameter.whole for parameter in parameters)
     assert registry.patch_sets["gathers"].targets() == (deepspeed_waits.TARGET,)
@@ -68,11 +69,11 @@ def test_each_gather_is_waited_for_where_deepspeed_waits_for_the_last(gather):
 
 def test_a_deepspeed_that_waits_for_each_is_left_alone(gather):
     gather(NEW)
-    registry.patch_gathers()
+    engine_patch.patch_gathers()
     assert registry.patch_sets["gathers"].targets() == ()
 
 
 def test_one_that_gathers_in_another_way_is_left_alone(gather):
     del type(gather(NEW))._allgather_params_coalesced
-    registry.patch_gathers()
+    engine_patch.patch_gathers()
     assert registry.patch_sets["gathers"].targets() == ()

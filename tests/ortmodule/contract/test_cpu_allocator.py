@@ -16,7 +16,7 @@ from ort_zero.ortmodule.compat.ortmodule.loading import import_ortmodule
 
 ROOT = Path(__file__).resolve().parents[3]
 SAY = """\
-from ort_zero.compat import extensions
+from ort_zero.ortmodule.compat import extensions
 from ort_zero.ortmodule.compat.ortmodule.loading import import_ortmodule
 {before}
 import_ortmodule()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(ORT_IS_MISSING, reason=NO_WHEEL)
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("aten_op_executor", "torch_interop_utils", "cpu_allocator", "object_checks")
-BUILD = "from ort_zero.compat import extensions as e; r = e.build(); print(','.join(r.built))"
+BUILD = "from ort_zero.ortmodule.compat import extensions as e; r = e.build(); print(','.join(r.built))"
 FAKE = """\
 #!{python}
 import os, sys, time
