@@ -60,6 +60,29 @@ def one_problem(folder: Path, file: str, reason: str) -> None:
     assert len(problems) == 1 and file in problems[0] and re.search(reason, problems[0]), problems
 
 
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+
+
+@pytest.mark.parametrize("kind", ["a FIFO", "a folder"])
+@pytest.mark.parametrize(
+    ("checkpoint", "file"),
+    [("deepspeed_zero2", MODULE), ("deepspeed_zero2", STATES), ("checkpoint_v1", SHARD)],
+)
+def test_what_is_no_file_makes_a_checkpoint_bad_and_hides_no_other_problem(tmp_path, capsys, checkpoint, file, kind):
+    folder = shutil.copytree(GOLDEN / checkpoint / "saved", tmp_path / "saved")
+    (folder / file).unlink()
+    os.mkfifo(folder / file) if kind == "a FIFO" else (folder / file).mkdir()
+    assert cli.main(["verify", str(folder), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["problems"]) == 1 and f"{file} is {kind}" in report["problems"][0]
+    other = folder / ("zero_pp_rank_0_mp_rank_00_optim_states.pt" if checkpoint == "deepspeed_zero2" else OTHER)
+    data = bytearray(other.read_bytes())
+    data[len(data) // 2] ^= 1
+    other.write_bytes(data)
+    assert cli.main(["verify", str(folder), "--json"]) == 1
+    assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
+
+
 def flip(path: Path, at: int) -> None:
     data = bytearray(path.read_bytes())
     data[at] ^= 1
@@ -194,7 +217,7 @@ def test_harmless_and_foreign_objects_are_no_problem(tmp_path):
         torch.save({**content, **client_state}, tmp_path / "c" / MODULE)
     report = check(tmp_path / "c")
     assert report.ok, report.problems
-    (note,) = [note for note in report.notes if "not known" in note]
+    (note,) = [note for note in report.notes if "which are not imported" in note]
     assert "Point" in note and "Mode" in note and "numpy" not in note and "Namespace" not in note
 
 

@@ -1,4 +1,4 @@
-"""Checks every byte of a checkpoint and that its files belong together."""
+"""Check every byte of a checkpoint, and that its files belong together."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.finding import find, whole_ones_text
+from ort_zero.checkpoint.finding import find, whole_checkpoints_text
 from ort_zero.checkpoint.format import manifest
-from ort_zero.checkpoint.format.completeness import incomplete
+from ort_zero.checkpoint.format.completeness import problems_of_manifest
 from ort_zero.checkpoint.opening import format_in, note_on_other, open_checkpoint
 from ort_zero.checkpoint.piece_runs import PiecesByFile
 from ort_zero.checkpoint.reads.shard_checks import is_of_another_save, problems_of_shard, thread_buffer
@@ -24,18 +24,18 @@ from ort_zero.utils.progress import bar
 
 _OURS = re.compile(r"rank_.*|.*\.safetensors")
 _OF_MACOS = "._"
-"""Beginning of the names of files that macOS makes beside others on disks of other systems."""
+"""Prefix of the names of files that macOS adds beside others on disks of other systems."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """The report of :func:`verify`: how much it read, and the problems that it found."""
+    """The result of :func:`verify`: number and size of the files that were read, and their problems."""
 
     root: str
     """Folder or URL of the checkpoint."""
     tag: str
     format: str
-    """Who wrote it: "ort_zero" or "deepspeed"."""
+    """Format: "ort_zero" or "deepspeed"."""
     files: int
     """Number of files that were read."""
     bytes: int
@@ -43,14 +43,14 @@ class VerifyReport:
     tensors: int
     """Number of tensors in the checkpoint; 0 if it could not be opened."""
     problems: tuple[str, ...]
-    """Problems that were found, one sentence each, with the name of the file."""
+    """Problems, one sentence each, with the name of the file."""
     notes: tuple[str, ...] = ()
-    """Remarks on what is no fault of the checkpoint but should be known."""
+    """Remarks that are no problem of the checkpoint, one sentence each."""
     seconds: float
 
     @property
     def ok(self) -> bool:
-        """True if no problem was found; notes do not count."""
+        """True if there is no problem; notes do not count."""
         return not self.problems
 
 
@@ -59,11 +59,11 @@ class _Findings:
     """The findings of the checks of one checkpoint; filled from several threads."""
 
     problems: dict[str, list[str]] = field(default_factory=dict)
-    """Problems by file name; "" for those that concern no single file."""
+    """Problems by file name; "" for problems of no single file."""
     notes: list[str] = field(default_factory=list)
     files: int = 0
     bytes: int | None = None
-    """Bytes of the files that were read; None: what the folder has counted, in which headers may count twice."""
+    """Bytes of the files that were read; None: use the folder's count, in which headers may count twice."""
     tensors: int = 0
     tag: str = ""
 
@@ -72,7 +72,7 @@ class _Findings:
         self.problems.setdefault(name, []).append(text)
 
     def in_order(self) -> tuple[str, ...]:
-        """Return all problems, by the name of their file."""
+        """Return all problems, sorted by file name."""
         return tuple(text for name in sorted(self.problems) for text in self.problems[name])
 
 
@@ -85,17 +85,17 @@ def verify(
     tp_split: Sequence[str] = (),
     progress: bool = True,
 ) -> VerifyReport:
-    """Return what is wrong with the checkpoint at `path`; nothing is written.
+    """Return a report of the problems of the checkpoint at `path`; nothing is written.
 
-    Of our format the size and the xxh3-128 of every file are compared with the manifest, of DeepSpeed's the CRC-32 of
-    every record and the headers of each file. Both are checked for files that are missing, too many, or of another
-    step, run, rank or world size, as far as the files tell.
+    In ort_zero's format the size and the xxh3-128 of every file are compared with the manifest. In DeepSpeed's format
+    the CRC-32 of every record and the headers of each file are checked. In both formats missing and surplus files are
+    problems, and files of another step, run, rank or world size, as far as the files tell.
 
     Args:
         path: folder or fsspec URL: of one checkpoint, or of several with a file ``latest``.
-        tag: which of several.
-        workers: files that are read at a time.
-        trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tag: tag of the checkpoint if `path` holds several.
+        workers: number of files that are read at a time.
+        trust_pickle: unpickle any object in DeepSpeed's files, which may run code.
         tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
         progress: show a bar, if stderr is a terminal.
 
@@ -105,9 +105,9 @@ def verify(
     if workers < 1:
         raise CheckpointError(f"workers must be at least 1, not {workers}")
     start = time.monotonic()
-    meant = find(path, tag)
-    folder = meant.folder
-    findings = _Findings(tag=folder.name, notes=list(meant.notes))
+    located = find(path, tag)
+    folder = located.folder
+    findings = _Findings(tag=folder.name, notes=list(located.notes))
     name = format_in(folder)
     if name is None:
         raise CheckpointError(
@@ -118,8 +118,8 @@ def verify(
         _verify_ours(folder, findings, workers, progress)
     else:
         _verify_deepspeed(folder, findings, workers, trust_pickle, tp_split, progress)
-    if findings.problems and meant.by_latest is not None:
-        findings.notes.append(f"{manifest.LATEST} names it; {whole_ones_text(meant.by_latest, folder)}")
+    if findings.problems and located.by_latest is not None:
+        findings.notes.append(f"{manifest.LATEST} names it; {whole_checkpoints_text(located.by_latest, folder)}")
     return VerifyReport(
         root=folder.path(),
         tag=findings.tag,
@@ -133,21 +133,21 @@ def verify(
     )
 
 
-# ---- our format -----------------------------------------------------------------------------------------------------
+# ---- ort_zero's format ----------------------------------------------------------------------------------------------
 
 
 def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bool) -> None:
-    """Check the manifest, every file that it lists, and whether there are others."""
+    """Check the manifest, every file in its list, and whether the folder has other files."""
     findings.files = 1
     try:
-        found = manifest.read(folder)
-        assert found is not None, "it was there a moment ago"
-        source = manifest.source_of(found, folder.url)
+        document = manifest.read(folder)
+        assert document is not None, "the manifest existed a moment ago"
+        source = manifest.source_of(document, folder.url)
     except CheckpointError as error:
         findings.add(manifest.NAME, str(error))
         return
     findings.tag, findings.tensors = source.tag, len(source.tensors)
-    for text in incomplete(found, source):
+    for text in problems_of_manifest(document, source):
         findings.add(manifest.NAME, f"{folder.path(manifest.NAME)}: {text}")
     findings.notes += note_on_other(folder)
     files = list(source.files.values())
@@ -156,7 +156,7 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
             continue
         if name.endswith(PARTIAL):
             findings.notes.append(f"{folder.path(name)} is left over from an interrupted save and may be removed")
-        elif is_of_another_save(folder, name, found):
+        elif is_of_another_save(folder, name, document):
             findings.notes.append(
                 f"{folder.path(name)} is left over from a save of this tag that was interrupted and may be removed"
             )
@@ -166,7 +166,7 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
     pieces = PiecesByFile(source.files, source.tensors)
 
     def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
-        return problems_of_shard(folder, file, found, pieces.of(file.name), advance)
+        return problems_of_shard(folder, file, document, pieces.of(file.name), advance)
 
     findings.bytes = sum(folder.size(name) or 0 for name in (manifest.NAME, *source.files) if folder.exists(name))
     _check_files(files, check, findings, workers, progress)
@@ -178,13 +178,18 @@ def _verify_ours(folder: Folder, findings: _Findings, workers: int, progress: bo
 def _verify_deepspeed(
     folder: Folder, findings: _Findings, workers: int, trust_pickle: bool, tp_split: Sequence[str], progress: bool
 ) -> None:
-    """Check every record of every file of states, and whether the files belong together."""
+    """Check every record of every state file, and whether the files belong together."""
     from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
     from ort_zero.checkpoint.deepspeed.tensor_parallel import SplitUnknownError
 
     parse_rules(tp_split)  # a wrong rule is the user's fault, not the checkpoint's
     names = [*file_names.state_file_names(folder), *file_names.universal_file_names(folder)]
-    files = [File(name=name, size=folder.size(name) or 0) for name in names]
+    files = []
+    for name in names:
+        try:
+            files.append(File(name=name, size=folder.size(name) or 0))
+        except CheckpointError as error:  # a FIFO, a folder or a device has the name
+            findings.add(name, str(error))
 
     def check(file: File, advance: Callable[[int], Any]) -> Iterable[str]:
         return _problems_of_torch_file(folder, file, advance)
@@ -205,7 +210,7 @@ def _verify_deepspeed(
 
 
 def _problems_of_torch_file(folder: Folder, file: File, advance: Callable[[int], Any]) -> Iterable[str]:
-    """Yield what is wrong with one ``.pt``: its zip headers, and each record whose CRC-32 differs."""
+    """Yield the problems of one ``.pt`` file: of its zip headers, and each record whose CRC-32 differs."""
     from ort_zero.checkpoint import torch_file
 
     try:
@@ -230,7 +235,7 @@ def _check_files(
     workers: int,
     progress: bool,
 ) -> None:
-    """Run `check` on all files in threads, largest files first, and collect what it yields."""
+    """Run `check` on all files in threads, largest files first, and add the problems to `findings`."""
     findings.files += len(files)
     total = sum(file.size for file in files)
     with bar(total, "verify", shown=progress) as shown, ThreadPoolExecutor(workers) as pool:

@@ -114,7 +114,7 @@ def extension_dir() -> Path:
     digest = hashlib.sha256(recipe.encode()).hexdigest()[:12]
     python = sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag
     key = f"{python}-torch{_torch_version()}-ort{_version('onnxruntime-training')}-{digest}"
-    of_user = env.own_cache_dir()
+    of_user = env.user_cache_dir()
     if of_user is not None and _has_all(of_user / "extensions" / key):
         return of_user / "extensions" / key  # built before, though this process may not be able to write there
     return env.cache_dir() / "extensions" / key

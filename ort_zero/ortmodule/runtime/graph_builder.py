@@ -47,6 +47,7 @@ from ort_zero.ortmodule.runtime.export.post_export_passes import (
     keep_ranges_as_indices,
     remove_casts_to_the_same_type,
     seed_dropout,
+    separate_repeated_inputs,
 )
 from ort_zero.ortmodule.runtime.export.tracer import Tracer
 from ort_zero.ortmodule.runtime.export.unchanged_weights import UnchangedWeights
@@ -238,6 +239,7 @@ class GraphBuilder:
         bound_clips(model)
         keep_ranges_as_indices(model)
         anchor_constant_results(model)
+        separate_repeated_inputs(model)
         relations = _relations(taken, axes, tracer.call)
         if not tracer.spare_results:
             return self._exported(model, schema, axes, relations, observed, tracer, only_read)

@@ -38,6 +38,7 @@ from ort_zero.ortmodule.runtime.export.attribute_inputs import as_tensor, float_
 from ort_zero.ortmodule.runtime.export.attribute_paths import Place
 from ort_zero.ortmodule.runtime.export.post_optimize_passes import (
     accept_empty_batches,
+    constants_without_dimensions,
     name_all_results,
     unfuse_for_cpu,
 )
@@ -199,6 +200,7 @@ class GraphProcessor:
         """Return the graph that ORT has built with the kernels that it is to run with; changes the model."""
         model, info = built.model, built.info
         name_all_results(model)
+        constants_without_dimensions(model)
         copy_shared_results(model)
         kernels: Counter[str] = Counter()
         if built.fused is not None:

@@ -33,13 +33,13 @@ def test_the_next_model_frees_a_large_one_that_is_gone(no_collections, monkeypat
     weight = wrapped_once(64)
     wrapped_once(8)
     assert weight() is not None, "a small one is not worth the time"
-    monkeypatch.setattr(registry, "_WORTH_A_COLLECTION", 64 * 64 * 4)
+    monkeypatch.setattr(registry, "_MIN_COLLECTED_BYTES", 64 * 64 * 4)
     wrapped_once(8)
     assert weight() is None
 
 
 def test_a_model_that_is_still_there_stays(no_collections, monkeypatch):
-    monkeypatch.setattr(registry, "_WORTH_A_COLLECTION", 0)
+    monkeypatch.setattr(registry, "_MIN_COLLECTED_BYTES", 0)
     kept, lazy = ort_zero.wrap(torch.nn.Linear(8, 8)), ort_zero.wrap(torch.nn.LazyLinear(8))
     wrapped_once(8)
     assert kept(torch.ones(1, 8)).shape == lazy(torch.ones(1, 3)).shape == (1, 8)

@@ -322,9 +322,11 @@ class TracedNode:
         import torch
 
         text = self._node.schema()
-        if text != "(no schema)":
-            return Schema(torch._C.parse_schema(text))
-        # the exporter's passes turn numbers into tensors, and then the node matches no schema any more
+        matched = Schema(torch._C.parse_schema(text)) if text != "(no schema)" else None
+        if matched is not None and not matched.writes_into_argument:
+            return matched
+        # The exporter's passes turn numbers into tensors. Then the node matches no schema any more, or, as
+        # round(x, decimals=0), the one that takes a tensor to write into.
         schemas = map(Schema, torch._C._jit_get_schemas_for_operator(self.name))
         fitting = [found for found in schemas if not found.writes_into_argument and found.takes(self.inputs)]
         if fitting:

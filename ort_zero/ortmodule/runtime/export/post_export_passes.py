@@ -257,6 +257,31 @@ def anchor_constant_results(model: onnx.ModelProto) -> int:
     return anchored
 
 
+def separate_repeated_inputs(model: onnx.ModelProto) -> int:
+    """Let a node that reads an input of the graph twice read it once directly, in place; return the number of nodes.
+
+    ``x * x`` is such a node. Where no other node reads the input, ORT's gradient builder gives both gradients one name
+    and refuses the graph ("Duplicate definition of name (x_grad)"); with two readers it sums them. A cross entropy
+    reads no input directly: there the builder crashes.
+    """
+    produced = {name for node in model.graph.node for name in node.output}
+    nodes, separated = [], 0
+    for node in model.graph.node:
+        repeated = [i for i, name in enumerate(node.input) if name and name in node.input[:i] and name not in produced]
+        if "CrossEntropyLoss" in node.op_type and node.input[0] not in produced:
+            repeated.append(0)
+        for i in repeated:
+            other = f"{node.name or node.output[0]}/ort_zero_input_{i}"
+            nodes.append(helper.make_node("Identity", [node.input[i]], [other], other))
+            node.input[i] = other
+        separated += bool(repeated)
+        nodes.append(node)
+    if separated:
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+    return separated
+
+
 def _is_constant(name: str, producers: dict[str, onnx.NodeProto], inputs: set[str]) -> bool:
     seen, left = {name}, [name]
     while left:

@@ -5,9 +5,14 @@ The graph builder runs :func:`name_all_results` on each of them, the others on t
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+
+_OF_GRADIENTS = re.compile(r"[A-Z]\w*Constant_Type(1|10|11|16)")
+"""Names that ORT's gradient builder gives to constants of floating-point numbers (``gradient_builder_base.h``)."""
 
 
 def name_all_results(model: onnx.ModelProto) -> int:
@@ -27,6 +32,28 @@ def name_all_results(model: onnx.ModelProto) -> int:
                 graph.value_info.append(helper.make_tensor_value_info(node.output[i], dtype, None))
                 named += 1
     return named
+
+
+def constants_without_dimensions(model: onnx.ModelProto) -> int:
+    """Take the one dimension from the constants that ORT's gradients multiply and divide by; return their number.
+
+    The gradient of the square root of a number has one dimension with them: half of it is a constant of shape (1,). A
+    sum over axes further back then sums over the wrong ones.
+    """
+    users: dict[str, set[str]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            users.setdefault(name, set()).add(node.op_type)
+    changed = 0
+    for tensor in model.graph.initializer:
+        if (
+            _OF_GRADIENTS.fullmatch(tensor.name)
+            and list(tensor.dims) == [1]
+            and users.get(tensor.name, set()) <= {"Add", "Div", "Mul", "Pow", "Sub"}
+        ):
+            del tensor.dims[:]
+            changed += 1
+    return changed
 
 
 def unfuse_for_cpu(model: onnx.ModelProto) -> int:

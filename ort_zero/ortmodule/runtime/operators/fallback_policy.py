@@ -93,6 +93,8 @@ class FallbackPolicy:
             return _function_call(node).reason
         if aten_op.uses_complex(node):
             return "ONNX Runtime has no complex numbers"
+        if _mixes_precisions_of_numbers(node):
+            return "torch's exporter computes in 16 bit where tensors without dimensions have 16 and 32 bit"
         entry = IN_TORCH.get(node.name.removesuffix("_"))
         return entry(node) if callable(entry) else entry
 
@@ -155,6 +157,15 @@ class FallbackPolicy:
     def result_sizes(self, node: TracedNode) -> list[list[int | None]]:
         """Return the sizes of the results of `node`, the last one that runs in PyTorch; None for those that vary."""
         return self._sizes
+
+
+def _mixes_precisions_of_numbers(node: TracedNode) -> bool:
+    """Return True if all floating-point operands have no dimensions, and some have 16 bit and some more.
+
+    PyTorch computes in the wider type. The exporter takes the type of the first operand, and ORT then drops the cast.
+    """
+    types = {(value.rank, value.dtype.itemsize) for value in node.inputs if value.is_tensor and value.is_floating}
+    return len(types) > 1 and all(rank == 0 for rank, _ in types) and any(size == 2 for _, size in types)
 
 
 def _function_call(node: TracedNode) -> autograd_functions.AutogradFunctionCall:

@@ -77,6 +77,14 @@ def _flipped(node: TracedNode) -> str | None:
     return "ONNX Runtime's gradient of Slice takes no negative steps" if node.inputs[0].requires_grad else None
 
 
+def _of_real_numbers(node: TracedNode) -> str | None:
+    return "torch's exporter asks integers, to which numbers below 1 are 0" if node.inputs[0].is_floating else None
+
+
+def _of_a_number(node: TracedNode) -> str | None:
+    return "ONNX counts a dimension for a number" if node.inputs[0].rank == 0 else None
+
+
 def _rounding_down(node: TracedNode) -> str | None:
     # numbers that are sizes stay in the graph: they are positive
     return "torch's exporter rounds quotients towards zero" if node.outputs[0].rank else None
@@ -178,12 +186,11 @@ def _sampling(node: TracedNode) -> str | None:
 def _dividing(node: TracedNode) -> str | None:
     mode = node.argument("rounding_mode")
     rounds = mode is not None and mode.is_constant and mode.constant == "trunc"
-    of_numbers = node.outputs[0].rank and any(value.is_floating for value in node.inputs[:2] if value.is_tensor)
-    return (
-        "torch's exporter rounds by way of integers, which hold neither NaN nor large numbers"
-        if (rounds and of_numbers)
-        else None
-    )
+    # results without dimensions are sizes, unless they have a gradient
+    of_values = node.outputs[0].rank or node.outputs[0].requires_grad
+    if rounds and of_values and any(value.is_floating for value in node.inputs[:2] if value.is_tensor):
+        return "torch's exporter rounds by way of integers, which hold neither NaN nor large numbers, nor a gradient"
+    return None
 
 
 def _of_one_number(node: TracedNode) -> str | None:
@@ -202,6 +209,8 @@ IN_TORCH: dict[str, str | Callable[[TracedNode], str | None]] = {
     "aten::batch_norm": "ONNX Runtime keeps other running statistics than PyTorch",
     **{f"aten::upsample_{name}": _scaled_unevenly for name in _RESIZING},
     "aten::nan_to_num": _of_one_number,
+    **dict.fromkeys(("aten::any", "aten::all"), _of_real_numbers),
+    **dict.fromkeys(("aten::nonzero", "aten::nonzero_numpy"), _of_a_number),
     "aten::grid_sampler": _sampling,
     "aten::div": _dividing,
     **dict.fromkeys(("aten::softshrink", "aten::hardshrink"), "ONNX Runtime gives 0 for NaN"),
