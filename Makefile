@@ -12,6 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # DeepSpeed warns in each process that it finds no accelerator, unless it is told that there is none
 QUIET := $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/dri /dev/accel),,DS_ACCELERATOR=cpu)
+RUFF := .ci/ruff.toml
 PYTEST := $(BIN)/python -m pytest
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # two launches of ranks side by side: while one waits, imports in a single process or exports, the other has the cores
@@ -25,7 +26,7 @@ help: ## List the targets
 .PHONY: venv
 venv: $(READY) ## Make .venv with everything, and build the C++ extensions (once)
 
-$(READY): setup.cfg constraints.txt
+$(READY): setup.cfg .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 11)))' 2>/dev/null || \
 	  { echo "error: $(PYTHON) is not Python 3.10 or 3.11: apt-get install python3.11, then: make PYTHON=python3.11 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys, sysconfig; sys.exit("musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or ""))' || \
@@ -39,7 +40,7 @@ $(READY): setup.cfg constraints.txt
 	@echo "installing torch and the other packages into $(VENV) (some hundred MB, minutes)"
 	@# torch on its own, at one version: anything newer drags in gigabytes of CUDA
 	@$(BIN)/python -m pip install -qq '$(TORCH)'
-	@$(BIN)/python -m pip install -qq -c constraints.txt -e '.[ort,examples,test,lint]'
+	@$(BIN)/python -m pip install -qq -c .ci/constraints.txt -e '.[ort,examples,test,lint]'
 	@$(BIN)/python -m ort_zero build
 	@touch $@
 
@@ -100,12 +101,12 @@ test-all: $(READY) browser ## Run all of these: test, test-ortmodule, test-slow
 CLIENTS := $(VENV)/clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-$(CLIENTS_READY): $(READY) setup.cfg constraints.txt
+$(CLIENTS_READY): $(READY) setup.cfg .ci/constraints.txt
 	@echo "installing the packages of the extra clients into $(CLIENTS) (some hundred MB, minutes)"
 	@$(BIN)/python -m venv --clear $(CLIENTS)
 	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
 	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/below.pth"
-	@$(CLIENTS)/bin/python -m pip install -qq -c constraints.txt -e '.[clients]'
+	@$(CLIENTS)/bin/python -m pip install -qq -c .ci/constraints.txt -e '.[clients]'
 	@echo "starting 2 ranks for the first time: DeepSpeed compiles an operator, Python all packages"
 	@$(CLIENTS)/bin/python tests/clients/first_start.py
 	@touch $@
@@ -159,12 +160,12 @@ dist: $(READY) ## Build wheel and sdist, check both, and train from another fold
 
 .PHONY: lint
 lint: $(READY) ## Check the style with ruff and the types with mypy; changes nothing
-	@$(BIN)/ruff check .; one=$$?; $(BIN)/ruff format --check . || one=$$?; $(BIN)/mypy || one=$$?; exit $$one
+	@$(BIN)/ruff check --config $(RUFF) .; one=$$?; $(BIN)/ruff format --config $(RUFF) --check . || one=$$?; $(BIN)/mypy || one=$$?; exit $$one
 
 .PHONY: format
 format: $(READY) ## Lay the code out with ruff, and repair what ruff can repair
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/ruff check --config $(RUFF) --fix .
+	$(BIN)/ruff format --config $(RUFF) .
 
 .PHONY: clean
 clean: ## Remove what runs leave behind (.venv and the extensions' cache stay)

@@ -144,7 +144,7 @@ def rank_seconds(source: str, out: str, limit: int) -> float:
     """Aggregate as one of the ranks that run, with one thread each; return the seconds of the slowest."""
     import ort_zero.checkpoint.deepspeed.reader  # noqa: F401 - no measurement pays for imports
     from ort_zero.checkpoint import aggregate
-    from ort_zero.distributed.process_group import from_launcher
+    from ort_zero.distributed.launched_ranks import from_launcher
 
     ranks = from_launcher(source)
     ranks.gather(None)
@@ -156,7 +156,7 @@ def rank_seconds(source: str, out: str, limit: int) -> float:
 
 def rank_copy(source: str, out: str, size: int, files: int) -> float:
     """Copy as one of the ranks that run its part of `size` bytes into one of `files`; return what the slowest took."""
-    from ort_zero.distributed.process_group import from_launcher
+    from ort_zero.distributed.launched_ranks import from_launcher
 
     names = sorted(Path(source).glob("*/*optim_states.pt"))
     buffer = memoryview(bytearray(1 << 20))

@@ -51,7 +51,7 @@ def measure(root: str, sizes: list[int]) -> dict[str, Any]:
     from ort_zero.checkpoint.saves.capture import Model, Shard
     from ort_zero.checkpoint.saves.shard_writer import ShardEntry
     from ort_zero.distributed import collectives
-    from ort_zero.distributed.process_group import default_group
+    from ort_zero.distributed.raise_on_all_ranks import default_group
     from ort_zero.distributed.side_channel import SideChannelGroup
 
     dist.init_process_group("gloo")

@@ -363,8 +363,8 @@ def zero3(name: str) -> Row:
         "result": cause or "works",
         "losses": {"torch": losses, "onnxruntime": ours},
         "nodes": graph.get("nodes"),
-        "bridge": graph.get("bridge"),
-        "bridge_without_reuse": other["graphs"].get("training", {}).get("bridge"),
+        "collectives": graph.get("collectives"),
+        "collectives_without_reuse": other["graphs"].get("training", {}).get("collectives"),
         "in_torch": status.get("in_torch") or {},
     }
 
@@ -434,12 +434,20 @@ def zoo_section(rows: list[Row]) -> str:
         "",
         f"{versions()}; CPU.",
         "",
-        f"Small models with random weights take {STEPS} training steps in PyTorch and in ONNX Runtime. One works if",
-        f"the losses of all steps differ by {TOLERANCE:g} at most, the gradients of the last step exist for the same",
-        f"parameters and each differs by {GRADIENT_TOLERANCE:.0%} of its size at most, ONNX Runtime ran every",
-        f"forward and backward, and each result of an evaluation then differs by {EVALUATION_TOLERANCE:.1%} of its",
-        "size at most. Where the training graph's export serves the evaluation too, the last column says so:",
-        f"{sum(str(row.get('evaluation')).startswith('shared') for row in rows)} of {len(rows)}.",
+        "Look your model up in the second table. To check an architecture again, run"
+        " `python benchmarks/model_zoo.py --only NAME`.",
+        "",
+        f"Each small model with random weights takes {STEPS} training steps in PyTorch and in ONNX Runtime. It works"
+        " if:",
+        "",
+        "- ONNX Runtime ran every forward and backward;",
+        f"- the losses of all steps differ by {TOLERANCE:g} at most;",
+        "- in the last step the same parameters have gradients, and each gradient differs by"
+        f" {GRADIENT_TOLERANCE:.0%} of its size at most;",
+        f"- each result of an evaluation after these steps differs by {EVALUATION_TOLERANCE:.1%} of its size at most.",
+        "",
+        "The last column says `shared` if the evaluation uses the export of the training graph:"
+        f" {sum(str(row.get('evaluation')).startswith('shared') for row in rows)} of {len(rows)}.",
         "",
         *table(("kind", "works"), summary),
         "",
@@ -463,23 +471,22 @@ def zero3_section(rows: list[Row]) -> str:
         "",
         f"{versions()}; CPU.",
         "",
-        "A sample on two ranks, with `stage3_param_persistence_threshold` 0: DeepSpeed without the section against",
-        '`"ort_zero": {"ortmodule": {"enabled": true}}`. One works if the losses of all'
-        f" {STEPS} steps differ by {TOLERANCE:g}",
-        "at most and ONNX Runtime ran every forward and backward: with DeepSpeed's defaults, by which weights stay",
-        "whole until their next use, and with `stage3_max_reuse_distance` 0, by which none does.",
+        "A sample on two ranks, with `stage3_param_persistence_threshold` 0: DeepSpeed without the section, and with",
+        '`"ort_zero": {"ortmodule": {"enabled": true}}`. A model works if ONNX Runtime ran every forward and backward,',
+        f"and the losses of all {STEPS} steps differ by {TOLERANCE:g} at most. Each model runs twice: with DeepSpeed's",
+        "defaults (column `weights`, which stay whole until their next use), and with `stage3_max_reuse_distance` 0.",
         "",
         f"{sum(row['works'] for row in rows)} of {len(rows)} work.",
         "",
         *table(
-            ("architecture", "kind", "result", "weights", "where none stays", "in PyTorch inside the graph", "nodes"),
+            ("architecture", "kind", "result", "weights", "reuse distance 0", "in PyTorch inside the graph", "nodes"),
             (
                 (
                     row["name"],
                     row["kind"],
                     row["result"],
-                    row.get("bridge"),
-                    str(row.get("bridge_without_reuse") or "").partition(", ")[2],
+                    row.get("collectives"),
+                    str(row.get("collectives_without_reuse") or "").partition(", ")[2],
                     kept_in_torch(row),
                     row.get("nodes"),
                 )

@@ -1,11 +1,11 @@
-"""ONNX Runtime, DeepSpeed ZeRO and today's PyTorch together.
+"""Train DeepSpeed ZeRO models in ONNX Runtime, with current versions of PyTorch.
 
 Put an ``"ort_zero"`` section into the DeepSpeed JSON and start the script as before. From Python:
 
-* :func:`enable`, :func:`disable`: patch DeepSpeed, put the very objects back.
+* :func:`enable`, :func:`disable`: patch DeepSpeed, restore the original objects.
 * :func:`wrap`: run a module in ONNX Runtime without DeepSpeed; a plain ``ORTModule(model)`` works too.
-* :func:`status`: what is patched, which graph runs, and why.
-* :func:`add_symbolic`, :func:`run_in_torch`: how an operator gets into the graph.
+* :func:`status`: report the patches, the running graphs, and the reasons for fallbacks.
+* :func:`add_symbolic`, :func:`run_in_torch`: choose how an operator is put into the graph.
 
 Importing this package imports none of torch, deepspeed, onnxruntime, onnx.
 """

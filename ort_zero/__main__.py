@@ -1,4 +1,4 @@
-"""Runs the command line: ``python -m ort_zero``."""
+"""Run the command line: ``python -m ort_zero``."""
 
 import sys
 

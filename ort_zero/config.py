@@ -1,4 +1,4 @@
-"""The ``"ort_zero"`` section of the DeepSpeed JSON: types, defaults, errors with dotted paths."""
+"""Parse the ``"ort_zero"`` section of the DeepSpeed JSON: types, defaults, errors with dotted paths."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ class _Strict(BaseModel):
 
 
 class OrtModuleConfig(_Strict):
-    """``ort_zero.ortmodule``: how the model runs in ONNX Runtime."""
+    """The section ``ort_zero.ortmodule``: how ONNX Runtime runs the model."""
 
     enabled: bool = True
     """Run the model in ONNX Runtime; False keeps PyTorch execution."""
     fallback: Literal["raise", "warn"] = "raise"
-    """What a failed export does: raise, or warn once on rank 0 and train in PyTorch."""
+    """Action after a failed export: raise an error, or warn once on rank 0 and train in PyTorch."""
     split: Literal["auto", "off"] = "auto"
-    """What becomes of a model whose own forward cannot be in a graph: PyTorch runs that code, and its submodules have
-    graphs of their own; with "off", and with ``fallback`` "warn", that is a failed export."""
+    """With "auto", PyTorch runs a forward that cannot be exported, and each of its submodules gets a graph.
+    With "off", or with ``fallback`` "warn", such a forward is a failed export."""
     exclude: list[str] = Field(default_factory=list)
     """Glob patterns of module paths that stay in PyTorch."""
     log_level: str = "INFO"
     """DEBUG, VERBOSE, DEVINFO, INFO, WARNING or ERROR."""
     graph_cache_size: int = Field(default=8, ge=1)
-    """Maximum number of graphs that are held in each mode, training and inference."""
+    """Maximum number of graphs in memory for each mode, training and inference."""
     cache_dir: str | None = "auto"
-    """Folder of the export cache; "auto" is the user's own where that is safe, None keeps no cache across runs."""
+    """Folder of the export cache; "auto" is the user's cache folder if it is safe, None keeps no cache across runs."""
     cache_key: str | None = None
-    """The user's own part of the export cache's key, for what the cache cannot see."""
+    """Text that the user adds to the export cache's key, for changes that the cache cannot detect."""
     ort_kernels: list[str] = Field(default_factory=list)
-    """Glob patterns of replaced kernels (``status()`` names them) that stay ONNX Runtime's own; "*" for all."""
+    """Glob patterns of replaced kernels (``status()`` names them) for which ONNX Runtime's own stay; "*" for all."""
     fuse_loss: Literal["auto", "on", "off"] = "auto"
-    """Whether a language-model head and its cross entropy become one node, which computes rows with a label alone and
-    never holds all logits; "auto" where there are 4,096 classes or more."""
+    """Whether a language-model head and its cross entropy become one node. The node computes only rows with a label and
+    never stores all logits. "auto" means "on" for 4,096 classes or more."""
     drop_padding: bool = False
-    """Whether tokens that an attention mask hides are left out between embedding and results, in graphs with gradients
-    for the CPU; what the model returns for them has no meaning then."""
+    """Whether graphs with gradients on the CPU skip tokens that an attention mask hides, between embedding and results.
+    The model's results for these tokens then have no meaning."""
     save_onnx: str | None = None
-    """Folder into which rank 0 writes the graphs; None writes none."""
+    """Folder into which rank 0 writes the graphs as ONNX files; None writes none."""
 
     @field_validator("log_level")
     @classmethod
-    def _known_level(cls, value: str) -> str:
+    def _check_log_level(cls, value: str) -> str:
         from ort_zero.log import level_names
 
         if value.upper() not in level_names():
@@ -60,22 +60,22 @@ class OrtModuleConfig(_Strict):
 
 
 class CheckpointConfig(_Strict):
-    """``ort_zero.checkpoint``: the format of ``engine.save_checkpoint``."""
+    """The section ``ort_zero.checkpoint``: the format of ``engine.save_checkpoint``."""
 
     sharded: bool = True
-    """Write shards with a manifest; False writes DeepSpeed's own files. Either is read."""
+    """Write shards with a manifest; False writes DeepSpeed's own files. Both formats can be loaded."""
     async_save: bool = False
     """Copy and write in the background; the next optimizer step waits for the copy."""
 
     @model_validator(mode="after")
-    def _async_is_sharded(self) -> CheckpointConfig:
+    def _require_sharded_for_async(self) -> CheckpointConfig:
         if self.async_save and not self.sharded:
             raise ValueError('"async_save" needs "sharded": true')
         return self
 
 
 class StatisticsConfig(_Strict):
-    """``ort_zero.statistics``: collection of statistics of activations, gradients and parameters."""
+    """The section ``ort_zero.statistics``: collection of statistics of activations, gradients and parameters."""
 
     enabled: bool = False
     output_dir: str | None = None
@@ -87,7 +87,7 @@ class StatisticsConfig(_Strict):
     parameters: Literal["sample", "full", "off"] = "sample"
 
     @model_validator(mode="after")
-    def _complete(self) -> StatisticsConfig:
+    def _check_values(self) -> StatisticsConfig:
         if self.enabled and not self.output_dir:
             raise ValueError("output_dir must name a folder where statistics are enabled")
         if self.end_step is not None and self.end_step <= self.start_step:
@@ -96,47 +96,45 @@ class StatisticsConfig(_Strict):
 
 
 class MetricsConfig(_Strict):
-    """``ort_zero.metrics``: figures of the running training, for files and DeepSpeed's monitors."""
+    """The section ``ort_zero.metrics``: figures of the running training, for files and DeepSpeed's monitors."""
 
     path: str | None = None
-    """File to write: ``.prom`` holds the newest figures for Prometheus, any other gets a line of JSON each time. Rank 0
-    writes it; with ``{rank}`` in it each rank has its own."""
+    """File to write: ``.prom`` gets the newest figures for Prometheus, any other suffix one line of JSON per write.
+    Rank 0 writes the file; with ``{rank}`` in the path each rank writes its own file."""
     every: int = Field(default=10, ge=1)
     """Optimizer steps between two writes."""
     monitor: bool = True
-    """Give the figures to TensorBoard, Weights & Biases, CSV, ... too, where the DeepSpeed config has switched them
-    on."""
+    """Also send the figures to TensorBoard, Weights & Biases, CSV, ... if the DeepSpeed config enables these."""
 
 
 class MemoryConfig(_Strict):
-    """``ort_zero.memory``: which activations are computed again in the backward instead of being held."""
+    """The section ``ort_zero.memory``: which activations the backward computes again instead of storing them."""
 
     recompute: str | list[str] = "off"
-    """off, all, auto, a plan ("FastGelu+:1:12,..." or a list of such items), or the path of a JSON file with one."""
+    """off, all, auto, a plan ("FastGelu+:1:12,..." or a list of such items), or the path of a JSON file with a plan."""
     budget: str | int | None = None
-    """Maximum memory that a training graph may take while it runs, for "auto": "6GiB", "65%" of what it takes
-    without."""
+    """Maximum memory of a running training graph, for "auto": "6GiB", or "65%" of its memory without recomputation."""
     level: Literal[0, 1, 2] | None = None
-    """0: any sub-graph; 1: within transformer layers; 2: the same, with compromise. By default 1 for "all", else 0."""
+    """0: any sub-graph; 1: within transformer layers; 2: as 1, with ORT's "compromise". None: 1 for "all", else 0."""
     checkpointing: Literal["refuse", "recompute"] = "refuse"
-    """What becomes of torch's activation checkpointing in the model: refuse the model, or let ONNX Runtime compute
-    the checkpointed blocks again in the backward."""
+    """Treatment of a model with torch's activation checkpointing: refuse the model, or let ONNX Runtime compute the
+    checkpointed blocks again in the backward."""
 
     @model_validator(mode="after")
-    def _one_decides(self) -> MemoryConfig:
+    def _refuse_two_choices(self) -> MemoryConfig:
         if self.checkpointing == "recompute" and (self.recompute != "off" or self.budget is not None):
-            given = {"recompute": self.recompute} if self.recompute != "off" else {"budget": self.budget}
-            other = json.dumps(given)[1:-1]
+            choice = {"recompute": self.recompute} if self.recompute != "off" else {"budget": self.budget}
+            setting = json.dumps(choice)[1:-1]
             raise ValueError(
-                f'"checkpointing": "recompute" computes again what the model checkpoints, and {other} chooses by '
-                'itself: drop "recompute" and "budget", or drop "checkpointing" and switch '
+                f'"checkpointing": "recompute" computes again the blocks that the model checkpoints, and {setting} makes '
+                'another choice: drop "recompute" and "budget", or drop "checkpointing" and switch '
                 "checkpointing off in the model"
             )
         return self
 
 
 class Config(_Strict):
-    """The configuration of ort_zero: the whole ``"ort_zero"`` section."""
+    """The whole ``"ort_zero"`` section."""
 
     enabled: bool = True
     ortmodule: OrtModuleConfig = Field(default_factory=OrtModuleConfig)
@@ -145,10 +143,10 @@ class Config(_Strict):
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     memory_efficient_gradients: bool = False
-    """Hand each gradient to its parameter the moment the graph has it, as ZeRO-3 always does."""
+    """Give each gradient to its parameter as soon as the graph has computed it, as ZeRO-3 always does."""
 
     @model_validator(mode="after")
-    def _recomputation_is_ort_s(self) -> Config:
+    def _require_ortmodule_for_recompute(self) -> Config:
         if self.memory.recompute != "off" and not self.ortmodule.enabled:
             raise ValueError(
                 f'"memory.recompute" {self.memory.recompute!r} needs "ortmodule": {{"enabled": true}}; in PyTorch use '
@@ -158,7 +156,7 @@ class Config(_Strict):
 
 
 def parse(section: Any) -> Config:
-    """Return the validated section.
+    """Return the validated ``"ort_zero"`` section.
 
     Raises:
         ConfigError: an unknown key, a wrong type or value; the message names the key's dotted path, the value and,
@@ -174,7 +172,7 @@ def parse(section: Any) -> Config:
 
 
 def section_of(ds_config: Mapping[str, Any] | None) -> Config | None:
-    """Return the section of a DeepSpeed config dict, or None if there is none or it says ``"enabled": false``.
+    """Return the section of a DeepSpeed config dict, None if the section is missing or has ``"enabled": false``.
 
     Raises:
         ConfigError: see :func:`parse`; also for a misspelt section name such as ``"ort-zero"``.
@@ -191,7 +189,7 @@ def section_of(ds_config: Mapping[str, Any] | None) -> Config | None:
 
 
 def _explain_all(errors: list[Any]) -> list[str]:
-    """Return one line for each wrong key; the branches of a union complain about one key each for itself."""
+    """Return one line for each wrong key, which joins the errors from all branches of a union type."""
     lines: list[str] = []
     wrong: dict[str, tuple[list[str], Any]] = {}
     for error in errors:

@@ -1,7 +1,7 @@
-"""Examines whether this machine can train in ONNX Runtime, or, with a Python that has no wheel of it, do all else.
+"""Report whether this machine can train in ONNX Runtime; Pythons without its wheel can do everything else.
 
-Everything is read from metadata and files, but for the execution providers: onnxruntime-training imports torch and
-DeepSpeed, which print to stdout, so a process of its own is asked, and only where the package is installed.
+The facts come from metadata and files, except the execution providers. A separate process reads these, since
+onnxruntime-training imports torch and DeepSpeed, which print to stdout. It runs only if the packages are installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAMES = frozenset("CC CXX HOME LD_LIBRARY_PATH MALLOC_MMAP_THRESHOLD_ OMP_NUM_T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One thing that keeps models from being trained."""
+    """One problem that prevents the training of models."""
 
     what: str
     fix: str
@@ -51,7 +51,7 @@ class Report:
     compiler: str | None
     extensions_built: bool
     extensions_dir: Path | None
-    """None if torch or onnxruntime-training is missing: their versions name the folder."""
+    """None if torch or onnxruntime-training is missing: the folder's name has their versions."""
     providers: tuple[str, ...]
     """Execution providers of onnxruntime; empty if it is missing or cannot be imported."""
     cores: int
@@ -59,29 +59,29 @@ class Report:
     entry_point: bool
     """True if ``import torch`` finds ort_zero."""
     ort_zero: str
-    """Our own version."""
+    """Version of ort_zero."""
     libc: str
     """Name and version of the C library; "musl" or empty where it is not glibc."""
     ninja: str | None
-    """Path of the ninja that torch compiles DeepSpeed's operators with."""
+    """Path of the program ninja, with which torch compiles DeepSpeed's operators."""
     temporary: str
-    """Folder for temporary files, and how much is free there."""
+    """Folder for temporary files, and its free space."""
     environment: dict[str, str]
-    """The variables that change what ort_zero, ORTModule, DeepSpeed or torch do, as they are set; secrets masked."""
+    """Environment variables that change the behaviour of ort_zero, ORTModule, DeepSpeed or torch; secrets masked."""
     left_out: tuple[str, ...]
-    """Those of the versions that are no problem though ONNX Runtime needs others: this Python has no wheel of it."""
+    """Names in `versions` that only ONNX Runtime needs; no problem if this Python has no wheel of ONNX Runtime."""
     problems: tuple[Problem, ...]
     first_fix: str | None
-    """The command that cures the first problem."""
+    """The command that solves the first problem."""
 
     @property
     def ok(self) -> bool:
-        """True if nothing needs fixing."""
+        """Return whether there is no problem."""
         return not self.problems
 
 
 def examine() -> Report:
-    """Return what this machine has and lacks; raises nothing for what is missing."""
+    """Return the report about this machine; a missing package raises no error."""
     findings = versions.findings()
     left_out = tuple(f.name for f in findings if _is_optional(f)) if versions.lacks_wheel() else ()
     problems = [
@@ -90,9 +90,9 @@ def examine() -> Report:
         if not f.ok and f.name not in left_out
     ]
     complete = not problems and not left_out
-    of_backend = loading.load().examine()
-    if not of_backend.built and not left_out:
-        problems += [Problem(what=what, fix=fix) for what, fix in of_backend.problems]
+    examination = loading.load().examine()
+    if not examination.built and not left_out:
+        problems += [Problem(what=what, fix=fix) for what, fix in examination.problems]
     providers: tuple[str, ...] = ()
     if complete:
         providers, trouble = _providers()
@@ -119,9 +119,9 @@ def examine() -> Report:
         versions=findings,
         accelerate=versions.installed("accelerate"),
         transformers=versions.installed("transformers"),
-        compiler=of_backend.compiler,
-        extensions_built=of_backend.built,
-        extensions_dir=of_backend.directory,
+        compiler=examination.compiler,
+        extensions_built=examination.built,
+        extensions_dir=examination.directory,
         providers=providers,
         cores=usable_cores(),
         threads_per_rank=env.threads_per_rank(),
@@ -138,7 +138,7 @@ def examine() -> Report:
 
 
 def _is_optional(finding: versions.Finding) -> bool:
-    """Return whether something is missing or of another version that only ONNX Runtime cannot do without."""
+    """Return whether only ONNX Runtime needs the package that is missing or has an unsupported version."""
     of_ort = finding.name in ("python", "onnxruntime-training", "onnx")
     return not finding.ok and (of_ort or finding.found is None)
 
@@ -152,12 +152,12 @@ def _temporary() -> str:
 
 
 def _environment() -> dict[str, str]:
-    found = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIXES) or name in _NAMES}
-    return {name: masked(value) for name, value in found.items()}
+    names = [name for name in sorted(os.environ) if name.startswith(_PREFIXES) or name in _NAMES]
+    return {name: masked(os.environ[name]) for name in names}
 
 
 def _providers() -> tuple[tuple[str, ...], Problem | None]:
-    """Ask a new process which execution providers onnxruntime has."""
+    """Return the execution providers of onnxruntime, as a new process lists them, or the problem."""
     cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == "onnxruntime-training")
     reinstall = cure.replace("install", "install --force-reinstall --no-deps", 1)
     try:
@@ -178,8 +178,8 @@ def _providers() -> tuple[tuple[str, ...], Problem | None]:
 
 
 def _has_entry_point() -> bool:
-    found = metadata.entry_points(group="torch.backends")
-    return any(point.name == "ort_zero" for point in found)
+    points = metadata.entry_points(group="torch.backends")
+    return any(point.name == "ort_zero" for point in points)
 
 
 def _switched_off(entry_point: bool) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Compares what the ranks of a job see, before days are spent: versions, files, clocks, the folder for checkpoints."""
+"""Compare versions, files, clocks and the checkpoint folder between the ranks of a job, before a long training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import xxhash
 from ort_zero import __version__
 from ort_zero.backends import loading
 from ort_zero.compat import versions
-from ort_zero.distributed.process_group import RankGroup
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 
 CLOCK_SECONDS = 2.0
 """Largest difference between the clocks of two hosts in seconds that is no problem."""
@@ -27,34 +27,34 @@ _PROBE = ".ort_zero_doctor_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RanksReport:
-    """What the ranks of a job see, and where they differ."""
+    """The facts that the ranks of a job see, and the differences between ranks."""
 
     ranks: int
     hosts: tuple[str, ...]
     """Names of the hosts, in the order of their first rank."""
     facts: Mapping[str, str]
-    """What all ranks have in common, by its name."""
+    """Facts that are the same on all ranks, by name."""
     clock_seconds: float
-    """Largest difference between two clocks in seconds, less the time that the exchange between the ranks took."""
+    """Largest difference between two clocks in seconds, less the time of the exchange between the ranks."""
     problems: tuple[str, ...]
     """One sentence for each difference."""
 
     @property
     def ok(self) -> bool:
-        """True if the ranks see the same."""
+        """Return whether the ranks see the same facts."""
         return not self.problems
 
 
 def compare_ranks(ranks: RankGroup, storage: str | None = None, files: Sequence[str] = ()) -> RanksReport:
-    """Return where the ranks differ; the same on all of them. All ranks must call.
+    """Return the report about the differences between ranks, the same on all ranks. All ranks must call.
 
     Args:
         ranks: the ranks of the job.
-        storage: folder for checkpoints that all hosts are to share; a small file is written into it and removed.
-        files: files that are to have the same content everywhere, such as the script and the DeepSpeed JSON.
+        storage: folder for checkpoints that all hosts should share; a small file is written there and removed.
+        files: files that should have the same content on all hosts, such as the script and the DeepSpeed JSON.
 
     Raises:
-        CheckpointError: a rank is gone.
+        CheckpointError: a rank has ended or does not answer.
     """
     facts = {**_facts(), **{f"file {name}": _digest(name) for name in files}}
     host = socket.gethostname()
@@ -74,18 +74,18 @@ def compare_ranks(ranks: RankGroup, storage: str | None = None, files: Sequence[
 
 
 def _facts() -> dict[str, str]:
-    """Return what must be the same on every rank, by its name."""
-    found = {
+    """Return the facts that must be the same on every rank, by name."""
+    facts = {
         "python": f"{sys.executable} {platform.python_version()}",
         "ort_zero": __version__,
         "platform": f"{platform.machine()} {' '.join(platform.libc_ver()).strip()}",
         **{finding.name: finding.found or "missing" for finding in versions.findings()},
         **{name: versions.installed(name) or "missing" for name in ("accelerate", "transformers")},
     }
-    of_backend = loading.load().examine()
-    if of_backend.directory is not None:
-        found["extensions"] = "built" if of_backend.built else "not built (ort-zero build)"
-    return found
+    examination = loading.load().examine()
+    if examination.directory is not None:
+        facts["extensions"] = "built" if examination.built else "not built (ort-zero build)"
+    return facts
 
 
 def _digest(name: str) -> str:
@@ -96,21 +96,21 @@ def _digest(name: str) -> str:
 
 
 def differences(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> list[str]:
-    """Return one sentence for each fact that is not the same everywhere.
+    """Return one sentence for each fact that differs between ranks.
 
     Args:
-        facts: those of each rank.
-        names: how each rank is called.
+        facts: facts of each rank, by name.
+        names: name of each rank in the sentences.
     """
-    found = []
-    for key in dict.fromkeys(key for own in facts for key in own):
+    sentences = []
+    for key in dict.fromkeys(key for rank_facts in facts for key in rank_facts):
         by_value: dict[str, list[str]] = {}
-        for own, name in zip(facts, names):
-            by_value.setdefault(own.get(key, "unknown"), []).append(name)
+        for rank_facts, name in zip(facts, names):
+            by_value.setdefault(rank_facts.get(key, "unknown"), []).append(name)
         if len(by_value) > 1:
             parts = [f"{value} on {_few(ranks)}" for value, ranks in by_value.items()]
-            found.append(f"{key} differs: {'; '.join(parts)}")
-    return found
+            sentences.append(f"{key} differs: {'; '.join(parts)}")
+    return sentences
 
 
 def _few(names: Sequence[str]) -> str:
@@ -118,7 +118,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _storage_problems(ranks: RankGroup, storage: str, names: Sequence[str]) -> list[str]:
-    """Return what keeps the ranks from sharing a folder. All ranks must call."""
+    """Return one sentence for each reason why ranks do not share a folder. All ranks must call."""
     token = ranks.broadcast(uuid.uuid4().hex)
     probe = Path(storage) / f"{_PROBE}{token[:8]}"
     error = None
@@ -129,22 +129,22 @@ def _storage_problems(ranks: RankGroup, storage: str, names: Sequence[str]) -> l
         except OSError as caught:
             error = f"{names[0]} cannot write into {storage}: {caught.strerror or caught}"
     error = ranks.broadcast(error)
-    own = None if error is not None else _problem_here(probe, token, ranks.rank)
-    found = ranks.gather(own)
+    problem = None if error is not None else _problem_here(probe, token, ranks.rank)
+    problems = ranks.gather(problem)
     if ranks.rank == 0:
         with suppress(OSError):
             probe.unlink()
     if error is not None:
         return [error]
     by_text: dict[str, list[str]] = {}
-    for name, text in zip(names, found):
+    for name, text in zip(names, problems):
         if text is not None:
             by_text.setdefault(text, []).append(name)
     return [f"{storage} {text} on {_few(ranks)}" for text, ranks in by_text.items()]
 
 
 def _problem_here(probe: Path, token: str, rank: int) -> str | None:
-    """Return why this rank does not share the folder in which rank 0 has put a file, None if it does."""
+    """Return why this rank does not share the folder of rank 0's file `probe`, None if it does."""
     try:
         if probe.read_text() != token:
             return "holds another file than rank 0 has written"
@@ -162,7 +162,7 @@ def _problem_here(probe: Path, token: str, rank: int) -> str | None:
 
 
 def _clock_difference(ranks: RankGroup) -> float:
-    """Return how far the clocks are apart at the most, in seconds, after the time that an exchange takes."""
+    """Return the largest difference between clocks, less the time of the exchange between ranks, in seconds."""
     ranks.gather(None)
     begin = time.monotonic()
     times: list[Any] = ranks.gather(time.time())

@@ -1,15 +1,15 @@
-"""Environment variables that ort_zero reads, in one place.
+"""Read the environment variables of ort_zero and of the launchers.
 
 | variable | effect |
 |---|---|
-| ``ORT_ZERO_DISABLE`` | ``1``: the entry point arms nothing and :func:`ort_zero.enable` does nothing |
+| ``ORT_ZERO_DISABLE`` | ``1``: the entry point and :func:`ort_zero.enable` do nothing |
 | ``ORT_ZERO_CACHE_DIR`` | folder of the built C++ extensions and of graphs (default ``$XDG_CACHE_HOME/ort_zero``) |
-| ``ORT_ZERO_EXPORT_CACHE`` | ``0``: no graphs are kept unless a section names a folder for them |
-| ``ORT_ZERO_KEEP_ALLOCATOR`` | ``1``: PyTorch's tensors on the CPU keep its own allocator (docs/memory.md) |
-| ``ORT_ZERO_LOG_LEVEL`` | wins over the section's ``log_level``; an unknown name raises (:mod:`ort_zero.log`) |
-| ``ORT_ZERO_DEBUG`` | ``1``: command line errors keep their traceback |
-| ``ORT_ZERO_MEMORY_TRIAL`` | internal: what ``ort-zero memory plan`` wants of the script that it runs, a file |
-| ``ORT_ZERO_PROFILE`` | internal: what ``ort-zero profile`` wants of the script that it runs, a file |
+| ``ORT_ZERO_EXPORT_CACHE`` | ``0``: graphs are not stored on disk unless the section names a folder |
+| ``ORT_ZERO_KEEP_ALLOCATOR`` | ``1``: CPU tensors keep PyTorch's allocator (docs/memory.md) |
+| ``ORT_ZERO_LOG_LEVEL`` | overrides the section's ``log_level``; an unknown name raises (:mod:`ort_zero.log`) |
+| ``ORT_ZERO_DEBUG`` | ``1``: errors of the command line show their traceback |
+| ``ORT_ZERO_MEMORY_TRIAL`` | internal: file with the request of ``ort-zero memory plan`` to the script that it runs |
+| ``ORT_ZERO_PROFILE`` | internal: file with the request of ``ort-zero profile`` to the script that it runs |
 | ``ORT_ZERO_WARM_RANKS`` | ``1``: see `fresh` of :func:`ort_zero.testing.ranks.run_on_ranks` |
 
 ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set by the launchers.
@@ -29,7 +29,7 @@ PROFILE = "ORT_ZERO_PROFILE"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 _RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
-"""Where torchrun, DeepSpeed's launcher and Open MPI tell how many ranks are on this host."""
+"""Variables of torchrun, DeepSpeed's launcher and Open MPI with the number of ranks on this host."""
 
 
 def flag(name: str) -> bool:
@@ -38,31 +38,31 @@ def flag(name: str) -> bool:
 
 
 def disabled() -> bool:
-    """Return True if the user switched the plugin off for this process."""
+    """Return True if ``ORT_ZERO_DISABLE`` switches the plugin off in this process."""
     return flag("ORT_ZERO_DISABLE")
 
 
 def cache_dir() -> Path:
-    """Return the folder in which built extensions are kept.
+    """Return the folder for built extensions.
 
-    Where the user's own folder cannot be written to (a home that is read-only, or none), it is one of this user's in
+    If the user's cache folder is not writable (the home is read-only or missing), return a folder of this user below
     the folder for temporary files.
     """
-    own = own_cache_dir()
-    if own is not None and (os.environ.get("ORT_ZERO_CACHE_DIR") or can_write(own)):
-        return own
+    folder = user_cache_dir()
+    if folder is not None and (os.environ.get("ORT_ZERO_CACHE_DIR") or can_write(folder)):
+        return folder
     return Path(tempfile.gettempdir()) / f"ort_zero-{os.geteuid()}"
 
 
-def own_cache_dir() -> Path | None:
-    """Return the folder that the user has for caches, whether or not it can be written to; None without a home."""
+def user_cache_dir() -> Path | None:
+    """Return the user's cache folder, writable or not; None for a user without a home."""
     explicit = os.environ.get("ORT_ZERO_CACHE_DIR")
     base = explicit or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
-        found = Path(base).expanduser()
-    except RuntimeError:  # neither HOME nor an entry of the user's
+        folder = Path(base).expanduser()
+    except RuntimeError:  # neither HOME nor a home in the password database
         return None
-    return found if explicit else found / "ort_zero"
+    return folder if explicit else folder / "ort_zero"
 
 
 def can_write(folder: Path) -> bool:
@@ -74,21 +74,21 @@ def can_write(folder: Path) -> bool:
 
 
 def export_cache_dir() -> Path | None:
-    """Return the folder that graphs are kept in unless a section says otherwise; None for keeping none."""
+    """Return the folder for graphs if the section names none; None to store no graphs."""
     if os.environ.get("ORT_ZERO_EXPORT_CACHE", "").strip().lower() in _FALSE:
         return None
-    own = own_cache_dir()
-    return own / "graphs" if own is not None and can_write(own) else None
+    folder = user_cache_dir()
+    return folder / "graphs" if folder is not None and can_write(folder) else None
 
 
 def memory_trial_file() -> Path | None:
-    """Return the file in which ``ort-zero memory plan`` says what it wants of this process; None otherwise."""
+    """Return the file with the request of ``ort-zero memory plan`` to this process; None without a request."""
     name = os.environ.get(MEMORY_TRIAL)
     return Path(name) if name else None
 
 
 def profile_file() -> Path | None:
-    """Return the file in which ``ort-zero profile`` says what it wants of this process; None otherwise."""
+    """Return the file with the request of ``ort-zero profile`` to this process; None without a request."""
     name = os.environ.get(PROFILE)
     return Path(name) if name else None
 
@@ -99,28 +99,28 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of processes that the launcher started; 1 without one."""
+    """Return the number of processes that the launcher started; 1 without a launcher."""
     return max(1, int(os.environ.get("WORLD_SIZE", "1") or 1))
 
 
 def local_world_size() -> int:
-    """Return how many ranks share this machine; 1 without a launcher."""
+    """Return the number of ranks on this machine; 1 without a launcher."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
 
 
 def several_hosts() -> bool:
-    """Return True if the launcher says that its ranks are on more hosts than this one."""
+    """Return True if the launcher has started ranks on several hosts."""
     local = next(filter(None, map(os.environ.get, _RANKS_OF_HOST)), "")
     return local.isdigit() and 0 < int(local) < world_size()
 
 
 def rank_and_host() -> str:
-    """Return ``rank 3``, or ``rank 3 on node0`` where ranks are on several hosts, as lines for people begin."""
+    """Return ``rank 3``, or ``rank 3 on node0`` if ranks are on several hosts, as the beginning of messages."""
     return f"rank {rank()} on {socket.gethostname()}" if several_hosts() else f"rank {rank()}"
 
 
 def speaks_for_host() -> bool:
-    """Return True in one of the ranks of each host, for what all of them would say alike."""
+    """Return True on one rank of each host, for messages that all its ranks would repeat."""
     return (os.environ.get("LOCAL_RANK") or os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK") or "0") == "0"
 
 

@@ -1,4 +1,4 @@
-"""Errors that ort_zero raises; every one names its cause and the way out."""
+"""Define the errors that ort_zero raises; each message names the cause and the way out."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ExportError(OrtZeroError):
     """A module could not be exported to ONNX, or its graph could not be built.
 
     Attributes:
-        concerns_parts: whether no part of the module could run either, or may.
-        can_be_excluded: whether the submodule that failed may stay in PyTorch as a whole instead.
+        concerns_parts: True if separate graphs for the submodules would not solve the problem.
+        can_be_excluded: True if the submodule that failed may run in PyTorch as a whole.
     """
 
     concerns_parts: bool = False
@@ -45,15 +45,19 @@ class DeviceError(ExportError):
 
 
 class LayoutError(ExportError, TypeError):
-    """An argument is a nested, sparse or quantized tensor, which no graph takes; submodules may be given dense ones."""
+    """An argument is a nested, sparse or quantized tensor, which no graph accepts; submodules may get dense ones."""
 
 
 class UnsupportedTypeError(ExportError):
-    """An argument or a result has a type that the fallback policy of an ORTModule's user does not let pass."""
+    """An argument or a result has a type that ``ORTMODULE_FALLBACK_POLICY`` does not allow."""
 
 
-class BridgeError(OrtZeroError):
-    """ONNX Runtime's gradient graph could not be rewritten, or its collectives broke a rule."""
+class GraphEditError(OrtZeroError):
+    """A gradient graph could not be rewritten for ZeRO-3's gathers and reduces, or for padding."""
+
+
+BridgeError = GraphEditError
+"""The earlier name of :class:`GraphEditError`."""
 
 
 class RankError(OrtZeroError):
@@ -73,7 +77,7 @@ class CheckpointError(OrtZeroError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Bytes of a checkpoint are missing, foreign or changed; the message names the file."""
+    """Bytes of a checkpoint are missing, changed, or from another save; the message names the file."""
 
 
 class StatisticsError(OrtZeroError):
@@ -81,8 +85,8 @@ class StatisticsError(OrtZeroError):
 
 
 class MemoryPlanError(OrtZeroError):
-    """A recomputation plan does not suit the model, or none fits the budget."""
+    """A recomputation plan does not suit the model, or no plan fits the budget."""
 
 
 class ProfileError(OrtZeroError):
-    """A script cannot be profiled: it failed, made nothing that runs in ONNX Runtime, or ended too early."""
+    """A script cannot be profiled: it failed, ran no model in ONNX Runtime, or ended too early."""

@@ -1,10 +1,10 @@
-"""One level for all that is printed: our logger, ORTModule's logger, ONNX Runtime's own log, the exporter's output.
+"""Set one level for the loggers of ort_zero and ORTModule, ONNX Runtime's native log and the exporter's output.
 
-:data:`LEVELS` is the only table; whoever sets one of these four reads it there. Below INFO every rank speaks, from INFO
-on rank 0; errors of every rank pass always. A warning that matters to all ranks is raised as an error where it arises.
+:data:`LEVELS` is the only table of these four levels. Below INFO every rank prints, from INFO on only rank 0. Errors
+are printed on every rank. A problem that matters to all ranks is raised as an error, not logged as a warning.
 
-Only our own logger is configured, unless the user has put handlers on it before: then its handlers, level and
-propagation stay as they are. The root logger and other libraries' handlers are never touched.
+Only the logger ``ort_zero`` is configured. If the user has added handlers to it before, its handlers, level and
+propagation stay as they are. The root logger and other libraries' handlers are never changed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ DEFAULT = "INFO"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The meaning of one level for everything that prints."""
+    """One log level, and the matching levels of the other logs."""
 
     name: str
     number: int
-    """Number of the level among those of Python's logging, for our logger."""
+    """Number of the level in Python's ``logging``, for the logger ``ort_zero``."""
     all_ranks: bool
-    """True if every rank prints, False if rank 0 alone does, errors excepted."""
+    """True if every rank prints, False if only rank 0 prints, except for errors."""
     ortmodule: str
-    """Name of the level among ORTModule's own, which sets its Python logger."""
+    """Name of ORTModule's level, which sets its Python logger."""
     backend: int
     """Severity from which ONNX Runtime's native log prints: 0 verbose, 1 info, 2 warning, 3 error."""
     exporter: Literal["held", "untouched", "verbose"]
-    """Output of the exporter: held back and replayed if the export fails; let through; let through and verbose."""
+    """Output of torch's exporter: held back and shown only if the export fails, untouched, or verbose."""
 
 
 LEVELS = (
@@ -54,11 +54,11 @@ _BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
 logging.addLevelName(_BY_NAME["DEVINFO"].number, "DEVINFO")
 
 _requested: weakref.WeakKeyDictionary[Any, Level] = weakref.WeakKeyDictionary()
-"""The level that each engine asks for."""
+"""Level in the section of each living engine."""
 
 
 class _RankFilter(logging.Filter):
-    """Lets rank 0 pass, errors of every rank, and everybody where the level says so."""
+    """A filter that passes records of rank 0, errors of all ranks, and all records at levels for all ranks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if env.rank() == 0 or record.levelno >= logging.ERROR:
@@ -69,21 +69,21 @@ class _RankFilter(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """Names the rank as it is when the record is written: some launchers' ranks are known late."""
+    """A formatter that reads the rank when the record is written, since some launchers set it late."""
 
     def format(self, record: logging.LogRecord) -> str:
         return f"[ort_zero {env.rank_and_host()}] {super().format(record)}"
 
 
 class _StderrHandler(logging.StreamHandler):
-    """Writes to whatever ``sys.stderr`` is at the moment, so that redirection after import works."""
+    """A handler that writes to the current ``sys.stderr``, so that redirection after import works."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
 
     @property
     def stream(self) -> Any:
-        # what we say ourselves is not the exporter's: it is never held back with it
+        # the exporter's output may be held back, but never the messages of ort_zero
         return getattr(sys.stderr, "ort_zero_original", sys.stderr)
 
 
@@ -96,22 +96,22 @@ def get_logger() -> logging.Logger:
         handler.addFilter(_RankFilter())
         logger.addHandler(handler)
         logger.propagate = False
-        # called from where nothing may raise; a wrong variable raises when an engine is created
+        # callers such as autoload must not raise; a wrong variable raises when an engine is created
         logger.setLevel(_BY_NAME.get(_from_environment() or DEFAULT, _BY_NAME[DEFAULT]).number)
     return logger
 
 
 def level_names() -> tuple[str, ...]:
-    """Return the level names that the section and ``ORT_ZERO_LOG_LEVEL`` accept, the most talkative one first."""
+    """Return the level names that the section and ``ORT_ZERO_LOG_LEVEL`` accept, the most verbose level first."""
     first, *rest = (level.name for level in LEVELS)
     return (first, *_ALIASES, *rest)
 
 
 def chosen(name: str) -> Level:
-    """Return the level `name`, or that of ``ORT_ZERO_LOG_LEVEL``, which wins.
+    """Return the level from ``ORT_ZERO_LOG_LEVEL`` if it is set, else the level `name`.
 
     Raises:
-        ConfigError: the variable, or `name`, is no level.
+        ConfigError: the variable, or `name`, does not name a level.
     """
     key, value = VARIABLE, os.environ.get(VARIABLE, "")
     if _from_environment() is None:
@@ -123,14 +123,14 @@ def chosen(name: str) -> Level:
 
 
 def set_level(name: str, engine: Any = None) -> Level:
-    """Set the level of the ``ort_zero`` logger to `name`, and return the level that holds for `engine`.
+    """Set the level of the ``ort_zero`` logger to `name`, and return the level that applies to `engine`.
 
-    ``ORT_ZERO_LOG_LEVEL`` wins over `name`. The logger is one for the process: of several engines the most talkative
-    one that lives decides about it, while the other sinks are each engine's own.
+    ``ORT_ZERO_LOG_LEVEL`` overrides `name`. The process has one logger, which gets the most verbose level of all living
+    engines. Each engine sets the other logs to its own level.
 
     Args:
         name: name of the level.
-        engine: the engine whose section names the level; None sets the level whatever engines ask for.
+        engine: the engine whose section names the level; None ignores the levels of all engines.
 
     Raises:
         ConfigError: see :func:`chosen`.

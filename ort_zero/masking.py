@@ -1,4 +1,4 @@
-"""Takes secrets out of URLs before anything is printed, logged or stored: passwords, tokens, signatures."""
+"""Mask passwords, tokens and signatures in URLs before text is printed, logged or stored."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from urllib.parse import unquote
 
 _URL = re.compile(r"""(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?P<rest>[^\s'"<>]+)""")
 _MASK = "***"
-_SHORTEST = 4
-"""Characters of the shortest value that is masked where it stands alone: a shorter one is in words by chance."""
+_MIN_SECRET_LENGTH = 4
+"""Minimum length in characters of a secret that is masked outside of its URL: shorter secrets occur in common words."""
 
 
 def masked(text: str) -> str:
-    """Return `text` with ``***`` for what stands before the ``@`` and after the ``?`` of each URL in it."""
+    """Return `text` with ``***`` in place of the user before ``@`` and the query after ``?`` of each URL."""
     return _URL.sub(_masked_url, text) if "://" in text else text
 
 
@@ -24,13 +24,13 @@ def _masked_url(match: re.Match[str]) -> str:
 
 
 def masked_as_in(text: str, url: str) -> str:
-    """Return `text` masked, with ``***`` also for each secret of `url` that stands in it without its URL.
+    """Return `text` masked, with ``***`` also for each secret of `url` that occurs outside of the URL.
 
-    Libraries below fsspec name a bucket, a user or a parameter of a query alone in their errors.
+    Errors of libraries below fsspec may quote a bucket, a user or a query parameter without the URL.
 
     Args:
-        text: the text, such as an error's.
-        url: the URL that it is about.
+        text: the text, such as the message of an error.
+        url: the URL that the text is about.
     """
     text = masked(text)
     for secret in sorted(_secrets_of(url), key=len, reverse=True):
@@ -39,12 +39,12 @@ def masked_as_in(text: str, url: str) -> str:
 
 
 def _secrets_of(url: str) -> set[str]:
-    """Return what is secret in a URL: user and password, and the values of the query, as they stand and decoded."""
+    """Return the secrets of a URL (user, password, values of the query), as written and percent-decoded."""
     match = _URL.search(url)
     if match is None:
         return set()
     address, _, query = match["rest"].partition("?")
     owner = address.partition("/")[0].rpartition("@")[0]
     values = [parameter.rpartition("=")[2] for parameter in query.split("&")]
-    found = {owner, query, owner.partition(":")[2], *values}
-    return {text for secret in found for text in (secret, unquote(secret)) if len(text) >= _SHORTEST}
+    secrets = {owner, query, owner.partition(":")[2], *values}
+    return {text for secret in secrets for text in (secret, unquote(secret)) if len(text) >= _MIN_SECRET_LENGTH}

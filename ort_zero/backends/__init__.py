@@ -1,5 +1,5 @@
-"""The backends that run models in ONNX Runtime: what the package asks of one, and what they have in place.
+"""Connect the package to the backend, the engine that runs models in ONNX Runtime.
 
-:mod:`.interface` declares what a backend offers; :mod:`.loading` finds one; :mod:`.registry` lists the models that run
-and the patches that are applied. :mod:`.loading` alone imports a backend; a backend imports the other two.
+:mod:`.interface` declares the functions of a backend, and :mod:`.loading` returns the backend. :mod:`.registry` lists
+the running models and the applied patches. Only :mod:`.loading` imports a backend; a backend imports the other two.
 """

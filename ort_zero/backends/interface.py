@@ -1,4 +1,4 @@
-"""Declare what the package asks of a backend: make a model run, report on it, and say what it cannot do."""
+"""Declare the functions of a backend: run a model, report on the model, and refuse unsupported options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RunningModel(Protocol):
     announce: Callable[[Any], None] | None
     """Called once with this object after the first training graph has run; None calls nothing."""
     graph_recorder: Callable[[Any], Callable[[], None]] | None
-    """Called with each new graph while a script is profiled; returns what to call after each run of that graph."""
+    """Called with each new graph while a script is profiled; returns a function to call after each of its runs."""
     call: Callable[..., Any]
     """Runs one forward call."""
 
@@ -28,7 +28,7 @@ class RunningModel(Protocol):
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
 
     def memory_summary(self) -> Sequence[tuple[str, str]]:
-        """Return what is computed again in the backward, and what each part of it saves, as two texts."""
+        """Return pairs of texts: operators that the backward computes again, and the memory that this saves."""
 
 
 class NodeProfiles(Protocol):
@@ -43,27 +43,27 @@ class NodeProfiles(Protocol):
         """
 
     def begin_step(self) -> None:
-        """Note that a profiled step begins."""
+        """Begin the next profiled step."""
 
     def end(self) -> None:
-        """Record no further sessions."""
+        """Stop recording new sessions."""
 
     def nodes(self, steps: Iterable[int]) -> Iterable[tuple[str, float]]:
-        """Yield operator and seconds of each node that ran in these profiled steps, numbered from 0."""
+        """Yield the operator and the seconds of each node that ran in these profiled steps, numbered from 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """What ``ort-zero doctor`` shows of a backend."""
+    """The facts about a backend that ``ort-zero doctor`` shows."""
 
     compiler: str | None = None
-    """The command of the C++ compiler; None where there is none."""
+    """The command of the C++ compiler; None if there is no compiler."""
     built: bool = False
-    """Whether the backend's compiled parts are there."""
+    """Whether the backend's compiled parts exist."""
     directory: Path | None = None
-    """Folder of the compiled parts; None while packages are missing whose versions name the folder."""
+    """Folder of the compiled parts; None while packages are missing whose versions are in the folder's name."""
     problems: tuple[tuple[str, str], ...] = ()
-    """Each problem, and the command that cures it."""
+    """Each problem, and the command that solves it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +71,14 @@ class MemoryPlanOptions:
     """The options of ``ort-zero memory plan``."""
 
     config: Path
-    """The DeepSpeed JSON with the section."""
+    """The DeepSpeed JSON with the ``"ort_zero"`` section."""
     script: Path
     arguments: tuple[str, ...] = ()
     budgets: tuple[str, ...] = ()
-    """Maximum memory of a step: ``"6GiB"``, ``"65%"``; empty takes the section's."""
+    """Maximum memory of a step: ``"6GiB"``, ``"65%"``; empty uses the section's budget."""
     level: int | None = None
     steps: int = 3
-    """Number of training steps of each run; 0 only predicts."""
+    """Number of training steps of each run; 0 only predicts the memory."""
     launcher: tuple[str, ...] = ()
     out: Path | None = None
     """File for the plan; None writes none."""
@@ -102,20 +102,20 @@ class MemoryPlanReport(Protocol):
 
 
 Made = Callable[[RunningModel, config.Config], None]
-"""Called with a model that a user's own code gave to a backend, and with the model's configuration."""
+"""Called with a model that a user's own code wrapped in an ORTModule, and with the model's configuration."""
 
 
 class Backend(Protocol):
-    """An engine that runs PyTorch models in ONNX Runtime; a module with these names."""
+    """An engine that runs PyTorch models in ONNX Runtime: a Python module with these functions."""
 
     def import_hooks(self, made: Made) -> dict[str, Callable[[Any], None]]:
-        """Return, by the name of a module of ONNX Runtime, what to call once that module has been imported."""
+        """Return the functions to call once a module of ONNX Runtime has been imported, by the module's name."""
 
     def refuse(self, ds_config: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a key of a DeepSpeed config that the backend cannot serve."""
+        """Raise ConfigError for a key of a DeepSpeed config that the backend does not support."""
 
     def run_for_engine(self, model: Any, section: config.Config, stage: int) -> tuple[RunningModel, Any]:
-        """Return the running model and the module that DeepSpeed's engine is given in place of `model`.
+        """Return the running model and the module that DeepSpeed's engine gets in place of `model`.
 
         All ranks must call.
 
@@ -126,13 +126,13 @@ class Backend(Protocol):
         """
 
     def connect(self, running: RunningModel, engine: Any) -> None:
-        """Give the running model what only a complete DeepSpeed engine knows: ZeRO stage, process group, limits."""
+        """Pass the ZeRO stage, process group and limits of a complete DeepSpeed engine to the running model."""
 
     def run_alone(self, model: Any, section: config.Config) -> tuple[RunningModel, Any]:
-        """Return the running model and the module to call, for a model without an engine; raises the same errors."""
+        """Return the running model and the module to call, without an engine; raise as :meth:`run_for_engine`."""
 
     def node_profiles(self, prefix: str) -> NodeProfiles:
-        """Have new sessions record their nodes, into files that begin with `prefix`."""
+        """Make new sessions record their nodes into files whose names begin with `prefix`."""
 
     def build(self, force: bool) -> Any:
         """Build the compiled parts that are missing, all of them with `force`; return a dataclass of the results.
@@ -142,7 +142,7 @@ class Backend(Protocol):
         """
 
     def examine(self) -> Examination:
-        """Return what this machine has and lacks to build the backend's compiled parts; raises nothing."""
+        """Return which tools and compiled parts of the backend this machine has and lacks; raises no error."""
 
     def plan_memory(self, options: MemoryPlanOptions, tell: Callable[[int, int, str], None]) -> MemoryPlanReport:
         """Plan recomputation with a user's script, write the files that were asked for, and return the report.

@@ -1,4 +1,4 @@
-"""List what is in place in this process: the sets of patches that are applied, and the models that a backend runs."""
+"""List the applied sets of patches, and the models that a backend runs, in this process."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ if TYPE_CHECKING:  # autoload runs at the end of every ``import torch``
     from ort_zero.utils.patching import PatchSet
 
 patch_sets: dict[str, PatchSet] = {}
-"""The patches of each patched dependency: ``"deepspeed"``, ``"gathers"`` (DeepSpeed's, once an engine has the section),
+"""The applied patches by name: ``"deepspeed"``, ``"gathers"`` (DeepSpeed's, once an engine has the section),
 ``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its constructor), and ``"refused_section"`` where the plugin could
 not be enabled."""
 _runtimes: list[weakref.ref] = []
 """The runtimes of wrapped models, in the order in which the models were wrapped."""
 _not_freed: list[weakref.ref] = []
-"""Those and the runtimes of destroyed engines, as long as they exist."""
-_WORTH_A_COLLECTION = 64 << 20
-"""Bytes of parameters from which on it is worth the time, some tenths of a second, to look for those that are gone."""
+"""The runtimes of all models that still exist, including models of destroyed engines."""
+_MIN_COLLECTED_BYTES = 64 << 20
+"""Bytes of parameters from which a garbage collection is worth its time, some tenths of a second."""
 
 
 def register(runtime: Any) -> None:
-    """Make a model's runtime show in :func:`status` for as long as it lives, or until :func:`unregister`.
+    """Show a model's runtime in :func:`status` for as long as it lives, or until :func:`unregister`.
 
-    Frees earlier models that nobody refers to any more, if they are large: a wrapped model refers to itself, as
-    ORTModule does, and Python looks for such objects by their number, whatever their size.
+    Large earlier models without references are freed. A wrapped model refers to itself, as an ORTModule does. Python
+    collects cyclic garbage depending on the number of objects, whatever their size.
     """
-    earlier = [known for ref in _not_freed if (known := ref()) is not None]
-    size = sum(_bytes_of(known.module) for known in earlier)
+    earlier = [other for ref in _not_freed if (other := ref()) is not None]
+    size = sum(_bytes_of(other.module) for other in earlier)
     _not_freed[:] = [*map(weakref.ref, earlier), weakref.ref(runtime)]
     del earlier
-    if size >= _WORTH_A_COLLECTION:
+    if size >= _MIN_COLLECTED_BYTES:
         gc.collect()
-    _runtimes[:] = [known for known in _runtimes if known() is not None]
+    _runtimes[:] = [ref for ref in _runtimes if ref() is not None]
     _runtimes.append(weakref.ref(runtime))
 
 
 def _bytes_of(module: Any) -> int:
-    """Return the bytes of a module's parameters on this rank, without those that a ZeRO-3 engine has partitioned."""
+    """Return the bytes of a module's parameters on this rank; parameters that ZeRO-3 has partitioned count 0."""
     from torch.nn.parameter import is_lazy
 
     return sum(p.numel() * p.element_size() for p in module.parameters() if not is_lazy(p))
 
 
 def unregister(runtime: Any) -> None:
-    """Make the runtime of a model whose engine was destroyed show no more."""
-    _runtimes[:] = [known for known in _runtimes if known() not in (None, runtime)]
+    """Remove the runtime of a destroyed engine's model from :func:`status`."""
+    _runtimes[:] = [ref for ref in _runtimes if ref() not in (None, runtime)]
 
 
 def runtimes() -> list[Any]:
-    """Return the runtimes of the models that live and run in ONNX Runtime, the newest one last."""
-    return [runtime for known in _runtimes if (runtime := known()) is not None]
+    """Return the runtimes of the living models that run in ONNX Runtime, the newest one last."""
+    return [runtime for ref in _runtimes if (runtime := ref()) is not None]
 
 
 def restore(*names: str) -> None:
-    """Put back the very objects that these sets of patches replaced; those that are not applied count as done.
+    """Restore the original objects that the named sets of patches replaced; sets that are not applied are skipped.
 
     Raises:
-        PatchError: somebody patched one of their targets after us; nothing is changed then.
+        PatchError: another library patched a target after ort_zero; nothing is changed then.
     """
     applied = [patch_sets[name] for name in names if name in patch_sets]
     for patch_set in applied:

@@ -1,4 +1,4 @@
-"""Sharded ZeRO checkpoints: saving, loading at another world size, aggregation, verification. Needs no onnxruntime."""
+"""Save sharded ZeRO checkpoints, load them at any world size, merge, convert and verify them, without onnxruntime."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ort_zero.checkpoint.loads.optimizer_state import load_optimizer_state
     from ort_zero.checkpoint.saves.saving import save, wait
 else:
-    # on demand, so that a reader of manifests imports no torch
+    # lazily, so that programs that only read manifests import no torch
     __getattr__ = lazy_attributes(
         __name__,
         {

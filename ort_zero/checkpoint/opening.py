@@ -1,4 +1,4 @@
-"""Opens a checkpoint, whether ort_zero or DeepSpeed wrote it."""
+"""Open a checkpoint in the format of ort_zero or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ort_zero.utils.garbage import collection_paused
 
 
 def format_in(folder: Folder) -> str | None:
-    """Return who wrote the checkpoint that lies in `folder` itself: "ort_zero", "deepspeed", or None for none."""
+    """Return the format of the checkpoint in `folder` itself: "ort_zero", "deepspeed", or None for no checkpoint."""
     if folder.exists(manifest.NAME):
         return "ort_zero"
     return "deepspeed" if file_names.recognises(folder) else None
 
 
 def no_checkpoint(folder: Folder) -> CheckpointError:
-    """Return the error for a folder in which :func:`format_in` finds no checkpoint."""
+    """Return the error to raise for a folder in which :func:`format_in` detects no checkpoint."""
     return CheckpointError(
         f"{folder.path()} is neither a checkpoint of ort_zero (no {manifest.NAME}; a save that was interrupted leaves "
         "none) nor one of DeepSpeed's (no *_model_states.pt)"
@@ -29,13 +29,13 @@ def no_checkpoint(folder: Folder) -> CheckpointError:
 
 
 def note_on_other(folder: Folder) -> tuple[str, ...]:
-    """Return one sentence if DeepSpeed has written a checkpoint beside one of ours, under the same tag."""
+    """Return one sentence if a checkpoint of ort_zero and one of DeepSpeed lie in the same folder."""
     others = file_names.state_file_names(folder)
     if not others:
         return ()
     note = (
-        f"{folder.path(others[0])} is of a checkpoint that DeepSpeed wrote under the same tag, and is not read; if it "
-        f"is the newer one, move {manifest.NAME} away"
+        f"{folder.path(others[0])} is of a checkpoint that DeepSpeed wrote under the same tag, and is not read; if "
+        f"DeepSpeed's checkpoint is the newer one, move {manifest.NAME} away"
     )
     return (note,)
 
@@ -43,17 +43,17 @@ def note_on_other(folder: Folder) -> tuple[str, ...]:
 def open_checkpoint(
     path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()
 ) -> Source:
-    """Return the checkpoint at `path`, of our format or DeepSpeed's.
+    """Open the checkpoint at `path`, in the format of ort_zero or DeepSpeed.
 
     Args:
         path: folder or fsspec URL: of one checkpoint, or of several with a file ``latest``.
-        tag: which of several.
-        trust_pickle: unpickle whatever DeepSpeed's files hold. Only for files that you trust as you trust a program.
+        tag: name of the checkpoint, if `path` holds several.
+        trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
         tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors, as
             :func:`~ort_zero.checkpoint.deepspeed.split_rules.parse_rules` reads them.
 
     Raises:
-        CheckpointError: nothing there that either reader knows.
+        CheckpointError: `path` has no checkpoint in either format.
         CorruptCheckpointError: files are missing, damaged, or do not belong together.
     """
     with collection_paused():
@@ -69,7 +69,7 @@ def open_checkpoint(
             try:
                 return open_deepspeed(folder, trust_pickle, rules)
             except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-                # a pickle holds anything; what everybody writes was looked at before, this is what a stranger wrote
+                # a pickle can hold any values; the readers check the usual ones, and hostile ones cause these errors
                 said = f"{type(error).__name__}: {error}"
                 raise CorruptCheckpointError(
                     f"{folder.path()} holds files whose content is not what DeepSpeed writes ({said})"

@@ -1,8 +1,8 @@
-"""The pieces of a tensor in a compact form: runs of pieces that lie alike in the files of one rank after another.
+"""Store the pieces of a tensor in a compact form: runs of pieces at the same offset of one rank's file after another.
 
-Under ZeRO-3 every rank holds an equal part of each tensor at the same place of its file. Such pieces differ in nothing
-but their checksum: a run keeps those as bytes, and makes the pieces again when somebody looks at them. 512 ranks of a
-model with 405 billion parameters have 1.7 million pieces, for which Python needs more than half a gigabyte.
+Under ZeRO-3 every rank stores an equal part of each tensor at the same offset of its file. These pieces differ only in
+their checksums. A run stores the checksums as bytes, and makes a piece when it is accessed. A model with 405 billion
+parameters on 512 ranks has 1.7 million pieces, which would take Python more than half a gigabyte.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import Piece, Tensor
 
 CHECK_BYTES = 8
-"""Bytes of an xxh3-64, most significant first, as its hex digits are."""
+"""Bytes of an xxh3-64, most significant byte first, as in the hex digits."""
 
 
 class PieceRun(NamedTuple):
-    """Pieces that follow one another in a tensor and are equally long."""
+    """Pieces of equal length that follow each other in a tensor."""
 
     file: int
     """Index of the first piece's file among the files of the checkpoint."""
@@ -31,11 +31,11 @@ class PieceRun(NamedTuple):
     start: int
     """Index of the first piece's first element in the flattened tensor."""
     checks: bytes
-    """The xxh3-64 of the pieces, one behind the other."""
+    """The xxh3-64 of each piece, one after the other."""
     pieces: int = 1
     """Number of pieces."""
     step: int = 1
-    """Number of files from the file of one piece to that of the next."""
+    """Difference of the file indices of two neighbouring pieces."""
 
     def files(self) -> range:
         """Return the indices of the files in which the pieces lie, in their order."""
@@ -43,7 +43,7 @@ class PieceRun(NamedTuple):
 
 
 class PieceRuns(Sequence[Piece]):
-    """The pieces of one tensor, made when they are looked at. Equal to a tuple of the same pieces.
+    """The pieces of one tensor, each made when it is accessed. Equal to a tuple of the same pieces.
 
     Args:
         names: names of the checkpoint's files.
@@ -85,14 +85,14 @@ class PieceRuns(Sequence[Piece]):
         return hash(self.runs)
 
     def piece(self, run: PieceRun, number: int) -> Piece:
-        """Return a piece of one of the runs, of which the first has number 0."""
+        """Return piece `number` of a run, counted from 0."""
         check = run.checks[number * CHECK_BYTES : (number + 1) * CHECK_BYTES].hex()
         start = run.start + number * (run.length // self._size)
         return Piece(self._names[run.file + number * run.step], run.offset, run.length, start, check)
 
 
 class RunCollector:
-    """Takes the pieces of one tensor as the ranks report them, and joins those that lie alike.
+    """The pieces of one tensor as the ranks report them, joined into runs.
 
     Args:
         dtype: the tensor's dtype, as its code in safetensors.
@@ -106,7 +106,7 @@ class RunCollector:
         self._checks: list[bytearray] = []
 
     def add(self, file: int, offset: int, length: int, start: int, check: bytes) -> None:
-        """Take a piece; the arguments are as in :class:`PieceRun`."""
+        """Add a piece; the arguments are the fields of :class:`PieceRun`."""
         if self._runs:
             last = self._runs[-1]
             step = file - last.file if last.pieces == 1 else last.step
@@ -118,12 +118,12 @@ class RunCollector:
         self._runs.append(PieceRun(file, offset, length, start, b""))
         self._checks.append(bytearray(check))
 
-    def pieces(self, names: Sequence[str], dtype: str, fewest: int) -> Sequence[Piece]:
-        """Return the pieces in the order of their first elements, plain ones if no run has `fewest` of them."""
+    def pieces(self, names: Sequence[str], dtype: str, min_pieces: int) -> Sequence[Piece]:
+        """Return the pieces in the order of their first elements: a plain tuple if no run has `min_pieces` pieces."""
         runs = [run._replace(checks=bytes(checks)) for run, checks in zip(self._runs, self._checks)]
         runs.sort(key=lambda run: run.start)
-        found = PieceRuns(names, runs, dtype)
-        return found if any(run.pieces >= fewest for run in runs) else tuple(found)
+        pieces = PieceRuns(names, runs, dtype)
+        return pieces if any(run.pieces >= min_pieces for run in runs) else tuple(pieces)
 
 
 def first_and_count(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
@@ -137,7 +137,7 @@ def first_and_count(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
 
 
 def check_cover(tensor: Tensor) -> str | None:
-    """Return what is wrong with the pieces of `tensor` (a gap, an overlap, too long), None if they cover it."""
+    """Return the fault in the pieces of `tensor` (a gap, an overlap, a wrong length), None if they cover the tensor."""
     size = itemsize(tensor.dtype)
     if tensor.strides is not None:
         return None if len(tensor.pieces) == 1 else "a strided tensor must lie in one piece"
@@ -156,15 +156,15 @@ def check_cover(tensor: Tensor) -> str | None:
 
 
 def index_at(pieces: Sequence[Piece], element: int) -> int:
-    """Return the index of a piece that begins before `element` with none between them, 0 if there is none."""
+    """Return the index of the last piece that begins before `element`, 0 if no piece begins before."""
     return max(0, bisect_left(pieces, element, key=lambda piece: piece.start) - 1)
 
 
 class PiecesByFile:
-    """Tells which pieces lie in which file, without having all of them in memory.
+    """An index of the pieces by file, without all pieces in memory.
 
     Args:
-        names: names of the checkpoint's files, in the order to which the runs of its tensors refer.
+        names: names of the checkpoint's files, in the order of the file indices of runs.
         tensors: the tensors of the checkpoint.
     """
 
@@ -182,12 +182,12 @@ class PiecesByFile:
                     self._plain.setdefault(piece.file, []).append((tensor, piece))
 
     def of(self, name: str) -> list[tuple[Tensor, Piece]]:
-        """Return the pieces in the file `name` that are not empty, with their tensors, in the order of the file."""
-        found = [item for item in self._plain.get(name, ()) if item[1].length]
+        """Return the non-empty pieces in the file `name`, with their tensors, in the order of the file."""
+        matches = [item for item in self._plain.get(name, ()) if item[1].length]
         index = self._index.get(name, -1)
         for files, items in self._runs.items():
             if index in files:
                 number = files.index(index)
-                found += [(tensor, pieces.piece(run, number)) for tensor, pieces, run in items if run.length]
-        found.sort(key=lambda item: item[1].offset)
-        return found
+                matches += [(tensor, pieces.piece(run, number)) for tensor, pieces, run in items if run.length]
+        matches.sort(key=lambda item: item[1].offset)
+        return matches

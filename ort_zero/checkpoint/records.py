@@ -1,7 +1,7 @@
-"""What a checkpoint consists of, whoever wrote it: tensors, the pieces that hold their bytes, the files of the pieces.
+"""Define the records of a checkpoint in any format: tensors, the pieces with their bytes, the files of the pieces.
 
-The readers (:mod:`~ort_zero.checkpoint.format.manifest` for our format, :mod:`~ort_zero.checkpoint.deepspeed.reader`
-for DeepSpeed's) produce a :class:`Source`; planning, aggregation, loading and verification know nothing else.
+The readers :mod:`~ort_zero.checkpoint.format.manifest` (ort_zero's format) and
+:mod:`~ort_zero.checkpoint.deepspeed.reader` return a :class:`Source`. All other modules use only these records.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from ort_zero.checkpoint.files.dtypes import itemsize
 
 MASTER = "master"
-"""Kind of the values that the optimizer updates: fp32 copies, or the weights themselves of an fp32 run."""
+"""Kind of the values that the optimizer updates: fp32 copies, or in an fp32 run the weights themselves."""
 WEIGHT = "weight"
-"""Kind of a parameter that has no master: frozen, or saved without an optimizer."""
+"""Kind of a parameter without master weights: frozen, or saved without an optimizer."""
 BUFFER = "buffer"
 """Kind of a persistent buffer of the module."""
-MOST_NAMED = 20
-"""Maximum number of tensors that a message names."""
+MAX_NAMED = 20
+"""Maximum number of names in a message."""
 # every other kind is the name of an optimizer state: "exp_avg", "exp_avg_sq", "momentum_buffer", ...
 
 
@@ -34,17 +34,17 @@ class Piece(NamedTuple):
     length: int
     """Length of the range in bytes."""
     start: int
-    """Index of its first element in the flattened (row-major) tensor."""
+    """Index of the range's first element in the flattened (row-major) tensor."""
     check: str | None = None
-    """xxh3-64 of these very bytes as 16 hex digits; None where the format keeps none."""
+    """xxh3-64 of the range's bytes as 16 hex digits; None if the format has no such checksum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One tensor, whole, and where its bytes lie."""
+    """One whole tensor, and the places of its bytes."""
 
     name: str
-    """Name of the parameter or buffer as ``state_dict()`` has it."""
+    """Name of the parameter or buffer in ``state_dict()``."""
     kind: str
     """:data:`MASTER`, :data:`WEIGHT`, :data:`BUFFER`, or the name of an optimizer state."""
     dtype: str
@@ -52,10 +52,10 @@ class Tensor:
     shape: tuple[int, ...]
     pieces: Sequence[Piece]
     """The ranges of the tensor in the order of `start`; together they cover every element exactly once (see
-    :func:`~ort_zero.checkpoint.piece_runs.check_cover`). A tuple, or what makes the pieces when they are looked at."""
+    :func:`~ort_zero.checkpoint.piece_runs.check_cover`). A tuple or a lazy sequence."""
     strides: tuple[int, ...] | None = None
-    """Strides in elements, only for a tensor stored in one piece that is not row-major. The piece then spans its
-    storage range."""
+    """Strides in elements of a tensor that is not row-major. Such a tensor has one piece, which spans its range of the
+    storage. None for a row-major tensor."""
 
     @property
     def elements(self) -> int:
@@ -64,32 +64,32 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor in its own dtype."""
+        """Bytes of the whole tensor in the dtype `dtype`."""
         return self.elements * itemsize(self.dtype)
 
     @property
     def is_optimizer_state(self) -> bool:
-        """True for moments and other state that the optimizer keeps per parameter."""
+        """True for moments and other optimizer state per parameter."""
         return self.kind not in (MASTER, WEIGHT, BUFFER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """One file of a checkpoint, with the checksums that its format keeps."""
+    """One file of a checkpoint, with its checksums."""
 
     name: str
     """Name of the file, relative to the checkpoint's folder."""
     size: int
     """Size of the whole file in bytes."""
     xxh3_128: str | None = None
-    """XXH3-128 checksum of the whole file as 32 hex digits; None where the format keeps none."""
+    """XXH3-128 checksum of the whole file as 32 hex digits; None if the format has no such checksum."""
     records: tuple[tuple[int, int, int], ...] = ()
-    """(offset, length, CRC-32) of each stored record, for formats that check by record (the zip of ``torch.save``)."""
+    """(offset, length, CRC-32) of each stored record, for formats with checksums per record, such as torch's zip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamGroup:
-    """One parameter group of the optimizer: which parameters share which hyper-parameters."""
+    """One parameter group of the optimizer: parameters with the same hyper-parameters."""
 
     names: tuple[str, ...]
     """Names of the parameters, in the optimizer's order."""
@@ -99,10 +99,10 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """The facts about an optimizer besides the tensors of its state."""
+    """The class, groups and numbers of an optimizer, without the tensors of its state."""
 
     class_name: str | None
-    """Name of the optimizer's class ("AdamW"), None where the format does not tell."""
+    """Name of the optimizer's class ("AdamW"), None if the format does not store it."""
     groups: tuple[ParamGroup, ...]
     scalars: Mapping[str, Mapping[str, float]]
     """State that is one number per parameter, such as ``{"step": {"layer.weight": 10.0}}``."""
@@ -110,38 +110,38 @@ class Optimizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A checkpoint that was opened: everything but the bytes of its tensors."""
+    """An opened checkpoint without the bytes of its tensors."""
 
     format: str
-    """Who wrote it: "ort_zero" or "deepspeed"."""
+    """Format of the checkpoint: "ort_zero" or "deepspeed"."""
     root: str
     """Folder (path or fsspec URL) that holds the files."""
     tag: str
     step: int | None
-    """Global steps of the engine, None if the format does not tell."""
+    """Global steps of the engine, None if the format does not store them."""
     world_size: int
     zero_stage: int
     tensors: tuple[Tensor, ...]
     files: Mapping[str, File]
     aliases: Mapping[str, str]
-    """Tied parameters: the name that is not stored -> the name that is."""
+    """Tied parameters: name without stored values -> name of the parameter with the stored values."""
     frozen: frozenset[str]
-    """Names of parameters that the optimizer does not train."""
+    """Names of the parameters that the optimizer does not train."""
     optimizer: Optimizer | None
     config: Mapping[str, str] = field(default_factory=dict)
     """Small text files that describe the model (file name -> text), such as ``config.json``."""
     notes: tuple[str, ...] = ()
-    """Remarks on this checkpoint for the user, one sentence each."""
+    """Remarks about the checkpoint for the user, one sentence each."""
     dtype: str | None = None
-    """Code of the dtype in which the module computes; weights follow from the masters by a cast to it. None if the
-    format does not tell."""
+    """Code of the dtype in which the module computes: its weights are the master weights, cast. None if the format does
+    not store it."""
 
     def by_name(self, kind: str) -> dict[str, Tensor]:
         """Return the tensors of one kind by name, in their order."""
         return {t.name: t for t in self.tensors if t.kind == kind}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the most precise values of every parameter and buffer by name: masters before weights."""
+        """Return the most precise stored tensor of every parameter and buffer by name: master weights, else weights."""
         chosen: dict[str, Tensor] = {}
         for tensor in self.tensors:
             if tensor.is_optimizer_state or (tensor.kind == WEIGHT and tensor.name in chosen):

@@ -1,4 +1,4 @@
-"""Turns the records that a pickle was read into back into values of torch, as far as that needs no foreign class."""
+"""Turn the records of an unpickled value back into values of torch; objects of unknown classes stay records."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from ort_zero.checkpoint.restricted_pickle.values import (
 def restored(
     value: Any, read: Callable[[StoredTensor], torch.Tensor], where: str = "value"
 ) -> tuple[Any, dict[str, str]]:
-    """Return `value` with tensors and torch's constants in the place of their records, and what could not be restored.
+    """Return `value` with tensors and torch's constants instead of their records, and the places of other records.
 
     Args:
         value: a part of the content of a :class:`~ort_zero.checkpoint.torch_file.TorchFile`.
         read: returns a tensor with the elements of a stored one.
-        where: how `value` is named in the second result.
+        where: name of `value` in the second result.
 
     Returns:
-        The value, in which the records of objects of unknown classes stay what they are, and the class name of each of
-        those by where it is: ``{"client_state['mode']": "my_module.Mode"}``.
+        The value, and the class name of each record that stays in it (an object of an unknown class), by its place:
+        ``{"client_state['mode']": "my_module.Mode"}``.
     """
-    left: dict[str, str] = {}
-    return _restored(value, read, where, left), left
+    kept: dict[str, str] = {}
+    return _restored(value, read, where, kept), kept
 
 
-def _restored(value: Any, read: Callable[[StoredTensor], torch.Tensor], where: str, left: dict[str, str]) -> Any:
+def _restored(value: Any, read: Callable[[StoredTensor], torch.Tensor], where: str, kept: dict[str, str]) -> Any:
     kind = type(value)
     if kind is StoredTensor:
         return read(value)
     if kind is TorchConstant:
         return torch.device(value.name) if value.kind == "device" else getattr(torch, value.name)
     if kind in (OpaqueObject, ClassReference, StoredStorage):
-        left[where] = str(getattr(value, "class_name", None) or getattr(value, "name", "a storage of torch"))
+        kept[where] = str(getattr(value, "class_name", None) or getattr(value, "name", "a storage of torch"))
         return value
     if isinstance(value, dict):
-        items = {_restored(k, read, where, left): _restored(v, read, f"{where}[{k!r}]", left) for k, v in value.items()}
+        items = {_restored(k, read, where, kept): _restored(v, read, f"{where}[{k!r}]", kept) for k, v in value.items()}
         if kind is dict:
             return items
-        made = value.copy()  # an OrderedDict, a defaultdict or a Counter
-        made.clear()
-        made.update(items)
-        return made
+        result = value.copy()  # an OrderedDict, a defaultdict or a Counter
+        result.clear()
+        result.update(items)
+        return result
     if kind in (list, tuple, set, frozenset):
-        return kind([_restored(item, read, f"{where}[{i}]", left) for i, item in enumerate(value)])
+        return kind([_restored(item, read, f"{where}[{i}]", kept) for i, item in enumerate(value)])
     if hasattr(value, "__dict__") and kind.__module__ == "argparse":
-        made = kind()
-        vars(made).update({n: _restored(v, read, f"{where}.{n}", left) for n, v in vars(value).items()})
-        return made
+        result = kind()
+        vars(result).update({n: _restored(v, read, f"{where}.{n}", kept) for n, v in vars(value).items()})
+        return result
     return value

@@ -1,7 +1,7 @@
-"""Opens one ``.pt`` of ``torch.save`` (an uncompressed zip) without reading the data of its tensors.
+"""Open a ``.pt`` file of ``torch.save`` (an uncompressed zip) without reading the data of its tensors.
 
-Everything in the file that is not the data of a record is checked here against the zip's directory: the local headers,
-their padding, the descriptors after the records. With the CRC-32 of the records, that covers the file.
+This module compares all bytes outside of the records with the zip's directory: local headers, their padding, and the
+descriptors after the records. Together with the CRC-32 of the records, these checks cover the whole file.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _END = struct.Struct("<4s4H2IH")
 _HAS_DESCRIPTOR = 0x08
 _PADDING = 0x4246  # id of torch's extra field "FB", filled with "Z" so that the data begins at a multiple of 64
 _PADDING_START = _PADDING.to_bytes(2, "little")
-_MAX_EXTRA = 256
+_MAX_EXTRA = 256  # bytes
 _PICKLE = "data.pkl"
 _DATA = "data/"
-_SMALL = 1 << 20
-"""Number of bytes up to which a tensor may be larger than its file (a small mask that was expanded), and a file is read
-at once for its headers."""
+_MAX_SMALL = 1 << 20
+"""Maximum size in bytes of a file that is read at once for its headers, and of a tensor that is larger than its file: a
+small expanded mask."""
 
 
 class _Record(NamedTuple):
@@ -46,43 +46,43 @@ class _Record(NamedTuple):
     offset: int
     length: int
     crc: int | None
-    """None for a file that was written without checksums."""
+    """None in a file that was written without checksums."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchFile:
-    """One ``.pt`` that was opened without the data of its tensors; compared by identity."""
+    """One opened ``.pt`` file without the data of its tensors; compared by identity."""
 
     file: File
     content: Any
     """The saved value, with :class:`~ort_zero.checkpoint.restricted_pickle.values.StoredTensor` for tensors, and
-    :class:`~ort_zero.checkpoint.restricted_pickle.values.OpaqueObject` for objects of classes that are not known."""
+    :class:`~ort_zero.checkpoint.restricted_pickle.values.OpaqueObject` for objects of unknown classes."""
     saved_as: str
-    """Name without ``.pt`` under which it was written; "archive" if it was written to a stream."""
+    """File name without ``.pt`` at the time of writing; "archive" if the file was written to a stream."""
     opaque: frozenset[str] = frozenset()
-    """Names of the classes of which `content` holds only records."""
+    """Names of the unknown classes, whose objects are only records in `content`."""
 
 
-Known = dict[tuple, tuple[Any, frozenset[str]]]
-"""What pickles hold, by their bytes, the size of the file and the places of their storages: many files of a save have
-the same pickle."""
+Contents = dict[tuple, tuple[Any, frozenset[str]]]
+"""Contents of pickles by the pickle's bytes, the size of the file and the places of the storages. Many files of a save
+have the same pickle."""
 
 
-def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False, known: Known | None = None) -> TorchFile:
-    """Return the content of a ``.pt``.
+def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False, cache: Contents | None = None) -> TorchFile:
+    """Return the content of a ``.pt`` file.
 
     Args:
-        folder: where it lies.
-        name: its name.
-        trust_pickle: let torch unpickle it, which imports and calls whatever it names. Else nothing is imported or
-            called.
-        known: results of files that were opened before, which the file is added to. Files with the same pickle then
-            share one content, which nobody may change.
+        folder: folder of the file.
+        name: name of the file.
+        trust_pickle: let torch unpickle the file, which can import any module and call any function. Otherwise nothing
+            is imported or called.
+        cache: contents of files opened before, to which this file is added. Files with the same pickle then share one
+            content, which the caller must not change.
 
     Raises:
-        CorruptCheckpointError: missing, empty, truncated, a damaged header or pickle.
-        CheckpointError: not a file that can be read: the format before torch 1.6, compressed, another byte order, a
-            call of a function that acts on the machine.
+        CorruptCheckpointError: the file is missing, empty or truncated, or its header or pickle is damaged.
+        CheckpointError: the file is in the format before torch 1.6, is compressed, has another byte order, or calls a
+            function that can harm the machine.
     """
     path = folder.path(name)
     records = read_records(folder, name)
@@ -100,20 +100,20 @@ def open_torch_file(folder: Folder, name: str, trust_pickle: bool = False, known
     if order is not None and folder.read(name, order.offset, order.length).decode(errors="replace") != sys.byteorder:
         raise CheckpointError(f"{path} was written on a machine of another byte order; convert it there")
     size = folder.size(name) or 0
-    content, opaque = _content(folder, name, size, by_name, trust_pickle, {} if known is None else known)
+    content, opaque = _content(folder, name, size, by_name, trust_pickle, {} if cache is None else cache)
     checked = tuple((r.offset, r.length, r.crc) for r in records if r.crc is not None)
     file = File(name=name, size=size, records=checked)
     return TorchFile(file, content, prefix, opaque)
 
 
 def crc_is_right(folder: Folder, name: str, record: tuple[Any, ...], buffer: memoryview | None = None) -> bool:
-    """Return True if the bytes of a record have its CRC-32, or if it has none; its bytes are read in either case.
+    """Read the bytes of a record; return True if they match its CRC-32, or if the record has no CRC-32.
 
     Args:
-        folder: where the file lies.
+        folder: folder of the file.
         name: name of the file.
-        record: ends in (offset, length, CRC-32 or None).
-        buffer: used for reading, up to its length at a time.
+        record: a tuple that ends in (offset, length, CRC-32 or None).
+        buffer: memory for reading; its length is the maximum number of bytes per read.
     """
     offset, length, expected = record[-3:]
     if buffer is None:
@@ -128,13 +128,13 @@ def crc_is_right(folder: Folder, name: str, record: tuple[Any, ...], buffer: mem
 
 
 def read_records(folder: Folder, name: str) -> list[_Record]:
-    """Return the records of the zip in the order of the file, its headers checked.
+    """Return the records of the zip in the order of the file, after a check of its headers.
 
-    Of a file that was written without checksums no record has one.
+    In a file without checksums the CRC of every record is None.
 
     Raises:
-        CorruptCheckpointError: missing, empty, truncated, a damaged header.
-        CheckpointError: not a zip, or compressed.
+        CorruptCheckpointError: the file is missing, empty, truncated or no zip, or a header is damaged.
+        CheckpointError: the file is compressed, or in the format before torch 1.6.
     """
     path = folder.path(name)
     size = folder.size(name)
@@ -148,8 +148,8 @@ def read_records(folder: Folder, name: str) -> list[_Record]:
             end = archive.start_dir
     except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, ValueError, struct.error) as error:
         raise _not_a_zip(folder, name, size, error) from None
-    # the many headers of a small file are read at once
-    whole = folder.read(name) if size <= _SMALL else None
+    # one read is faster than a read per header
+    whole = folder.read(name) if size <= _MAX_SMALL else None
 
     def read(offset: int, length: int) -> bytes:
         return folder.read(name, offset, length) if whole is None else whole[offset : offset + length]
@@ -157,9 +157,9 @@ def read_records(folder: Folder, name: str) -> list[_Record]:
     last = folder.read(name, max(0, size - _END.size), min(size, _END.size))
     if not last.startswith(b"PK\x05\x06"):
         raise CorruptCheckpointError(f"{path} is too long or damaged: it does not end with its zip directory")
-    twice = [name for name, count in Counter(entry.filename for entry in entries).items() if count > 1]
-    if twice:
-        raise CorruptCheckpointError(f"{path} is damaged: two of its records are named {twice[0]}")
+    repeated = [name for name, count in Counter(entry.filename for entry in entries).items() if count > 1]
+    if repeated:
+        raise CorruptCheckpointError(f"{path} is damaged: two of its records are named {repeated[0]}")
     records, position = [], 0
     before: zipfile.ZipInfo | None = None
     for entry in entries:
@@ -194,7 +194,7 @@ def _data_offset(
     position: int,
     entry: zipfile.ZipInfo,
 ) -> int:
-    """Return where the data of `entry` begins, having checked what lies between `position` and there."""
+    """Check the bytes between `position` and the data of `entry`; return the offset of the data in bytes."""
     encoded = entry.filename.encode()
     gap = entry.header_offset - position
     length = gap + _LOCAL.size + len(encoded) + _MAX_EXTRA
@@ -204,7 +204,7 @@ def _data_offset(
     if before is not None:
         _check_descriptor(path, before, raw[:gap])
     begin = gap + _LOCAL.size
-    late = entry.flag_bits & _HAS_DESCRIPTOR  # the numbers then follow after the data
+    deferred = entry.flag_bits & _HAS_DESCRIPTOR  # CRC and sizes then follow after the data
     size_field = min(entry.file_size, 0xFFFFFFFF)
     year, month, day, hour, minute, second = entry.date_time
     extra_length = int.from_bytes(raw[begin - 2 : begin], "little")
@@ -215,14 +215,14 @@ def _data_offset(
         entry.compress_type,
         hour << 11 | minute << 5 | second >> 1,
         year - 1980 << 9 | month << 5 | day,
-        *((0, 0, 0) if late else (entry.CRC, size_field, size_field)),
+        *((0, 0, 0) if deferred else (entry.CRC, size_field, size_field)),
         len(encoded),
         extra_length,
     )
     end_of_name = begin + len(encoded)
     fits = (
         raw[gap:end_of_name] == expected + encoded
-        and _is_extra(raw[end_of_name : end_of_name + extra_length], extra_length, entry.extra if late else None)
+        and _is_extra(raw[end_of_name : end_of_name + extra_length], extra_length, entry.extra if deferred else None)
         and entry.header_offset + _LOCAL.size + len(encoded) + extra_length + entry.file_size <= size
     )
     if not fits:
@@ -236,13 +236,13 @@ def _damaged_header(path: str, entry: zipfile.ZipInfo) -> CorruptCheckpointError
     )
 
 
-def _is_extra(extra: bytes, length: int, known: bytes | None) -> bool:
-    """Return True if `extra` is a sequence of extra fields of `length` bytes, padding apart the `known` ones."""
+def _is_extra(extra: bytes, length: int, expected: bytes | None) -> bool:
+    """Return True if `extra` has `length` bytes of extra fields: padding and, if not None, the `expected` fields."""
     if len(extra) != length:
         return False
     others = b""
     if length >= 4 and extra == _PADDING_START + (length - 4).to_bytes(2, "little") + b"Z" * (length - 4):
-        extra = b""  # as nearly all are
+        extra = b""  # padding alone, as in nearly all files
     while extra:
         if len(extra) < 4:
             return False
@@ -251,12 +251,12 @@ def _is_extra(extra: bytes, length: int, known: bytes | None) -> bool:
         if len(whole) != 4 + size or (kind == _PADDING and whole[4:].strip(b"Z")):
             return False
         others += b"" if kind == _PADDING else whole
-    # of the two sizes of a large record torch knows the second only later
-    return known is None or others in (known, known[:12] + bytes(8) + known[20:])
+    # torch writes zeros for the second of the two sizes of a large record, which it learns later
+    return expected is None or others in (expected, expected[:12] + bytes(8) + expected[20:])
 
 
 def _check_descriptor(path: str, entry: zipfile.ZipInfo, raw: bytes) -> None:
-    """Raise if what follows the data of `entry` is not its descriptor, if it has one."""
+    """Raise CorruptCheckpointError if the bytes after the data of `entry` are not its descriptor."""
     if not entry.flag_bits & _HAS_DESCRIPTOR:
         expected: tuple[bytes, ...] = (b"",)
     else:
@@ -264,16 +264,16 @@ def _check_descriptor(path: str, entry: zipfile.ZipInfo, raw: bytes) -> None:
         expected = tuple(d.pack(*values) for d in _DESCRIPTORS if d is _DESCRIPTORS[1] or entry.file_size < 1 << 32)
     if raw not in expected:
         raise CorruptCheckpointError(
-            f"{path} is damaged: what follows its record {entry.filename} does not fit the zip directory"
+            f"{path} is damaged: the bytes after its record {entry.filename} do not fit the zip directory"
         )
 
 
 def _content(
-    folder: Folder, name: str, size: int, records: Mapping[str, _Record], trust_pickle: bool, known: Known
+    folder: Folder, name: str, size: int, records: Mapping[str, _Record], trust_pickle: bool, cache: Contents
 ) -> tuple[Any, frozenset[str]]:
-    """Return what the pickle of a file says, and the names of the classes of which only records are in it.
+    """Return the content of a file's pickle, and the names of the unknown classes in it.
 
-    Its tensors lie in the file's records, and are no larger than the `size` bytes of the file.
+    Each tensor must lie in a record of the file, and must not be larger than the `size` bytes of the file.
     """
     path = folder.path(name)
     lengths = {record.offset: record.length for record in records.values()}
@@ -289,35 +289,35 @@ def _content(
         data = folder.read(name, pickled.offset, pickled.length)
         places = {key.removeprefix(_DATA): (r.offset, r.length) for key, r in records.items() if key.startswith(_DATA)}
         key = (data, size, *places.items())
-        if key not in known:
+        if key not in cache:
             content, opaque = rebuild(interpret(data), places, pickled.length)
             _check_places(path, content, lengths, size)
-            known[key] = content, opaque
-        return known[key]
+            cache[key] = content, opaque
+        return cache[key]
     except HostilePickleError as error:
         raise CheckpointError(
-            f"{path} calls {error.name}, which no checkpoint has to and which runs code wherever the file is loaded; "
+            f"{path} calls {error.name}, which no checkpoint needs and which can run code when the file is loaded; "
             "pass --trust-pickle (trust_pickle=True) only if you trust the file as you trust a program"
         ) from None
     except MalformedPickleError as error:
         raise CheckpointError(f"{path} cannot be unpickled: {error}") from None
     except (CheckpointError, OSError):
         raise
-    except Exception as error:  # a pickle that is trusted may raise anything
+    except Exception as error:  # code in a trusted pickle may raise any exception
         raise CheckpointError(f"{path} cannot be unpickled: {type(error).__name__}: {error}") from error
 
 
 def _check_places(path: str, content: Any, lengths: dict[int, int], size: int) -> None:
-    """Raise if a tensor does not lie inside the record that its storage says it is in, or is larger than its file.
+    """Raise CorruptCheckpointError for a tensor outside of its storage's record, or larger than the file.
 
-    A tensor may repeat its elements (stride 0), so that a few bytes describe one of any size. What is written of it has
-    all of them, so its size is limited by that of the file.
+    A tensor may repeat its elements (stride 0), so a few bytes can describe a tensor of any size. An output file would
+    contain every repetition, so the size of the file limits the size of the tensor.
 
     Args:
-        path: of the file, for messages.
-        content: what the file holds.
-        lengths: bytes of each record, by its offset.
-        size: bytes of the file.
+        path: path of the file, for messages.
+        content: content of the file.
+        lengths: length in bytes of each record by its offset.
+        size: size of the file in bytes.
     """
     waiting, seen = [content], set()
     while waiting:
@@ -342,7 +342,7 @@ def _check_place(path: str, value: StoredTensor, length: int, size: int) -> None
     if min(value.strides, default=0) < 0 or end > length:
         raise CorruptCheckpointError(f"{path} is damaged: a tensor of shape {list(value.shape)} has no record")
     whole = math.prod(value.shape) * value.itemsize
-    if whole > max(size, _SMALL):
+    if whole > max(size, _MAX_SMALL):
         raise CorruptCheckpointError(
             f"{path}: a tensor of shape {list(value.shape)} repeats its elements to {whole} bytes, more than the "
             f"file has ({size})"
@@ -350,7 +350,7 @@ def _check_place(path: str, value: StoredTensor, length: int, size: int) -> None
 
 
 def _stored(tensor: torch.Tensor, storage_offset: int) -> StoredTensor:
-    """Return the place of a tensor whose storage begins at `storage_offset` bytes of the file."""
+    """Return the record of a tensor whose storage begins at byte `storage_offset` of the file."""
     return StoredTensor(
         offset=storage_offset + int(tensor.storage_offset()) * tensor.element_size(),
         dtype=str(tensor.dtype).removeprefix("torch."),

@@ -1,7 +1,7 @@
-"""The functions and the command line of DeepSpeed's ``zero_to_fp32.py``, for checkpoints of ours and DeepSpeed's.
+"""Provide the functions and the command line of DeepSpeed's ``zero_to_fp32.py``, for both checkpoint formats.
 
-Every folder of checkpoints that we write holds a script of that name (:data:`SCRIPT`), for programs and people that
-look for it there. It needs torch and the checkpoint part of ort_zero: neither onnxruntime nor DeepSpeed.
+Every save puts a script of that name (:data:`SCRIPT`) into the folder of checkpoints, in which programs and users
+expect it. The script needs torch and ``ort_zero.checkpoint``, but neither onnxruntime nor DeepSpeed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ort_zero.masking import masked
 SCRIPT_NAME = "zero_to_fp32.py"
 SCRIPT = '''\
 #!/usr/bin/env python
-"""Makes one fp32 state dict of the ZeRO checkpoints in this folder: python zero_to_fp32.py . OUTPUT_DIR
+"""Merge a ZeRO checkpoint in this folder into one fp32 state dict: python zero_to_fp32.py . OUTPUT_DIR
 
 The command line and the functions are those of DeepSpeed's script of this name. The checkpoints were written by
 ort_zero, which has to be installed (torch too, but neither onnxruntime nor DeepSpeed).
@@ -65,7 +65,7 @@ class StoredWeight:
     Args:
         folder: folder of the files.
         tensor: the weight.
-        dtype: dtype of what :meth:`contiguous` returns.
+        dtype: dtype of the tensor that :meth:`contiguous` returns.
     """
 
     def __init__(self, folder: Folder, tensor: Tensor, dtype: torch.dtype):
@@ -74,14 +74,14 @@ class StoredWeight:
         self.shape = torch.Size(tensor.shape)
 
     def contiguous(self) -> torch.Tensor:
-        """Return the values, read from the files and compared with their checksums where the format keeps any.
+        """Read and return the values, after a comparison with their checksums if the format has any.
 
         Raises:
             CorruptCheckpointError: a file is missing, too short, or damaged.
         """
         stored, tensor = dtypes.torch_dtype(self._tensor.dtype), self._tensor
         elements = tensor.elements
-        if tensor.strides is not None:  # one piece, which spans its range of the storage
+        if tensor.strides is not None:  # its piece spans a range of the storage
             elements = tensor.pieces[0].length // dtypes.itemsize(tensor.dtype)
         values = torch.empty(elements, dtype=stored)
         request = ReadRequest(tensor=tensor, start=0, length=elements, target=values)
@@ -92,27 +92,27 @@ class StoredWeight:
 
 
 def stored_weights(source: Source, exclude_frozen_parameters: bool = False) -> dict[str, StoredWeight]:
-    """Return all weights and buffers of a checkpoint by name; tied ones are one object under several names.
+    """Return all weights and buffers of a checkpoint by name; tied weights are one object under several names.
 
     Args:
         source: an opened checkpoint.
-        exclude_frozen_parameters: leave out what the optimizer does not train.
+        exclude_frozen_parameters: leave out parameters that the optimizer does not train.
     """
     folder = open_folder(source.root)
     left_out = source.frozen if exclude_frozen_parameters else frozenset()
-    found = {}
+    weights = {}
     for name, tensor in source.weights().items():
         if name not in left_out:
             dtype = dtypes.torch_dtype(tensor.dtype)
-            # as DeepSpeed: buffers become fp32, parameters keep the dtype of what was stored
-            is_half = tensor.kind == BUFFER and dtypes.is_floating(tensor.dtype)
-            found[name] = StoredWeight(folder, tensor, torch.float32 if is_half else dtype)
-    found.update({alias: found[name] for alias, name in source.aliases.items() if name in found})
-    return found
+            # like DeepSpeed: buffers become fp32, parameters keep their stored dtype
+            is_float_buffer = tensor.kind == BUFFER and dtypes.is_floating(tensor.dtype)
+            weights[name] = StoredWeight(folder, tensor, torch.float32 if is_float_buffer else dtype)
+    weights.update({alias: weights[name] for alias, name in source.aliases.items() if name in weights})
+    return weights
 
 
 def read_all(weights: Mapping[str, StoredWeight]) -> dict[str, torch.Tensor]:
-    """Return the values of all weights by name; tied ones are one tensor.
+    """Read and return the values of all weights by name; tied weights are one tensor.
 
     Raises:
         CorruptCheckpointError: files of the checkpoint are damaged.
@@ -127,17 +127,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """Return the whole state dict of a sharded checkpoint, masters before weights, in CPU memory.
+    """Return the whole state dict of a sharded checkpoint in CPU memory, with master weights if they exist.
 
     Args:
         checkpoint_dir: folder or fsspec URL of checkpoints.
-        tag: which of them; by default what ``latest`` names.
-        exclude_frozen_parameters: leave out what the optimizer does not train.
+        tag: tag of the checkpoint; by default the tag in the file ``latest``.
+        exclude_frozen_parameters: leave out parameters that the optimizer does not train.
         lazy_mode: return objects with ``shape``, ``dtype`` and ``contiguous()``, which reads the values.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
-        CorruptCheckpointError: its files are damaged.
+        CheckpointError: the folder has no such checkpoint.
+        CorruptCheckpointError: files of the checkpoint are damaged.
     """
     weights = stored_weights(open_checkpoint(os.fspath(checkpoint_dir), tag), exclude_frozen_parameters)
     return dict(weights) if lazy_mode else read_all(weights)
@@ -149,13 +149,13 @@ def load_state_dict_from_zero_checkpoint(
     """Move `model` to the CPU, load a sharded checkpoint into it, and return it.
 
     Args:
-        model: a module whose parameters are whole; an engine that it belongs to cannot go on.
+        model: a module whose parameters are not partitioned; its DeepSpeed engine cannot continue to train.
         checkpoint_dir: folder or fsspec URL of checkpoints.
-        tag: which of them; by default what ``latest`` names.
+        tag: tag of the checkpoint; by default the tag in the file ``latest``.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
-        CorruptCheckpointError: its files are damaged.
+        CheckpointError: the folder has no such checkpoint.
+        CorruptCheckpointError: files of the checkpoint are damaged.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model = model.cpu()
@@ -176,16 +176,16 @@ def convert_zero_checkpoint_to_state_dict(
 
     Args:
         checkpoint_dir: folder or fsspec URL of checkpoints.
-        output_dir: local folder, made if missing; files of the same names are replaced, others stay.
+        output_dir: local folder, made if missing; an earlier model file is replaced, other files stay.
         dtype: dtype of floating-point tensors.
         max_shard_size: bytes of tensors per file, as a number or "5GB"; None writes one file.
         safe_serialization: write ``model.safetensors`` instead of ``pytorch_model.bin``.
-        tag: which checkpoint; by default what ``latest`` names.
-        exclude_frozen_parameters: leave out what the optimizer does not train.
+        tag: tag of the checkpoint; by default the tag in the file ``latest``.
+        exclude_frozen_parameters: leave out parameters that the optimizer does not train.
 
     Raises:
-        CheckpointError: bad choices, no such checkpoint, or a folder that cannot be written.
-        CorruptCheckpointError: its files are damaged; nothing was written.
+        CheckpointError: an argument is wrong, there is no such checkpoint, or `output_dir` cannot be written.
+        CorruptCheckpointError: files of the checkpoint are damaged; nothing was written.
     """
     if dtype not in _DTYPES:
         raise CheckpointError(f"dtype is {dtype!r}, choose from fp32, fp16, bf16")
@@ -206,8 +206,8 @@ def convert_zero_checkpoint_to_state_dict(
         stem, end = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
         family = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?\.{end}(\.index\.json)?")
         for name in filter(family.fullmatch, os.listdir(output)):
-            os.remove(output / name)  # one file and several beside an index cannot be told apart
-        # aggregation copies config files too: those that are in the folder are the user's
+            os.remove(output / name)  # a reader could not tell an old single file from new files with an index
+        # aggregation copies config files too, which must not replace the user's files in `output`
         for name in sorted(filter(family.fullmatch, os.listdir(folder)), key=lambda name: name.endswith(".json")):
             os.replace(os.path.join(folder, name), output / name)
     return report
@@ -233,34 +233,34 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def write_script(path: str, token: str, durable: bool) -> None:
-    """Put the script into a folder of checkpoints, in place of an earlier one.
+    """Write the script into a folder of checkpoints, and replace an earlier script.
 
     Args:
         path: folder or fsspec URL.
-        token: tells this writer from others who may write the same name.
-        durable: have it on the disk itself.
+        token: part of the partial name, different for each writer.
+        durable: flush the script to the disk.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the script cannot be written.
     """
     folder = open_folder(path)
     folder.write(SCRIPT_NAME, SCRIPT.encode(), token, durable=durable)
     if "://" not in folder.url:
-        with suppress(OSError):  # file systems without modes
+        with suppress(OSError):  # some file systems have no modes
             mode = os.stat(folder.path(SCRIPT_NAME)).st_mode
-            os.chmod(folder.path(SCRIPT_NAME), mode | (mode & 0o444) >> 2)  # who may read it may run it
+            os.chmod(folder.path(SCRIPT_NAME), mode | (mode & 0o444) >> 2)  # readers may run the script
 
 
 def is_ours(folder: str) -> bool:
-    """Return whether `folder` holds one checkpoint of our format."""
+    """Return True if `folder` is a checkpoint in the format of ort_zero."""
     return open_folder(folder).exists(manifest.NAME)
 
 
 def stage_file(checkpoint: str, folder: str) -> str:
-    """Write a file of the kind of DeepSpeed's ``*_optim_states.pt`` that holds the ZeRO stage alone; return its path.
+    """Write a file like DeepSpeed's ``*_optim_states.pt`` with nothing but the ZeRO stage; return its path.
 
     Args:
-        checkpoint: folder of one checkpoint of our format.
+        checkpoint: folder of one checkpoint in the format of ort_zero.
         folder: folder for the file.
     """
     path = os.path.join(folder, "stage_optim_states.pt")
@@ -269,10 +269,10 @@ def stage_file(checkpoint: str, folder: str) -> str:
 
 
 def client_state_file(checkpoint: str, folder: str) -> str:
-    """Write a file of the kind of DeepSpeed's ``*_model_states.pt`` that holds what the user saved; return its path.
+    """Write a file like DeepSpeed's ``*_model_states.pt`` with nothing but the client state; return its path.
 
     Args:
-        checkpoint: folder of one checkpoint of our format.
+        checkpoint: folder of one checkpoint in the format of ort_zero.
         folder: folder for the file.
 
     Raises:
@@ -286,18 +286,18 @@ def client_state_file(checkpoint: str, folder: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Convert what the command line names.
+    """Convert the checkpoint that the command line names.
 
     Args:
-        arguments: words after the name of the program; None for those of this process.
+        arguments: arguments after the program's name; None for the arguments of this process.
     """
-    parser = argparse.ArgumentParser(description="make one fp32 state dict of a sharded ZeRO checkpoint")
+    parser = argparse.ArgumentParser(description="merge a sharded ZeRO checkpoint into one fp32 state dict")
     parser.add_argument("checkpoint_dir", help="folder of checkpoints, such as path/checkpoint-12")
     parser.add_argument("output_dir", help="folder for pytorch_model.bin or model.safetensors")
     parser.add_argument("--max_shard_size", default="5GB", help="bytes per file: 5GB, 500MB, or a number (default 5GB)")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
-    parser.add_argument("-t", "--tag", help="which checkpoint (default: what the file 'latest' names)")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what is not trained")
+    parser.add_argument("-t", "--tag", help="tag of the checkpoint (default: the tag in the file 'latest')")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out frozen parameters")
     parser.add_argument("-d", "--debug", action="store_true", help="show the traceback of an error")
     args = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""The command line: one file per command, each a thin call of a library function that returns a report."""
+"""Provide the command line: one file per command, which calls a library function and prints its report."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ TP_SPLIT_HELP = (
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print `value` as one JSON object on stdout; what JSON has no word for (a path) is written as text."""
+    """Print `value` as one JSON object on stdout; values without a JSON type, such as paths, become text."""
     print(masked(json.dumps(value, indent=2, default=str)))

@@ -1,4 +1,4 @@
-"""``ort-zero aggregate``: makes one model out of a sharded checkpoint."""
+"""Run ``ort-zero aggregate``: write the whole model of a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ort_zero.utils.tables import aligned
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.aggregation.aggregation import AggregateReport
-    from ort_zero.distributed.process_group import RankGroup
+    from ort_zero.distributed.raise_on_all_ranks import RankGroup
 
 _EPILOG = """\
-Exit status: 0 = written; 1 = the source is damaged; 2 = anything else. Started by torchrun, deepspeed or mpirun, the
+Exit status: 0 = written; 1 = the source is damaged; 2 = any other error. Started by torchrun, deepspeed or mpirun, the
 ranks share the output files:  torchrun --nproc_per_node 4 -m ort_zero aggregate SRC DST
 """
 
@@ -39,14 +39,16 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         "--dtype",
         choices=CHOICES,
         default="keep",
-        help="of floating-point weights; optimizer state keeps its own (default: keep)",
+        help="dtype of floating-point weights; optimizer state keeps its dtype (default: keep)",
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="per file: 5GB, 500MB, 2GiB, or bytes")
-    parser.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="of the weights")
+    parser.add_argument(
+        "--format", choices=("safetensors", "torch"), default="safetensors", help="file format of the weights"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="threads of a rank (default: by cores)")
-    parser.add_argument("--exclude-frozen", action="store_true", help="leave out what the optimizer does not train")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be written, write nothing")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare what is read with its checksums")
+    parser.add_argument("--exclude-frozen", action="store_true", help="leave out frozen parameters")
+    parser.add_argument("--dry-run", action="store_true", help="list the files that would be written, and write none")
+    parser.add_argument("--no-verify", action="store_true", help="do not check the source's checksums")
     parser.add_argument("--overwrite", action="store_true", help="replace what an earlier run wrote into DST")
     parser.add_argument("--model-card", action="store_true", help="write the stub of a model card, README.md")
     names = parser.add_argument_group("names and adapters")
@@ -67,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    """Aggregate, print the report on rank 0, and return 0."""
+    """Aggregate the checkpoint, print the report on rank 0, and return the exit status."""
     from ort_zero.checkpoint.aggregation.aggregation import aggregate
 
     def work(ranks: RankGroup) -> AggregateReport:

@@ -1,4 +1,4 @@
-"""``ort-zero build``: compiles the C++ extensions that ONNX Runtime needs."""
+"""Run ``ort-zero build``: compile the C++ extensions that ONNX Runtime needs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     """Add the command and return its parser."""
     text = "compile the C++ extensions of onnxruntime-training into the cache (done by itself at the first training)"
     parser = subparsers.add_parser("build", help=text, description=text)
-    parser.add_argument("--force", action="store_true", help="compile even what is in the cache")
+    parser.add_argument("--force", action="store_true", help="compile extensions in the cache again, too")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build what is missing, say where it is, and return 0; progress goes to stderr."""
+    """Build the missing extensions, print their folder, and return 0; progress goes to stderr."""
     from ort_zero.backends import loading
 
     report = loading.load().build(args.force)

@@ -1,4 +1,4 @@
-"""``ort-zero convert``: writes a checkpoint in another format, for another world size or ZeRO stage."""
+"""Run ``ort-zero convert``: write a checkpoint in another format, for another world size or ZeRO stage."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ort_zero.utils.sizes import decimal_size, size_in
 
 if TYPE_CHECKING:
     from ort_zero.checkpoint.conversions.converting import ConvertReport
-    from ort_zero.distributed.process_group import RankGroup
+    from ort_zero.distributed.raise_on_all_ranks import RankGroup
 
 _EPILOG = """\
-Exit status: 0 = written; 1 = the source is damaged; 2 = anything else. Started by torchrun, deepspeed or mpirun, the
+Exit status: 0 = written; 1 = the source is damaged; 2 = any other error. Started by torchrun, deepspeed or mpirun, the
 ranks share the files:  torchrun --nproc_per_node 4 -m ort_zero convert SRC DST
 """
 
@@ -29,9 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("dst", metavar="DST", help="folder or URL for checkpoints; DST/TAG is written")
     parser.add_argument("--tag", help="which checkpoint of several (default: what 'latest' names)")
     parser.add_argument("--to", choices=("ort_zero", "deepspeed", "universal"), default="ort_zero")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks that it is cut for (default: as SRC)")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the new checkpoint (default: as SRC)")
     parser.add_argument("--stage", type=int, metavar="S", help="ZeRO stage of the new checkpoint (default: as SRC)")
-    parser.add_argument("--dtype", choices=CHOICES, default="keep", help="of the module's weights (default: keep)")
+    parser.add_argument("--dtype", choices=CHOICES, default="keep", help="dtype of the weights (default: keep)")
     parser.add_argument(
         "--sub-group-size",
         type=int,
@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, print the report on rank 0, and return 0."""
+    """Convert the checkpoint, print the report on rank 0, and return the exit status."""
     from ort_zero.checkpoint.conversions.converting import SUB_GROUP_SIZE, convert
 
     def work(ranks: RankGroup) -> ConvertReport:

@@ -1,4 +1,4 @@
-"""``ort-zero diff``: says in which tensors two checkpoints or models differ, and by how much."""
+"""Run ``ort-zero diff``: list the tensors in which two checkpoints or models differ, and by how much."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ort_zero.checkpoint.inspection.differences import DiffReport, TensorDifference
 
 _EPILOG = """\
-Weights are compared in the most precise form that is stored (the fp32 masters where there are any); optimizer state
-where both hold any. Exit status: 0 = the same; 1 = different; 2 = one of them cannot be read.
+Weights are compared in the most precise dtype that is stored (fp32 master weights if there are any); optimizer state
+if both contain any. Exit status: 0 = the same; 1 = different; 2 = one of them cannot be read.
 """
 
 
@@ -25,14 +25,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     """Add the command and return its parser."""
     text = "say in which tensors two checkpoints or models differ, and by how much"
     parser = subparsers.add_parser("diff", help=text, description=text, epilog=_EPILOG)
-    kinds = "a checkpoint of ours or DeepSpeed's, a folder of several or of safetensors, or one such file"
+    kinds = "a checkpoint of ort_zero or DeepSpeed, a folder of checkpoints or safetensors files, or a safetensors file"
     parser.add_argument("a", metavar="A", help=kinds)
-    parser.add_argument("b", metavar="B", help="likewise")
+    parser.add_argument("b", metavar="B", help="as A")
     parser.add_argument("--tag-a", metavar="TAG", help="which checkpoint of several in A")
     parser.add_argument("--tag-b", metavar="TAG", help="which checkpoint of several in B")
-    parser.add_argument("--what", choices=("weights", "weights+optimizer"), help="default: what both hold")
+    parser.add_argument("--what", choices=("weights", "weights+optimizer"), help="default: all that both contain")
     parser.add_argument("--atol", type=_tolerance, default=0.0, help="values this close are the same (default: 0)")
-    parser.add_argument("--rtol", type=_tolerance, default=0.0, help="likewise, relative to the value in B")
+    parser.add_argument("--rtol", type=_tolerance, default=0.0, help="as --atol, relative to the value in B")
     parser.add_argument("--trust-pickle", action="store_true", help="unpickle whatever DeepSpeed's files hold (unsafe)")
     parser.add_argument("--tp-split", action="append", default=[], metavar="RULE", help=TP_SPLIT_HELP)
     return parser
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def text_of(report: DiffReport) -> str:
-    """Return one line per tensor that differs, then what only one side has, the notes, and a closing line."""
+    """Return one line per tensor that differs, per tensor of only one side, and per note, and a closing line."""
     lines = [f"A: {report.a} ({report.format_a})", f"B: {report.b} ({report.format_b})"]
     if report.different:
         rows = [("differs", "shape", "dtype", "elements", "max abs", "max rel")]
@@ -85,12 +85,16 @@ def text_of(report: DiffReport) -> str:
     return "\n".join(lines)
 
 
-def _row(found: TensorDifference) -> tuple[str, ...]:
-    shape = f"{list(found.shape_a)}"
-    if found.shape_a != found.shape_b:
-        shape += f" / {list(found.shape_b)}"
-    dtype = found.dtype_a if found.dtype_a == found.dtype_b else f"{found.dtype_a} / {found.dtype_b}"
-    if found.different is None:
-        return (found.name, shape, dtype, "-", "-", "-")
-    counts = f"{found.different} of {found.elements}"
-    return (found.name, shape, dtype, counts, f"{found.max_absolute:.3g}", f"{found.max_relative:.3g}")
+def _row(difference: TensorDifference) -> tuple[str, ...]:
+    shape = f"{list(difference.shape_a)}"
+    if difference.shape_a != difference.shape_b:
+        shape += f" / {list(difference.shape_b)}"
+    dtype = (
+        difference.dtype_a
+        if difference.dtype_a == difference.dtype_b
+        else f"{difference.dtype_a} / {difference.dtype_b}"
+    )
+    if difference.different is None:
+        return (difference.name, shape, dtype, "-", "-", "-")
+    counts = f"{difference.different} of {difference.elements}"
+    return (difference.name, shape, dtype, counts, f"{difference.max_absolute:.3g}", f"{difference.max_relative:.3g}")

@@ -1,4 +1,4 @@
-"""``ort-zero doctor``: says what works on this machine, training in ONNX Runtime above all, and what to fix first."""
+"""Run ``ort-zero doctor``: show what works on this machine, and what to fix first for training in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument(
         "--ranks",
         action="store_true",
-        help="compare what the ranks see that torchrun, deepspeed or mpirun has started: versions, files, clocks",
+        help="compare versions, files and clocks of the ranks that torchrun, deepspeed or mpirun has started",
     )
     parser.add_argument("--storage", metavar="DIR", help="with --ranks: folder for checkpoints that all hosts share")
     parser.add_argument(
@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if something must be fixed before models can train, else 0.
 
-    ONNX Runtime need not be there where this Python has no wheel of it.
+    A missing ONNX Runtime is no problem if this Python has no wheel of it.
     """
     from ort_zero import doctor
 
@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare_ranks(args: argparse.Namespace) -> int:
-    """Print on rank 0 where the ranks differ; return 1 on all of them if they do. All ranks must call."""
-    from ort_zero.distributed import gloo_exit, process_group
+    """Print the differences between ranks on rank 0; return 1 on all ranks if there are any. All ranks must call."""
+    from ort_zero.distributed import gloo_exit, launched_ranks
     from ort_zero.doctor_ranks import compare_ranks
 
     gloo_exit.settle_at_exit()
-    ranks = process_group.from_launcher(args.storage or os.getcwd())
+    ranks = launched_ranks.from_launcher(args.storage or os.getcwd())
     try:
         report = compare_ranks(ranks, args.storage, args.file)
     finally:
@@ -105,7 +105,7 @@ def text_of(report: doctor.Report) -> str:
 
 
 def _without_ort(report: doctor.Report) -> str:
-    """Return what works with a Python that has no ONNX Runtime, and what does not."""
+    """Return which features work with a Python that has no ONNX Runtime, and which do not."""
     python = next(v for v in report.versions if v.name == "python")
     absent = [v.name for v in report.versions if v.name in ("torch", "deepspeed") and v.found is None]
     ready = "ready: checkpoints, statistics and training in PyTorch"

@@ -1,4 +1,4 @@
-"""``ort-zero ls``: lists the checkpoints in a folder of runs, and says which are whole."""
+"""Run ``ort-zero ls``: list the checkpoints in a folder of runs, and tell which are whole."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ort_zero.checkpoint.inspection.listing import ListedCheckpoint
 
 _EPILOG = """\
-"whole" means: all files are there, with their sizes, and belong together. ort-zero verify reads their bytes as well.
-A star marks what the file 'latest' names. Exit status: 0 = listed; 2 = there is no checkpoint.
+"whole" means: all files exist, have their sizes, and belong together. ort-zero verify also checks their bytes.
+A star marks the checkpoint that the file 'latest' names. Exit status: 0 = listed; 2 = there is no checkpoint.
 """
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
@@ -35,18 +35,18 @@ def run(args: argparse.Namespace) -> int:
     """Print the list and return 0."""
     from ort_zero.checkpoint.inspection.listing import list_checkpoints
 
-    found = list_checkpoints(args.src, trust_pickle=args.trust_pickle, tp_split=args.tp_split)
+    checkpoints = list_checkpoints(args.src, trust_pickle=args.trust_pickle, tp_split=args.tp_split)
     if args.json:
-        print_json({"checkpoints": [dataclasses.asdict(checkpoint) for checkpoint in found]})
+        print_json({"checkpoints": [dataclasses.asdict(checkpoint) for checkpoint in checkpoints]})
     else:
-        print(text_of(found))
+        print(text_of(checkpoints))
     return 0
 
 
-def text_of(found: Sequence[ListedCheckpoint]) -> str:
+def text_of(checkpoints: Sequence[ListedCheckpoint]) -> str:
     """Return a table with one line per checkpoint."""
     rows: list[tuple[str, ...]] = [("tag", "format", "step", "ZeRO", "ranks", "size", "age", "whole")]
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         whole = {True: "yes", False: "no", None: "unknown"}[checkpoint.whole]
         reason = f": {checkpoint.reason}" if checkpoint.reason else ""
         numbers = (checkpoint.step, checkpoint.zero_stage, checkpoint.world_size)

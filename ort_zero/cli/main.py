@@ -1,6 +1,6 @@
-"""The command ``ort-zero`` (also ``python -m ort_zero``).
+"""Run the command ``ort-zero`` (also ``python -m ort_zero``).
 
-Exit status, the same for every command: 0 = done, or the same; 1 = a difference, a failed verification, something to
+Exit status, the same for every command: 0 = done, or the same; 1 = a difference, a failed verification, a problem to
 fix; 2 = the command could not do its work (usage, bad input, a failed build).
 """
 
@@ -35,17 +35,17 @@ _COMMANDS = (doctor, build, aggregate, convert, verify, ls, diff, stats, memory,
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong usage in one line."""
+    """An argument parser that reports wrong usage in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see: {self.prog} --help)\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser with every command; each sets ``args.run``, a function of the arguments to the exit status."""
+    """Return the parser of all commands; each sets ``args.run``, which takes the arguments, returns the exit status."""
     parser = _Parser(prog="ort-zero", description="DeepSpeed ZeRO in ONNX Runtime.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ort-zero {__version__}")
-    # what the deepspeed launcher puts before our own arguments; the environment says the same
+    # the deepspeed launcher adds this option; an environment variable has the same value
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in _COMMANDS:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     Args:
-        argv: arguments without the program's name; None takes the process's.
+        argv: arguments without the program's name; None for the arguments of the process.
     """
     parser = make_parser()
     args = parser.parse_args(argv)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # the reader of our output left; what is still buffered must not fail at exit
+        # the reader of stdout has closed it; the buffered rest must not fail at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except Exception as error:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception, args: argparse.Namespace) -> int:
-    """Say in one line what went wrong; with ``--debug`` in full. Returns the exit status."""
+    """Print an error in one line, with ``--debug`` as a traceback, and return the exit status."""
     message = masked(str(error).strip())
     to_install = missing.sentence(error)
     if to_install is not None:

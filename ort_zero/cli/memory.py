@@ -1,4 +1,4 @@
-"""``ort-zero memory``: plans which activations a script's model computes again, and measures what that brings."""
+"""Run ``ort-zero memory``: plan which activations a script's model computes again, and measure memory and time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 from ort_zero.cli import print_json
 from ort_zero.cli.script_options import add_launcher, positive, script_progress
 
-_EPILOG = """The script has to use the same DeepSpeed JSON: give it as the script expects it, behind --. It is started
-unchanged, once without recomputation and once for each budget (with --plot for some points between as well), and
-ended after --steps steps; what it writes until then (logs, folders) it writes here, too. Exit status: 0 = measured
-within the budget; 1 = measured above it, or off the prediction by more than 10 percent and
-16 MiB; 2 = it could not be planned."""
+_EPILOG = """The script must use the same DeepSpeed JSON: pass it as the script expects it, after --. The script is
+started unchanged, once without recomputation and once for each budget (with --plot also for some budgets between), and
+ended after --steps steps. Until then it writes its logs and folders as usual. Exit status: 0 = measured within the
+budget; 1 = measured above the budget, or off the prediction by more than 10 percent and 16 MiB; 2 = no plan."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> tuple[argparse.ArgumentParser, ...]:
@@ -30,29 +29,29 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     usage = "ort-zero memory plan --config DS.json --script train.py [options] [-- ARGUMENT ...]"
     parser = commands.add_parser("plan", help=text, description=text, epilog=_EPILOG, usage=usage)
     parser.add_argument("--config", required=True, metavar="DS.json", help="DeepSpeed JSON with the ort_zero section")
-    parser.add_argument("--script", required=True, metavar="FILE", help="training script, as it is")
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="for the script, behind --")
+    parser.add_argument("--script", required=True, metavar="FILE", help="training script, unchanged")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the script, after --")
     parser.add_argument(
         "--budget",
         action="append",
         default=[],
         metavar="6GiB|65%",
-        help="most memory of a step, or its share of what a step takes without recomputation; may be given several "
-        "times (default: the section's, else 80%% of the memory that is free)",
+        help="maximum memory of a step, or percentage of a step's memory without recomputation; repeatable "
+        "(default: the section's, else 80%% of the free memory)",
     )
     parser.add_argument("--level", type=int, choices=(0, 1, 2), help="see docs/memory.md (default: the section's)")
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps of each run (default: 3)")
     add_launcher(parser)
-    parser.add_argument("--out", metavar="plan.json", help="also write the plan, in the form that ORT reads")
+    parser.add_argument("--out", metavar="plan.json", help="also write the plan, in the format of ONNX Runtime")
     parser.add_argument("--plot", metavar="FILE.svg", help="also draw peak memory against the time of a step")
     parser.add_argument("--overwrite", action="store_true", help="replace the files of --out and --plot")
-    parser.add_argument("--no-measure", action="store_true", help="only predict: make the graphs, and run none")
+    parser.add_argument("--no-measure", action="store_true", help="only predict: make the graphs, but run none")
     parser.set_defaults(command="memory plan", work=_plan)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command that was chosen and return its exit status."""
+    """Run the chosen command and return its exit status."""
     return args.work(args)
 
 
@@ -82,5 +81,5 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _width() -> int | None:
-    """Return the terminal's width; lines that go into a file or a pipe are left as they are."""
+    """Return the width of the terminal in characters, None if stdout is a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -1,4 +1,4 @@
-"""What to install when a command needs a package that is not there."""
+"""Name the package to install when a command needs a missing one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DISTRIBUTIONS = {"onnxruntime": "onnxruntime-training"}
 
 
 def sentence(error: BaseException) -> str | None:
-    """Return what to install, if `error` says that a package is missing which a command may need; else None."""
+    """Return how to install the package that `error` reports as missing; None for another error or package."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
-    from ort_zero.compat.versions import REQUIREMENTS  # imports what a command that works needs not wait for
+    from ort_zero.compat.versions import REQUIREMENTS  # slow, and not needed without an error
 
     package = error.name.partition(".")[0]
     distribution = _DISTRIBUTIONS.get(package, package)

@@ -1,4 +1,4 @@
-"""``ort-zero profile``: where the time of a script's step goes, in ONNX Runtime beside PyTorch."""
+"""Run ``ort-zero profile``: divide the time of a script's step into its parts, in ONNX Runtime and in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from ort_zero.cli import print_json
 from ort_zero.cli.script_options import add_launcher, positive, script_progress
 
-_EPILOG = """The script is started unchanged twice, as it is and with its "ort_zero" section off (an ORTModule then runs
-its module in PyTorch), and ended when its steps are done; what it writes until then (logs, folders) it writes here,
-too. Times are those of the calling thread, on the CPU. Exit status: 0 = profiled; 2 = it could not be."""
+_EPILOG = """The script is started unchanged twice, once with its "ort_zero" section and once without it (an ORTModule
+then runs its module in PyTorch), and ended when its steps are done. Until then it writes its logs and folders as usual.
+Times are measured in the calling thread, on the CPU. Exit status: 0 = profiled; 2 = not profiled, with an error."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Add the command and return its parser."""
-    text = "say what a step takes by kernel, gather, reduce, Python and optimizer, beside the same model in PyTorch"
+    text = "show the time of a step by kernel, gather, reduce, Python and optimizer, beside the same model in PyTorch"
     usage = "ort-zero profile --script train.py [options] [-- ARGUMENT ...]"
     parser = subparsers.add_parser("profile", help=text, description=text, epilog=_EPILOG, usage=usage)
-    parser.add_argument("--script", required=True, metavar="FILE", help="training script, as it is")
-    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="for the script, behind --")
+    parser.add_argument("--script", required=True, metavar="FILE", help="training script, unchanged")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the script, after --")
     add_launcher(parser)
-    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="steps that count (default: 5)")
+    parser.add_argument("--steps", type=positive, default=5, metavar="N", help="measured steps (default: 5)")
     parser.add_argument(
         "--warmup", type=positive, default=3, metavar="N", help="steps before them: export, caches (default: 3)"
     )
@@ -45,15 +45,15 @@ def run(args: argparse.Namespace) -> int:
         warmup=args.warmup,
     )
     with script_progress("profiling", "phase", args) as bar:
-        found = command.profile(task, bar.move)
+        comparison = command.profile(task, bar.move)
     if args.html:
         from ort_zero.profiling import picture
 
-        output_files.write_output_file(Path(args.html), picture.html(found))
+        output_files.write_output_file(Path(args.html), picture.html(comparison))
     if args.json:
-        print_json({**found.as_dict(), "html": args.html})
+        print_json({**comparison.as_dict(), "html": args.html})
     else:
-        print(profile_table.text(found))
+        print(profile_table.text(comparison))
         if args.html:
             print(f"html: {args.html}")
     return 0

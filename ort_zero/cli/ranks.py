@@ -1,4 +1,4 @@
-"""Commands whose ranks share the work when torchrun, deepspeed or mpirun starts several of them."""
+"""Run commands whose ranks share the work, if torchrun, deepspeed or mpirun starts several ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ort_zero.errors import CorruptCheckpointError, RankError
 from ort_zero.masking import masked
 
 if TYPE_CHECKING:
-    from ort_zero.distributed.process_group import RankGroup
+    from ort_zero.distributed.raise_on_all_ranks import RankGroup
 
 T = TypeVar("T")
 
@@ -21,26 +21,26 @@ T = TypeVar("T")
 def on_launched_ranks(
     command: str, args: argparse.Namespace, work: Callable[[RankGroup], T], tell: Callable[[T], None]
 ) -> int:
-    """Do the work on the ranks of the launcher, or on one without, and return the exit status of this rank.
+    """Do the work on the ranks of the launcher, or on a single rank, and return the exit status of this rank.
 
-    All ranks must call this. Rank 0 alone tells the report, and raises what went wrong.
+    All ranks must call this. Only rank 0 prints the report, and raises an error of the work.
 
     Args:
         command: name of the command, for messages of the other ranks.
-        args: its options; the ranks meet near ``args.dst``.
+        args: options of the command; the ranks find each other through a folder near ``args.dst``.
         work: does this rank's part and returns the report.
         tell: prints the report.
     """
-    from ort_zero.distributed import process_group
+    from ort_zero.distributed import launched_ranks
 
     gloo_exit.settle_at_exit()
-    ranks = process_group.from_launcher(_rendezvous_folder(args.dst))
+    ranks = launched_ranks.from_launcher(_rendezvous_folder(args.dst))
     try:
         report = work(ranks)
     except Exception as error:
         if ranks.rank == 0 or args.debug:
             raise
-        # Rank 0 tells; a rank that failed itself adds which one it is.
+        # rank 0 raises the error; a rank that failed itself also prints its own
         if not isinstance(error, RankError):
             print(f"ort-zero {command}: rank {ranks.rank}: {masked(str(error))}", file=sys.stderr)
         return 1 if isinstance(error, CorruptCheckpointError) else 2
@@ -52,7 +52,7 @@ def on_launched_ranks(
 
 
 def _rendezvous_folder(dst: str) -> str:
-    """Return the nearest folder above `dst` that exists: ranks may meet there, and a dry run makes none."""
+    """Return the nearest existing folder above `dst`, through which ranks may meet; a dry run makes no folder."""
     if "://" in dst:
         return dst
     path = os.path.abspath(dst)

@@ -1,4 +1,4 @@
-"""What the commands that run a user's script have in common: options, a bar, and what a failed script printed."""
+"""Share options, a progress bar and the output of failed scripts between commands that run a user's script."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ def positive(text: str) -> int:
     """Return the number of steps that an option asks for.
 
     Raises:
-        argparse.ArgumentTypeError: it is no whole number from 1 on.
+        argparse.ArgumentTypeError: `text` is no whole number from 1 on.
     """
     if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
 
 
 def add_launcher(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--launcher``."""
-    parser.add_argument("--launcher", metavar="WORDS", help='before the script: "deepspeed --num_gpus 2"')
+    parser.add_argument("--launcher", metavar="WORDS", help='command before the script: "deepspeed --num_gpus 2"')
 
 
 @contextlib.contextmanager
 def script_progress(what: str, unit: str, args: argparse.Namespace) -> Iterator[Any]:
-    """Show a bar on a terminal while scripts run; the last lines of one that fails are printed to stderr.
+    """Show a bar on a terminal while scripts run, and print the last lines of a failed script to stderr.
 
     Args:
-        what: is being done.
-        unit: is counted.
-        args: of the command; with ``--json`` there is no bar.
+        what: name of the work.
+        unit: unit of the bar.
+        args: options of the command; with ``--json`` there is no bar.
     """
     from ort_zero.utils.progress import bar
     from ort_zero.utils.script_process import ScriptFailure

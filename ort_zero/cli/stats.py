@@ -1,4 +1,4 @@
-"""``ort-zero stats``: lays the statistics of two runs side by side, or says where they begin to differ."""
+"""Run ``ort-zero stats``: write the statistics of two runs side by side, or find their first difference."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from ort_zero.statistics.compare.merge import MergeReport
     from ort_zero.statistics.records import RunInfo
 
-_SHOWN = 10
+_MAX_SHOWN = 10
 _HEAD = ("step", "rank", "phase", "module", "tensor", "kind", "error", "tolerance", "inherited", "l2 of a", "l2 of b")
 _LEFT = {"phase", "module", "tensor", "kind"}
-_EPILOG = "Folders are those that StatisticsSubscriber(output_dir=...) wrote."
+_EPILOG = "The folders of runs are written by StatisticsSubscriber(output_dir=...)."
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> tuple[argparse.ArgumentParser, ...]:
@@ -38,7 +38,7 @@ def _add_compare(commands: argparse._SubParsersAction) -> argparse.ArgumentParse
     text = "name the first divergence of two runs: step, rank, direction, module and tensor"
     epilog = "Exit status: 0 = the same; 1 = they differ; 2 = they cannot be compared."
     parser = commands.add_parser("compare", help=text, description=text, epilog=epilog)
-    parser.add_argument("a", metavar="A", help="folder of the run that is taken to be right")
+    parser.add_argument("a", metavar="A", help="folder of the run that counts as correct")
     parser.add_argument("b", metavar="B", help="folder of the other run")
     parser.add_argument(
         "--rtol",
@@ -47,7 +47,9 @@ def _add_compare(commands: argparse._SubParsersAction) -> argparse.ArgumentParse
         metavar="auto|X",
         help="relative error that is tolerated (default: auto, from the dtypes' precision and the reference)",
     )
-    parser.add_argument("--reference", metavar="A2", help="a second run like A: how far they differ is tolerated")
+    parser.add_argument(
+        "--reference", metavar="A2", help="a second run like A: differences as between A and A2 are tolerated"
+    )
     parser.add_argument("--html", metavar="FILE", help="also write a report to look at, one file that opens offline")
     parser.set_defaults(command="stats compare", work=_compare)
     return parser
@@ -72,12 +74,12 @@ def _tolerance(text: str) -> str | float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of 0 or more")
     return value
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command that was chosen and return its exit status."""
+    """Run the chosen command and return its exit status."""
     with extra.required():
         return args.work(args)
 
@@ -99,15 +101,15 @@ def _compare(args: argparse.Namespace) -> int:
         from ort_zero.statistics.compare.report import check_target, write_report
 
         check_target(args.html)
-    found = compare(args.a, args.b, rtol=args.rtol, reference=args.reference, progress=not args.json)
+    comparison = compare(args.a, args.b, rtol=args.rtol, reference=args.reference, progress=not args.json)
     if args.html:
-        write_report(found, args.html)
-    print_json(as_json(found, args.html)) if args.json else print(text_of(found, args.html))
-    return 0 if found.verdict.same else 1
+        write_report(comparison, args.html)
+    print_json(as_json(comparison, args.html)) if args.json else print(text_of(comparison, args.html))
+    return 0 if comparison.verdict.same else 1
 
 
 def text_of_merge(report: MergeReport) -> str:
-    """Return what was merged as lines."""
+    """Return the report of a merge as the lines that the command prints."""
     only = [f"{n:,} only in {side}" for n, side in ((report.only_pt, "pt"), (report.only_ort, "ort")) if n]
     counted = f"{report.records:,} records" + (f" ({', '.join(only)})" if only else "")
     lines = [f"note: {note}" for note in report.notes]
@@ -118,10 +120,14 @@ def text_of_merge(report: MergeReport) -> str:
     return "\n".join(lines)
 
 
-def as_json(found: Comparison, html: str | None = None) -> dict[str, Any]:
+def as_json(comparison: Comparison, html: str | None = None) -> dict[str, Any]:
     """Return a comparison as plain values, without the report's series; NaN and inf become text."""
-    plain = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "series"}
-    return {"same": found.verdict.same, **_plain(plain), "html": html}
+    plain = {
+        field.name: getattr(comparison, field.name)
+        for field in dataclasses.fields(comparison)
+        if field.name != "series"
+    }
+    return {"same": comparison.verdict.same, **_plain(plain), "html": html}
 
 
 def _plain(value: Any) -> Any:
@@ -138,29 +144,29 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def text_of(found: Comparison, html: str | None = None) -> str:
-    """Return a comparison for people: the first divergence first."""
-    word = "same: " if found.verdict.same else "differs: "
-    lines = [word + found.verdict.text.removeprefix(word), ""]
-    lines += [f"a: {describe(found.a)}", f"b: {describe(found.b)}"]
-    counts = [f"{number:,} {kind}" for kind, number in found.counts.items() if number]
+def text_of(comparison: Comparison, html: str | None = None) -> str:
+    """Return a comparison as the lines that the command prints, the first divergence first."""
+    word = "same: " if comparison.verdict.same else "differs: "
+    lines = [word + comparison.verdict.text.removeprefix(word), ""]
+    lines += [f"a: {describe(comparison.a)}", f"b: {describe(comparison.b)}"]
+    counts = [f"{number:,} {kind}" for kind, number in comparison.counts.items() if number]
     lines.append(
-        f"compared: {found.records:,} pairs of records of {span(found.steps)}, rtol {found.rtol}: "
+        f"compared: {comparison.records:,} pairs of records of {span(comparison.steps)}, rtol {comparison.rtol}: "
         f"{', '.join(counts) or 'none differs'}"
     )
-    lines += [f"note: {note}" for note in found.notes]
-    if found.differences:
-        lines += ["", *_table(found.differences[:_SHOWN])]
-        total = sum(found.counts.values())
-        if total > _SHOWN:
-            lines.append(f"... and {total - _SHOWN:,} more" + ("" if html else " (--html FILE shows them)"))
+    lines += [f"note: {note}" for note in comparison.notes]
+    if comparison.differences:
+        lines += ["", *_table(comparison.differences[:_MAX_SHOWN])]
+        total = sum(comparison.counts.values())
+        if total > _MAX_SHOWN:
+            lines.append(f"... and {total - _MAX_SHOWN:,} more" + ("" if html else " (--html FILE shows them)"))
     if html:
         lines += ["", f"report: {html}"]
     return "\n".join(lines)
 
 
 def describe(info: RunInfo) -> str:
-    """Return a run in a line."""
+    """Return the path and the facts of a run in one line."""
     ranks = "1 rank" if info.world_size == 1 else f"{info.world_size} ranks"
     facts = (info.backend, info.model, info.dtype, f"ZeRO-{info.zero_stage}", ranks, span(info.steps))
     return f"{info.path} ({', '.join(fact for fact in facts if fact)})"

@@ -1,4 +1,4 @@
-"""``ort-zero verify``: checks every byte of a checkpoint, and that its files belong together."""
+"""Run ``ort-zero verify``: check every byte of a checkpoint, and that its files belong together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ort_zero.utils.sizes import size_in
 if TYPE_CHECKING:
     from ort_zero.checkpoint.inspection.verification import VerifyReport
 
-_EPILOG = "Exit status: 0 = nothing is wrong; 1 = something is, one line each; 2 = there is no checkpoint."
+_EPILOG = "Exit status: 0 = no problem; 1 = problems, one line each; 2 = there is no checkpoint."
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:

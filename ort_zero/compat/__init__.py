@@ -1,1 +1,1 @@
-"""Everything that depends on the version of torch, DeepSpeed or onnxruntime; README.md has the table of reasons."""
+"""Adapt the package to the versions of torch, DeepSpeed and onnxruntime; README.md lists each reason."""

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed that are not public, in one place. Version 0.19."""
+"""Read private names of DeepSpeed 0.19 that several modules need."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ ENGINE = "deepspeed.runtime.engine"
 ENGINE_INIT = f"{ENGINE}:DeepSpeedEngine.__init__"
 ZERO_TO_FP32 = "deepspeed.utils.zero_to_fp32"
 READ_FP32_STATE = f"{ZERO_TO_FP32}:_get_fp32_state_dict_from_zero_checkpoint"
-"""Reads one checkpoint for all functions of that module; they were imported by name before we come."""
+"""The function that reads one checkpoint for all functions of its module, which users may have imported already."""
 FIND_OPTIMIZER_FILES = f"{ZERO_TO_FP32}:get_optim_files"
 FIND_MODEL_FILE = f"{ZERO_TO_FP32}:get_model_state_file"
-"""Find DeepSpeed's files in the folder of one checkpoint, for Lightning too, which loads them itself."""
+"""The functions that find DeepSpeed's files in the folder of one checkpoint; Lightning calls these, too."""
 
 
 def require_fp32_reader(original: Any) -> None:
-    """Raise PatchError unless :data:`READ_FP32_STATE` takes the folder of one checkpoint, and what to leave out."""
+    """Raise PatchError unless :data:`READ_FP32_STATE` takes a checkpoint's folder and ``exclude_frozen_parameters``."""
     defined_in(ZERO_TO_FP32)(original)
     if list(inspect.signature(original).parameters) != ["ds_checkpoint_dir", "exclude_frozen_parameters"]:
-        raise PatchError(f"{READ_FP32_STATE} takes {inspect.signature(original)}, which is not known")
+        raise PatchError(f"{READ_FP32_STATE} takes the unknown arguments {inspect.signature(original)}")
 
 
 def reads_stored_weights() -> bool:
-    """Return whether the functions around :data:`READ_FP32_STATE` take what is still in files: 0.16 does, 0.14 not."""
+    """Return whether the callers of :data:`READ_FP32_STATE` accept weights that are still in files, as since 0.16."""
     return hasattr(sys.modules[ZERO_TO_FP32], "to_torch_tensor")
 
 
 def require_file_finder(original: Any) -> None:
-    """Raise PatchError unless a function that finds files takes the folder of a checkpoint first."""
+    """Raise PatchError unless a function that finds files takes the folder of a checkpoint as its first argument."""
     defined_in(ZERO_TO_FP32)(original)
     if list(inspect.signature(original).parameters) not in (["checkpoint_dir"], ["checkpoint_dir", "zero_stage"]):
         raise PatchError(
-            f"{original.__name__} of {ZERO_TO_FP32} takes {inspect.signature(original)}, which is not known"
+            f"{original.__name__} of {ZERO_TO_FP32} takes the unknown arguments {inspect.signature(original)}"
         )
 
 
 def config_of(init: Any, self: Any, args: tuple, kwargs: dict) -> tuple[inspect.BoundArguments, dict]:
-    """Return the bound arguments of an engine's ``__init__`` and the config as the dict that DeepSpeed uses.
+    """Return the bound arguments of an engine's ``__init__``, and the config dict that DeepSpeed uses.
 
     Args:
         init: the original ``DeepSpeedEngine.__init__``.
@@ -62,11 +62,11 @@ def parameter_offload_of(engine: Any) -> Any:
     )
 
 
-def held_part(parameter: Any) -> tuple[Any, int, int, bool]:
-    """Return what this rank holds of a parameter: the elements, flat index of the first, elements of the whole.
+def local_part(parameter: Any) -> tuple[Any, int, int, bool]:
+    """Return this rank's part of a parameter: elements, flat index of the first element, size of the whole.
 
-    The last value is True if other ranks hold the rest. Under ZeRO-3 the padding of the last part is left out; what is
-    on NVMe at the moment is not read.
+    The last value is True if other ranks have the rest. Under ZeRO-3 the padding of the last part is left out. A part
+    that is on NVMe at the moment is not read.
     """
     if not hasattr(parameter, "ds_id") or parameter.data.numel() == parameter.ds_numel:
         return parameter.detach(), 0, parameter.numel(), False
@@ -75,16 +75,16 @@ def held_part(parameter: Any) -> tuple[Any, int, int, bool]:
     shard, total = parameter.ds_tensor, int(parameter.ds_numel)
     offset = dist.get_rank(parameter.ds_process_group) * int(shard.ds_numel)
     here = max(0, min(int(shard.ds_numel), total - offset))
-    held = shard.detach().view(-1)
-    return held[: min(here, held.numel())], min(offset, total), total, True
+    elements = shard.detach().view(-1)
+    return elements[: min(here, elements.numel())], min(offset, total), total, True
 
 
 def loads_universal_checkpoints(engine: Any) -> bool:
-    """Return True if the engine's config says that what is loaded is universal, which DeepSpeed alone does."""
+    """Return True if the engine's config asks for a universal checkpoint, which only DeepSpeed's loader can load."""
     asked = getattr(engine, "load_universal_checkpoint", None)
     return asked is not None and bool(asked())
 
 
 def world_size_and_stage(engine: Any) -> tuple[int, int]:
-    """Return over how many ranks the engine is data-parallel, and its ZeRO stage."""
+    """Return the number of data-parallel ranks of the engine, and its ZeRO stage."""
     return int(engine.seq_dp_world_size), int(engine.zero_optimization_stage())

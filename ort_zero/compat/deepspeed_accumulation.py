@@ -1,4 +1,4 @@
-"""Gradients that an engine of DeepSpeed 0.19 has accumulated since the optimizer's last step."""
+"""Count and drop the gradients that a DeepSpeed 0.19 engine has accumulated since the optimizer's last step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def micro_steps_since_step(engine: Any) -> int:
-    """Return the number of micro-steps since the optimizer's last step; 0 where the program sets the boundaries."""
+    """Return the number of micro-steps since the optimizer's last step; 0 if the program sets the boundaries."""
     managed = getattr(engine, "managed_gradient_accumulation", None)  # since 0.19
     if getattr(engine, "_is_gradient_accumulation_boundary", None) is not None or (managed and not managed()):
         return 0
@@ -14,7 +14,7 @@ def micro_steps_since_step(engine: Any) -> int:
 
 
 def drop_accumulated_gradients(engine: Any) -> None:
-    """Let the next micro-step be the first one of a step."""
+    """Drop the accumulated gradients: the next micro-step is the first one of a step."""
     optimizer = engine.optimizer
     if optimizer is not None:
         optimizer.zero_grad()
@@ -23,10 +23,10 @@ def drop_accumulated_gradients(engine: Any) -> None:
             if isinstance(gradients, dict):
                 gradients.update(dict.fromkeys(gradients))
         if hasattr(optimizer, "bit16_groups") and hasattr(optimizer, "micro_step_id"):
-            optimizer.micro_step_id = -1  # in ZeRO-3 its zero_grad() does so
+            optimizer.micro_step_id = -1  # ZeRO-3's zero_grad() does the same
     engine.micro_steps = at_last_step(engine, engine.micro_steps)
 
 
 def at_last_step(engine: Any, micro_steps: int) -> int:
-    """Return how many of `micro_steps` the engine had done at its last step; no checkpoint has the gradients since."""
+    """Return the micro-steps up to the engine's last step; checkpoints do not contain the gradients of later ones."""
     return micro_steps - micro_steps % engine.gradient_accumulation_steps()

@@ -1,4 +1,4 @@
-"""Where DeepSpeed gathers parameters and reduces gradients: the functions whose time ``ort-zero profile`` takes."""
+"""Find the functions that gather parameters and reduce gradients in DeepSpeed, for ``ort-zero profile``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _GATHERS = (f"{_COORDINATOR}.fetch_sub_module", f"{_STAGES[0]}:all_gather_dp_gro
 
 
 def gathers() -> Iterator[tuple[Any, str]]:
-    """Yield what gathers parameters in the installed DeepSpeed: the class or module, and the name in it."""
+    """Yield the functions that gather parameters in the installed DeepSpeed: class or module, and name in it."""
     yield from _existing(_GATHERS)
 
 
 def reduces() -> Iterator[tuple[Any, str]]:
-    """Yield what reduces gradients in the installed DeepSpeed: the class or module, and the name in it."""
+    """Yield the functions that reduce gradients in the installed DeepSpeed: class or module, and name in it."""
     yield from _existing(f"{optimizer}.{name}" for optimizer in _OPTIMIZERS for name in _REDUCES)
     yield from _existing(["deepspeed.runtime.engine:DeepSpeedEngine.allreduce_gradients"])
 

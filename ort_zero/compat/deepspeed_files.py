@@ -1,4 +1,4 @@
-"""The classes and numbers of DeepSpeed that its checkpoint files hold, for writing them. Version 0.19."""
+"""Make the objects of DeepSpeed 0.19 that its checkpoint files contain, to write such files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ort_zero.errors import CheckpointError
 
 
 def require_deepspeed() -> str:
-    """Return the version of the installed DeepSpeed, whose classes stand in its files.
+    """Return the version of the installed DeepSpeed, whose classes are needed to write its files.
 
     Raises:
-        CheckpointError: it is not installed.
+        CheckpointError: DeepSpeed is not installed.
     """
     try:
         import deepspeed
@@ -24,40 +24,40 @@ def require_deepspeed() -> str:
 
 
 def stage_number(stage: int) -> Any:
-    """Return what DeepSpeed stores as the ZeRO stage."""
+    """Return the object that DeepSpeed stores as the ZeRO stage."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     return ZeroStageEnum(stage)
 
 
 def fragment(start: int, length: int) -> Any:
-    """Return what DeepSpeed stores as the place of a parameter's part in a rank's flat tensor, in elements."""
+    """Return the object that DeepSpeed stores for a parameter's range in a rank's flat tensor, in elements."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
     return fragment_address(numel=length, start=start)
 
 
 def loss_scaler(saved: dict[str, Any] | None, half: bool) -> Any:
-    """Return a loss scaler with the numbers that were saved, or a new one.
+    """Return a loss scaler of DeepSpeed with the saved state, or a new one.
 
     Args:
-        saved: ``{"class": name, "state": numbers}`` or None.
-        half: True for a run in fp16, the only one with a dynamic scale.
+        saved: ``{"class": name, "state": attributes}`` or None.
+        half: True for a run in fp16, the only precision with a dynamic scale.
     """
     import torch
     from deepspeed.runtime.fp16 import loss_scaler as scalers
 
-    made: Any
+    scaler: Any
     if half:
-        made = scalers.DynamicLossScaler(
+        scaler = scalers.DynamicLossScaler(
             init_scale=2**16, scale_window=1000, min_scale=1, delayed_shift=2, consecutive_hysteresis=False,
             dtype=torch.half,
         )  # fmt: skip
     else:
-        made = scalers.LossScaler(scale=1.0)
+        scaler = scalers.LossScaler(scale=1.0)
     if saved is not None:
         if saved["class"] == "LossScaler" and half:
-            made = scalers.LossScaler(scale=1.0)
-        if saved["class"] == type(made).__name__:
-            vars(made).update(saved["state"])
-    return made
+            scaler = scalers.LossScaler(scale=1.0)
+        if saved["class"] == type(scaler).__name__:
+            vars(scaler).update(saved["state"])
+    return scaler

@@ -1,8 +1,8 @@
-"""The shapes of DeepSpeed's ZeRO-3 hooks over its releases, and the probe that recognises them.
+"""Check that DeepSpeed's ZeRO-3 hooks have the shape of a supported release.
 
-What must be there is written down for each shape: the nested functions with their arguments, the names that the code
-around them may use, the variables that they close over. DeepSpeed before 0.16.4 defines the two functions that act in
-the backward, and the autograd Functions that call them, one level deeper, inside the hooks.
+Each shape lists the nested functions with their arguments, the names that the code around them may use, and the
+variables that they close over. DeepSpeed before 0.16.4 defines the two backward functions, and the autograd Functions
+that call them, one level deeper, inside the hooks.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _CO_VARARGS, _CO_VARKEYWORDS = 0x04, 0x08
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Function:
-    """A nested function that gets rebound."""
+    """A nested function of DeepSpeed that ort_zero binds to a new closure."""
 
     arguments: tuple[str, ...]
-    """Names of the parameters as the source has them, ``*name`` for the variadic one."""
+    """Names of the parameters as in the source, ``*name`` for the variadic one."""
     wrapper: str | None = None
-    """The decorator DeepSpeed puts on it: ``"compile"`` (torch.compiler.disable), ``"nvtx"`` or none."""
+    """DeepSpeed's decorator of the function: ``"compile"`` (torch.compiler.disable), ``"nvtx"`` or None."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Expectation:
     functions: Mapping[str, _Function]
-    """Nested functions that must be there."""
+    """Nested functions that must exist."""
     classes: Mapping[str, tuple[frozenset[str], frozenset[str]]]
-    """Nested autograd Functions that ours replace: by name, the free variables and names that their methods may use."""
+    """Nested autograd Functions to replace: by name, the free variables and names that their methods may use."""
     unused: frozenset[str]
-    """Nested functions that may be there and that nothing calls."""
+    """Nested functions that may exist and are never called."""
     names: frozenset[str]
     """Globals and attributes that the outer function itself may use."""
     arguments: tuple[str, ...]
     inside: Mapping[str, str] = field(default_factory=dict)
-    """Which nested function holds a function or class of those above, for those one level deeper."""
+    """For each function or class above that is one level deeper: the name of the nested function around it."""
 
 
 _METHODS = frozenset({"forward", "setup_context", "backward"})
@@ -88,7 +88,7 @@ _REGISTER_DEEPER = replace(
         "PostBackwardFunctionModule": "_post_backward_module_hook",
     },
 )
-"""DeepSpeed before 0.16.4."""
+"""The shape before DeepSpeed 0.16.4."""
 
 _SETUP = _Expectation(
     arguments=("self",),
@@ -105,34 +105,34 @@ _SETUP = _Expectation(
 _SETUP_AT_END = replace(
     _SETUP, functions={"_end_of_forward_hook": _Function(arguments=("module", "*args"), wrapper="nvtx")}
 )
-"""DeepSpeed before 0.15: the root's hook comes behind its forward."""
+"""The shape before DeepSpeed 0.15: the hook of the root runs after its forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HookShape:
-    """The result of a probe: code objects that are safe to rebind."""
+    """The result of a probe: the code objects of DeepSpeed's hooks that are safe to bind to new closures."""
 
     function: FunctionType
     codes: Mapping[str, CodeType]
-    """Code of each nested function that gets rebound, by name."""
+    """Code of each nested function, by name."""
     wrappers: Mapping[str, str | None]
-    """The decorator that DeepSpeed puts on each: ``"compile"``, ``"nvtx"`` or none."""
+    """DeepSpeed's decorator of each nested function, by name: ``"compile"``, ``"nvtx"`` or None."""
 
 
 def probe(registering_function: Callable) -> HookShape:
-    """Return the shape of the function that registers the hooks if every part of it is known.
+    """Return the shape of the function that registers the hooks.
 
     Raises:
-        PatchError: names the part that is not, the installed version, and the versions that work.
+        PatchError: a part is unknown; the message names the part, the installed version, and the supported versions.
     """
     return _probe(registering_function, _REGISTER_DEEPER if _is_deeper(registering_function) else _REGISTER)
 
 
 def probe_setup(setup_function: Callable) -> HookShape:
-    """Return the shape of ``setup_zero_stage3_hooks`` if every part of it is known.
+    """Return the shape of ``setup_zero_stage3_hooks``.
 
     Raises:
-        PatchError: names the part that is not, the installed version, and the versions that work.
+        PatchError: a part is unknown; the message names the part, the installed version, and the supported versions.
     """
     at_end = "_end_of_forward_hook" in _nested(getattr(setup_function, "__code__", None))
     return _probe(setup_function, _SETUP_AT_END if at_end else _SETUP)
@@ -144,7 +144,7 @@ def _is_deeper(function: Any) -> bool:
 
 
 def _nested(code: CodeType | None) -> dict[str, CodeType]:
-    """Return the code of what is defined in a function, by name; nothing for what has no code."""
+    """Return the code of the functions and classes inside a function, by name; empty without code."""
     return {const.co_name: const for const in code.co_consts if isinstance(const, CodeType)} if code else {}
 
 
@@ -161,7 +161,7 @@ def _probe(function: Any, expected: _Expectation) -> HookShape:
             raise unknown_shape(name, f"the default of its argument count is {defaults!r}, not a list of one number")
     nested = _nested(code)
     deeper = {key: _nested(nested.get(outer)).get(key) for key, outer in expected.inside.items()}
-    nested |= {key: found for key, found in deeper.items() if found is not None}
+    nested |= {key: inner for key, inner in deeper.items() if inner is not None}
     anonymous = {key for key in nested if key.startswith("<")}
     for missing in (key for key in (*expected.functions, *expected.classes) if key not in nested):
         raise unknown_shape(name, f"nothing named {missing} is nested in it (it has {_joined(nested)})")
@@ -171,12 +171,12 @@ def _probe(function: Any, expected: _Expectation) -> HookShape:
         )
     for extra in sorted(set(code.co_names) - expected.names):
         raise unknown_shape(name, f"it uses the name {extra}")
-    # Only what itself gets rebound can be supplied, and the object that all hooks belong to.
+    # a new closure can only contain the rebound functions and the offload object
     supplied = {"self", *expected.functions}
     for key, wanted in expected.functions.items():
         if _arguments(nested[key]) != wanted.arguments:
-            found = _joined(_arguments(nested[key]))
-            raise unknown_shape(name, f"the arguments of nested {key} are {found}, not {_joined(wanted.arguments)}")
+            actual = _joined(_arguments(nested[key]))
+            raise unknown_shape(name, f"the arguments of nested {key} are {actual}, not {_joined(wanted.arguments)}")
         for free in nested[key].co_freevars:
             if free not in supplied:
                 raise unknown_shape(name, f"nested {key} has the free variable {free}")
@@ -193,7 +193,7 @@ def _probe_class(
     outer: str, name: str, code: CodeType, free_allowed: frozenset[str], names_allowed: frozenset[str]
 ) -> None:
     methods = _nested(code)
-    # setup_context came within 0.19; before, forward itself kept the count.
+    # setup_context was added within 0.19; before, forward counted the uses
     if set(methods) not in (_METHODS, _METHODS - {"setup_context"}):
         raise unknown_shape(outer, f"nested class {name} has the methods {_joined(methods)}")
     for key, method in methods.items():
@@ -206,17 +206,17 @@ def _probe_class(
 def _arguments(code: CodeType) -> tuple[str, ...]:
     plain = code.co_argcount + code.co_kwonlyargcount
     names = list(code.co_varnames)
-    found = names[:plain]
+    arguments = names[:plain]
     if code.co_flags & _CO_VARARGS:
-        found.append("*" + names[plain])
+        arguments.append("*" + names[plain])
         plain += 1
     if code.co_flags & _CO_VARKEYWORDS:
-        found.append("**" + names[plain])
-    return tuple(found)
+        arguments.append("**" + names[plain])
+    return tuple(arguments)
 
 
 def unknown_shape(function: str, what: str) -> PatchError:
-    """Return the error for a part of DeepSpeed's hooks that is not known: which, in which version, and what works."""
+    """Return the error for an unknown part of DeepSpeed's hooks, with its version and the supported versions."""
     installed = versions.installed("deepspeed")
     version = f"DeepSpeed {installed}" if installed else "DeepSpeed (not installed)"
     cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == "deepspeed")

@@ -1,11 +1,10 @@
-"""DeepSpeed's ZeRO-3 hook functions, taken out of the code that defines them.
+"""Bind DeepSpeed's own ZeRO-3 hook functions to new closures, without a copy of their code.
 
-DeepSpeed defines its hooks as functions nested in the method that registers them, out of reach.
-Their code objects are constants of the outer function; bound to new closures they are DeepSpeed's own hooks, without a
-copy of them here. What the outer function does around them (numbering modules, registering hooks) has no function of
-its own and is done by :func:`number_modules` and :mod:`ort_zero.zero3_hooks`. Hence two checks before anything is
-replaced: the nested functions have names, arguments and free variables that can be served, and the code around them
-uses no name that is not accounted for.
+DeepSpeed defines its hooks as functions nested in the method that registers them, so no import reaches them. Their code
+objects are constants of the outer function, and work with new closures. The outer function also numbers modules and
+registers hooks; :func:`number_modules` and :mod:`ort_zero.zero3_hooks` do this instead. Two checks come before any
+replacement: the nested functions must have the expected names, arguments and free variables, and the code around them
+must use no unexpected name.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class RebindedHooks:
     """DeepSpeed's hook functions, bound to one ``DeepSpeedZeRoOffload``."""
 
     start_of_forward: Callable[..., None] | None
-    """Forward pre-hook of the root; None where DeepSpeed (before 0.15) has the next one instead."""
+    """Forward pre-hook of the root; None before DeepSpeed 0.15, which has `end_of_forward` instead."""
     end_of_forward: Callable[..., None] | None
     """Forward hook of the root."""
     pre_forward: Callable[..., None]
@@ -73,7 +72,7 @@ def register_name(cls: type) -> str:
     """Return the name of the method of ``DeepSpeedZeRoOffload`` that registers the hooks.
 
     Raises:
-        PatchError: it has none under a known name.
+        PatchError: the class has no such method under a supported name.
     """
     for name in _REGISTER_NAMES:
         if hasattr(cls, name):
@@ -82,38 +81,38 @@ def register_name(cls: type) -> str:
 
 
 def register_target() -> str:
-    """Return the target of a patch of that method; imports DeepSpeed's module.
+    """Return the patch target of the method that registers the hooks; imports DeepSpeed's module.
 
     Raises:
-        PatchError: there is no such method.
+        PatchError: DeepSpeed has no such method under a supported name.
     """
     return f"{MODULE}:DeepSpeedZeRoOffload.{register_name(importlib.import_module(MODULE).DeepSpeedZeRoOffload)}"
 
 
 def numbered_as_id() -> bool:
-    """Return whether DeepSpeed (before 0.16.4) keeps the number of a module as its attribute ``id``."""
+    """Return whether DeepSpeed (before 0.16.4) stores a module's number in the attribute ``id``."""
     cls = importlib.import_module(MODULE).DeepSpeedZeRoOffload
     return "ds_id" not in _original(getattr(cls, register_name(cls))).__code__.co_names
 
 
 def invalidate_trace(offload: Any) -> None:
-    """Make DeepSpeed record its fetch trace anew; it does so when the root is registered again."""
+    """Make DeepSpeed record its fetch trace again, as it does when the root is registered again."""
     for coordinator in _coordinators(offload):
         if coordinator is not None and not coordinator.is_invalid_trace():
             coordinator._invalidate_trace()
 
 
 def _coordinators(offload: Any) -> list[Any]:
-    """Return what decides which parameters `offload` gathers; DeepSpeed before 0.15 has one for each mode."""
+    """Return the coordinators, which decide when `offload` gathers parameters; before 0.15 one for each mode."""
     by_mode = vars(offload).get("param_coordinators")
     return [offload.get_param_coordinator()] if by_mode is None else list(by_mode.values())
 
 
 def number_modules(module: Any, count: list[int]) -> None:
-    """Give `module` and those below their ``ds_id``.
+    """Give `module` and all modules below it their ``ds_id``.
 
-    Numbers and marks are those that ``_register_deepspeed_module`` gives: depth first, parent before child, the inside
-    of a leaf module left out, `count` carrying the last number over to the next call.
+    Numbers and marks are the same as from ``_register_deepspeed_module``: depth first, parent before child, without
+    modules inside of a leaf module. `count` carries the last number over to the next call.
     """
     module.ds_id = count[0]
     if numbered_as_id():
@@ -136,23 +135,23 @@ def is_leaf(module: Any) -> bool:
 
 
 def shared_count(registering_function: Callable) -> list[int]:
-    """Return the list in which ``_register_deepspeed_module`` keeps the last ``ds_id`` of the whole process."""
+    """Return the list with which ``_register_deepspeed_module`` counts the ``ds_id`` of the whole process."""
     return _original(registering_function).__defaults__[0]
 
 
 def register_root(offload: Any) -> None:
-    """Register hooks on the whole model of `offload`, by whatever implementation its class has at the moment."""
+    """Register hooks on the whole model of `offload`, with the method that its class has now, patched or not."""
     getattr(offload, register_name(type(offload)))(offload.module)
 
 
 def register_with_root(offload: Any, root: Any, hooks: RebindedHooks, is_paused: Callable[[], bool]) -> None:
-    """Let `offload` begin with a new set of hooks: the root's own, and those of all modules, in DeepSpeed's order.
+    """Register a new set of hooks for `offload`, on the root and on all modules, in DeepSpeed's order.
 
     Args:
-        offload: removes the hooks when it is destroyed.
-        root: module that carries them.
-        hooks: those of `offload`.
-        is_paused: while it returns True, the root's own does nothing.
+        offload: the object that removes the hooks when it is destroyed.
+        root: the module that gets the hooks of the root.
+        hooks: the hook functions of `offload`.
+        is_paused: while this returns True, the hooks of the root do nothing.
     """
     offload.hierarchy = 0
     start, end = hooks.start_of_forward, hooks.end_of_forward
@@ -168,14 +167,14 @@ def register_with_root(offload: Any, root: Any, hooks: RebindedHooks, is_paused:
 
 
 def hand_over(offload: Any, forward: Iterable[Any], backward: Iterable[Any]) -> None:
-    """Let `offload` remove the hooks behind these handles when it removes its own."""
+    """Add hook handles to `offload`, which removes these hooks together with its own."""
     offload.forward_hooks.extend(forward)
     offload.backward_hooks.extend(backward)
 
 
 def count_use(module: Any) -> None:
     """Count one more use of `module` for which a backward may come; DeepSpeed's hooks count down."""
-    # In its own __dict__: wrappers that delegate attributes would show the counter of the wrapped module.
+    # __dict__, not hasattr: wrappers that delegate attributes would show the counter of the wrapped module
     if "applied_pre_backward_ref_cnt" not in module.__dict__:
         module.applied_pre_backward_ref_cnt = 0
     module.applied_pre_backward_ref_cnt += 1
@@ -198,16 +197,16 @@ def push_root(root: Any) -> None:
 
 
 def pop_root(root: Any) -> None:
-    """Take `root` off that stack again; DeepSpeed 0.19 leaves it there and so keeps it alive."""
+    """Remove `root` from DeepSpeed's stack of modules in forward; DeepSpeed 0.19 does not, and keeps it alive."""
     stack = sys.modules[MODULE].FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not root]
 
 
 def forget_released(offload: Any) -> None:
-    """Empty the cache of what to release after which module; DeepSpeed 0.19 never does, and it holds the modules."""
+    """Clear the cache of parameters to release after each module; DeepSpeed 0.19 never does, which leaks modules."""
     classes = {type(coordinator) for coordinator in _coordinators(offload)}
     pending = [vars(cls).get("_PartitionedParameterCoordinator__params_to_release") for cls in classes]
-    for function in pending:  # the cache lies below decorators that do not all say what they wrap
+    for function in pending:  # the cache is inside of decorators, of which some set no __wrapped__
         if hasattr(function, "cache_clear"):
             function.cache_clear()
             continue
@@ -221,7 +220,7 @@ def _original(function: Any) -> Any:
 
 
 def _bind(shape: HookShape, offload: Any) -> dict[str, Callable]:
-    # A cell for each name first, content after: functions may refer to each other in any order.
+    # make all cells before filling them: the functions may refer to each other in any order
     cells = {name: CellType() for name in shape.codes}
     cells["self"] = CellType(offload)
     for name, code in shape.codes.items():

@@ -1,4 +1,4 @@
-"""Read the sizes and numbers of parameters, whole ones and those that ZeRO-3 partitions. DeepSpeed 0.19."""
+"""Read the shapes, sizes and numbers of whole parameters and of parameters that ZeRO-3 partitions. DeepSpeed 0.19."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that DeepSpeed starts and that no package brings."""
+"""Find programs that DeepSpeed needs and that no Python package installs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 
 def missing_program() -> str | None:
-    """Return the program that the installed DeepSpeed cannot do without on CPUs, if it is not there.
+    """Return the program that the installed DeepSpeed needs on CPUs, if the program is missing; else None.
 
-    DeepSpeed up to 0.15 counts the machine's NUMA nodes with ``numactl`` in the first backward under ZeRO-3 and fails
-    where that is not installed (``get_numa_cores`` of ``deepspeed/utils/numa.py``); later ones go on without it.
+    DeepSpeed up to 0.15 counts the machine's NUMA nodes with ``numactl`` in the first backward under ZeRO-3, and fails
+    without the program (``get_numa_cores`` of ``deepspeed/utils/numa.py``). Later versions continue without it.
     DeepSpeed is not imported.
     """
     if shutil.which("numactl") is not None:
@@ -29,10 +29,10 @@ def missing_program() -> str | None:
 
 
 def unsuitable_compiler() -> str | None:
-    """Return the compiler with which torch would compile DeepSpeed's operators, if it is a clang.
+    """Return the compiler that torch would use for DeepSpeed's operators, if it is clang; else None.
 
-    The operator for shared memory, which DeepSpeed compiles on CPUs at its start, gives AVX vectors to functions that
-    are compiled without AVX and is linked without OpenMP; clang takes neither.
+    On CPUs DeepSpeed compiles an operator for shared memory at its start. This operator passes AVX vectors to functions
+    that are compiled without AVX, and is linked without OpenMP; clang rejects both.
     """
     name = os.environ.get("CXX") or "c++"
     path = shutil.which(name)

@@ -1,7 +1,7 @@
-"""Where a DeepSpeed engine keeps weights, masters and moments: one view of them for ZeRO-0, 1, 2 and 3. Version 0.19.
+"""Access weights, fp32 master weights and moments of a DeepSpeed 0.19 engine in one way for ZeRO-0, 1, 2 and 3.
 
-The tensors that are handed out are the live ones: what is written into them is what the engine trains with, once
-:meth:`EngineState.loaded` has been called.
+The returned tensors are the live ones: after :meth:`EngineState.loaded` the engine trains with the values that were
+written into them.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
-    """A flat buffer of masters on this rank, and the optimizer's state of it."""
+    """A flat buffer of master weights on this rank, and the key of its optimizer state."""
 
     group: int
     """Index of the parameter group."""
     master: torch.Tensor
     """The fp32 master weights with their padding, a tensor [elements]."""
     key: Any
-    """The object under which the optimizer keeps the state."""
+    """The object under which the optimizer stores the state."""
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A parameter without master, or a buffer: the range of it that this rank holds."""
+class LocalPart:
+    """The range of a parameter without master weights that is on this rank."""
 
     name: str
     start: int
     """First element in the flattened tensor."""
     tensor: torch.Tensor
-    """The live tensor; 1-D where it is a partition, its own shape where it is whole."""
+    """The live tensor: 1-D for a partition, else in the parameter's shape."""
     length: int
-    """Valid elements; the rest of a partition is padding."""
+    """Number of valid elements; the rest of a partition is padding."""
 
 
 class EngineState:
     """The state of one engine on this rank.
 
     Raises:
-        CheckpointError: the engine is parallel in a way, or keeps its state in a place, that this format does not know.
+        CheckpointError: sharded checkpoints do not support the engine's parallelism, or the place of its state.
     """
 
     def __init__(self, engine: Any):
@@ -77,27 +77,27 @@ class EngineState:
         self.partitioned = self.stage == 3
         self._flats: tuple[Flat, ...] | None = None
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- reading and changing the state -------------------------------------------------------------------------------
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a parameter."""
         return full_shape(self.parameters[name])
 
     def aliases(self) -> dict[str, str]:
-        """Return what has several names: every further name -> the one in :attr:`parameters` or :meth:`buffers`."""
+        """Return every further name of a shared tensor -> its name in :attr:`parameters` or :meth:`buffers`."""
         every = self.module.named_parameters(remove_duplicate=False)
-        found = {name: self.names[id(p)] for name, p in every if self.names[id(p)] != name}
+        aliases = {name: self.names[id(p)] for name, p in every if self.names[id(p)] != name}
         firsts = {id(module): prefix for prefix, module in self.module.named_modules()}
         for prefix, module in self.module.named_modules(remove_duplicate=False):
             first = firsts[id(module)]
             if first != prefix:
-                found.update((_joined(prefix, name), _joined(first, name)) for name, _ in _buffers_of(module))
-        return found
+                aliases.update((_joined(prefix, name), _joined(first, name)) for name, _ in _buffers_of(module))
+        return aliases
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the module's floating-point weights."""
-        found = (p.dtype for p in self.parameters.values() if p.is_floating_point())
-        return next(found, torch.float32)
+        dtypes = (p.dtype for p in self.parameters.values() if p.is_floating_point())
+        return next(dtypes, torch.float32)
 
     def flats(self) -> tuple[Flat, ...]:
         """Return the flat buffers of this rank; empty without an optimizer."""
@@ -113,7 +113,7 @@ class EngineState:
         return self._flats
 
     def base_optimizer(self) -> Any:
-        """Return the torch optimizer inside; None if there is none."""
+        """Return the torch optimizer inside of DeepSpeed's; None without an optimizer."""
         return self.optimizer if self.stage == 0 or self.optimizer is None else self.optimizer.optimizer
 
     def state_of(self, flat: Flat) -> dict[str, Any]:
@@ -121,25 +121,25 @@ class EngineState:
         return self.base_optimizer().state[flat.key]
 
     def name_of_key(self, flat: Flat) -> str | None:
-        """Return the parameter of which a flat buffer is the whole, as without ZeRO; None for others."""
+        """Return the name of the parameter that fills a flat buffer, as without ZeRO; None for other buffers."""
         return self.names[id(flat.key)] if self.stage == 0 else None
 
-    def known_state_of(self, flat: Flat) -> dict[str, Any]:
-        """Return the live optimizer state of a flat buffer; a dict that belongs to nobody if there is none yet."""
+    def existing_state_of(self, flat: Flat) -> dict[str, Any]:
+        """Return the live optimizer state of a flat buffer; a new empty dict if the optimizer has none yet."""
         return self.base_optimizer().state.get(flat.key, {})
 
     def elementwise(self, flat: Flat) -> dict[str, torch.Tensor]:
         """Return the live optimizer states of a flat buffer that hold one value per element."""
         size = flat.master.numel()
-        items = self.known_state_of(flat).items()
+        items = self.existing_state_of(flat).items()
         return {key: v for key, v in items if torch.is_tensor(v) and v.dim() > 0 and v.numel() == size}
 
     def steps_can_wait(self) -> bool:
-        """Return True if masters and moments change in a step of torch's optimizer only, which takes hooks."""
+        """Return True if master weights and moments change only in steps of torch's optimizer, which accepts hooks."""
         return self.stage > 0 and self.states_can_be_replaced()
 
     def states_can_be_replaced(self) -> bool:
-        """Return True if a state of the optimizer may become another tensor: nobody else remembers the old one."""
+        """Return True if another tensor may replace an optimizer state, since no other object refers to the old one."""
         outside = getattr(self.optimizer, "zenflow", False) or "SuperOffload" in type(self.optimizer).__name__
         return isinstance(self.base_optimizer(), torch.optim.Optimizer) and not outside
 
@@ -152,7 +152,7 @@ class EngineState:
         return self.base_optimizer().register_step_pre_hook(hook)
 
     def optimized(self) -> set[str]:
-        """Return the names of the parameters that the optimizer trains, on whatever rank their masters are."""
+        """Return the names of the parameters that the optimizer trains, with master weights on any rank."""
         return {name for names in self.group_names() for name in names}
 
     def group_names(self) -> list[list[str]]:
@@ -176,14 +176,14 @@ class EngineState:
         return [] if base is None else [{k: v for k, v in g.items() if k != "params"} for g in base.param_groups]
 
     def set_group_options(self, index: int, options: dict[str, Any]) -> None:
-        """Overwrite the hyper-parameters of a parameter group that it has already."""
+        """Overwrite the existing hyper-parameters of a parameter group; other keys of `options` are ignored."""
         group = self.base_optimizer().param_groups[index]
         for key, value in options.items():
             if key in group and key != "params":
                 group[key] = _in_the_form_of(group[key], value)
 
-    def held(self) -> Iterator[Held]:
-        """Yield what this rank holds of the parameters without master."""
+    def local_parts(self) -> Iterator[LocalPart]:
+        """Yield this rank's range of each parameter without master weights."""
         optimized = self.optimized()
         for name, parameter in self.parameters.items():
             if name in optimized:
@@ -192,9 +192,9 @@ class EngineState:
                 partition = parameter.ds_tensor
                 start = partition.ds_numel * dist.get_rank(parameter.ds_process_group)
                 length = max(0, min(partition.ds_numel, parameter.ds_numel - start))
-                yield Held(name=name, start=start, tensor=partition.data.view(-1), length=length)
+                yield LocalPart(name=name, start=start, tensor=partition.data.view(-1), length=length)
             else:
-                yield Held(name=name, start=0, tensor=parameter.data, length=parameter.numel())
+                yield LocalPart(name=name, start=0, tensor=parameter.data, length=parameter.numel())
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the persistent buffers under their first names."""
@@ -203,26 +203,26 @@ class EngineState:
                 yield _joined(prefix, name), buffer
 
     def extra_states(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the modules that keep state of their own through ``get_extra_state``."""
+        """Yield the path and the module for each module with a ``get_extra_state`` method of its class."""
         for prefix, module in self.module.named_modules():
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                 yield prefix, module
 
     def loss_scaler(self) -> Any:
-        """Return the loss scaler, None if there is none."""
+        """Return the loss scaler of the optimizer, None without one."""
         return getattr(self.optimizer, "loss_scaler", None)
 
     def data_sampler(self) -> Any:
-        """Return the sampler of DeepSpeed's curriculum learning, which has a state; None if there is none."""
+        """Return the sampler of DeepSpeed's curriculum learning, which has a state; None without one."""
         loader = getattr(self.engine, "training_dataloader", None)
         return loader.data_sampler if loader is not None and self.engine.curriculum_learning_enabled() else None
 
     def random_ltd_scheduler(self) -> Any:
-        """Return the scheduler of DeepSpeed's random layerwise token dropping; None if there is none."""
+        """Return the scheduler of DeepSpeed's random layerwise token dropping; None without one."""
         return self.engine.random_ltd_scheduler if self.engine.random_ltd_enabled() else None
 
     def counters(self) -> dict[str, int]:
-        """Return how many steps, samples, skipped steps and micro-steps the engine has counted, by name."""
+        """Return the engine's counts of steps, samples, skipped steps and micro-steps, by name."""
         names = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
         return {name: int(getattr(self.engine, name)) for name in names}
 
@@ -234,27 +234,27 @@ class EngineState:
     # -- around saving and loading ------------------------------------------------------------------------------------
 
     def wait_for_copies(self) -> None:
-        """Wait until masters and partitions hold what the last step computed, so that they can be read.
+        """Wait until master weights and partitions contain the results of the last step.
 
-        Parameters of ZeRO-3 that are whole may stay so: their partitions are up to date, and DeepSpeed drops the whole
-        ones without copying anything back (``_partition_param`` without ``has_been_updated``).
+        Gathered parameters of ZeRO-3 may stay gathered: their partitions are up to date, and DeepSpeed drops gathered
+        tensors without copying anything back (``_partition_param`` without ``has_been_updated``).
         """
         if hasattr(self.optimizer, "_wait_for_offload_copies"):
             self.optimizer._wait_for_offload_copies()
 
     def settle(self) -> None:
-        """Bring masters and partitions to rest before they are written. All ranks must call."""
+        """Finish pending changes of master weights and partitions before a save. All ranks must call."""
         if hasattr(self.optimizer, "checkpoint_event_prologue"):
             self.optimizer.checkpoint_event_prologue()
         self.wait_for_copies()
 
     def resume(self) -> None:
-        """Undo :meth:`settle`: persistent parameters of ZeRO-3 are whole again. All ranks must call."""
+        """Undo :meth:`settle`: gather the persistent parameters of ZeRO-3 again. All ranks must call."""
         if hasattr(self.optimizer, "checkpoint_event_epilogue"):
             self.optimizer.checkpoint_event_epilogue()
 
     def loaded(self) -> None:
-        """Make the module's weights follow the masters that were written. All ranks must call."""
+        """Update the module's weights from newly written master weights. All ranks must call."""
         optimizer = self.optimizer
         if self.stage == 3 and optimizer is not None:
             for master, low in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat):
@@ -265,7 +265,7 @@ class EngineState:
                     partition.data = value.data
         elif self.stage and optimizer is not None:
             optimizer.update_lp_params()
-            # the parameters' views of the optimizer state are made again at their next use
+            # DeepSpeed makes the parameters' views of the optimizer state again at their next use
             optimizer._hp_optimizer_states_linked = False
         elif self.stage == 0:
             # each rank has written its own slices of the weights
@@ -273,14 +273,14 @@ class EngineState:
                 self._gather_slices(flat)
 
     def slice_of(self, elements: int, rank: int) -> tuple[int, int]:
-        """Return the range of a replicated tensor that `rank` takes care of when there is no ZeRO."""
+        """Return the range of a replicated tensor that `rank` saves and loads without ZeRO, in elements."""
         size = dist.get_world_size()
         return elements * rank // size, elements * (rank + 1) // size
 
     # -- the stages ---------------------------------------------------------------------------------------------------
 
     def _flats_of_stage_1_and_2(self) -> Iterator[Flat]:
-        # not from DeepSpeed's own ``_hp_mapping``: with round_robin_gradients it follows another order than the buffer
+        # not from DeepSpeed's ``_hp_mapping``: with round_robin_gradients its order is not the order in the buffer
         for index, (group, master) in enumerate(zip(_flat_layout(self.optimizer), _masters(self.optimizer))):
             first = master.numel() * dist.get_rank(self.optimizer.real_dp_process_group[index])
             spans = []
@@ -330,7 +330,7 @@ class EngineState:
 
 
 def _buffers_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the persistent buffers of a module itself."""
+    """Yield the persistent buffers of a module, without those in its submodules."""
     for name, buffer in module.named_buffers(recurse=False):
         if name not in module._non_persistent_buffers_set:
             yield name, buffer
@@ -341,7 +341,7 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _in_the_form_of(old: Any, value: Any) -> Any:
-    """Return a hyper-parameter in the form that the optimizer keeps it: a tensor or tuple stays one."""
+    """Return the value of a hyper-parameter as a tensor or tuple if its old value is one, else unchanged."""
     if torch.is_tensor(old) and not torch.is_tensor(value) and value is not None:
         return torch.as_tensor(value, dtype=old.dtype, device=old.device)
     return tuple(value) if isinstance(old, tuple) and isinstance(value, list) else value
@@ -378,9 +378,9 @@ def _masters(optimizer: Any) -> list[torch.Tensor]:
 def _refuse_other_parallelism(engine: Any, optimizer: Any, stage: int) -> None:
     way_out = 'set "checkpoint": {"sharded": false} to save in DeepSpeed\'s own format'
     if engine.mp_world_size > 1 or getattr(engine, "pipeline_parallelism", False):
-        raise CheckpointError(f"sharded checkpoints know no tensor or pipeline parallelism; {way_out}")
+        raise CheckpointError(f"sharded checkpoints do not support tensor or pipeline parallelism; {way_out}")
     if engine.has_moe_layers:
-        raise CheckpointError(f"sharded checkpoints know no expert parallelism (DeepSpeed's MoE layers); {way_out}")
+        raise CheckpointError(f"sharded checkpoints do not support DeepSpeed's MoE layers; {way_out}")
     if getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False):
         raise CheckpointError(f"the optimizer state is offloaded to NVMe, where it cannot be read in place; {way_out}")
     group = getattr(optimizer, "dp_process_group", None)
@@ -392,10 +392,10 @@ def _refuse_other_parallelism(engine: Any, optimizer: Any, stage: int) -> None:
     if optimizer is None:
         return
     kind = type(optimizer).__name__
-    known = {0: torch.optim.Optimizer, 3: None}.get(stage)
-    if known is not None and not isinstance(optimizer, known):
-        raise CheckpointError(f"{kind} without ZeRO is not known to sharded checkpoints; use ZeRO-1; {way_out}")
+    base_class = {0: torch.optim.Optimizer, 3: None}.get(stage)
+    if base_class is not None and not isinstance(optimizer, base_class):
+        raise CheckpointError(f"sharded checkpoints do not support {kind} without ZeRO; use ZeRO-1, or {way_out}")
     if stage in (1, 2) and not (hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "bf16_groups")):
-        raise CheckpointError(f"{kind} keeps its masters in a way that is not known; {way_out}")
+        raise CheckpointError(f"{kind} stores its fp32 master weights under unknown attribute names; {way_out}")
     if stage == 3 and not hasattr(optimizer, "fp32_partitioned_groups_flat"):
         raise CheckpointError(f"{kind} has no optimizer state: ZeRO-3 for inference cannot be saved; {way_out}")

@@ -1,9 +1,9 @@
-"""Lets DeepSpeed before 0.19 wait for all parameters that it gathers together on CPUs.
+"""Make DeepSpeed before 0.19 wait for all parameters that it gathers together on CPUs.
 
-There ``Init._allgather_params_coalesced`` starts one ``all_gather`` for each parameter and waits for the last alone. On
-a stream of CUDA that means all of them; gloo's end in any order. What it fills is the parameters in
-``deepspeed.zero.GatheredParameters``, and after each step those that stay whole
-(``stage3_param_persistence_threshold``): without this they may hold memory that was not initialized.
+Its ``Init._allgather_params_coalesced`` starts one ``all_gather`` for each parameter and waits only for the last. On a
+CUDA stream the last one ends after all others, but gloo's collectives end in any order. Then parameters may contain
+uninitialized memory: in ``deepspeed.zero.GatheredParameters``, and after each step the persistent ones
+(``stage3_param_persistence_threshold``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WAITS_FOR_THE_LAST = "launch_handles[-1].wait()"
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return the patch that the installed DeepSpeed needs on this device; none where it waits for each gather."""
+    """Return the patch that the installed DeepSpeed needs on this device; none if it waits for each gather."""
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != "cpu" or not _waits_for_the_last():
@@ -42,14 +42,14 @@ def _waits_for_the_last() -> bool:
     except PatchError:
         return False  # a later DeepSpeed, which gathers in another way
     except OSError:
-        return True  # no source to look at; one by one is right for either
+        return True  # no source to check; one gather at a time is right for every version
 
 
 def one_by_one(original: Any) -> Any:
-    """Return `original` with a call for each parameter: the last gather is then the only one.
+    """Return a function that calls `original` for one parameter at a time, and so waits for each gather.
 
     Args:
-        original: gathers the parameters of a list, and has waited for the last of them when it returns.
+        original: gathers the parameters of a list, and waits only for the last one.
     """
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Which states an optimizer keeps of a parameter, known before its first step. Torch 2.13 and DeepSpeed 0.19."""
+"""Predict the states that an optimizer keeps of a parameter before its first step. Torch 2.13 and DeepSpeed 0.19."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-_DEEPSPEEDS = {
+_DEEPSPEED_STATES = {
     "DeepSpeedCPUAdam": {"exp_avg", "exp_avg_sq"},
     "FusedAdam": {"exp_avg", "exp_avg_sq"},
     "DeepSpeedCPULion": {"exp_avg"},
@@ -17,52 +17,52 @@ _DEEPSPEEDS = {
 }
 """States with one value per element that DeepSpeed's own optimizers make in their first step."""
 _ELEMENTS = 2
-"""Elements of the parameter that is tried: a state with as many has one value per element."""
+"""Elements of the trial parameter: a state with as many elements has one value per element."""
 
 
 class OptimizerStates(NamedTuple):
     """The states that an optimizer keeps of a parameter."""
 
     elementwise: set[str]
-    """Names of those with one value per element."""
+    """Names of the states with one value per element."""
     numbers: set[str]
-    """Names of those with one value, such as ``step``."""
+    """Names of the states with one value, such as ``step``."""
 
 
 def states_after_a_step(optimizer: Any, device: torch.device) -> OptimizerStates | None:
-    """Return the states that `optimizer` keeps once it has made a step; it is not changed.
+    """Return the states that `optimizer` keeps after a step, without changing it.
 
-    One of torch's classes makes a step with a parameter of its own for each parameter group, apart from `optimizer`.
+    For a class of torch, a copy of the optimizer makes a step with one trial parameter for each parameter group.
 
     Args:
-        optimizer: the optimizer inside of ZeRO's, or the engine's.
+        optimizer: the optimizer inside of ZeRO's optimizer, or the engine's optimizer.
         device: device of its parameters.
 
     Returns:
-        The states, or None for a class that is not known: a step of it may do more than change parameters.
+        The states, or None for an unknown class, whose step may do more than change parameters.
     """
     kind = type(optimizer)
-    if kind.__name__ in _DEEPSPEEDS and kind.__module__.startswith("deepspeed."):
-        return OptimizerStates(_DEEPSPEEDS[kind.__name__], {"step"})
+    if kind.__name__ in _DEEPSPEED_STATES and kind.__module__.startswith("deepspeed."):
+        return OptimizerStates(_DEEPSPEED_STATES[kind.__name__], {"step"})
     if not kind.__module__.startswith("torch.optim."):
         return None
-    tried = object.__new__(kind)
-    vars(tried).update(vars(optimizer))
-    tried.state = defaultdict(dict)
-    tried.param_groups = [{**group, "params": [_parameter(device)]} for group in optimizer.param_groups]
+    trial = object.__new__(kind)
+    vars(trial).update(vars(optimizer))
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**group, "params": [_parameter(device)]} for group in optimizer.param_groups]
     step = getattr(kind.step, "__wrapped__", kind.step)  # without the hooks of the user
     try:
-        step(tried)
+        step(trial)
     except Exception:  # LBFGS wants a closure, SparseAdam other gradients
         return None
-    found = OptimizerStates(set(), set())
-    for state in tried.state.values():
+    states = OptimizerStates(set(), set())
+    for state in trial.state.values():
         for name, value in state.items():
             if torch.is_tensor(value) and value.numel() == _ELEMENTS:
-                found.elementwise.add(name)
+                states.elementwise.add(name)
             elif isinstance(value, (int, float)) or torch.is_tensor(value):
-                found.numbers.add(name)
-    return found
+                states.numbers.add(name)
+    return states
 
 
 def _parameter(device: torch.device) -> torch.nn.Parameter:

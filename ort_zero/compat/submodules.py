@@ -1,8 +1,8 @@
-"""Repairs packages whose first import has failed half-way and whose second one succeeded.
+"""Repair packages whose first import failed half-way and whose second import succeeded.
 
-torch 2.4 imports onnxruntime in the middle of ``torch._dynamo``; onnxruntime imports ORTModule, and that DeepSpeed,
-which needs the rest of ``torch._dynamo`` and fails, without a word. Python keeps what DeepSpeed had imported until
-then, and does not make it an attribute of the new package again: ``deepspeed.runtime`` is missing.
+torch 2.4 imports onnxruntime in the middle of ``torch._dynamo``. onnxruntime imports ORTModule, and ORTModule imports
+DeepSpeed, which needs the rest of ``torch._dynamo`` and fails silently. Python keeps the submodules that DeepSpeed had
+imported, but does not make them attributes of the new package: ``deepspeed.runtime`` is missing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 
 def attach_submodules(package: str) -> None:
-    """Let each imported module below `package` be an attribute of its parent, where nothing else has its name."""
+    """Make each imported module below `package` an attribute of its parent, unless the parent has that name."""
     for name, module in sorted(sys.modules.items()):
         if not name.startswith(f"{package}.") or module is None:
             continue

@@ -1,7 +1,7 @@
-"""Warnings of our dependencies about their own internals, which nobody who trains a model can act on.
+"""Silence warnings of dependencies about their own internals, which no user can act on.
 
-Each is named by category, text and the module it comes from; nothing else is silenced. Filters that hold for the whole
-run are put behind all others, so that whoever asks for a warning (``-W``, ``filterwarnings``) gets it.
+Each warning is selected by category, text and module; no other warning is silenced. Filters for the whole run are put
+behind all others, so that a user who asks for a warning (``-W``, ``filterwarnings``) gets it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 _AROUND_OUR_WORK = (
     # a CPU build of onnxruntime says that it has no CUDA version
     (UserWarning, r"WARNING: failed to get cudart_version", r"onnxruntime\.capi\.onnxruntime_validation"),
-    # what ORT's own ZeRO-3 subscriber, which is not used, misses in today's DeepSpeed
+    # ORT's own ZeRO-3 subscriber, which is not used, misses names in current DeepSpeed
     (UserWarning, r"DeepSpeed import error", r"onnxruntime\.training\.utils\.hooks\."),
     # ORTModule reads every attribute of a model, deprecated properties among them
     ((FutureWarning, DeprecationWarning), r"", r"transformers\."),
     ((FutureWarning, DeprecationWarning), r"", r"onnxruntime\."),
 )
 _WHILE_ENABLED = (
-    # the collectives that DeepSpeed calls; torch attributes the warning to its own wrapper, whoever calls
+    # the collectives that DeepSpeed calls; torch attributes the warning to its own wrapper, not to the caller
     (
         FutureWarning,
         r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
@@ -31,7 +31,7 @@ _WHILE_ENABLED = (
     ),
 )
 _DURING_EXPORT = (
-    # that the exporter is the older one, and what it does with single operators
+    # notes that the exporter is the older one, and about single operators
     (DeprecationWarning, r"", r"torch\.onnx"),
     (DeprecationWarning, r"You are using the legacy TorchScript-based ONNX export", r""),
     (DeprecationWarning, r"`torch\.jit\.", r""),
@@ -44,7 +44,7 @@ _installed: list[tuple] = []
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence in the block what imports and attributes of others warn of; for our own work, never for the user's."""
+    """Silence warnings from imports and attributes of dependencies in the block, which must not run user code."""
     with warnings.catch_warnings():
         _ignore(_AROUND_OUR_WORK)
         yield
@@ -52,7 +52,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """Silence in the block what torch's exporter says about itself, for programs that turn warnings into errors too."""
+    """Silence warnings of torch's exporter about itself in the block, also if a program turns warnings into errors."""
     from torch.jit import TracerWarning
 
     with warnings.catch_warnings():
@@ -69,9 +69,9 @@ def _ignore(table: tuple) -> None:
 
 @contextlib.contextmanager
 def root_logger_kept() -> Iterator[None]:
-    """Take away from the root logger in the end what an import in the block has put on it.
+    """Restore handlers and level of the root logger after the block, in which an import may change them.
 
-    With a handler there, a later ``logging.basicConfig`` of the user's program would do nothing.
+    If a handler stayed, a later ``logging.basicConfig`` of the user's program would do nothing.
     """
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
@@ -85,7 +85,7 @@ def root_logger_kept() -> Iterator[None]:
 
 
 def silence() -> None:
-    """Silence what DeepSpeed's use of torch warns of, until :func:`unsilence`."""
+    """Silence warnings about DeepSpeed's use of torch until :func:`unsilence`."""
     for category, message, module in _WHILE_ENABLED:
         entry = ("ignore", re.compile(message, re.I), category, re.compile(module), 0)
         if entry not in warnings.filters:
@@ -94,12 +94,12 @@ def silence() -> None:
 
 
 def unsilence() -> None:
-    """Take the filters of :func:`silence` away again."""
+    """Remove the filters of :func:`silence`."""
     filters: Any = warnings.filters  # declared as a sequence, documented as a list
     for entry in _installed:
         with contextlib.suppress(ValueError):
             filters.remove(entry)
     _installed.clear()
-    # what was decided with them is remembered for each line of code
+    # Python remembers decisions of the filters for each line of code; catch_warnings makes it forget them
     with warnings.catch_warnings():
         pass

@@ -1,4 +1,4 @@
-"""What of ``torch.distributed`` has no public name, and how its errors are told from others."""
+"""Read the default store of ``torch.distributed``, and recognise errors of its collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 
 def default_store() -> Store:
-    """Return the key-value store through which the ranks of the default process group found each other.
+    """Return the key-value store of the default process group.
 
     Raises:
         ValueError: no process group has been initialised.
@@ -24,9 +24,9 @@ _FAILED_COLLECTIVE = re.compile(
 
 
 def is_collective_error(error: BaseException | None) -> bool:
-    """Return True if an error, or one that it was raised from, is that of a collective whose other ranks are gone.
+    """Return True if an error, or one of its causes, comes from a collective whose other ranks are gone.
 
-    gloo raises a plain RuntimeError, whose text alone tells it from others.
+    gloo raises a plain RuntimeError, which only its text distinguishes from other errors.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

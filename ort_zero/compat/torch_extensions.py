@@ -1,4 +1,4 @@
-"""Lets DeepSpeed's C++ operators, which torch compiles when they are first used, be compiled on any machine."""
+"""Prepare a machine so that torch can compile DeepSpeed's C++ operators when they are first used."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pathlib import Path
 from ort_zero import env
 from ort_zero.utils.trusted_folder import reason_not_to_trust
 
-_ROOM = 64 << 20
-"""Bytes that must be free where a compiler keeps its temporary files."""
+_MIN_FREE = 64 << 20
+"""Bytes that must be free in the folder for a compiler's temporary files."""
 
 
 def prepare() -> None:
-    """Give torch a folder for extensions that can be written to, and the ninja of this environment.
+    """Give torch a writable folder for extensions, and the program ninja of this environment.
 
-    torch compiles into the home and calls the ninja on the path. A home may be read-only or missing, and an interpreter
-    that is called by its path has the tools of its environment beside it, but not on the path. What the user has set
-    stays, but for a folder of temporary files whose disk is full, in which no compiler can work.
+    torch compiles into the home folder and finds ninja on ``PATH``. A home may be read-only or missing. An interpreter
+    that is called by its path has ninja beside it, but not on ``PATH``. Settings of the user stay, except a ``TMPDIR``
+    on a full disk, where no compiler can work.
     """
     if not os.environ.get("TORCH_EXTENSIONS_DIR"):
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -32,28 +32,28 @@ def prepare() -> None:
     beside = os.path.dirname(sys.executable)
     if shutil.which("ninja") is None and shutil.which("ninja", path=beside) is not None:
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), beside))
-    _leave_a_full_disk()
-    _name_libraries_without_spaces()
+    _avoid_full_disk()
+    _link_libraries_without_spaces()
 
 
-def _leave_a_full_disk() -> None:
-    """Name another folder for the temporary files of compilers if the disk with the usual one is full.
+def _avoid_full_disk() -> None:
+    """Set another folder for the temporary files of compilers if the disk of the usual one is full.
 
-    Python itself passes over a folder that it cannot write to; compilers that torch starts do not.
+    Python skips a folder that is not writable; compilers that torch starts do not.
     """
     usual = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
     other = env.cache_dir() / "temporary"
     with contextlib.suppress(OSError):
-        if shutil.disk_usage(usual).free >= _ROOM:
+        if shutil.disk_usage(usual).free >= _MIN_FREE:
             return
     with contextlib.suppress(OSError):
         other.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if shutil.disk_usage(other).free >= _ROOM:
+        if shutil.disk_usage(other).free >= _MIN_FREE:
             os.environ["TMPDIR"] = str(other)
 
 
-def _name_libraries_without_spaces() -> None:
-    """Let torch link through a link to its own libraries if their path has a space, for it does not quote that one."""
+def _link_libraries_without_spaces() -> None:
+    """Give torch a symbolic link to its own libraries if their path has a space, since torch does not quote it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return

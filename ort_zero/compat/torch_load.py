@@ -1,4 +1,4 @@
-"""Lets torch unpickle a ``.pt`` that the user trusts, without the bytes of its tensors."""
+"""Unpickle a ``.pt`` file that the user trusts, without reading the bytes of its tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _C: Any = torch._C
 
 
 def load_trusted(stream: IO[bytes], replace: _Replace) -> Any:
-    """Return what the file holds, unpickled with the real classes; the pickle may run any code.
+    """Return the content of the file, unpickled with the real classes; the pickle may run any code.
 
     Args:
-        stream: the zip; only its directory and its pickle are read.
-        replace: takes a dense tensor and the offset of its storage in the file, in bytes; returns what takes its place.
+        stream: the zip file; only its directory and its pickle are read.
+        replace: takes a dense tensor and the offset of its storage in the file, in bytes; returns the replacement.
             Other tensors (sparse, quantised, without storage) stay.
 
     Raises:
-        Exception: whatever the pickle raises.
+        Exception: any error of the pickle.
     """
     storages = _Storages(stream)
     with FakeTensorMode():
@@ -32,25 +32,25 @@ def load_trusted(stream: IO[bytes], replace: _Replace) -> Any:
 
 
 class _Storages:
-    """Notes the offset of each storage that torch makes while it unpickles; torch up to 2.6 keeps none of them.
+    """The file offsets of the storages that torch makes while it unpickles; torch up to 2.6 does not keep them.
 
     Args:
-        stream: the zip.
+        stream: the zip file.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._file = _C.PyTorchFileReader(stream)
         stream.seek(0)
         self.offsets: dict[int, int] = {}
-        """Where the record of a storage begins in the file, in bytes, by the address of the storage."""
+        """Offset of each storage's record in the file, in bytes, by the address of the storage."""
         self._alive: list[Any] = []
 
     def pickle_module(self) -> Any:
-        """Return what ``torch.load`` takes for the module ``pickle``."""
+        """Return the object that ``torch.load`` uses as the module ``pickle``."""
         storages = self
 
         class Unpickler(pickle._Unpickler):
-            """Asks torch for storages; the one of Python can be looked on, the one of C cannot."""
+            """Python's unpickler, whose requests for storages can be observed, unlike requests of C's unpickler."""
 
             def __setattr__(self, name: str, value: Any) -> None:
                 super().__setattr__(name, storages.noting(value) if name == "persistent_load" else value)
@@ -58,15 +58,15 @@ class _Storages:
         return SimpleNamespace(__name__="pickle", Unpickler=Unpickler, load=pickle.load)
 
     def noting(self, load: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `load`, which makes storages, so that their offsets are noted."""
+        """Return a function that calls `load`, which makes a storage, and notes the storage's offset."""
 
         def noted(saved_id: Any) -> Any:
-            found = load(saved_id)
-            storage = getattr(found, "_untyped_storage", None)
+            typed = load(saved_id)
+            storage = getattr(typed, "_untyped_storage", None)
             if storage is not None:
                 self.offsets[storage._cdata] = self._file.get_record_offset(f"data/{saved_id[2]}")
                 self._alive.append(storage)
-            return found
+            return typed
 
         return noted
 

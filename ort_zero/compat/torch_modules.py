@@ -1,4 +1,4 @@
-"""Read what torch and its wrappers keep of modules and tensors under private names."""
+"""Read private attributes of torch's tensors and of the wrappers of modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def inside_of_ortmodule(module: Any) -> Any:
 def version_of(tensor: Any) -> int:
     """Return how often the values of `tensor` were changed in place; views of one tensor count together.
 
-    0 for a tensor that was made under ``torch.inference_mode()``, which counts nothing.
+    Returns 0 for a tensor that was made under ``torch.inference_mode()``, which has no counter.
     """
     try:
         return tensor._version

@@ -1,4 +1,4 @@
-"""torch.profiler: records the ranges and operators of a step, and gives them as trees."""
+"""Record the ranges and operators of a step with torch.profiler, and return them as trees."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 
-Made = TypeVar("Made")
+Tree = TypeVar("Tree")
 
 
 class OperatorProfiler:
-    """Records all operators of this process on the CPU, from :meth:`start` to :meth:`stop`.
+    """A recorder of all operators of this process on the CPU, from :meth:`start` to :meth:`stop`.
 
     Raises:
         RuntimeError: by :meth:`start`, if the program profiles itself.
@@ -21,22 +21,22 @@ class OperatorProfiler:
         self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         self._profiler.start()
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._profiler.stop()
 
-    def trees(self, root: str, make: Callable[[str, float, list[Made]], Made]) -> list[Made]:
-        """Return the ranges with the name `root`, in order, each with all that was recorded below it in its thread.
+    def trees(self, root: str, make: Callable[[str, float, list[Tree]], Tree]) -> list[Tree]:
+        """Return a tree for each range with the name `root`, in order, with all records below it in its thread.
 
         Args:
             root: name of a range.
-            make: makes a tree of a name, seconds, and the trees below.
+            make: makes a tree from a name, seconds, and the trees below.
         """
 
-        def tree(event: Any) -> Made:
+        def tree(event: Any) -> Tree:
             return make(event.name, event.time_range.elapsed_us() / 1e6, [tree(one) for one in event.cpu_children])
 
         events = [event for event in self._profiler.events() or () if event.name == root and not event.is_async]

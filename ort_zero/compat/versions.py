@@ -1,8 +1,8 @@
-"""The one support table: which versions of Python, torch, DeepSpeed and onnxruntime-training work together.
+"""Check the installed versions of Python, torch, DeepSpeed and onnxruntime-training against the only support table.
 
-Everything is read from metadata; nothing of what is checked gets imported. A version below the lowest one that was
-tried is refused by number. A version above the highest one that was tried is not: the probes of the other modules of
-this package look at the shape of what they need, and refuse by the name of what is missing.
+Versions are read from metadata; none of the checked packages is imported. A version below the lowest tested one is
+refused by its number. A version above the highest tested one is accepted. The other modules of this package check the
+code that they need in it, and raise an error that names a missing or unknown part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ort_zero import env
 from ort_zero.errors import UnsupportedVersionError
 
 ORT_DISTRIBUTIONS = ("onnxruntime-training", "onnxruntime-training-cpu")
-"""The names under which ONNX Runtime with its training part is installed: the wheels', and a CPU build's own."""
+"""The names under which ONNX Runtime with its training part is installed: by the wheels, and by a CPU build."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +31,15 @@ class Requirement:
     specifier: str
     """The versions that are accepted."""
     tried: str
-    """The versions with which all tests were run; another one that is accepted counts as untested."""
+    """The versions with which all tests were run; other accepted versions count as untested."""
     cure: str
-    """The command that brings a version that works."""
+    """The command that installs a version that works."""
     needed_for: str
     """``"ort"`` (running models in ONNX Runtime) or ``"zero"`` (any use of DeepSpeed)."""
 
 
 PYTHON = SpecifierSet(">=3.10")
-"""Everything but the execution in ONNX Runtime."""
+"""Versions for everything except the execution in ONNX Runtime."""
 ORT_PYTHON = SpecifierSet(">=3.10,<3.12")
 """onnxruntime-training 1.19.2 has no wheel for a later Python; one built from source may be used with any."""
 ORT_PYTHON_CURE = "use Python 3.10 or 3.11 (onnxruntime-training 1.19.2 has no later wheel)"
@@ -82,7 +82,7 @@ REQUIREMENTS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The installed version of one requirement, against the versions that are needed."""
+    """The installed version of one requirement, compared with the needed versions."""
 
     name: str
     found: str | None
@@ -94,7 +94,7 @@ class Finding:
 
 
 def installed(distribution: str) -> str | None:
-    """Return the installed version of `distribution`, or None; a CPU build of onnxruntime-training counts as such."""
+    """Return the installed version of `distribution`, or None; a CPU build counts as onnxruntime-training."""
     names = ORT_DISTRIBUTIONS if distribution in ORT_DISTRIBUTIONS else (distribution,)
     for name in names:
         try:
@@ -127,7 +127,7 @@ def _python() -> Finding:
 
 
 def lacks_wheel() -> bool:
-    """Return whether ONNX Runtime is missing because this Python, with which all else works, has no wheel of it."""
+    """Return whether ONNX Runtime is missing because it has no wheel for this Python, which is supported otherwise."""
     python = _python()
     return not python.ok and not on_musl() and Version(str(python.found)) in PYTHON
 
@@ -136,24 +136,24 @@ def findings() -> tuple[Finding, ...]:
     """Return one finding for Python and one for each requirement."""
     rows = [_python()]
     for req in REQUIREMENTS:
-        found = installed(req.distribution)
-        base = Version(found).base_version if found is not None else None
+        version = installed(req.distribution)
+        base = Version(version).base_version if version is not None else None
         ok = base is not None and base in SpecifierSet(req.specifier)
         untested = base is not None and ok and base not in SpecifierSet(req.tried)
         rows.append(
-            Finding(name=req.distribution, found=found, needed=req.specifier, ok=ok, cure=req.cure, untested=untested)
+            Finding(name=req.distribution, found=version, needed=req.specifier, ok=ok, cure=req.cure, untested=untested)
         )
     return tuple(rows)
 
 
 def require(needed_for: str) -> tuple[str, ...]:
-    """Raise unless everything needed for ``"ort"`` or ``"zero"`` is there; ONNX Runtime alone needs no DeepSpeed.
+    """Check that all packages for ``"ort"`` or ``"zero"`` have supported versions; ``"ort"`` needs no DeepSpeed.
 
     Returns:
-        Each package with a version that is later than those that were tried, as ``"torch 2.19.0"``.
+        Each package with an untested version, as ``"torch 2.19.0"``.
 
     Raises:
-        UnsupportedVersionError: names the first package that is missing or out of range, and the command that cures it.
+        UnsupportedVersionError: a package is missing or out of range; the message has the command that solves this.
     """
     wanted = {r.distribution for r in REQUIREMENTS if r.needed_for == needed_for}
     if needed_for == "ort":
@@ -164,13 +164,13 @@ def require(needed_for: str) -> tuple[str, ...]:
             continue
         if row.name == "python" and (on_musl() or lacks_wheel()):
             raise UnsupportedVersionError(_no_wheel(str(row.found)))
-        found = f"{row.name} {row.found}" if row.found else f"{row.name} is not installed"
-        raise UnsupportedVersionError(f"{found}; ort_zero works with {row.name}{row.needed}: {row.cure}")
+        problem = f"{row.name} {row.found}" if row.found else f"{row.name} is not installed"
+        raise UnsupportedVersionError(f"{problem}; ort_zero works with {row.name}{row.needed}: {row.cure}")
     return tuple(f"{row.name} {row.found}" for row in rows if row.untested)
 
 
 def _no_wheel(python: str) -> str:
-    """Return why there is no onnxruntime-training for this Python, and the way out."""
+    """Return the reason why this Python has no onnxruntime-training, and the way out."""
     if on_musl():
         return f"models cannot run in ONNX Runtime here: {MUSL}"
     return (
@@ -181,7 +181,7 @@ def _no_wheel(python: str) -> str:
 
 
 def how_to_get(distribution: str) -> str:
-    """Return what to say of `distribution`, one of :data:`REQUIREMENTS` that is not installed."""
+    """Return how to install `distribution`, a missing package of :data:`REQUIREMENTS`, as a sentence."""
     python = _python()
     if distribution == "onnxruntime-training" and not python.ok and installed(distribution) is None:
         return _no_wheel(str(python.found))
@@ -191,11 +191,11 @@ def how_to_get(distribution: str) -> str:
 
 @functools.cache
 def say_untested(packages: tuple[str, ...]) -> None:
-    """Let rank 0 say once of each of `packages`, the result of :func:`require`, that nobody has tried this version."""
+    """Warn once on rank 0 that `packages`, the result of :func:`require`, have untested versions."""
     if packages and env.rank() == 0:
         from ort_zero.log import get_logger
 
         get_logger().warning(
-            "%s: not among the versions with which all tests of ort_zero were run; its probes found what they look for",
+            "%s: not among the versions with which all tests of ort_zero were run; incompatible parts raise an error",
             ", ".join(packages),
         )

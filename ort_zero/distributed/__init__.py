@@ -1,1 +1,1 @@
-"""What the ranks of a job tell each other: run on all, raise on all; connections beside those of training."""
+"""Exchange values and failures between the ranks of a job, also beside the connections of training."""

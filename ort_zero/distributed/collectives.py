@@ -1,4 +1,4 @@
-"""Ranks tell each other what they are about to do, so that a failure of one is raised on all and nobody hangs.
+"""Exchange values and failures between ranks, so that a failure on one rank is raised on all and no rank hangs.
 
 Importing this module imports no torch: a command that runs as one process needs none.
 """
@@ -15,14 +15,14 @@ from ort_zero.errors import RankError
 
 def world_size(group: Any = None) -> int:
     """Return the number of ranks of `group`; 1 without torch.distributed."""
-    dist = sys.modules.get("torch.distributed")  # whoever has started a process group has imported it
+    dist = sys.modules.get("torch.distributed")  # imported if there is a process group
     return dist.get_world_size(group) if dist is not None and dist.is_available() and dist.is_initialized() else 1
 
 
 def exchange_integers(values: Sequence[int], group: Any = None) -> list[list[int]]:
     """Return the integers of every rank, rank 0 first; cheaper than :func:`exchange`.
 
-    All ranks of `group` must call this with equally many.
+    All ranks of `group` must call with the same number of integers.
 
     Args:
         values: values of this rank, each within 64 bits.
@@ -48,11 +48,11 @@ def exchange(value: Any, group: Any = None) -> list[Any]:
 
 
 def raise_if_others_failed(reports: Sequence[str | None], what: str, rank: int | None = None) -> None:
-    """Raise on a rank that did not fail itself.
+    """Raise RankError on this rank if other ranks failed and this rank did not.
 
     Args:
-        reports: error message of each rank, None where it succeeded.
-        what: what they did, for the message.
+        reports: error message of each rank, None for a rank without an error.
+        what: name of the work of all ranks, for the message.
         rank: this rank; by default the launcher's ``RANK``.
 
     Raises:
@@ -64,7 +64,7 @@ def raise_if_others_failed(reports: Sequence[str | None], what: str, rank: int |
 
 
 def failures_in(reports: Sequence[str | None]) -> dict[int, str]:
-    """Return the error message of each rank that failed, of reports that are None where a rank succeeded."""
+    """Return the error message of each failed rank by rank; a report is None for a rank without an error."""
     return {rank: text for rank, text in enumerate(reports) if text is not None}
 
 

@@ -1,9 +1,9 @@
-"""Lets gloo's worker threads finish before the interpreter goes away.
+"""Let gloo's worker threads finish before the interpreter ends.
 
-A worker of ``ProcessGroupGloo`` drops the last reference to a finished collective's tensors after it has woken the
-caller, and for that it needs the GIL. If the process reaches ``Py_FinalizeEx`` first, CPython ends that thread inside
-C++ code, which ends the process: "terminate called without an active exception" (torch 2.13, Python 3.11, plain PyTorch
-too; ``destroy_process_group`` does not join the workers while anybody, as DeepSpeed's modules do, holds a group).
+A worker of ``ProcessGroupGloo`` needs the GIL to drop the last reference to a finished collective's tensors, after it
+has woken the caller. If the process reaches ``Py_FinalizeEx`` first, CPython ends that thread inside C++ code, which
+ends the process: "terminate called without an active exception" (torch 2.13, Python 3.11, plain PyTorch too).
+``destroy_process_group`` does not join the workers while other objects, such as DeepSpeed's modules, refer to a group.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ def settle_at_exit() -> None:
 
 
 def settle() -> None:
-    """Give the GIL away for a moment, if gloo may be in use: a worker that waits for it gets it at once."""
+    """Release the GIL for a moment if gloo may be in use: a worker that waits for the GIL gets it at once."""
     if "torch.distributed" in sys.modules:
         time.sleep(_SECONDS)

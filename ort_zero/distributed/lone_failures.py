@@ -1,10 +1,10 @@
-"""Ends a rank that has failed between two collectives while the others have not: they would wait for it for ever.
+"""End a rank that failed between two collectives while other ranks did not, since these would wait for it for ever.
 
-A run of a graph that gathers weights is a row of collectives. Memory that runs out on one rank, or any other error of
-it alone, leaves the row there, and whatever that rank does next meets the others in another collective than theirs. If
-the error ends the script, its connections are closed and the others learn why. If the script catches it and goes on,
-nobody does. So a rank that has failed tells the store how often; where all ranks have failed alike, training may go
-on, and where they have not after :data:`SECONDS`, this process ends, which ends what the others wait for.
+A graph that gathers weights runs a fixed sequence of collectives. After an error on one rank alone, such as a lack of
+memory, the next collective of that rank does not match the collective of the others. If the error ends the script, its
+connections close and the other ranks print the reason. If the script catches the error and continues, they hang. So
+each failed rank writes its number of failures to the store. If all ranks have failed equally often, training may go on.
+If they have not after :data:`SECONDS`, this process ends, and with it the collective for which the others wait.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ort_zero.distributed.missing_ranks import error_key, failures_key
 from ort_zero.masking import masked
 
 SECONDS = 30.0
-"""Time in seconds in which the other ranks must have failed as well."""
+"""Time in seconds within which all other ranks must fail as well."""
 _STORE_SECONDS = 10.0
-"""Longest wait in seconds for an answer of the store when the process ends."""
+"""Maximum time in seconds to wait for an answer of the store when the process ends."""
 _EXIT_STATUS = 1
 _failures = 0
 """Number of runs that have failed on this rank."""
 _watches: queue.SimpleQueue[_Watch | None] | None = None
-"""What the thread that watches takes its work from, None for its end; None before there is a thread."""
+"""The queue of the watching thread, in which None ends the thread; None before the thread starts."""
 _ends = threading.Event()
-"""Set when this process ends by itself."""
+"""Set when the interpreter of this process ends."""
 
 
 def prepare() -> None:
-    """Start the thread that waits for failures: when memory has run out, none can be started. Only the first call does.
+    """Start the thread that waits for failures in advance: without memory no thread can be started.
 
-    Does nothing on one rank.
+    Does nothing in a job of one rank, and at a second call.
     """
     import torch.distributed as dist
 
@@ -54,12 +54,12 @@ def prepare() -> None:
 
 
 def _work(watches: queue.SimpleQueue[_Watch | None]) -> None:
-    while (watch := watches.get()) is not None and not _ends.is_set():  # a later failure is not the reason
+    while (watch := watches.get()) is not None and not _ends.is_set():  # a failure after the end has no effect
         watch.run()
 
 
 def _stop(thread: threading.Thread, watches: queue.SimpleQueue[_Watch | None]) -> None:
-    """End the thread: one that is inside the store while the interpreter ends, aborts the process (status -6)."""
+    """End the thread: a thread that calls the store while the interpreter ends aborts the process (status -6)."""
     _ends.set()
     watches.put(None)
     thread.join(_STORE_SECONDS)
@@ -67,9 +67,9 @@ def _stop(thread: threading.Thread, watches: queue.SimpleQueue[_Watch | None]) -
 
 @contextmanager
 def ended_unless_shared() -> Iterator[None]:
-    """Run a block that is between two collectives of all ranks; if it fails on some ranks alone, end these.
+    """Run a block between two collectives of all ranks; if it fails on some ranks only, end these ranks.
 
-    An error that a rank which is gone has caused is not counted: that rank is the one that has failed.
+    An error that the end of another rank has caused does not count: that other rank has failed.
     """
     try:
         yield
@@ -79,12 +79,12 @@ def ended_unless_shared() -> Iterator[None]:
 
 
 def report(error: BaseException) -> None:
-    """Note that this rank has failed between two collectives, and end it unless the others fail as well.
+    """Note that this rank has failed between two collectives, and end it unless all other ranks fail as well.
 
     Returns at once. Does nothing before :func:`prepare`, and for the error of a collective.
 
     Args:
-        error: its first line is what the other ranks will print as the reason.
+        error: the error; the other ranks will print its first line as the reason.
     """
     global _failures
     if _watches is None or is_collective_error(error):
@@ -95,11 +95,11 @@ def report(error: BaseException) -> None:
 
 
 class _Watch:
-    """Waits for the other ranks to fail as this one has.
+    """The wait for all other ranks to fail as often as this rank.
 
     Args:
-        number: how many runs have failed on this rank, this one included.
-        reason: what has happened here, one line.
+        number: number of runs that have failed on this rank, including this one.
+        reason: the error of this rank in one line.
     """
 
     def __init__(self, number: int, reason: str):
@@ -110,9 +110,9 @@ class _Watch:
         self._store = default_store()
 
     def run(self) -> None:
-        """Tell the store; return once all ranks have failed as often or the process ends by itself, else end it."""
+        """Write the failure to the store; return once all ranks have failed as often, else end this process."""
         deadline = time.monotonic() + SECONDS
-        with suppress(Exception):  # a store that is gone: its host, and with it the job
+        with suppress(Exception):  # an unreachable store means that its host, and so the job, has ended
             self._store.set(error_key(self._rank), self._reason)
             self._store.set(failures_key(self._rank), str(self._number))
             if self._wait(deadline):
@@ -124,14 +124,14 @@ class _Watch:
              "this process ends")  # fmt: skip
 
     def _wait(self, deadline: float) -> bool:
-        """Return whether all ranks have failed as often as this one before the deadline and before this one ends."""
+        """Return whether all ranks fail as often as this rank before the deadline and before this process ends."""
         while not all(self._failures_of(rank) >= self._number for rank in range(self._size)):
             if time.monotonic() > deadline or _ends.wait(0.2):
                 return False
         return True
 
     def _failures_of(self, rank: int) -> int:
-        """Return how many runs have failed on another rank."""
+        """Return the number of runs that have failed on `rank`."""
         key = failures_key(rank)
         return int(self._store.get(key)) if self._store.check([key]) else 0
 

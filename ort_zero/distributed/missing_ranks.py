@@ -1,9 +1,8 @@
-"""Names the ranks that are gone when a collective fails and the process ends with that error.
+"""Name the ranks that are gone when a collective fails and the process ends with that error.
 
-"Connection closed by peer" and "Timed out" do not say for whom a rank has waited. Each rank notes its host and process
-in the store through which the ranks found each other. A rank that ends with an error of a collective looks at the
-processes of its own host, asks the store for what ranks of other hosts have to say, and prints one line more, under the
-traceback.
+"Connection closed by peer" and "Timed out" do not name the missing rank. Each rank notes its host and process in the
+store of the default process group. A rank that ends with an error of a collective first checks the processes of its
+own host. Then it reads the reports of ranks on other hosts from the store. It prints one more line under the traceback.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from ort_zero.masking import masked
 T = TypeVar("T")
 
 SECONDS = 5.0
-"""Time in seconds that a rank waits for those of other hosts before it calls them silent."""
+"""Time in seconds that a rank waits for reports from other hosts before it calls their ranks silent."""
 _STORE_SECONDS = 10.0
-"""Time in seconds after which a store that does not answer is given up."""
+"""Time in seconds to wait for an answer of the store."""
 _ENDING_SECONDS = 2.0
 """Time in seconds that a process may take to end after its connections are closed."""
 _PREFIX = "ort_zero/ranks"
-"""The beginning of all keys. The store may outlive a restart of the ranks: each then clears its own keys."""
+"""Prefix of all keys. The store may outlive a restart of the ranks, so each rank first clears its keys."""
 _noted: list[Any] = []
-"""The store in which this process has noted itself last."""
+"""The store with the last note of this process, if any."""
 _remembered: dict[int, _Rank] = {}
-"""What other ranks had noted when this one last looked, for when the store is out of reach."""
-_NAMED = 8
-"""Largest number of ranks that may be out of reach and are named one by one."""
+"""The notes of other ranks when this rank last read them, for an unreachable store."""
+_MAX_NAMED = 8
+"""Maximum number of ranks on other hosts that a message names one by one."""
 
 
 class _Rank(NamedTuple):
-    """What a rank has noted of itself."""
+    """The note of one rank in the store."""
 
     number: int
     host: str
@@ -51,9 +50,9 @@ class _Rank(NamedTuple):
 
 
 def note_this_rank() -> None:
-    """Let other ranks know where this one runs, and have it name those that are gone if it ends with their error.
+    """Note host and process of this rank in the store, and name missing ranks if this rank ends in a failed collective.
 
-    Does nothing on one rank, and at a second call.
+    Does nothing in a job of one rank, and at a second call.
     """
     import torch.distributed as dist
 
@@ -71,7 +70,7 @@ def note_this_rank() -> None:
 
 
 def remember_ranks() -> None:
-    """Keep what other ranks have noted so far: where the store is on a host that is gone, nobody else can tell it.
+    """Read the notes of the other ranks in advance, since the host of the store may fail later.
 
     Does nothing before :func:`note_this_rank`.
     """
@@ -84,12 +83,12 @@ def _place_key(rank: int) -> str:
 
 
 def error_key(rank: int) -> str:
-    """Return the key under which a rank leaves word of an error of its own."""
+    """Return the key under which a rank stores its error."""
     return f"{_PREFIX}/error/{rank}"
 
 
 def failures_key(rank: int) -> str:
-    """Return the key under which a rank counts the failures of its own between two collectives."""
+    """Return the key under which a rank counts its failures between two collectives."""
     return f"{_PREFIX}/failures/{rank}"
 
 
@@ -103,60 +102,60 @@ def _with_missing_ranks(show: Callable[..., Any]) -> Callable[..., Any]:
             print(f"[ort_zero rank {env.rank()} on {socket.gethostname()}] {text}", file=sys.stderr, flush=True)
         else:
             first = (str(error).strip() or "no message").partition("\n")[0]
-            _within(_STORE_SECONDS, lambda: _say_why(f"{kind.__name__}: {masked(first)}"))
+            _within(_STORE_SECONDS, lambda: _store_error(f"{kind.__name__}: {masked(first)}"))
 
     return hook
 
 
-def _say_why(text: str) -> None:
-    """Leave word of an error of this rank's own for those that wait for it, unless an earlier one is its cause."""
+def _store_error(text: str) -> None:
+    """Store this rank's error for the ranks that wait for it, unless an earlier error, the cause, is stored."""
     import torch.distributed as dist
 
     default_store().compare_set(error_key(dist.get_rank()), "", text)
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
-    """Return what `work` returns, None if it fails or takes longer.
+    """Return the result of `work`, None if it fails or takes longer.
 
-    A store whose host is gone answers nothing, and no timeout of torch ends every way of asking it.
+    A store on a failed host never answers, and torch has no timeout for some of its requests.
     """
-    found: list[T] = []
+    results: list[T] = []
 
     def run() -> None:
         with suppress(Exception):
-            found.append(work())
+            results.append(work())
 
     thread = threading.Thread(target=run, name="ort_zero missing ranks", daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 def missing_ranks() -> str:
-    """Return a sentence on which ranks are gone, stopped or silent, as far as this one can know.
+    """Return a sentence that names the ranks that are gone, stopped or silent, as far as this rank can tell.
 
-    Takes up to :data:`SECONDS` if no rank of this host is gone, and :data:`_STORE_SECONDS` if the store is.
+    Takes up to :data:`SECONDS` if no rank of this host is gone, and :data:`_STORE_SECONDS` more without the store.
     """
-    found = _within(SECONDS + _STORE_SECONDS, lambda: _look())
-    if found is not None:
-        return found
+    sentence = _within(SECONDS + _STORE_SECONDS, lambda: _look())
+    if sentence is not None:
+        return sentence
     where = f"{os.environ.get('MASTER_ADDR', 'the first host')}:{os.environ.get('MASTER_PORT', '')}"
     text = f"a collective failed, and {where}, where the ranks meet, does not answer: that host or the network is down"
     far = [str(other) for _, other in sorted(_remembered.items()) if other.host != socket.gethostname()]
-    more = f" and {len(far) - _NAMED} more" if len(far) > _NAMED else ""
-    return f"{text}; on other hosts than this one: {', '.join(far[:_NAMED])}{more}" if far else text
+    more = f" and {len(far) - _MAX_NAMED} more" if len(far) > _MAX_NAMED else ""
+    return f"{text}; on other hosts than this one: {', '.join(far[:_MAX_NAMED])}{more}" if far else text
 
 
 def _read(store: Any) -> dict[int, _Rank]:
-    """Return what the other ranks have noted."""
+    """Return the notes of the other ranks by rank."""
     import torch.distributed as dist
 
     numbers = [number for number in range(dist.get_world_size()) if number != dist.get_rank()]
-    if not store.check([_place_key(number) for number in numbers]):  # one request for all of them, as a rule
+    if not store.check([_place_key(number) for number in numbers]):  # usually one request is enough
         numbers = [number for number in numbers if store.check([_place_key(number)])]
     others = {}
-    for number, noted in zip(numbers, store.multi_get([_place_key(number) for number in numbers]), strict=True):
-        host, _, process = noted.decode().rpartition(" ")
+    for number, note in zip(numbers, store.multi_get([_place_key(number) for number in numbers]), strict=True):
+        host, _, process = note.decode().rpartition(" ")
         others[number] = _Rank(number, host, int(process))
     return others
 
@@ -166,25 +165,25 @@ def _look() -> str:
 
     store, me = default_store(), dist.get_rank()
     others = _read(store)
-    said = _known(store, others)
+    statements = _statements_on(others, store)
     deadline = time.monotonic() + min(SECONDS, _ENDING_SECONDS)
-    while not said and time.monotonic() < deadline:
+    while not statements and time.monotonic() < deadline:
         time.sleep(0.1)
-        said = _known(store, others)
-    store.set(f"{_PREFIX}/failed/{me}", "; ".join(said))
-    if said:
-        return f"a collective failed: {'; '.join(said)}"
+        statements = _statements_on(others, store)
+    store.set(f"{_PREFIX}/failed/{me}", "; ".join(statements))
+    if statements:
+        return f"a collective failed: {'; '.join(statements)}"
     return _hear(store, [other for other in others.values() if other.host != socket.gethostname()])
 
 
-def _known(store: Any, others: dict[int, _Rank]) -> list[str]:
-    """Return what is known of ranks that failed, are gone or stopped."""
+def _statements_on(others: dict[int, _Rank], store: Any) -> list[str]:
+    """Return statements on the ranks that have failed, are gone or are stopped."""
     failed = {number: key for number in others if store.check([key := error_key(number)])}
-    said = [f"{others[number]} failed: {store.get(key).decode()}" for number, key in failed.items()]
+    statements = [f"{others[number]} failed: {store.get(key).decode()}" for number, key in failed.items()]
     for what in ("gone", "stopped"):
         ranks = [other for other in others.values() if other.number not in failed and _state_here(other) == what]
-        said += [f"{_names(ranks)} {what}"] if ranks else []
-    return said
+        statements += [f"{_names(ranks)} {what}"] if ranks else []
+    return statements
 
 
 def _names(ranks: list[_Rank]) -> str:
@@ -192,7 +191,7 @@ def _names(ranks: list[_Rank]) -> str:
 
 
 def _hear(store: Any, far: list[_Rank]) -> str:
-    """Wait for what ranks of other hosts have to say, and return what follows from it."""
+    """Wait for the reports of ranks on other hosts, and return the sentence that follows from them."""
     deadline = time.monotonic() + SECONDS
     silent = list(far)
     reports: list[str] = []
@@ -214,7 +213,7 @@ def _hear(store: Any, far: list[_Rank]) -> str:
 
 
 def _state_here(other: _Rank) -> str | None:
-    """Return "gone" or "stopped" for a process of this host that is so, else None."""
+    """Return "gone" or "stopped" if the process of a rank on this host is in that state, else None."""
     if other.host != socket.gethostname():
         return None
     try:

@@ -1,4 +1,4 @@
-"""One name for a run, the same on all its ranks, without a collective: a rank may be alone in asking."""
+"""Name a run, equally on all its ranks, without a collective: a single rank may ask for the name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run_id() -> str:
     """Return the name of this run; ranks of one process group get the same."""
     mine = uuid.uuid4().hex[:16]
     if dist.is_available() and dist.is_initialized():
-        # the first one that asks sets it
+        # the first rank that asks sets the name
         from ort_zero.compat.torch_distributed import default_store
 
         return default_store().compare_set(_KEY, "", mine).decode()

@@ -1,7 +1,7 @@
-"""A gloo connection among all ranks that belongs to nobody else.
+"""Connect all ranks through gloo, apart from every process group of training.
 
-Work in the background must not share a process group with training (collectives of two threads would mix), and must
-survive ``destroy_process_group()`` at the end of a script, which closes every group that torch knows of.
+Background work must not share a process group with training, since collectives of two threads would mix. The
+connection must also survive ``destroy_process_group()`` at the end of a script, which closes all groups of torch.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 import torch.distributed as dist
 
 from ort_zero.compat.torch_distributed import default_store
-from ort_zero.distributed.process_group import PeerGroup
+from ort_zero.distributed.raise_on_all_ranks import PeerGroup
 from ort_zero.utils.open_files import allow_open_files
 
 _numbers = itertools.count()
 _TIMEOUT = datetime.timedelta(minutes=30)
 _FIRST = 1024
-"""Bytes of the first message, which has room for the length and for most values; a second one takes what is left."""
+"""Bytes of the first message, which holds the length and most values; a second message carries longer rests."""
 _LENGTH = 8
-"""Bytes of the length."""
+"""Bytes of the length field in a message."""
 
 
 class SideChannel:
-    """Moves Python objects among the ranks of the default group. All ranks must construct it, in the same order."""
+    """A connection that moves Python objects between all ranks. All ranks must construct it, in the same order."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -50,7 +50,7 @@ class SideChannel:
         if longest > room:
             rests = self._all_gather(data[room:], longest - room)
             parts = [part + rest for part, rest in zip(parts, rests)]
-        return [pickle.loads(part) for part in parts]  # which ends where the pickle does
+        return [pickle.loads(part) for part in parts]  # ignores the padding after the pickle
 
     def gather_to_first(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank on rank 0, nothing on the others. All ranks must call.
@@ -69,7 +69,7 @@ class SideChannel:
         return [one.numpy()[:length].tobytes() for one, length in zip(everyone, lengths)]
 
     def _all_gather(self, data: bytes, size: int) -> list[bytes]:
-        """Return the bytes of every rank, filled up to `size`."""
+        """Return the bytes of every rank, padded with zeros to `size` bytes."""
         mine = _tensor_of(data, size)
         everyone = [torch.empty(size, dtype=torch.uint8) for _ in range(self.size)]
         self._group.allgather([everyone], [mine]).wait()
@@ -77,14 +77,14 @@ class SideChannel:
 
 
 def _tensor_of(data: bytes, size: int) -> torch.Tensor:
-    """Return bytes as a tensor, filled up to `size`."""
+    """Return bytes as a tensor, padded with zeros to `size` bytes."""
     tensor = torch.zeros(size, dtype=torch.uint8)
     tensor.numpy()[: len(data)] = memoryview(data)
     return tensor
 
 
 class SideChannelGroup(PeerGroup):
-    """All ranks, over a connection that training does not use. All ranks must construct it, in the same order."""
+    """The group of all ranks over a separate connection. All ranks must construct it, in the same order."""
 
     def __init__(self) -> None:
         self._channel = SideChannel()

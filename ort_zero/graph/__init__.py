@@ -1,1 +1,1 @@
-"""Import paths of earlier releases; the code is in :mod:`ort_zero.ortmodule.runtime`."""
+"""Keep the import paths of earlier releases; the code is in :mod:`ort_zero.ortmodule.runtime`."""

@@ -1,4 +1,4 @@
-"""The documented import path of :func:`add_symbolic` and :func:`run_in_torch`."""
+"""Keep the documented import path of :func:`add_symbolic` and :func:`run_in_torch`."""
 
 from ort_zero.ortmodule.runtime.operators.fallback_table import run_in_torch
 from ort_zero.ortmodule.runtime.operators.symbolics import add_symbolic

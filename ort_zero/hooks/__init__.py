@@ -1,7 +1,7 @@
-"""Actions around the modules of a model: what users subscribe to.
+"""Subscribe to the modules of a model, with the names of onnxruntime-training's guide.
 
-The names of onnxruntime-training's guide are here: ``GlobalSubscriberManager``, ``StatisticsSubscriber``,
-``SubscriberBase``, ``inspect_activation``; ``python -m ort_zero.hooks.merge_activation_summary``.
+``GlobalSubscriberManager``, ``StatisticsSubscriber``, ``SubscriberBase``, ``inspect_activation``, and
+``python -m ort_zero.hooks.merge_activation_summary``.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ort_zero.statistics.collect.subscriber_base import SubscriberBase
     from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager, inspect_activation
 else:
-    # on demand: statistics import numba and pyarrow
+    # imported on demand: statistics import numba and pyarrow
     __getattr__ = lazy_attributes(
         __name__,
         {

@@ -1,4 +1,4 @@
-"""The guide's command: ``python -m ort_zero.hooks.merge_activation_summary --pt_dir A --ort_dir B --output_dir C``."""
+"""Run ``ort-zero stats merge`` under its name in onnxruntime's guide: ``--pt_dir A --ort_dir B --output_dir C``."""
 
 from __future__ import annotations
 

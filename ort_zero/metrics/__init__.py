@@ -1,1 +1,1 @@
-"""Figures of a running training, for files and monitors that somebody looks at every day."""
+"""Collect figures of a running training and write them to files and monitors."""

@@ -1,4 +1,4 @@
-"""The figures of one rank at one moment, made from the status of its model: flat names, plain numbers."""
+"""Compute the figures of one rank at one moment from the status of its model: flat names, plain numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure that is written.
+    """The name, unit and help text of one figure.
 
     Attributes:
-        name: in files, and behind ``ort_zero/`` in monitors.
-        unit: empty for a count.
-        help: what it says, in one sentence.
-        only_grows: it counts from the start of the process on.
+        name: name in files, and after ``ort_zero/`` in monitors.
+        unit: unit of the figure, empty for a count.
+        help: meaning of the figure, in one sentence.
+        only_grows: True if the figure counts from the start of the process on.
     """
 
     name: str
@@ -28,11 +28,11 @@ class Figure:
 
 
 FIGURES = (
-    Figure("step_seconds", "seconds", "Wall time of an optimizer step, the mean since the figures before."),
+    Figure("step_seconds", "seconds", "Mean wall time of an optimizer step since the previous figures."),
     Figure("graphs", "", "Graphs that are kept."),
     Figure("exports", "", "Exports of the model to ONNX.", only_grows=True),
     Figure("build_seconds", "seconds", "Time spent on exporting and building graphs.", only_grows=True),
-    Figure("fallbacks", "", "Models that PyTorch runs since an export failed."),
+    Figure("fallbacks", "", "Models that PyTorch runs because an export failed."),
     Figure("parts_in_torch", "", "Operators and submodules that PyTorch runs inside of the graph."),
     Figure("forward_runs", "", "Forwards that ONNX Runtime has run.", only_grows=True),
     Figure("backward_runs", "", "Backwards that ONNX Runtime has run.", only_grows=True),
@@ -41,14 +41,14 @@ FIGURES = (
     Figure("reduces", "", "Gradients that left a graph to be reduced.", only_grows=True),
     Figure("saves", "", "Checkpoints that this rank has begun to save.", only_grows=True),
     Figure("save_seconds", "seconds", "Time for which training has waited for saves.", only_grows=True),
-    Figure("resident_bytes", "bytes", "Memory that the process holds."),
-    Figure("peak_resident_bytes", "bytes", "The most memory that the process has held.", only_grows=True),
+    Figure("resident_bytes", "bytes", "Resident memory of the process."),
+    Figure("peak_resident_bytes", "bytes", "Maximum resident memory of the process so far.", only_grows=True),
 )
 
 
 @dataclass
 class Saves:
-    """What the saves of one engine have taken so far."""
+    """The number and total time of one engine's saves so far."""
 
     count: int = 0
     seconds: float = 0.0
@@ -58,15 +58,15 @@ def figures_of(status: Mapping[str, Any] | None, saves: Saves, step_seconds: flo
     """Return the value of each figure by its name.
 
     Args:
-        status: of the model's runtime; None for a model in PyTorch, whose graphs do not exist.
-        saves: of its engine.
-        step_seconds: mean wall time of the last steps.
+        status: status of the model's runtime; None for a model in PyTorch, which has no graphs.
+        saves: saves of the model's engine.
+        step_seconds: mean wall time of the last steps, in seconds.
     """
     graphs: Iterable[Mapping[str, Any]] = (status or {}).get("graphs", {}).values()
     graphs = [*graphs]
-    found = {name: sum(graph[name] for graph in graphs) for name in
+    values = {name: sum(graph[name] for graph in graphs) for name in
              ("exports", "gathers", "gathered_elements", "reduces")}  # fmt: skip
-    found |= {
+    values |= {
         "step_seconds": step_seconds,
         "graphs": sum(graph["kept"] for graph in graphs),
         "build_seconds": sum(done["seconds"] for done in (status or {}).get("transitions", ())),
@@ -78,7 +78,7 @@ def figures_of(status: Mapping[str, Any] | None, saves: Saves, step_seconds: flo
         "save_seconds": saves.seconds,
         **_memory(),
     }
-    return {figure.name: found[figure.name] for figure in FIGURES if figure.name in found}
+    return {figure.name: values[figure.name] for figure in FIGURES if figure.name in values}
 
 
 def _memory() -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The two formats of metrics files: JSON lines, and the text format of Prometheus."""
+"""Format figures for metrics files: as JSON lines, or in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def prometheus_text(figures: Mapping[str, float], step: int, labels: Mapping[str
     Names follow its rules: seconds and bytes end the name, counters end in ``_total``.
 
     Args:
-        figures: of one rank.
-        step: optimizer steps so far.
-        labels: of each figure.
+        figures: figures of one rank by name.
+        step: number of optimizer steps so far.
+        labels: labels of each figure.
     """
     label = ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
     lines = [*_metric("ort_zero_step", "gauge", "Optimizer steps so far.", label, step)]

@@ -1,4 +1,4 @@
-"""Writes the figures of an engine every few optimizer steps, to a file and to DeepSpeed's monitors."""
+"""Write the figures of an engine every few optimizer steps, to a file and to DeepSpeed's monitors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ort_zero.metrics.formats import json_line, prometheus_text
 from ort_zero.utils import atomic_write
 
 PROMETHEUS = ".prom"
-"""Suffix of a file that holds the newest figures in Prometheus' text format; others get a line of JSON each time."""
+"""Suffix of a file with the newest figures in Prometheus' text format; other files get one JSON line per write."""
 _RANK = "{rank}"
 
 
 def path_of_rank(path: str | None, rank: int) -> Path | None:
-    """Return the file of one rank, None if it writes none.
+    """Return the metrics file of one rank, None if the rank writes no file.
 
     Args:
-        path: of the section; with ``{rank}`` in it each rank has a file of its own, else rank 0 alone writes.
+        path: ``metrics.path`` of the section; with ``{rank}`` in it each rank writes a file, else rank 0 alone.
         rank: global rank.
     """
     if path is None or (rank != 0 and _RANK not in path):
@@ -33,19 +33,19 @@ def path_of_rank(path: str | None, rank: int) -> Path | None:
 
 
 class MetricsWriter:
-    """Writes the figures of one engine.
+    """The writer of one engine's figures.
 
     Args:
-        path: file of this rank, None for none. What another run left in it is kept: lines are appended, a file for
+        path: file of this rank, None for no file. Lines are appended to the lines of earlier runs; a file for
             Prometheus is replaced as a whole.
-        every: optimizer steps between two writes.
+        every: number of optimizer steps between two writes.
         rank: global rank, a label of every figure.
-        model: class of the model, the same.
+        model: class name of the model, a label of every figure.
         status: returns the status of the model; None for a model in PyTorch.
         monitor: takes the figures of rank 0 as ``(name, value, step)`` for DeepSpeed's monitors; None if none is on.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written on this rank.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class MetricsWriter:
                 raise ConfigError(f"ort_zero.metrics.path: {path} cannot be written on rank {rank}: {error}") from error
 
     def after_step(self, step: int) -> None:
-        """Write the figures if it is time to; `step` is the number of optimizer steps that the engine has done."""
+        """Write the figures every few steps; `step` is the number of optimizer steps that the engine has done."""
         now = time.monotonic()
-        if self._written_at is None:  # what the first step builds is not the time of a step
+        if self._written_at is None:  # the first step also builds graphs
             self._written_at = step, now
         elif step == self._written_at[0]:
             return
@@ -99,6 +99,6 @@ class MetricsWriter:
             moment = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json_line(figures, {"time": moment, "step": step, **self._labels}))
-        except OSError as error:  # training is worth more than its figures
+        except OSError as error:  # a file of figures must not stop the training
             log.get_logger().warning("no metrics are written any more: %s: %s", self._path, error)
             self._path = None

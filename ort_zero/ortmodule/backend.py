@@ -71,15 +71,14 @@ def connect(runtime: Runtime, engine: Any) -> None:
     """Give the runtime what is known only once the engine exists: its stage, process group and prefetch window."""
     from ort_zero.compat.deepspeed import parameter_offload_of
     from ort_zero.ortmodule.compat import deepspeed_engine
-    from ort_zero.ortmodule.runtime.zero3.kept_weights import GatherLimits, KeptWeights
+    from ort_zero.ortmodule.runtime.zero3 import prefetch_limits
+    from ort_zero.ortmodule.runtime.zero3.kept_weights import KeptWeights
 
     offload = parameter_offload_of(engine)
     runtime.stage = int(engine.zero_optimization_stage())
     if offload is not None:
         runtime.group = deepspeed_engine.partition_group_of(offload)
-        distance, live = deepspeed_engine.limits_of_kept_weights(offload)
-        window = deepspeed_engine.prefetch_window(offload)
-        runtime.kept_weights = KeptWeights(GatherLimits(window, distance, live))
+        runtime.kept_weights = KeptWeights(prefetch_limits.limits_of(offload))
         deepspeed_engine.connect_leaf_gradients(engine)
 
 

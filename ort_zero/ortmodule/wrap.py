@@ -145,7 +145,7 @@ def memory_request(section: config.MemoryConfig) -> Any:
     Raises:
         ConfigError: on all ranks, if one cannot read the plan or reads another one.
     """
-    from ort_zero.distributed.process_group import RankGroup, default_group
+    from ort_zero.distributed.raise_on_all_ranks import RankGroup, default_group
     from ort_zero.ortmodule.recompute import options
 
     ranks = RankGroup() if section == config.MemoryConfig() else default_group()

@@ -1,4 +1,4 @@
-"""The plugin: switched on by an entry point or by hand, it connects DeepSpeed's engine to the rest of the package."""
+"""Connect DeepSpeed's engine to the rest of the package, once an entry point or the user enables the plugin."""
 
 from ort_zero.plugin.lifecycle import autoload, disable, enable, is_enabled, status
 

@@ -1,4 +1,4 @@
-"""Connects a DeepSpeed engine to the section of its config: wraps the model before the engine sees it."""
+"""Connect a DeepSpeed engine to the section of its config: wrap the model before the engine gets it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PATCHING = threading.Lock()
 def _engine_init(original):
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
-        note_this_rank()  # what the ranks exchange while the engine is made lets each find the others afterwards
+        note_this_rank()  # first: after the collectives of the constructor each rank can read all notes
         bound, ds_config = ds_compat.config_of(original, self, args, kwargs)
         section = config.section_of(ds_config)
         if section is None:
@@ -68,7 +68,7 @@ def _engine_init(original):
 
 
 def _note(engine: Any) -> None:
-    """Let subscribers know the stage, also without a section; nothing here may keep an engine from being made."""
+    """Note the rank, the ranks' hosts and the ZeRO stage of a new engine, also without a section; must not raise."""
     note_this_rank()  # if the engine itself has made the process group
     remember_ranks()
     lone_failures.prepare()
@@ -78,16 +78,16 @@ def _note(engine: Any) -> None:
 
 
 def _subscribe(engine: Any, section: config.StatisticsConfig) -> None:
-    """Collect statistics as the section says. All ranks."""
+    """Collect statistics of an engine as the section says. All ranks must call."""
     session = statistics.collect(engine, section)
     if session is not None:
         engine.__dict__["ort_zero_statistics"] = session
 
 
 def patch_gathers() -> None:
-    """Let DeepSpeed wait for all that it gathers, where it does not; a second call does nothing.
+    """Patch a DeepSpeed that does not wait for all parameters that it gathers; a second call does nothing.
 
-    Called when the first engine has the section: without one DeepSpeed stays as it is.
+    Called for the first engine with a section: without a section DeepSpeed stays unchanged.
     """
     from ort_zero.compat import deepspeed_waits
 
@@ -99,9 +99,9 @@ def patch_gathers() -> None:
 
 
 def _refuse_local_storage(ds_config: dict, section: config.Config) -> None:
-    """Raise ConfigError if ranks of several hosts are to keep their parts of a sharded checkpoint on their own disks.
+    """Raise ConfigError if each of several hosts would write its part of a sharded checkpoint to its own disk.
 
-    Said before training: else the first save would be the one to fail.
+    Checked before training: otherwise the first save would fail.
     """
     local = (ds_config.get("checkpoint") or {}).get("use_node_local_storage") is True
     if local and section.checkpoint.sharded and env.several_hosts():
@@ -121,9 +121,9 @@ def _save_checkpoint(original):
         section = getattr(self, "ort_zero_section", None)
         if section is None or not section.checkpoint.sharded:
             return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs)
-        given.apply_defaults()
-        arguments = given.arguments
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
         from ort_zero.checkpoint.saves import saving
 
         with metrics.save_of(self):
@@ -146,9 +146,9 @@ def _load_checkpoint(original):
 
     @functools.wraps(original)
     def load_checkpoint(self, *args, **kwargs):
-        given = signature.bind(self, *args, **kwargs)
-        given.apply_defaults()
-        arguments = given.arguments
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
         if getattr(self, "ort_zero_section", None) is None or not arguments["load_dir"]:
             return original(self, *args, **kwargs)
         from ort_zero.checkpoint.loads import loading as checkpoint_loading
@@ -182,15 +182,15 @@ def _load_checkpoint(original):
 
 
 def _loaded_by_deepspeed(engine: Any, reason: Any, by_deepspeed: Callable[[], tuple]) -> tuple:
-    """Return what DeepSpeed's own loader returns for a checkpoint that ours does not take. All ranks must call.
+    """Return the result of DeepSpeed's own loader for a checkpoint that ort_zero cannot load. All ranks must call.
 
     Args:
         engine: the engine.
-        reason: error of our loader.
+        reason: error of ort_zero's loader.
         by_deepspeed: calls DeepSpeed's loader.
 
     Raises:
-        CheckpointError: DeepSpeed's cannot take it either: the world size or the ZeRO stage is another one.
+        CheckpointError: DeepSpeed's loader cannot load it either, since the world size or the ZeRO stage differs.
     """
     source = reason.source
     if source is not None:
@@ -204,10 +204,10 @@ def _loaded_by_deepspeed(engine: Any, reason: Any, by_deepspeed: Callable[[], tu
                 "weights alone)"
             ) from reason
     log.get_logger().info("DeepSpeed's own loader takes the checkpoint, without the checks of ort_zero: %s", reason)
-    found = by_deepspeed()
-    if found[0] is None:
+    loaded = by_deepspeed()
+    if loaded[0] is None:
         raise CheckpointError(f"{reason}; and DeepSpeed's own loader found nothing to load") from reason
-    return found
+    return loaded
 
 
 def _step(original):

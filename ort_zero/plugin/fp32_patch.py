@@ -1,8 +1,8 @@
-"""Lets DeepSpeed's own functions for a whole fp32 state dict read checkpoints of our format.
+"""Make DeepSpeed's own functions for a whole fp32 state dict read checkpoints of ort_zero's format.
 
 ``get_fp32_state_dict_from_zero_checkpoint``, ``load_state_dict_from_zero_checkpoint`` and the conversions of
-``deepspeed.utils.zero_to_fp32`` all read through one function of that module, which is patched: so they work also for
-those who have imported them before.
+``deepspeed.utils.zero_to_fp32`` all read through one function of that module. That function is patched, so that
+earlier imports of the others work as well.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def _find_model_file(original):
 
 
 @functools.cache
-def _kept() -> tempfile.TemporaryDirectory:
+def _temporary_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="ort_zero_client_state_")
 
 
 def _folder() -> str:
     """Return a new folder that is removed when the process ends."""
-    return tempfile.mkdtemp(dir=_kept().name)
+    return tempfile.mkdtemp(dir=_temporary_folder().name)
 
 
 _WHY = "reads sharded checkpoints"
@@ -88,7 +88,7 @@ _FILE_PATCHES = (
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return the patches; none where DeepSpeed's functions have another shape: nothing else depends on them."""
+    """Return the patches; none if DeepSpeed's functions have other arguments: no other part depends on the patches."""
     every = (_PATCH, *_FILE_PATCHES)
     try:
         for patch in every:

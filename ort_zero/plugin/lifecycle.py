@@ -1,6 +1,6 @@
-"""Switches the plugin on and off, and says what it does.
+"""Switch the plugin on and off, and report its state.
 
-Nothing heavy is imported at module level: :func:`autoload` runs at the end of every ``import torch``.
+No large package is imported at module level: :func:`autoload` runs at the end of every ``import torch``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 _HOOKED_MODULE = "deepspeed.runtime.engine"
 _state: dict[str, Any] = {"armed": False, "auto_error": None, "bare": False}
-"""Whether the hooks are armed; why the plugin could not be enabled; whether bare ORTModules are to work."""
+"""Whether the import hooks are armed; why the plugin could not be enabled; whether to prepare bare ORTModules."""
 
 
 class _WaitForImports:
-    """Arms wrapt's hooks when a package begins to be imported: wrapt alone takes longer to import than we may."""
+    """A finder that arms wrapt's hooks when the import of a package begins: an earlier import of wrapt is too slow."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        """Find nothing; at the first sight of DeepSpeed or ONNX Runtime's training part arm its hooks."""
+        """Arm the hooks of DeepSpeed or ONNX Runtime's training part at its first import; find no module."""
         arm = _HOOKS.get(name)
         if arm is not None:
             arm()
@@ -61,7 +61,7 @@ def _arm_ortmodule() -> None:
 
 
 def _backend_hooks() -> dict[str, Callable[[Any], None]]:
-    """Return the backend's hooks by the name of the imported module; none where the backend cannot be loaded."""
+    """Return the backend's hooks by the name of the imported module; none if the backend cannot be loaded."""
     try:
         return loading.load().import_hooks(_model_is_made)
     except Exception as error:  # raised here, the error would end the user's import of onnxruntime
@@ -74,7 +74,7 @@ _HOOKS = {"deepspeed": _arm_deepspeed, "onnxruntime.training": _arm_ortmodule}
 
 
 def _arm(package: str, hooks: Mapping[str, Callable[[Any], None]]) -> None:
-    """Let each function be called when its module has been imported, or now if it has been."""
+    """Register each function to be called after the import of its module, at once for an imported module."""
     _HOOKS.pop(package, None)
     if not _HOOKS and _WaitForImports in sys.meta_path:
         sys.meta_path.remove(_WaitForImports)  # type: ignore[arg-type]
@@ -88,16 +88,16 @@ def _arm(package: str, hooks: Mapping[str, Callable[[Any], None]]) -> None:
 
 
 def _model_is_made(running: RunningModel, section: Config) -> None:
-    """Report on a model that a user's own code made an ORTModule of."""
+    """Report on a model that a user's own code has wrapped in an ORTModule."""
     from ort_zero.plugin import wrap
 
     wrap.report_on(running, section)
 
 
 def _run_hook(hook: Callable[[Any], None], module: Any) -> None:
-    """Run a backend's hook after the import of `module`, unless bare ORTModules are to stay as they are.
+    """Run a backend's hook after the import of `module`, unless bare ORTModules should stay unchanged.
 
-    A failure is no reason for the import to fail in another way than without the plugin.
+    An error is logged and not raised: the import must work as without the plugin.
     """
     if not _state["bare"]:
         return
@@ -111,10 +111,10 @@ def _run_hook(hook: Callable[[Any], None], module: Any) -> None:
 
 
 def _enable_quietly(module: Any) -> None:
-    """Enable; on failure say so once and keep the reason for :func:`status`.
+    """Enable the plugin; on failure warn once and keep the reason for :func:`status`.
 
-    DeepSpeed then works as ever, except for a config with an enabled section: what the user asked for cannot be had,
-    and training in PyTorch without a word is not the answer.
+    DeepSpeed then works as without the plugin, but an engine whose config has an enabled section raises the reason: the
+    model must not train in PyTorch unnoticed.
     """
     try:
         enable()
@@ -130,14 +130,14 @@ def _enable_quietly(module: Any) -> None:
             wanted = PatchSet("refused_section", (patch(str(error)),))
             wanted.apply()
             registry.patch_sets[wanted.name] = wanted
-        except Exception:  # not even an engine that could be patched: the warning has to do
+        except Exception:  # the engine cannot be patched either: only the warning remains
             get_logger().debug("an enabled section will not be refused", exc_info=True)
 
 
 def enable() -> None:
-    """Patch DeepSpeed, all or nothing, and let the bare ORTModule work; a second call does nothing.
+    """Patch DeepSpeed, all or nothing, and prepare the bare ORTModule; a second call does nothing.
 
-    ``ORT_ZERO_DISABLE=1`` makes it do nothing. Where DeepSpeed is not installed, but onnxruntime-training is, only
+    With ``ORT_ZERO_DISABLE=1`` nothing happens. If DeepSpeed is not installed, but onnxruntime-training is, only
     ORTModule is prepared.
 
     Raises:
@@ -158,7 +158,7 @@ def enable() -> None:
     importlib.import_module(_HOOKED_MODULE)
     submodules.attach_submodules("deepspeed")
     if _engine_is_patched():
-        return  # the armed hook has just done it
+        return  # the armed import hook has just called this function
     from ort_zero.distributed import gloo_exit
     from ort_zero.plugin import engine_patch, fp32_patch
     from ort_zero.utils.patching import PatchSet
@@ -172,7 +172,7 @@ def enable() -> None:
 
 
 def _enable_ortmodule() -> None:
-    """Let the bare ORTModule work, whether its package has been imported, is being imported, or will be."""
+    """Prepare the bare ORTModule, whether its package has been imported, is being imported, or will be."""
     _state["bare"] = True
     if "onnxruntime.training" in _HOOKS:
         if "onnxruntime.training" in sys.modules:
@@ -186,13 +186,12 @@ def _enable_ortmodule() -> None:
 
 
 def disable() -> None:
-    """Put back the very objects that were there.
+    """Restore the original objects of DeepSpeed and ONNX Runtime.
 
-    Engines that exist keep the hooks that they have, and run on where PyTorch runs the model; a model in ONNX Runtime
-    cannot be called any more.
+    Existing engines keep their hooks. Models in PyTorch run on; models in ONNX Runtime cannot be called any more.
 
     Raises:
-        PatchError: somebody patched one of our targets after us; nothing is changed then.
+        PatchError: another library patched a target after ort_zero; nothing is changed then.
     """
     was_enabled = is_enabled()
     registry.restore(*reversed(registry.patch_sets))
@@ -213,13 +212,13 @@ def _engine_is_patched() -> bool:
 
 
 def status() -> dict[str, Any]:
-    """Return what is patched, which graph runs, and why, as plain values.
+    """Return the patches, the models with their graphs, and the reasons, as plain values.
 
-    Keys: ``enabled``, ``reason`` (why not, or None), ``patches`` (targets), ``models`` (one for each engine whose
-    section asks for ONNX Runtime, the newest one last, until it is destroyed or gone: what has run it (``backend``:
-    ``"onnxruntime"``, ``"torch"`` or ``"not called yet"``), graphs, runs, gathers, reduces, transitions, fallback
-    reason, and in ``called_in_torch`` the methods other than forward that PyTorch has run, with the number of calls of
-    modules that they made) and ``fallbacks`` (sum).
+    Keys: ``enabled``, ``reason`` (why the plugin is not enabled, or None), ``patches`` (targets), ``models`` and
+    ``fallbacks`` (sum over the models). ``models`` has one entry for each living engine whose section asks for ONNX
+    Runtime, the newest one last: ``backend`` (``"onnxruntime"``, ``"torch"`` or ``"not called yet"``), graphs, runs,
+    gathers, reduces, transitions and fallback reason. Its ``called_in_torch`` lists the methods other than forward that
+    PyTorch has run, with the number of module calls that they made.
     """
     models = [runtime.status() for runtime in registry.runtimes()]
     reason = "ORT_ZERO_DISABLE is set" if env.disabled() else _state["auto_error"]
@@ -233,7 +232,7 @@ def status() -> dict[str, Any]:
 
 
 def _refuse_late() -> None:
-    """Raise if a DeepSpeed engine was made before: its hooks are in place, it would be half ours."""
+    """Raise PatchError if a DeepSpeed engine exists already: it has DeepSpeed's hooks and would be half patched."""
     module = sys.modules.get(_HOOKED_MODULE)
     engine_class = getattr(module, "DeepSpeedEngine", None)
     if engine_class is None:

@@ -1,4 +1,4 @@
-"""Starts the metrics that a section asks for, and tells them of an engine's steps and saves."""
+"""Start the metrics that a section asks for, and count an engine's steps and saves in them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ort_zero.metrics.writer import MetricsWriter, path_of_rank
 
 _WRITER = "ort_zero_metrics"
 _writers: weakref.WeakKeyDictionary[MetricsWriter, tuple[str | None, int]] = weakref.WeakKeyDictionary()
-"""Path of the section, and number among the engines under that path, of each engine that lives."""
+"""For the writer of each living engine: path in the section, and number of the engine among those with this path."""
 
 
 def write_metrics_of(engine: Any, section: config.MetricsConfig, runtime: Any) -> None:
     """Write metrics of an engine from now on, as the section says. All ranks must call.
 
     Args:
-        engine: DeepSpeed's.
-        section: the part about metrics.
-        runtime: runs the engine's model in ONNX Runtime; None in PyTorch.
+        engine: the DeepSpeed engine.
+        section: the part about metrics of the section.
+        runtime: the runtime of the engine's model in ONNX Runtime; None for a model in PyTorch.
 
     Raises:
-        ConfigError: on all ranks, if one cannot write its file.
+        ConfigError: on all ranks, if one rank cannot write its file.
     """
     monitor = engine.monitor if section.monitor and getattr(engine.monitor, "enabled", False) else None
     if section.path is None and monitor is None:
         return
-    from ort_zero.distributed.process_group import default_group
+    from ort_zero.distributed.raise_on_all_ranks import default_group
 
-    # an actor and a critic under one config: each has a file, by the order in which they are made
+    # an actor and a critic may share one config: each engine gets a file, in the order of construction
     taken = {number for path, number in _writers.values() if path == section.path}
     number = next(i for i in range(1, len(taken) + 2) if i not in taken)
     path = path_of_rank(section.path, env.rank())
@@ -54,14 +54,14 @@ def write_metrics_of(engine: Any, section: config.MetricsConfig, runtime: Any) -
 
 
 def after_step_of(engine: Any) -> None:
-    """Write the metrics of an engine if it is time to; to be called after each ``engine.step()``."""
+    """Write the metrics of an engine every ``every`` steps; must be called after each ``engine.step()``."""
     writer = engine.__dict__.get(_WRITER)
     if writer is not None:
         writer.after_step(engine.global_steps)
 
 
 def end_metrics_of(engine: Any) -> None:
-    """Write no metrics of an engine any more; the next one under its path takes its file."""
+    """Stop writing the metrics of an engine; the next engine with this path gets its file."""
     writer = engine.__dict__.pop(_WRITER, None)
     if writer is not None:
         _writers.pop(writer, None)
@@ -69,7 +69,7 @@ def end_metrics_of(engine: Any) -> None:
 
 @contextmanager
 def save_of(engine: Any) -> Iterator[None]:
-    """Count the block as a save of the engine, for which its training waits."""
+    """Count the block as a save of the engine, with its seconds."""
     writer, start = engine.__dict__.get(_WRITER), time.monotonic()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Connects the engines and ORTModules of a script to the recorder of ``ort-zero profile``, if that runs the script."""
+"""Connect the engines and ORTModules of a script to the recorder of ``ort-zero profile``, if it runs the script."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ort_zero.utils import named_ranges
 
 @functools.cache
 def recorder() -> Recorder | None:
-    """Return what measures this process; None unless ``ort-zero profile`` has started it.
+    """Return the recorder of this process; None unless ``ort-zero profile`` has started the process.
 
     Raises:
         ProfileError: the file that the environment names cannot be read.
@@ -27,34 +27,34 @@ def recorder() -> Recorder | None:
 
 
 def in_torch() -> bool:
-    """Return whether this run of the script is the one in PyTorch, for which every section is off."""
-    found = recorder()
-    return found is not None and found.request.backend == exchange.TORCH
+    """Return whether the script runs in PyTorch for comparison, with every section off."""
+    active = recorder()
+    return active is not None and active.request.backend == exchange.TORCH
 
 
 def without_fallback(section: config.Config) -> config.Config:
-    """Return a section that runs nothing in PyTorch unnoticed, while a script is measured."""
+    """Return the section with ``fallback`` "raise" while a script is measured, else unchanged."""
     if recorder() is None:
         return section
     return section.model_copy(update={"ortmodule": section.ortmodule.model_copy(update={"fallback": "raise"})})
 
 
 def measure_engine(engine: Any, runtime: Any = None) -> None:
-    """Have an engine's calls measured, if the script is.
+    """Measure an engine's calls, if the script is measured.
 
     Args:
-        engine: DeepSpeed's.
-        runtime: runs its model in ONNX Runtime; None in PyTorch.
+        engine: the DeepSpeed engine.
+        runtime: the runtime of the engine's model in ONNX Runtime; None for a model in PyTorch.
     """
-    found = recorder()
-    if found is None:
+    active = recorder()
+    if active is None:
         return
-    found.model_is_there(type(runtime.module if runtime is not None else engine.module).__name__)
+    active.note_model(type(runtime.module if runtime is not None else engine.module).__name__)
     _name_collectives()
     if runtime is not None:
-        runtime.graph_recorder = found.graph_recorder
+        runtime.graph_recorder = active.graph_recorder
     engine.register_forward_pre_hook(
-        lambda called, args: found.call(called, called.training and torch.is_grad_enabled())
+        lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
     )
     for name, method in (
         (named_ranges.FORWARD, "forward"), (named_ranges.BACKWARD, "backward"), (named_ranges.OPTIMIZER, "step")
@@ -63,19 +63,19 @@ def measure_engine(engine: Any, runtime: Any = None) -> None:
 
 
 def measure_model(runtime: Any) -> None:
-    """Have the calls of a model without an engine measured, if the script is."""
-    found = recorder()
-    if found is None:
+    """Measure the calls of a model without an engine, if the script is measured."""
+    active = recorder()
+    if active is None:
         return
-    found.model_is_there(type(runtime.module).__name__)
+    active.note_model(type(runtime.module).__name__)
     if in_torch():
         runtime.fallback_reason = "ort-zero profile measures it in PyTorch"
     else:
-        runtime.graph_recorder = found.graph_recorder
+        runtime.graph_recorder = active.graph_recorder
     call = in_range(named_ranges.FORWARD, runtime.call)
 
     def measured(managers: Any, args: tuple, kwargs: dict, run_in_torch: Any) -> Any:
-        found.call(runtime, runtime.module.training and torch.is_grad_enabled())
+        active.call(runtime, runtime.module.training and torch.is_grad_enabled())
         return call(managers, args, kwargs, run_in_torch)
 
     runtime.call = measured
@@ -83,7 +83,7 @@ def measure_model(runtime: Any) -> None:
 
 @functools.cache
 def _name_collectives() -> None:
-    """Have DeepSpeed's own gathers and reduces recorded as ranges, those of engines in PyTorch too."""
+    """Record DeepSpeed's own gathers and reduces as named ranges, also in engines that run in PyTorch."""
     for kind, functions in (
         (named_ranges.GATHER, deepspeed_collectives.gathers()),
         (named_ranges.REDUCE, deepspeed_collectives.reduces()),

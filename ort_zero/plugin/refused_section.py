@@ -1,4 +1,4 @@
-"""A patch for when ort_zero could not be enabled: an engine whose config has an enabled section raises the reason."""
+"""Refuse an engine whose config has an enabled section, with the reason why ort_zero could not be enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the collection of statistics that a section asks for."""
+"""Start the collection of statistics that a section asks for."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from ort_zero import config, log
 
 _collecting: Counter[str | None] = Counter()
-"""How many models collect statistics, by the folder of the section."""
+"""Number of models that collect statistics, by the output folder in the section."""
 
 
 def collect(model: Any, section: config.StatisticsConfig) -> Any:
-    """Collect statistics of a model as the section says; return the session, None if it wants none. All ranks.
+    """Collect statistics of a model, and return the session, None if the section disables it. All ranks must call.
 
     Args:
         model: an engine, an ORTModule or a module.
-        section: the part about statistics.
+        section: the part about statistics of the section.
     """
     if not section.enabled:
         return None
@@ -24,7 +24,7 @@ def collect(model: Any, section: config.StatisticsConfig) -> Any:
     from ort_zero.statistics.collect.subscriber_manager import GlobalSubscriberManager
 
     wanted = section.model_dump(exclude={"enabled"})
-    # an actor and a critic under one config: each has a folder, by the order in which they are made
+    # an actor and a critic may share one config: each engine gets a folder, in the order of construction
     before, _collecting[section.output_dir] = _collecting[section.output_dir], _collecting[section.output_dir] + 1
     if before:
         wanted["output_dir"] = f"{section.output_dir}_{before + 1}"

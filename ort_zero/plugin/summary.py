@@ -1,6 +1,6 @@
-"""The table that a user sees once the first training graph runs: what is on, how to switch it, what it cost.
+"""Print a table once the first training graph runs: active features, how to switch them, and the time for graphs.
 
-:func:`table` is pure; :func:`announce` prints it, once for each engine, on rank 0.
+:func:`table` returns the text; :func:`announce` prints it, once for each engine, on rank 0.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ort_zero import config, env, log
 from ort_zero.utils import tables
 from ort_zero.utils.text import shortened
 
-_NARROWEST, _WIDEST = 40, 120
-_LEAST = 8
-"""Minimum width of a column in characters, however narrow the terminal is."""
+_MIN_WIDTH, _MAX_WIDTH = 40, 120
+_MIN_COLUMN = 8
+"""Minimum width of a column in characters, even on a very narrow terminal."""
 _ASCII, _BOXES = ("-", "|", "+"), ("─", "│", "┼")
 _LINE = re.compile(r":\d+ in \S+\)$")
 """End of a reason that names a line of the user's code."""
-_MOST_LINES = 3
+_MAX_LINES = 3
 Row = tuple[str, ...]
-"""Cells of a row: feature, state, what to write to switch it; with two cells the second one takes all the room."""
+"""Cells of a row: feature, state, setting that switches it; the second of two cells takes all remaining width."""
 
 
 def table(
@@ -38,13 +38,13 @@ def table(
     width: int = 80,
     boxes: bool = False,
 ) -> str:
-    """Return what an engine does, as lines of equal form.
+    """Return the features and costs of an engine's model, as a table.
 
     Args:
         status: ``Runtime.status()`` of the engine's model; None where the section leaves the model in PyTorch.
         section: section of the engine's config.
         versions: installed versions by distribution.
-        plans: recomputation: cluster with its counts, and what it brings.
+        plans: recomputed clusters with their counts, and the effect of each.
         width: width of the terminal in characters.
         boxes: draw lines with box characters rather than ASCII.
     """
@@ -54,16 +54,16 @@ def table(
         *_costs(status),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
-    return "\n".join(_drawn(rows, max(width, _NARROWEST), _BOXES if boxes else _ASCII))
+    return "\n".join(_drawn(rows, max(width, _MIN_WIDTH), _BOXES if boxes else _ASCII))
 
 
 def announce(section: config.Config, module: Any, runtime: Any | None) -> None:
-    """Print the table of a model that a section is for, on rank 0, unless the level is above INFO.
+    """Print the table of a model with a section, on rank 0, unless the level is above INFO.
 
     Args:
-        section: its configuration.
-        module: the user's.
-        runtime: runs it in ONNX Runtime; None where PyTorch does.
+        section: the configuration of the model.
+        module: the user's module.
+        runtime: the runtime of the model in ONNX Runtime; None for a model in PyTorch.
     """
     logger = log.get_logger()
     if env.rank() != 0 or not logger.isEnabledFor(logging.INFO):
@@ -133,7 +133,7 @@ def _costs(status: Mapping[str, Any] | None) -> list[Row]:
         if not done:
             continue
         size = [f"{graph['nodes']} nodes", f"{graph['python_ops']} PythonOps", f"{graph['inputs']} inputs"]
-        rows.append((f"{mode} graph", ", ".join(filter(None, [*size, graph["bridge"]]))))
+        rows.append((f"{mode} graph", ", ".join(filter(None, [*size, graph["collectives"]]))))
         steps = [f"{step} {seconds:.1f}" for step, seconds in done[-1]["steps"].items()]
         rows.append(("  made in seconds", f"{', '.join(steps)}; {done[-1]['seconds']:.1f} in all"))
     return rows
@@ -150,13 +150,13 @@ def _lines_kept(status: Mapping[str, Any] | None) -> list[Row]:
     """Return a row for each of the first submodules and functions that stay in PyTorch, with the reason."""
     if status is None or status["fallback_reason"]:
         return []
-    # those of the user's code with their line come first; operators are many, and their names say enough
-    found = sorted(
+    # reasons with a line of the user's code come first; operators are many, and their names are enough
+    parts = sorted(
         ((name, why) for name, why in status["in_torch"].items() if "::" not in name or _LINE.search(why)),
         key=lambda part: _LINE.search(part[1]) is None,
     )
-    more = [("  more", f"{len(found) - _MOST_LINES} parts, see ort_zero.status()")] if len(found) > _MOST_LINES else []
-    return [*((f"  {name}", why) for name, why in found[:_MOST_LINES]), *more]
+    more = [("  more", f"{len(parts) - _MAX_LINES} parts, see ort_zero.status()")] if len(parts) > _MAX_LINES else []
+    return [*((f"  {name}", why) for name, why in parts[:_MAX_LINES]), *more]
 
 
 def _state(on: Any) -> str:
@@ -179,7 +179,7 @@ def _other_fallback(fallback: str) -> str:
 
 
 def _drawn(rows: Sequence[Row], width: int, characters: tuple[str, str, str]) -> list[str]:
-    """Return the lines of a table no wider than `width`; the first row is its head."""
+    """Return the lines of a table no wider than `width` characters; the first row is its head."""
     dash, bar, cross = characters
     first, second, third = _widths(rows, width - 2 * len(" | "))
     wide = width - first - len(" | ")
@@ -199,9 +199,9 @@ def _drawn(rows: Sequence[Row], width: int, characters: tuple[str, str, str]) ->
 
 
 def _widths(rows: Sequence[Row], room: int) -> list[int]:
-    """Return the widths of three columns that together fit in `room`: the widest one gives way first."""
+    """Return the widths of three columns that together fit in `room` characters: the widest column shrinks first."""
     widths = [max(len(row[n]) for row in rows if len(row) > n and (n == 0 or len(row) == 3)) for n in range(3)]
-    return tables.narrowed(widths, room, [_LEAST] * 3)
+    return tables.narrowed(widths, room, [_MIN_COLUMN] * 3)
 
 
 def _draws_boxes() -> bool:
@@ -210,15 +210,15 @@ def _draws_boxes() -> bool:
 
 
 def _width() -> int:
-    """Return the width of what stderr is shown on."""
+    """Return the width of the table in characters, from ``COLUMNS`` or the terminal of stderr."""
     if os.environ.get("COLUMNS", "").isdigit():
-        return max(_NARROWEST, min(_WIDEST, int(os.environ["COLUMNS"])))
+        return max(_MIN_WIDTH, min(_MAX_WIDTH, int(os.environ["COLUMNS"])))
     if _is_terminal():
         try:
-            return max(_NARROWEST, min(_WIDEST, os.get_terminal_size(sys.stderr.fileno()).columns))
+            return max(_MIN_WIDTH, min(_MAX_WIDTH, os.get_terminal_size(sys.stderr.fileno()).columns))
         except (OSError, ValueError, AttributeError):
             return 80
-    return _WIDEST
+    return _MAX_WIDTH
 
 
 def _is_terminal() -> bool:
@@ -227,10 +227,10 @@ def _is_terminal() -> bool:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    by_name = {}
     for name in ("ort_zero", "torch", "deepspeed", "onnxruntime-training"):
         try:
-            found[name] = metadata.version(name)
+            by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue  # a copy that was not installed
-    return {**found, "Python": ".".join(map(str, sys.version_info[:3]))}
+            continue  # not installed, such as a copied source tree
+    return {**by_name, "Python": ".".join(map(str, sys.version_info[:3]))}

@@ -18,12 +18,12 @@ def wrap(model: Any, **section: Any) -> Any:
 
     ``ort_zero.wrap(model, ortmodule={"exclude": ["head"]}, statistics={"enabled": True, "output_dir": "run"})``: the
     keys are those of the section in a DeepSpeed config, but for "checkpoint" and "metrics", which need an engine. The
-    result is an ORTModule; where the section or ``ORT_ZERO_DISABLE`` says so, it is `model` itself. In a
-    DistributedDataParallel the module inside is wrapped. Every rank calls it with the same options.
+    result is an ORTModule, or `model` itself if the section or ``ORT_ZERO_DISABLE`` disables ort_zero. In a
+    DistributedDataParallel the module inside is wrapped. All ranks must call with the same options.
 
     Args:
         model: a torch module.
-        section: the parts of the section by name.
+        section: the values of the section's keys.
 
     Raises:
         ConfigError: an unknown key, or a wrong type or value.
@@ -32,7 +32,9 @@ def wrap(model: Any, **section: Any) -> Any:
     """
     options = config.parse(section)
     if "checkpoint" in section:
-        raise ConfigError('ort_zero.checkpoint: checkpoints are those of a DeepSpeed engine; leave "checkpoint" out')
+        raise ConfigError(
+            'ort_zero.checkpoint: a model without a DeepSpeed engine has no checkpoints; leave "checkpoint" out'
+        )
     if "metrics" in section:
         raise ConfigError("ort_zero.metrics: a model without a DeepSpeed engine has no steps; read ort_zero.status()")
     if env.disabled() or not options.enabled:
@@ -52,6 +54,6 @@ def wrap(model: Any, **section: Any) -> Any:
 
 
 def report_on(running: RunningModel, section: config.Config) -> None:
-    """Print the summary of a model without an engine once the model has run, and profile its calls if asked to."""
+    """Print the summary of a model without an engine after its first run, and profile its calls if asked to."""
     running.announce = lambda ready: summary.announce(section, ready.module, ready)
     profiled_script.measure_model(running)

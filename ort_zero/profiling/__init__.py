@@ -1,1 +1,1 @@
-"""``ort-zero profile``: what a step of a script takes in ONNX Runtime and in PyTorch, part by part."""
+"""Implement ``ort-zero profile``: compare the time of a script's training step in ONNX Runtime and in PyTorch."""

@@ -1,9 +1,9 @@
-"""Divides the time of a step among its kernels, gathers, reduces, the optimizer, Python and the script.
+"""Divide the time of a step among its kernels, gathers, reduces, the optimizer, Python and the script.
 
-Two records are put together. torch.profiler gives a tree of ranges and ATen operators of the calling thread; the
-ranges are those of :mod:`ort_zero.utils.named_ranges`. ONNX Runtime's profiler gives the time of each node of a
-session's run, which torch sees as one range. Each moment counts once, for the innermost range or operator that it lies
-in; nodes that ATen or Python runs are divided as torch recorded them.
+The times come from two profilers. torch.profiler records a tree of ranges (see :mod:`ort_zero.utils.named_ranges`) and
+ATen operators of the calling thread. A run of an ONNX Runtime session is one range in that tree; ONNX Runtime's
+profiler records the time of each node in the run. Each moment counts once, for the innermost range or operator.
+Nodes that ATen or Python executes are divided into the operators that torch.profiler recorded.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ KERNEL, GATHER, REDUCE, OPTIMIZER, PYTHON, EXECUTOR, SCRIPT = (
     "kernels", "gather", "reduce", "optimizer", "Python", "executor", "script",
 )  # fmt: skip
 KINDS = (KERNEL, GATHER, REDUCE, OPTIMIZER, PYTHON, EXECUTOR, SCRIPT)
-"""The kinds of parts: operators; collectives, with the waiting for other ranks; the optimizer's step; Python in
-forward and backward; ONNX Runtime between two nodes; what the script does besides."""
+"""The kinds of parts: operators; collectives, including the waiting for other ranks; the optimizer's step; Python in
+forward and backward; ONNX Runtime between two nodes; the rest of the script."""
 
 IN_TORCH = frozenset({"ATen", "PythonOp", "PythonOpGrad"})
-"""Operators of ONNX Runtime whose nodes torch records as well."""
+"""Operators of ONNX Runtime whose nodes both profilers record, as they run operators of PyTorch."""
 _OF_RANGE = {
     named_ranges.STEP: SCRIPT, named_ranges.FORWARD: PYTHON, named_ranges.BACKWARD: PYTHON,
     named_ranges.OPTIMIZER: OPTIMIZER, named_ranges.SESSION: EXECUTOR, named_ranges.GATHER: GATHER,
     named_ranges.REDUCE: REDUCE, named_ranges.IN_PYTORCH: PYTHON,
 }  # fmt: skip
 _WHOLE = frozenset({OPTIMIZER, GATHER, REDUCE})
-"""Kinds whose operators are not told apart."""
+"""Kinds that are one part each, whatever operators run inside."""
 _IN_PYTHON = ("autograd::", "torch::autograd::", "ort_zero_kernels::", "ort_zero_loss::")
 _COLLECTIVES = (("reduce", REDUCE), ("gather", GATHER), ("broadcast", GATHER))
 
 
 @dataclass(slots=True)
 class Span:
-    """One range or operator that torch.profiler has recorded in one thread."""
+    """One range or operator that torch.profiler recorded in one thread."""
 
     name: str
     seconds: float
@@ -46,23 +46,23 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """One run of one node, as ONNX Runtime's profiler has recorded it."""
+    """One run of one graph node, recorded by ONNX Runtime's profiler."""
 
     op_type: str
     seconds: float
 
 
 def divide(steps: Sequence[Span], nodes: Iterable[NodeRun]) -> list[Part]:
-    """Return what the parts of a step take on average, the longest first.
+    """Return the mean time of each part of a step, the longest part first.
 
     Args:
         steps: the ranges of the steps.
-        nodes: nodes that ran in sessions during those steps.
+        nodes: nodes that ran in sessions during these steps.
     """
     seconds: dict[tuple[str, str], float] = defaultdict(float)
     calls: dict[tuple[str, str], int] = defaultdict(int)
     in_sessions = 0.0
-    """Seconds of what torch has recorded inside of sessions."""
+    """Seconds of the operators that torch.profiler recorded inside of sessions."""
     stack = [(step, SCRIPT) for step in steps]
     while stack:
         span, outside = stack.pop()
@@ -82,7 +82,7 @@ def divide(steps: Sequence[Span], nodes: Iterable[NodeRun]) -> list[Part]:
             seconds[KERNEL, node.op_type] += node.seconds
             calls[KERNEL, node.op_type] += 1
     if in_torch:
-        # what torch has recorded in those nodes is counted there, and not as a part of the session's own time
+        # operators in these nodes were subtracted twice: as children of the session's range, and with their nodes
         seconds[EXECUTOR, ""] += in_sessions
         seconds[PYTHON, ""] += in_torch - in_sessions
     parts = [Part(kind, name, time / len(steps), calls[kind, name] / len(steps))
@@ -91,11 +91,11 @@ def divide(steps: Sequence[Span], nodes: Iterable[NodeRun]) -> list[Part]:
 
 
 def _place(name: str, outside: str) -> tuple[str, str]:
-    """Return the kind of what torch has recorded under a name, and the operator that it is, if it is one."""
+    """Return the kind of a range or operator of torch.profiler, and the name of the operator, empty for a range."""
     if name.startswith(named_ranges.PREFIX):
         kind = _OF_RANGE.get(name.removeprefix(named_ranges.PREFIX))
         if kind is not None:
-            # a graph's run, or PyTorch's part of one, inside of a gather is still a gather's
+            # a graph that runs inside of a gather or reduce belongs to the gather or reduce
             return (outside, "") if outside in _WHOLE and kind in (PYTHON, EXECUTOR) else (kind, "")
     if name.startswith(("c10d::", "gloo:", "nccl:")):
         for word, kind in _COLLECTIVES:
@@ -108,14 +108,14 @@ def _place(name: str, outside: str) -> tuple[str, str]:
     if name.startswith("enumerate(DataLoader)"):
         return SCRIPT, ""
     if "::" not in name or name.startswith(_IN_PYTHON):
-        # an autograd Function, an operator of ours, a range of the program's: what it calls stands below it
+        # an autograd Function, an operator of ort_zero or a range of the script: their children are parts themselves
         return PYTHON, ""
     return KERNEL, name
 
 
 def by_kind(parts: Iterable[Part]) -> Mapping[str, float]:
-    """Return the seconds of each kind."""
-    found = dict.fromkeys(KINDS, 0.0)
+    """Return the seconds of each kind of part."""
+    seconds = dict.fromkeys(KINDS, 0.0)
     for part in parts:
-        found[part.kind] += part.seconds
-    return found
+        seconds[part.kind] += part.seconds
+    return seconds

@@ -1,6 +1,6 @@
-"""Runs a script twice, in ONNX Runtime and with its section off, and holds what a step takes together.
+"""Run a script twice, in ONNX Runtime and with its ``ort_zero`` section off, and compare the times of a step.
 
-Imports neither torch nor onnxruntime: all that needs them happens in the script's process, see
+This module imports neither torch nor onnxruntime: the measuring runs in the script's process, see
 :mod:`ort_zero.profiling.recorder`.
 """
 
@@ -33,27 +33,27 @@ _DOING = {STARTED: "first steps", WARM: "profiling", PROFILED: "timing", DONE: "
 
 
 class ProfiledScriptError(ScriptFailure, ProfileError):
-    """The script did not get as far as it had to."""
+    """The error of a script that ended before all its steps were measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileTask:
-    """What is to be profiled."""
+    """The script to profile, and the number of steps."""
 
     script: Path
     arguments: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
-    """What stands before the script: ``("deepspeed", "--num_gpus", "2")``."""
+    """Words of the command line before the script: ``("deepspeed", "--num_gpus", "2")``."""
     steps: int = 5
     warmup: int = 3
 
 
 def profile(task: ProfileTask, tell: Callable[[int, int, str], None] = lambda done, of, what: None) -> Comparison:
-    """Run the script in ONNX Runtime and in PyTorch, and return what a step takes in each.
+    """Run the script in ONNX Runtime and in PyTorch, and compare the times of a step.
 
     Args:
         task: see :class:`ProfileTask`.
-        tell: called with the number of phases done, of all, and what is being done.
+        tell: called with the number of finished phases, the number of all phases, and the name of the running phase.
 
     Raises:
         ConfigError: the script or the launcher does not exist.
@@ -77,7 +77,7 @@ def profile(task: ProfileTask, tell: Callable[[int, int, str], None] = lambda do
 
 
 def _run(task: ProfileTask, backend: str, progress: Callable[[str], None]) -> list[RankProfile]:
-    """Run the script in one backend, and return what its ranks have measured."""
+    """Run the script in one backend, and return the profiles of its ranks."""
 
     def ask(request: Path, report: str) -> None:
         ProfileRequest(backend, task.warmup, task.steps, report).write(request)
@@ -96,7 +96,7 @@ def _run(task: ProfileTask, backend: str, progress: Callable[[str], None]) -> li
 
 
 def _why(task: ProfileTask, status: int, ranks: Sequence[RankProfile]) -> str:
-    """Return why there is no report, in a line."""
+    """Return in one line why rank 0 wrote no complete report."""
     failed = [rank for rank in ranks if rank.state == FAILED]
     if failed:
         return f"{task.script}: {failed[0].error}"

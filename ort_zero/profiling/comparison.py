@@ -1,4 +1,4 @@
-"""Holds the profiles of a script in ONNX Runtime and in PyTorch together, and finds where they differ most."""
+"""Compare the profiles of a script in ONNX Runtime and in PyTorch, and find the largest differences."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ort_zero.profiling.breakdown import KERNEL, KINDS, by_kind
 from ort_zero.profiling.exchange import Part, RankProfile
 from ort_zero.profiling.operator_groups import group_of
 
-MOST = 10
-"""Number of differences that are shown."""
+MAX_DIFFERENCES = 10
+"""Maximum number of rows in the list of differences."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Seconds of one part of a step in ONNX Runtime and in PyTorch."""
+    """The seconds of one part of a step in ONNX Runtime and in PyTorch."""
 
     name: str
     ort: float
     torch: float
     ort_operators: tuple[Part, ...] = ()
-    """The operators behind it, the longest first."""
+    """The operators of this part, the longest first."""
     torch_operators: tuple[Part, ...] = ()
 
     @property
     def difference(self) -> float:
-        """Seconds that ONNX Runtime takes more."""
+        """Seconds in ONNX Runtime minus seconds in PyTorch."""
         return self.ort - self.torch
 
 
@@ -39,9 +39,9 @@ class Side:
 
     parts: tuple[Part, ...]
     profiled_seconds: float
-    """Median of a step under the profilers."""
+    """Median time of a step under the profilers, of the slowest rank."""
     timed_seconds: float | None
-    """Median of a step without them, of the slowest rank; None where the script ended before."""
+    """Median time of a step without profilers, of the slowest rank; None if the script ended before these steps."""
     ranks: int
     graphs_built: int
     nodes: int
@@ -69,13 +69,13 @@ class Side:
         )
 
     def operators(self, group: str) -> tuple[Part, ...]:
-        """Return the operators of a group, the longest first."""
+        """Return the operators of a group (see :mod:`.operator_groups`), the longest first."""
         return tuple(part for part in self.parts if part.kind == KERNEL and group_of(part.name) == group)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Both profiles of a script."""
+    """The profiles of a script in ONNX Runtime and in PyTorch."""
 
     script: str
     model: str
@@ -85,28 +85,28 @@ class Comparison:
 
     @property
     def kinds(self) -> list[Row]:
-        """The kinds of parts of which a step consists."""
+        """One row for each kind of part, see :data:`~.breakdown.KINDS`."""
         ours, theirs = by_kind(self.ort.parts), by_kind(self.torch.parts)
         return [Row(kind, ours[kind], theirs[kind]) for kind in KINDS]
 
     @property
     def rows(self) -> list[Row]:
-        """Operators by the work that they do, and the other kinds; the largest difference first."""
+        """One row for each group of operators and each other kind; the largest difference first."""
         groups = {group_of(part.name) for side in (self.ort, self.torch) for part in side.parts if part.kind == KERNEL}
-        found = [row for row in self.kinds if row.name != KERNEL]
+        rows = [row for row in self.kinds if row.name != KERNEL]
         for group in sorted(groups):
             ours, theirs = self.ort.operators(group), self.torch.operators(group)
             seconds, seconds_of_torch = (sum(part.seconds for part in parts) for parts in (ours, theirs))
-            found.append(Row(group, seconds, seconds_of_torch, ours, theirs))
-        return sorted(found, key=lambda row: -abs(row.difference))
+            rows.append(Row(group, seconds, seconds_of_torch, ours, theirs))
+        return sorted(rows, key=lambda row: -abs(row.difference))
 
     @property
     def differences(self) -> list[Row]:
-        """The largest of :attr:`rows`."""
-        return [row for row in self.rows[:MOST] if row.difference]
+        """The first :data:`MAX_DIFFERENCES` of :attr:`rows`, without rows of no difference."""
+        return [row for row in self.rows[:MAX_DIFFERENCES] if row.difference]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as ``ort-zero profile --json`` prints it; times in seconds."""
+        """Return the output of ``ort-zero profile --json``; times in seconds."""
         return {
             "script": self.script,
             "model": self.model,

@@ -1,4 +1,4 @@
-"""What ``ort-zero profile`` asks of the script that it runs, and what each of the script's ranks answers."""
+"""Exchange files between ``ort-zero profile`` and the script: the request, and the report of each rank."""
 
 from __future__ import annotations
 
@@ -14,101 +14,101 @@ from ort_zero.errors import ProfileError
 from ort_zero.utils.atomic_write import write_json
 
 ORT, TORCH = "ort", "torch"
-"""The two backends of a run: the script as it is, and with the section off."""
+"""The two backends: the script unchanged, and the script with its ``ort_zero`` section off."""
 STARTED, WARM, PROFILED, DONE, FAILED = "started", "warm", "profiled", "done", "failed"
-"""The states of a rank, in this order; a failed rank names its error."""
+"""The states of a rank, in the order of time; the report of a failed rank has the error's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What a script is to measure."""
+    """The request of the command to the script: backend and number of steps."""
 
     backend: str
     """:data:`ORT` or :data:`TORCH`."""
     warmup: int
-    """Training calls of the model before anything counts: the first ones export, compile and trace."""
+    """Number of training calls that are not measured: the first calls export, compile and trace."""
     steps: int
-    """Training calls that are profiled, and as many again that are only timed."""
+    """Number of training calls that are profiled; the same number of calls is timed without profilers."""
     report: str
-    """File for the report; rank n appends ``.n``."""
+    """Path of the report; rank n appends ``.n``."""
 
     def write(self, path: Path) -> None:
-        """Write the file that the environment names."""
+        """Write the request file, whose path the script gets in an environment variable."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 @dataclass(slots=True)
 class Part:
-    """What one operator, or one other part of a step, takes."""
+    """The time of one operator, or of one other part of a step."""
 
     kind: str
-    """A kind of :mod:`ort_zero.profiling.breakdown`."""
+    """One of :data:`ort_zero.profiling.breakdown.KINDS`."""
     name: str
-    """Operator as its library names it; empty for what is no operator."""
+    """Name of the operator in ONNX Runtime or PyTorch; empty for a part that is not an operator."""
     seconds: float
-    """Of the calling thread, in a step."""
+    """Wall time of the calling thread in a step."""
     calls: float = 0.0
-    """Number of calls in a step."""
+    """Mean number of calls in a step."""
 
 
 @dataclass(slots=True)
 class RankProfile:
-    """What one rank has measured."""
+    """The report of one rank."""
 
     backend: str
     state: str = STARTED
     rank: int = 0
     model: str = ""
     parts: list[Part] = field(default_factory=list)
-    """Of the faster half of the profiled steps."""
+    """Mean times of the faster half of the profiled steps."""
     profiled_seconds: list[float] = field(default_factory=list)
-    """Of each step under the profilers, which make it slower."""
+    """Time of each step under the profilers, which make steps slower."""
     timed_seconds: list[float] = field(default_factory=list)
-    """Of each step without them."""
+    """Time of each step without profilers."""
     graphs_built: int = 0
     """Number of graphs that were built while steps were profiled."""
     nodes: int = 0
     """Number of nodes of the training graph."""
     python_ops: int = 0
-    """Number of those that Python runs."""
+    """Number of nodes of the training graph that Python executes."""
     error: str = ""
 
     def write(self, report: str) -> None:
-        """Write this rank's report, in place of an earlier one."""
+        """Write this rank's report, and replace an earlier report."""
         self.rank = env.rank()
         try:
             write_json(Path(f"{report}.{self.rank}"), asdict(self))
         except OSError:
             if self.rank == 0:
                 raise
-            # on another machine the folder does not exist: the ranks beside the command tell enough
+            # the folder does not exist on other machines; the ranks on the command's machine are enough
 
 
 def read_reports(report: str | Path) -> list[RankProfile]:
-    """Return what the ranks on this machine have written, rank 0 first."""
+    """Read the reports of the ranks on this machine, rank 0 first."""
     path = Path(report)
-    found = []
+    profiles = []
     for file in path.parent.glob(f"{path.name}.*"):
-        with suppress(OSError, ValueError, TypeError, KeyError):  # of a rank that was killed while it wrote
+        with suppress(OSError, ValueError, TypeError, KeyError):  # the rank was killed while it wrote the file
             content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             parts = [Part(**part) for part in content.pop("parts")]
-            found.append(RankProfile(**content, parts=parts))
-    return sorted(found, key=lambda one: one.rank)
+            profiles.append(RankProfile(**content, parts=parts))
+    return sorted(profiles, key=lambda profile: profile.rank)
 
 
 def read_request(path: Path) -> ProfileRequest:
-    """Return what the command wants of this process.
+    """Read the request of the command to this process.
 
     Raises:
-        ProfileError: the file that the environment names cannot be read.
+        ProfileError: the file that the environment variable names cannot be read.
     """
     try:
         return ProfileRequest(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise ProfileError(f"{env.PROFILE}={path} cannot be read, unset it: {error}") from None
+        raise ProfileError(f"the file in {env.PROFILE}={path} cannot be read, unset the variable: {error}") from None
 
 
 def session_prefix(report: str) -> str:
-    """Return how the files begin into which sessions of ONNX Runtime write their profiles."""
+    """Return the path prefix of the files into which ONNX Runtime's sessions write their profiles."""
     folder = Path(report).parent
     return str((folder if folder.is_dir() else Path(tempfile.mkdtemp())) / f"session-{env.rank()}")

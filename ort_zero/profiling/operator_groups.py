@@ -1,4 +1,4 @@
-"""Which operators of ONNX Runtime and of PyTorch do the same work: their times stand in one row of the comparison."""
+"""Group the operators of ONNX Runtime and of PyTorch by their work: a group is one row of the comparison."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _GROUPS: dict[str, str] = {
     "aten::unbind aten::narrow aten::detach aten::detach_ detach aten::empty aten::empty_like aten::empty_strided "
     "aten::resize_ aten::set_ aten::arange aten::view_as aten::expand_as aten::flatten aten::alias aten::lift_fresh",
 }
-"""Operators by the name of the work that they do, those of ONNX Runtime before those of PyTorch."""
+"""Names of operators by the name of their group, operators of ONNX Runtime before operators of PyTorch."""
 
 
 @functools.cache
@@ -68,5 +68,5 @@ def _groups_by_operator() -> dict[str, str]:
 
 
 def group_of(operator: str) -> str:
-    """Return what the work of an operator is called; :data:`OTHER` for one that is in no group."""
+    """Return the name of an operator's group; :data:`OTHER` for an operator without a group."""
     return _groups_by_operator().get(operator, OTHER)

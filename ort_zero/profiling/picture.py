@@ -1,4 +1,4 @@
-"""A comparison of two profiles as one HTML page: bars of SVG and a table, without scripts, and nothing to load."""
+"""Draw a comparison of two profiles as one HTML page with SVG bars and tables, without scripts and other files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COLOURS = {
 _MORE, _LESS = "#c04848", "#48906a"
 _WIDTH, _LEFT, _BAR = 760, 190, 26
 _SHOWN = 40
-"""Number of operators in the tables."""
+"""Maximum number of operators in a table."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
@@ -30,7 +30,7 @@ td:first-child, th:first-child, td.words { text-align: left; } tr { border-botto
 
 
 def html(comparison: Comparison) -> str:
-    """Return the page."""
+    """Return the HTML page of a comparison."""
     title = escape(headline(comparison))
     ours, theirs = comparison.ort, comparison.torch
     parts = [
@@ -38,7 +38,7 @@ def html(comparison: Comparison) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title><style>{_STYLE}</style></head><body>", f"<h1>{title}</h1>",
         f"<p>A step takes {milliseconds(ours.timed_seconds)} in ONNX Runtime and {milliseconds(theirs.timed_seconds)} "
-        f"in PyTorch; under the profilers, of which the rest of this page tells, "
+        "in PyTorch. Under the profilers, as in the rest of this page, a step takes "
         f"{milliseconds(ours.profiled_seconds)} and {milliseconds(theirs.profiled_seconds)}.</p>",
         *(f"<p>{escape(note)}</p>" for note in notes(comparison)),
         "<h2>What a step consists of</h2>", _stacked(comparison), _legend(comparison),
@@ -65,7 +65,7 @@ def _label(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def _stacked(comparison: Comparison) -> str:
-    """Return one bar for each backend, made of the kinds of its parts."""
+    """Return one bar for each backend, with one section for each kind of part."""
     kinds = comparison.kinds
     longest = max(sum(max(0.0, row.ort) for row in kinds), sum(max(0.0, row.torch) for row in kinds))
     room = _WIDTH - 110 - 90
@@ -92,15 +92,15 @@ def _legend(comparison: Comparison) -> str:
 
 
 def _diverging(rows: Iterable[Row]) -> str:
-    """Return one bar for each difference: to the right where ONNX Runtime takes longer, to the left where PyTorch."""
+    """Return one bar for each difference: to the right if ONNX Runtime takes longer, to the left if PyTorch does."""
     rows = list(rows)
-    most = max((abs(row.difference) for row in rows), default=0.0)
+    largest = max((abs(row.difference) for row in rows), default=0.0)
     middle = _LEFT + (_WIDTH - _LEFT) / 2
     half = (_WIDTH - _LEFT) / 2 - 80
     drawn = [_label(middle - 8, 0, "ONNX Runtime is faster", "end"), _label(middle + 8, 0, "PyTorch is faster")]
     for number, row in enumerate(rows, 1):
         y = number * _BAR
-        width = half * abs(row.difference) / most if most else 0.0
+        width = half * abs(row.difference) / largest if largest else 0.0
         slower = row.difference > 0
         title = f"{row.name}: {milliseconds(row.ort)} in ONNX Runtime, {milliseconds(row.torch)} in PyTorch"
         drawn.append(_label(0, y, row.name))

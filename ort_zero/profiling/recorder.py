@@ -1,7 +1,7 @@
-"""Measures the steps of one model in a script that ``ort-zero profile`` runs, and ends the script when it is done.
+"""Measure the steps of one model in a script that ``ort-zero profile`` runs, then end the script.
 
-The training calls of the model are the steps: the time from one to the next call of the model. The first ones warm up;
-then torch's and ONNX Runtime's profilers record as many as were asked for, and as many again are only timed.
+A step lasts from one training call of the model to its next call. The first steps warm up. The requested number of
+steps then runs under torch's and ONNX Runtime's profilers, and the same number again is timed without profilers.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ort_zero.utils.named_ranges import named_range
 
 
 class ProfileEndedError(SystemExit):
-    """All is measured; the script's ``finally`` blocks run, and no handler of an Exception."""
+    """The end of a script after the last measured step: ``finally`` blocks run, handlers of ``Exception`` do not."""
 
 
 class Recorder:
-    """Follows the calls of the model that trains first.
+    """The measurement of the first model that trains in the script.
 
     Args:
-        request: what is to be measured.
-        node_profiles: has ONNX Runtime record nodes into files that begin with a prefix.
+        request: the request of ``ort-zero profile``.
+        node_profiles: starts ONNX Runtime's profiler, which writes files whose paths begin with the argument.
     """
 
     def __init__(self, request: ProfileRequest, node_profiles: Callable[[str], NodeProfiles]):
@@ -41,24 +41,24 @@ class Recorder:
         self._calls = 0
         """Number of training calls that have begun."""
         self._step: Any = None
-        """The range of the step that runs; None between steps."""
+        """The range of the running step; None between steps."""
         self._began = 0.0
         self._profiler: OperatorProfiler | None = None
         self._nodes = node_profiles(session_prefix(request.report)) if request.backend == ORT else None
         self.graph_recorder = self._nodes.recorder(self._graph_built) if self._nodes is not None else None
-        """What a running model calls with each new graph; None where PyTorch is measured."""
+        """The function that the model in ONNX Runtime calls with each new graph; None where PyTorch is measured."""
         self._around_backward()
 
-    # -- what happens in the script ---------------------------------------------------------------------------------
+    # -- events of the script ---------------------------------------------------------------------------------------
 
-    def model_is_there(self, name: str) -> None:
-        """Note that a model was made that can be measured."""
+    def note_model(self, name: str) -> None:
+        """Report the class name of the first model that can be measured."""
         if not self._result.model:
             self._result.model = name
             self._result.write(self.request.report)
 
     def _graph_built(self, nodes: int, python_ops: int, training: bool) -> int:
-        """Note a new graph; return the number of profiled steps that have begun."""
+        """Record the size of a new graph, and return the number of profiled steps that have begun."""
         if self._profiler is not None:
             self._result.graphs_built += 1
         if training:
@@ -66,14 +66,14 @@ class Recorder:
         return max(0, self._calls - self.request.warmup)
 
     def call(self, owner: object, training: bool) -> None:
-        """Note that a model is about to be called.
+        """End the running step and begin the next one, directly before a call of a model.
 
         Args:
-            owner: the model, or what runs it; the first that trains is measured.
-            training: whether the call wants gradients.
+            owner: the model, engine or runtime that is called; the first owner of a training call is measured.
+            training: whether the call computes gradients.
 
         Raises:
-            ProfileEndedError: everything is measured.
+            ProfileEndedError: all steps are measured.
         """
         if self._owner is None and training:
             self._owner = owner
@@ -93,7 +93,7 @@ class Recorder:
         self._began = time.perf_counter()
 
     def failed(self, error: BaseException) -> None:
-        """Note an error that the command is to repeat."""
+        """Report an error, which the command then prints."""
         if self._result.state != DONE:
             self._result.state, self._result.error = FAILED, f"{error}"
             self._result.write(self.request.report)
@@ -101,7 +101,7 @@ class Recorder:
     # -- phases -----------------------------------------------------------------------------------------------------
 
     def _end_step(self) -> None:
-        """Note the time of the step that ends here, if one runs."""
+        """Record the time of the running step, if any, and end it."""
         if self._step is None:
             return
         seconds = time.perf_counter() - self._began
@@ -118,7 +118,7 @@ class Recorder:
             self._finish()
 
     def _next_phase(self) -> None:
-        """Begin what begins with the call that comes."""
+        """Start the profilers if the next call is the first after the warmup."""
         if self._calls == self.request.warmup and self._profiler is None:
             self._result.state = WARM
             self._result.write(self.request.report)
@@ -131,20 +131,20 @@ class Recorder:
             named_ranges.activate(True)
 
     def _read_profiles(self) -> None:
-        """Divide the profiled steps among their parts; nothing is profiled any more."""
+        """Stop the profilers, and divide the time of the profiled steps among their parts."""
         assert self._profiler is not None
         named_ranges.activate(False)
         if self._nodes is not None:
             self._nodes.end()
         self._profiler.stop()
         steps = self._profiler.trees(named_ranges.PREFIX + named_ranges.STEP, Span)
-        # other processes make steps slower, never faster
+        # the faster half: other processes make steps slower, never faster
         faster = sorted(range(len(steps)), key=lambda i: steps[i].seconds)[: (len(steps) + 1) // 2]
         nodes = [NodeRun(*node) for node in self._nodes.nodes(faster)] if self._nodes is not None else []
         self._result.parts = divide([steps[i] for i in faster], nodes)
         self._result.state = PROFILED
         self._result.write(self.request.report)
-        atexit.register(self._finish)  # a script may end before the steps without profilers are all done
+        atexit.register(self._finish)  # the script may end before all steps without profilers have run
 
     def _finish(self) -> None:
         if self._result.state == PROFILED:
@@ -154,12 +154,12 @@ class Recorder:
     # -- ranges -----------------------------------------------------------------------------------------------------
 
     def _around_backward(self) -> None:
-        """Name autograd's backward, whoever calls it."""
+        """Replace ``torch.autograd.backward`` by a function whose calls are recorded as ranges."""
         torch.autograd.backward = in_range(named_ranges.BACKWARD, torch.autograd.backward)
 
 
 def in_range(name: str, function: Callable) -> Callable:
-    """Return a function whose calls are recorded as a range."""
+    """Return the function with its calls recorded as ranges of a name."""
 
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The packages that statistics need besides those of ort_zero itself."""
+"""Import the optional packages that statistics need, or say how to install them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = frozenset({"jinja2", "numba", "numpy", "plotly", "pyarrow"})
 
 @contextmanager
 def required() -> Iterator[None]:
-    """Say how to install the extra, where an import in the block lacks one of its packages.
+    """Turn a failed import of one of :data:`PACKAGES` in the block into an error that says how to install the extra.
 
     Raises:
         StatisticsError: a package of the extra is not installed.

@@ -1,8 +1,8 @@
-"""The file of one rank's statistics: its columns, and how one step becomes bytes and comes back.
+"""Encode and decode the steps in the statistics file of one rank.
 
 ``statistics.arrow`` is an Arrow IPC stream with one record batch per step, which any Arrow reader opens. Each batch is
-written at once and carries its step and a checksum in its custom metadata, so that a file that ends anywhere is good up
-to its last full step, and changed bytes are noticed.
+written at once and has its step number and a checksum in its custom metadata. A file that was cut off is readable up
+to its last full step, and the checksum detects changed bytes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STAMP_PATTERN = re.compile(rb"step=(\d{20}) xxh3=([0-9a-f]{16})")
 class StepRows:
     """The rows that a rank collected in one step: the columns of :class:`~.records.Record` as lists of one length.
 
-    Where ``source`` is not -1 the row of `raw` does not matter.
+    Rows of `raw` whose ``source`` is not -1 are ignored.
     """
 
     phase: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ class StepRows:
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> StepRows:
-        """Return the rows of some records of one step."""
+        """Return the rows of records of one step."""
         names = ("order", "call", "caller", "occurrence", "source", *_TEXTS, "shape", "partitioned")
         columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in names}
         rows = cls(**columns)
@@ -88,7 +88,7 @@ class StepRows:
 class Table:
     """One step of one rank: the columns of :class:`~.records.Record`, all of one length, in the file's order.
 
-    Statistics mean nothing where ``source`` is not -1. The arrays are read-only; lists may be shared between tables.
+    Rows whose ``source`` is not -1 have no valid statistics. The arrays are read-only; tables may share lists.
     """
 
     step: int
@@ -117,7 +117,7 @@ class Table:
     nan: np.ndarray
     inf: np.ndarray
     first: np.ndarray
-    """float64 [rows, :data:`~.records.FIRST`], NaN where there are fewer values."""
+    """float64 [rows, :data:`~.records.FIRST`]; tensors with fewer elements have NaN at the end."""
     sketch: np.ndarray
     """float64 [rows, :data:`~.records.SKETCH`]."""
 
@@ -125,7 +125,7 @@ class Table:
         return len(self.module)
 
     def record(self, i: int) -> Record:
-        """Return row `i` as a record with its statistics."""
+        """Return the row with number `i` as a record with its statistics."""
         source = int(self.source[i])
         return Record(
             step=self.step,
@@ -145,7 +145,7 @@ class Table:
         )
 
     def raw(self, at: np.ndarray) -> np.ndarray:
-        """Return the statistics of some rows, float64 [len(at), :data:`~.rows.WIDTH`]; `at` are numbers of rows."""
+        """Return the statistics of the rows with the numbers `at`, float64 [len(at), :data:`~.rows.WIDTH`]."""
         raw = np.empty((len(at), WIDTH))
         for number, name in enumerate(COLUMNS):
             raw[:, number] = getattr(self, name)[at]
@@ -154,14 +154,14 @@ class Table:
 
 
 def encode_step(step: int, rows: StepRows) -> bytes:
-    """Return one step as an encapsulated Arrow message whose custom metadata has its checksum."""
+    """Return one step as an encapsulated Arrow message with the step's checksum in the custom metadata."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA, options=_OPTIONS) as writer:
         writer.write_batch(_batch(rows), custom_metadata={"ort_zero": _STAMP.format(step, 0)})
     message = bytearray(memoryview(sink.getvalue())[len(HEADER) : -len(END)])
-    found = STAMP_PATTERN.search(message)
-    assert found is not None
-    message[found.start(2) : found.end(2)] = b"%016x" % xxhash.xxh3_64_intdigest(message)
+    stamp = STAMP_PATTERN.search(message)
+    assert stamp is not None
+    message[stamp.start(2) : stamp.end(2)] = b"%016x" % xxhash.xxh3_64_intdigest(message)
     return bytes(message)
 
 
@@ -170,7 +170,7 @@ def _batch(rows: StepRows) -> pa.RecordBatch:
     if rows.raw.shape != (count, WIDTH):
         raise ValueError(f"{count} rows need raw statistics of shape {(count, WIDTH)}, not {rows.raw.shape}")
     source = np.asarray(rows.source, np.int32)
-    # zeros are next to nothing once compressed; converting NaN to a count would warn
+    # compressed zeros take almost no bytes, and numpy warns when it converts NaN to an integer
     raw = np.where(source[:, None] >= 0, 0.0, rows.raw)
     columns = [pa.array(np.asarray(rows.phase, np.uint8))]
     columns += [pa.array(np.asarray(getattr(rows, name), np.int32)) for name in _INTEGERS]
@@ -185,13 +185,13 @@ def _batch(rows: StepRows) -> pa.RecordBatch:
 
 
 def checksum_fits(data: bytes) -> bool:
-    found = STAMP_PATTERN.search(data)
-    if not found:
+    stamp = STAMP_PATTERN.search(data)
+    if not stamp:
         return False
-    hasher = xxhash.xxh3_64(data[: found.start(2)])
+    hasher = xxhash.xxh3_64(data[: stamp.start(2)])
     hasher.update(b"0" * 16)
-    hasher.update(memoryview(data)[found.end(2) :])
-    return hasher.intdigest() == int(found[2], 16)
+    hasher.update(memoryview(data)[stamp.end(2) :])
+    return hasher.intdigest() == int(stamp[2], 16)
 
 
 def decode_step(data: bytes, step: int, path: Path, cache: ColumnCache) -> Table:
@@ -211,7 +211,7 @@ def decode_step(data: bytes, step: int, path: Path, cache: ColumnCache) -> Table
 
 
 class ColumnCache:
-    """Gives the lists of the step before where a column has not changed: they are slow to make, and large."""
+    """The Python lists of the previous step, reused for columns that did not change: lists are slow to build."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[pa.Array, list]] = {}

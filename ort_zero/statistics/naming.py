@@ -1,4 +1,4 @@
-"""What tensors, modules and spans of steps are called in front of people."""
+"""Name tensors, modules and steps in messages and reports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def tensor_name(kind: str, slot: str) -> str:
-    """Return one name for a record's kind and slot: ``"output[0]"``, ``"input.hidden_states"``, ``"weight"``."""
+    """Return the name of a record's tensor: ``"output[0]"``, ``"input.hidden_states"``, ``"weight"``."""
     return slot if kind in ("parameter", "inspect") else f"{kind}{slot}"
 
 
 def module_name(module: str, occurrence: int = 1) -> str:
-    """Return a module's name for a table: ``"(root)"`` for the root, with ``"#2"`` in its second call, and so on."""
+    """Return a module's name for a table: ``"(root)"`` for the root; ``"#2"`` is appended for its second call."""
     name = module or "(root)"
     return call_name(name, occurrence) if occurrence > 1 else name
 
@@ -22,7 +22,7 @@ def call_name(module: str, occurrence: int) -> str:
 
 
 def span(steps: Sequence[int]) -> str:
-    """Return some steps, which ascend: ``"steps 0 to 4"``, or how many of them there are if some are left out."""
+    """Return ascending step numbers as text: ``"steps 0 to 4"``, or ``"3 steps from 0 to 8"`` if there are gaps."""
     if not steps:
         return "no steps"
     if len(steps) == 1:
@@ -33,7 +33,7 @@ def span(steps: Sequence[int]) -> str:
 
 
 def number_list(numbers: Sequence[int]) -> str:
-    """Return some numbers, which ascend: ``"0 to 4"``, or the first eight of them if some are left out."""
+    """Return ascending numbers as text: ``"0 to 4"``, or the first eight numbers if there are gaps."""
     if not numbers:
         return "none"
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:

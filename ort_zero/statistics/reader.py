@@ -1,7 +1,7 @@
-"""Reads the statistics that a run collected: its manifests at once, its steps one at a time.
+"""Read the statistics of a run: all manifests at once, the steps one at a time.
 
-A run's folder holds one folder per rank, ``rank_00000/`` and so on, each with ``manifest.json`` (what the run was) and
-``statistics.arrow``, see :mod:`.file_format`.
+A run's folder holds one folder per rank, ``rank_00000/`` and so on. Each has ``manifest.json`` (the run's model,
+backend and versions) and ``statistics.arrow``, see :mod:`.file_format`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ort_zero.utils.text import shortened
 
 
 class Run:
-    """A run that was collected. Steps are read one at a time.
+    """The collected statistics of one run. Steps are read one at a time.
 
     Attributes:
-        info: what the run was, and the full steps that every rank has.
+        info: backend, model and dtype of the run, and the full steps that every rank has.
         model_digest: equal for models with the same structure.
         parameters: shapes of the parameters by name.
-        manifest: everything that rank 0's manifest says.
+        manifest: the content of rank 0's manifest.
         ranks: numbers of the ranks.
-        notes: what a reader should know: files that end early, ranks without steps.
+        notes: remarks for the user: files that end early, ranks without steps.
     """
 
     def __init__(self, path: Path, manifests: dict[int, dict[str, Any]]):
@@ -78,14 +78,14 @@ class Run:
         return steps
 
     def steps_of(self, rank: int) -> tuple[int, ...]:
-        """Return the full steps of a rank."""
+        """Return the numbers of a rank's full steps."""
         return tuple(step.number for step in self._steps[rank])
 
     def tables(self, rank: int) -> Iterator[Table]:
-        """Yield a rank's steps in order; one is in memory at a time.
+        """Yield a rank's steps in order; one step is in memory at a time.
 
         Raises:
-            StatisticsError: bytes were changed.
+            StatisticsError: bytes of the file were changed.
         """
         path = self._file(rank)
         cache = ColumnCache()
@@ -99,13 +99,13 @@ class Run:
 
 
 def open_run(path: str | os.PathLike) -> Run:
-    """Return the run in a folder; no statistics are read yet.
+    """Open the run in a folder; no statistics are read yet.
 
     Args:
-        path: the run's folder; a rank's folder stands for the one it lies in.
+        path: the run's folder, or the folder of one of its ranks.
 
     Raises:
-        StatisticsError: there is no run, or it is damaged, incomplete or mixed with another.
+        StatisticsError: the folder holds no run, or a run that is damaged, incomplete or mixed with another run.
     """
     folder = run_folder(path)
     manifests = {}
@@ -113,7 +113,7 @@ def open_run(path: str | os.PathLike) -> Run:
         if (rank_folder / MANIFEST).exists():
             manifests[rank] = _checked_manifest(rank_folder / MANIFEST)
     if not manifests:
-        raise StatisticsError(_what_is_there(folder))
+        raise StatisticsError(_no_run_message(folder))
     _check_ranks(folder, manifests)
     return Run(folder, manifests)
 
@@ -134,7 +134,7 @@ def _checked_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_ranks(folder: Path, manifests: dict[int, dict[str, Any]]) -> None:
-    """Raise unless the manifests are those of all ranks of one run."""
+    """Raise unless the manifests belong to one run and every rank of the run has a manifest."""
     runs = {str(manifest["run_id"]): rank for rank, manifest in manifests.items()}
     if len(runs) > 1:
         ranks = ", ".join(f"rank {rank} of run {run}" for run, rank in sorted(runs.items(), key=lambda item: item[1]))
@@ -152,8 +152,8 @@ def _check_ranks(folder: Path, manifests: dict[int, dict[str, Any]]) -> None:
         raise StatisticsError(f"{folder} holds ranks of runs with different numbers of ranks: {sorted(sizes)}")
 
 
-def _what_is_there(folder: Path) -> str:
-    """Return a message that says what a folder without our manifests holds."""
+def _no_run_message(folder: Path) -> str:
+    """Return the message for a folder without manifests of ort_zero, with the names of the files in the folder."""
     if not folder.exists():
         return f"{folder} does not exist"
     if not folder.is_dir():
@@ -167,8 +167,8 @@ def _what_is_there(folder: Path) -> str:
     for name in names:
         if next(folder.joinpath(name).glob(f"rank_*/{MANIFEST}"), None) is not None:
             return f"{folder} holds no statistics itself; did you mean {folder / name}?"
-    there = shortened(names, most=5)
-    return f"{folder} holds no statistics of ort_zero (no {rank_name(0)}/{MANIFEST}); there is: {there}"
+    entries = shortened(names, 5)
+    return f"{folder} holds no statistics of ort_zero (no {rank_name(0)}/{MANIFEST}); it contains: {entries}"
 
 
 def _upstream_text(folder: Path, orders: list[Path]) -> str:

@@ -1,7 +1,7 @@
-"""The numbers of one tensor as a row of float64: which is where, and what becomes of the rows of a tensor's parts.
+"""Store the statistics of one tensor in a row of float64, and merge the rows of a tensor's parts.
 
-A row has the :data:`COLUMNS`, then the first values, NaN where the tensor has fewer, then the sketch. Counts are exact
-up to 2**53.
+A row has the :data:`COLUMNS`, then the first values, then the sketch. Tensors with fewer first values have NaN there.
+Counts are exact up to 2**53.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ COLUMNS = ("elements", "min", "max", "mean", "std", "abs_mean", "l2", "negative"
 """Names of the first numbers of a row, fields of :class:`~.records.Statistics`."""
 COUNTS = frozenset({"elements", "negative", "positive", "zero", "nan", "inf"})
 """Names of the columns that are whole numbers."""
-# compiled code has these as constants, and numba keeps it until measure.py itself changes
+# numba compiles these constants into its cached code, and compiles again only when kernels.py itself changes
 ELEMENTS, MIN, MAX, MEAN, STD, ABS_MEAN, L2, NEGATIVE, POSITIVE, ZERO, NAN, INF = range(len(COLUMNS))
 FIRST_AT = len(COLUMNS)
 FIRST_COLUMNS = slice(FIRST_AT, FIRST_AT + FIRST)
 SKETCH_AT = FIRST_COLUMNS.stop
 SKETCH_COLUMNS = slice(SKETCH_AT, SKETCH_AT + SKETCH)
 WIDTH = SKETCH_COLUMNS.stop
-"""Number of numbers in a row."""
+"""Number of float64 values in a row."""
 
 _SUMS = [*(COLUMNS.index(name) for name in sorted(COUNTS)), *range(SKETCH_AT, WIDTH)]
 
 
 def row_of(statistics: Statistics) -> np.ndarray:
-    """Return the row that holds some statistics, float64 [:data:`WIDTH`]."""
+    """Return statistics as a row, float64 [:data:`WIDTH`]."""
     first = [*statistics.first, *[np.nan] * (FIRST - len(statistics.first))]
     return np.array([*(getattr(statistics, name) for name in COLUMNS), *first, *statistics.sketch], np.float64)
 
 
 def statistics_of(row: np.ndarray) -> Statistics:
-    """Return the statistics that a row holds, float64 [:data:`WIDTH`]."""
+    """Return the statistics in a row, float64 [:data:`WIDTH`]."""
     numbers = row.tolist()
     named = {name: int(value) if name in COUNTS else value for name, value in zip(COLUMNS, numbers)}
     return Statistics(
@@ -44,10 +44,10 @@ def statistics_of(row: np.ndarray) -> Statistics:
 
 
 def merge(rows: np.ndarray) -> np.ndarray:
-    """Return the rows of whole tensors, given those of their disjoint parts.
+    """Merge the rows of the disjoint parts of tensors into the rows of the whole tensors.
 
     Args:
-        rows: float64 [parts, ..., :data:`WIDTH`], the parts in their order; zeros stand for a part that is not there.
+        rows: float64 [parts, ..., :data:`WIDTH`], the parts in the order of their elements; a missing part is zeros.
 
     Returns:
         float64 [..., :data:`WIDTH`].
@@ -57,14 +57,14 @@ def merge(rows: np.ndarray) -> np.ndarray:
     finite = rows[..., ELEMENTS] - rows[..., NAN] - rows[..., INF]
     has_values = finite > 0
     count = finite.sum(axis=0)
-    known = count > 0
+    has_mean = count > 0
 
     def total(values: np.ndarray) -> np.ndarray:
         return np.where(has_values, values, 0.0).sum(axis=0)
 
     with np.errstate(invalid="ignore", divide="ignore"):
         mean = total(finite * rows[..., MEAN]) / count
-        # about the mean, for the sum of squares less its square would cancel
+        # sums of squared deviations: the difference of the mean square and the squared mean would cancel
         squares = total(finite * (rows[..., STD] ** 2 + (rows[..., MEAN] - mean) ** 2))
         values = {
             MIN: np.where(has_values, rows[..., MIN], np.inf).min(axis=0),
@@ -75,16 +75,16 @@ def merge(rows: np.ndarray) -> np.ndarray:
             L2: np.sqrt(total(rows[..., L2] ** 2)),
         }
     for column, of_values in values.items():
-        merged[..., column] = np.where(known, of_values, 0.0 if column in (ABS_MEAN, L2) else np.nan)
+        merged[..., column] = np.where(has_mean, of_values, 0.0 if column in (ABS_MEAN, L2) else np.nan)
     merged[..., FIRST_COLUMNS] = _first_of(rows)
     return merged
 
 
 def _first_of(rows: np.ndarray) -> np.ndarray:
     """Return the first values of whole tensors, float64 [..., :data:`~.records.FIRST`]."""
-    there = np.arange(FIRST) < rows[..., ELEMENTS, None]
+    has_value = np.arange(FIRST) < rows[..., ELEMENTS, None]
     shape = (*rows.shape[1:-1], len(rows) * FIRST)
-    there, values = (np.moveaxis(of, 0, -2).reshape(shape) for of in (there, rows[..., FIRST_COLUMNS]))
-    order = np.argsort(~there, axis=-1, kind="stable")[..., :FIRST]
-    there, values = (np.take_along_axis(of, order, axis=-1) for of in (there, values))
-    return np.where(there, values, np.nan)
+    has_value, values = (np.moveaxis(of, 0, -2).reshape(shape) for of in (has_value, rows[..., FIRST_COLUMNS]))
+    order = np.argsort(~has_value, axis=-1, kind="stable")[..., :FIRST]
+    has_value, values = (np.take_along_axis(of, order, axis=-1) for of in (has_value, values))
+    return np.where(has_value, values, np.nan)

@@ -1,7 +1,7 @@
-"""The names in a run's folder, and the manifests of its ranks.
+"""Name the files in a run's folder, and read the manifests of its ranks.
 
-A run's folder holds ``run.json``, which says which run it belongs to, and one folder per rank, ``rank_00000`` and so
-on, each with a manifest and the statistics.
+A run's folder holds ``run.json`` with the run's id, and one folder per rank, ``rank_00000`` and so on. Each rank's
+folder has a manifest and the statistics.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ort_zero.statistics.records import MANIFEST
 from ort_zero.utils import atomic_write
 
 CLAIM = "run.json"
-"""Name of the file in a run's folder that says which run the folder belongs to."""
+"""Name of the file in a run's folder with the id of the run that owns the folder."""
 LOCK = ".run.lock"
 _RANK_NAME = re.compile(r"rank_(\d{5,})")
 
 
 def local_folder(path: str | os.PathLike) -> Path:
-    """Return the path of a folder of statistics, which may be given as a ``file://`` URL.
+    """Return the path of a statistics folder from a path or a ``file://`` URL.
 
     Raises:
-        StatisticsError: it is not on a local file system.
+        StatisticsError: the folder is not on a local file system.
     """
     text = os.fspath(path)
     if text.startswith("file://"):
@@ -44,15 +44,15 @@ def rank_name(rank: int) -> str:
 
 def rank_folders(output: Path) -> dict[int, Path]:
     """Return the folders of the ranks in a run's folder, by rank, in ascending order."""
-    found = ((_RANK_NAME.fullmatch(name), name) for name in os.listdir(output))
-    return dict(sorted((int(match[1]), output / name) for match, name in found if match))
+    matches = ((_RANK_NAME.fullmatch(name), name) for name in os.listdir(output))
+    return dict(sorted((int(match[1]), output / name) for match, name in matches if match))
 
 
 def run_folder(path: str | os.PathLike) -> Path:
-    """Return the path of a run's folder; a rank's folder stands for the one it lies in.
+    """Return the path of a run's folder, also from the path of a rank's folder in it.
 
     Raises:
-        StatisticsError: it is not on a local file system.
+        StatisticsError: the folder is not on a local file system.
     """
     folder = local_folder(path)
     if _RANK_NAME.fullmatch(folder.absolute().name) and (folder / MANIFEST).exists():
@@ -61,10 +61,10 @@ def run_folder(path: str | os.PathLike) -> Path:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return what the manifest of a rank says.
+    """Read the manifest of a rank.
 
     Raises:
-        StatisticsError: it cannot be read.
+        StatisticsError: the manifest cannot be read.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -78,5 +78,5 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Let a whole JSON file appear under its name."""
+    """Write a JSON file at once: other processes see the whole file or none."""
     atomic_write.write_json(path, content, indent=1, default=str)

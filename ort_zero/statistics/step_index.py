@@ -1,4 +1,4 @@
-"""Finds where the full steps of a rank's file lie, also in a file that ends in the middle of one."""
+"""Find the full steps in a rank's statistics file, also in a file that was cut inside a step."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ with extra.required():
 
 @dataclass(frozen=True, slots=True)
 class StepLocation:
-    """Where a step lies in a file."""
+    """The position of one step in a statistics file."""
 
     number: int
     """Number of the step."""
     offset: int
-    """First byte of the step in the file."""
+    """Offset of the step in the file, in bytes."""
     length: int
-    """Bytes that the step takes."""
+    """Size of the step, in bytes."""
 
 
 def locate_steps(file: Any, path: Path) -> tuple[list[StepLocation], bool, int]:
-    """Return where the full steps lie, whether the file was ended properly, and how many bytes are left over."""
+    """Return the positions of the full steps, whether the file has an end mark, and the bytes after the last step."""
     size = os.fstat(file.fileno()).st_size
     offset, whole = _read_header(file, path, size)
-    found: list[StepLocation] = []
+    steps: list[StepLocation] = []
     while whole and offset < size:
         file.seek(offset)
         prefix = file.read(8)
         if prefix == END:
-            return found, True, 0
+            return steps, True, 0
         length, stamp = _read_stamp(file, prefix, size - offset)
         if not length:
-            # what follows a full step is at most one broken step: the writer stops at the first
+            # at most one incomplete step follows the full steps: the writer stops at its first failed write
             break
-        if stamp is None or (found and stamp <= found[-1].number):
-            raise StatisticsError(f"{path} is damaged at byte {offset}, after {len(found)} steps")
-        found.append(StepLocation(stamp, offset, length))
+        if stamp is None or (steps and stamp <= steps[-1].number):
+            raise StatisticsError(f"{path} is damaged at byte {offset}, after {len(steps)} steps")
+        steps.append(StepLocation(stamp, offset, length))
         offset += length
     rest = size - offset
-    if not rest and found and not _is_good(file, found[-1]):
-        # a machine that went down may leave zeros where the last step was to come
-        return found[:-1], False, found[-1].length
-    return found, False, rest
+    if not rest and steps and not _is_good(file, steps[-1]):
+        # after a crash of the machine the last step may consist of zeros
+        return steps[:-1], False, steps[-1].length
+    return steps, False, rest
 
 
 def _read_header(file: Any, path: Path, size: int) -> tuple[int, bool]:
-    """Return where the header ends, and whether all of it is there."""
+    """Return the offset of the header's end in bytes, and whether the header is complete."""
     head = file.read(8)
     if len(head) == 8:
         mark, length = struct.unpack("<Ii", head)
@@ -72,12 +72,12 @@ def _read_header(file: Any, path: Path, size: int) -> tuple[int, bool]:
 
 
 def _read_stamp(file: Any, prefix: bytes, left: int) -> tuple[int, int | None]:
-    """Return the length of the step that begins with `prefix` (0: it is not all there), and its number."""
+    """Return the size of the step that begins with `prefix` in bytes, 0 if it is incomplete, and its number."""
     if len(prefix) < 8:
         return 0, None
     mark, metadata_length = struct.unpack("<Ii", prefix)
     if mark != 0xFFFFFFFF or metadata_length <= 0:
-        # zeros to the end of the file are what a crash of the machine leaves, anything else was changed
+        # a crash of the machine leaves zeros up to the end of the file; other bytes were changed later
         return (0, None) if not prefix.strip(b"\0") and _only_zeros(file) else (left, None)
     if 8 + metadata_length > left:
         return 0, None
@@ -96,7 +96,7 @@ def _only_zeros(file: Any) -> bool:
 
 
 def _body_length(metadata: bytes) -> int:
-    """Return the field ``bodyLength`` of Arrow's flatbuffer ``Message``, -1 if it cannot be."""
+    """Return the field ``bodyLength`` of Arrow's flatbuffer ``Message`` in bytes, -1 if the metadata are damaged."""
     try:
         (root,) = struct.unpack_from("<I", metadata)
         (vtable,) = struct.unpack_from("<i", metadata, root)

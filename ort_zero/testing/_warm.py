@@ -1,7 +1,7 @@
-"""A process that has imported what ranks import, and forks a rank on demand: seconds less for each.
+"""Fork ranks from a process that has imported their modules, which saves seconds for each rank.
 
-A rank that begins here is a process like any other: a session, a working directory, an environment and outputs of its
-own, and an interpreter that ends as usual. Only what depends on when modules are imported differs; see `fresh` of
+A forked rank is a normal process: it has its own session, working directory, environment and outputs, and its
+interpreter ends as usual. Only effects of the time of imports differ; see `fresh` of
 :func:`ort_zero.testing.ranks.run_on_ranks`.
 """
 
@@ -36,7 +36,7 @@ IMPORTED = (
 OF_RANKS = frozenset(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTEST_CURRENT_TEST")
 )
-"""Environment variables that no module reads when it is imported."""
+"""Environment variables that differ between ranks and that no module reads when it is imported."""
 READ_LATE = frozenset(
     (
         "ORT_ZERO_CACHE_DIR",
@@ -53,7 +53,7 @@ looked for in the cache, are loaded already, and clients of S3 read theirs when 
 
 
 class Forked:
-    """A forked rank, with the methods of :class:`subprocess.Popen` that are used."""
+    """A forked rank, with the methods of :class:`subprocess.Popen` that callers use."""
 
     def __init__(self, server: Server, pid: int):
         self._server = server
@@ -67,7 +67,7 @@ class Forked:
         return self.returncode
 
     def wait(self) -> int:
-        """Wait for its end; it leaves the table of processes only now, so that its number stays its own."""
+        """Wait for the end of the rank; its process id stays reserved until then."""
         if self._server.alive:
             code = self._server.ask("wait", self.pid)
             self.returncode = code if code is not None else self.returncode
@@ -80,7 +80,7 @@ class Forked:
 
 
 class Server:
-    """The process that forks; ends with this one."""
+    """The process that forks ranks; it ends with this process."""
 
     def __init__(self, env: Mapping[str, str], imports: Iterable[str] = ()):
         self.env = _read_early(env)
@@ -99,25 +99,25 @@ class Server:
         atexit.register(self.close)
 
     def serves(self, env: Mapping[str, str]) -> bool:
-        """Return whether a process with this environment would have imported the same."""
+        """Return whether a process with this environment would have imported the modules in the same way."""
         return self.alive and self.env == _read_early(env)
 
     def load(self, modules: Iterable[str]) -> None:
-        """Import more modules, each once; those that are not installed are passed over."""
+        """Import more modules in the process, each once; modules that are not installed are skipped."""
         missing = [name for name in modules if name not in self._loaded]
         if missing:
             self.ask("import", missing)
             self._loaded.update(missing)
 
     def start(self, folder: Path, env: Mapping[str, str], output: Path, errors: Path | None) -> Forked:
-        """Begin a rank; see :func:`ort_zero.testing.ranks.run_on_ranks`. Without `errors` all goes to `output`."""
+        """Start a rank of :func:`ort_zero.testing.ranks.run_on_ranks`; `errors` None sends stderr to `output`, too."""
         return Forked(self, self.ask("start", str(folder), dict(env), os.getcwd(), str(output), str(errors or output)))
 
     def ask(self, what: str, *about: Any) -> Any:
-        """Return what the process says.
+        """Return the answer of the process to a request.
 
         Raises:
-            RuntimeError: it is gone.
+            RuntimeError: the process has ended.
         """
         try:
             self._connection.send((what, *about))
@@ -127,7 +127,7 @@ class Server:
             raise RuntimeError(f"the process that starts ranks has ended: {error!r}") from error
 
     def close(self) -> None:
-        """End the process and wait until it is gone."""
+        """End the process and wait for its end."""
         self.alive = False
         self._connection.close()
         self._process.wait()
@@ -138,7 +138,7 @@ def _read_early(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _serve(connection: Connection) -> str | None:
-    """Answer until the other side closes; in a new rank, return its folder."""
+    """Answer requests until the other side closes; in a new rank, return the rank's folder."""
     while True:
         try:
             what, *about = connection.recv()
@@ -155,7 +155,7 @@ def _serve(connection: Connection) -> str | None:
                 os.close(becoming)
                 return folder
             os.close(becoming)
-            os.read(ready, 1)  # who ends it, ends its session, which must exist by then
+            os.read(ready, 1)  # callers kill the rank's session, which must exist by then
             os.close(ready)
             connection.send(pid)
         elif what == "import":
@@ -182,7 +182,7 @@ def _become(env: Mapping[str, str], cwd: str, output: str, errors: str) -> None:
 
 
 def _code(pid: int, wait: bool) -> int | None:
-    """Return the exit code of a child, None while it runs; it is gone for good only after a `wait`."""
+    """Return the exit code of a child, None while it runs; only a `wait` frees its process id."""
     options = os.WEXITED if wait else os.WEXITED | os.WNOWAIT | os.WNOHANG
     try:
         status = os.waitid(os.P_PID, pid, options)
@@ -195,29 +195,29 @@ def _code(pid: int, wait: bool) -> int | None:
 
 def _import(modules: Iterable[str]) -> None:
     for name in modules:
-        with contextlib.suppress(ModuleNotFoundError):  # whoever needs it, will say so
+        with contextlib.suppress(ModuleNotFoundError):  # a rank that needs the module will raise
             importlib.import_module(name)
 
 
 def _freeze() -> None:
-    # What is imported stays for good. Else each rank's collector goes through all of it, copying every page as it
-    # counts, again and again and at the end of the interpreter: 1.5 s of CPU a rank.
+    # Imported objects stay for good. Otherwise the garbage collector of each rank scans all of them repeatedly, and
+    # copies every page that the ranks share: 1.5 s of CPU time per rank.
     gc.collect()
     gc.freeze()
 
 
 def main(number: int, imports: Iterable[str] = ()) -> int:
-    """Import `imports`, then what all ranks do; fork for whoever is at the other end of the socket `number`.
+    """Import `imports`, then the modules of all ranks, and fork ranks for the process behind the socket `number`.
 
-    A rank comes back as itself.
+    Returns the exit status; in a forked rank, the rank's exit status.
     """
     from ort_zero.distributed import gloo_exit
     from ort_zero.testing import _worker
 
     gloo_exit.settle_at_exit()  # as in a rank, before the modules register theirs
     _import((*imports, *IMPORTED))
-    # What DeepSpeed does when a process group starts: a build of its operator, or the check that it is up to date, else
-    # in each rank and within its time.
+    # DeepSpeed builds or checks this operator when a process group starts: here once, instead of in each rank within
+    # its time limit
     with contextlib.suppress(Exception):
         importlib.import_module("deepspeed.comm.torch").build_shm_op()
     _freeze()

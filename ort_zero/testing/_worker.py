@@ -1,4 +1,4 @@
-"""One rank of :func:`ort_zero.testing.ranks.run_on_ranks`: ``python -m ort_zero.testing._worker FOLDER``."""
+"""Run one rank of :func:`ort_zero.testing.ranks.run_on_ranks`: ``python -m ort_zero.testing._worker FOLDER``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(module_name: str | None, path: str | None, qualname: str) -> Callable[.
     if path is None:
         if module_name is None:
             raise ValueError(f"{qualname}: neither a module nor a file is named")
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     else:
         name = module_name or Path(path).stem
         if name == "__main__":  # its ``if __name__ == "__main__"`` block must not run again
@@ -34,23 +34,23 @@ def load(module_name: str | None, path: str | None, qualname: str) -> Callable[.
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} is no Python source file")
-        found = importlib.util.module_from_spec(spec)
-        sys.modules[name] = found  # pickle looks a result's class up here
-        spec.loader.exec_module(found)
+        target = importlib.util.module_from_spec(spec)
+        sys.modules[name] = target  # pickle looks a result's class up here
+        spec.loader.exec_module(target)
     for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def write(path: Path, payload: Any) -> None:
-    """Write `payload` so that whoever sees the file sees all of it."""
+    """Write `payload` as a pickle that appears complete or not at all."""
     atomic_write.write_bytes(path, pickle.dumps(payload))
 
 
 def main(folder: Path) -> int:
-    """Run this rank's function, leave its result or its traceback in `folder`, return the exit code.
+    """Run this rank's function, write its result or its traceback into `folder`, and return the exit code.
 
-    A script that :func:`ort_zero.testing.ranks.run_script_on_ranks` runs leaves nothing, and may raise anything.
+    For a script of :func:`ort_zero.testing.ranks.run_script_on_ranks` nothing is written, and its errors are raised.
     """
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -58,7 +58,7 @@ def main(folder: Path) -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     spec = pickle.loads((folder / "spec.pkl").read_bytes())
     sys.path.extend(entry for entry in spec["sys_path"] if entry not in sys.path)
-    if "command" in spec:  # its errors and its exit are its own
+    if "command" in spec:  # the script's errors and exit status are those of this process
         sys.argv = spec["command"]
         sys.path.insert(0, os.path.dirname(spec["command"][0]))
         runpy.run_path(spec["command"][0], run_name="__main__")
@@ -81,8 +81,8 @@ def main(folder: Path) -> int:
             sys.stderr.flush()
             # No orderly exit: it may wait for peers, in a collective that this rank will never join.
             os._exit(1)
-    # Rank 0 serves the store of the process group: nobody leaves before all are done. Should a rank fail, the parent
-    # ends this wait.
+    # Rank 0 serves the store of the process group: no rank leaves before all are done. If a rank fails, the parent
+    # process kills the waiting ranks.
     while not all((folder / f"rank_{r}.result").exists() for r in range(world_size)):
         time.sleep(0.02)
     distributed = sys.modules.get("torch.distributed")

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks, each a real process, and brings back what each returned.
+"""Run a function on several ranks, each a real process, and return the result of each rank.
 
 from ort_zero.testing.ranks import run_on_ranks
 
@@ -36,13 +36,12 @@ _STACK_TAIL = 20_000  # faulthandler prints the innermost frame first: a short t
 
 
 _PORTS = range(10_000, 32_000)
-"""Ports for the ranks, below those that the system gives out by itself (32768 and above on Linux, 49152 elsewhere):
-between the moment when such a port is found free and the one when rank 0 listens there, any connection of another
-process could get it."""
+"""Ports for the ranks, below the range that the system assigns to connections (from 32768 on Linux, 49152 elsewhere).
+Another process could get a port from that range between :func:`free_port` and the start of rank 0."""
 
 
 def free_port() -> int:
-    """Return a TCP port of this machine that nobody listens on, and that no other connection is given by the system."""
+    """Return a TCP port of this machine on which no process listens, and which the system assigns to no connection."""
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as sock:
             try:
@@ -64,26 +63,25 @@ def run_on_ranks(
 ) -> list[Any]:
     """Run `target` on `world_size` new processes and return their results in the order of ranks.
 
-    Each process gets what a launcher sets (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
+    Each process gets the variables of a launcher (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
     ``MASTER_ADDR``, ``MASTER_PORT``) and one thread; a process group that the function leaves behind is destroyed.
     No process outlives the call.
 
     Args:
-        target: a function at the top level of a module or file, its name as ``"module:name"`` or ``"file.py:name"``,
+        target: a function at the top level of a module or file; its name as ``"module:name"`` or ``"file.py:name"``;
             or a script ``"file.py"``, which gets `args` as its command line and returns None.
         world_size: number of ranks.
         args: arguments; they and the results must be picklable.
         timeout: seconds for everything, start of the processes included.
         env: more environment variables.
-        fresh: start new interpreters in any case. With ``ORT_ZERO_WARM_RANKS=1`` ranks are else forked from a process
-            that has imported torch, DeepSpeed and the like, unless `env` holds what modules may read when they are
-            imported.
-        imports: more modules that the process from which ranks are forked imports, if they are installed; when it is
-            started, before all others.
+        fresh: start new interpreters in any case. Otherwise, with ``ORT_ZERO_WARM_RANKS=1``, ranks are forked from a
+            process that has imported torch, DeepSpeed and other modules, unless `env` has variables that modules may
+            read when they are imported.
+        imports: further modules that this process imports, if they are installed; first, if the process starts now.
 
     Raises:
-        RuntimeError: a rank failed (with the traceback of the one that failed first), or time ran out (with what each
-            rank was doing).
+        RuntimeError: a rank failed (with the traceback of the first failed rank), or time ran out (with the stacks of
+            each rank).
     """
     with _launched(_spec(target, args), world_size, env or {}, fresh, imports) as (folder, processes):
         _wait(folder, processes, timeout)
@@ -98,10 +96,10 @@ def run_script_on_ranks(
     env: Mapping[str, str] | None = None,
     fresh: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run a script on `world_size` new processes; return how each ended and what it printed, in the order of ranks.
+    """Run a script on `world_size` new processes; return the exit status and outputs of each, in the order of ranks.
 
-    As :func:`run_on_ranks`, but a script that fails is no error of this function, and both streams of each rank are the
-    script's alone.
+    As :func:`run_on_ranks`, but a failed script raises no error here, and stdout and stderr of each rank contain only
+    the script's output.
 
     Args:
         script: path of the file, which is run as ``__main__``.
@@ -112,7 +110,7 @@ def run_script_on_ranks(
         fresh: see :func:`run_on_ranks`.
 
     Raises:
-        RuntimeError: time ran out (with what each rank was doing).
+        RuntimeError: time ran out (with the stacks of each rank).
     """
     words = [os.path.abspath(script), *map(str, args)]
     with _launched({"command": words, "sys_path": _absolute_sys_path()}, world_size, env or {}, fresh) as launched:
@@ -137,9 +135,9 @@ def run_script_on_ranks(
 def _launched(
     spec: Mapping[str, Any], world_size: int, env: Mapping[str, str], fresh: bool, imports: Sequence[str] = ()
 ) -> Iterator[tuple[Path, list[subprocess.Popen | _warm.Forked]]]:
-    """Start the ranks of `spec`; yield the folder of their outputs and the processes, of which none outlives the block.
+    """Start the ranks of `spec`; yield the folder of their outputs and the processes. None outlives the block.
 
-    Standard error is a file of its own where `spec` has a "command".
+    Standard error goes to a separate file if `spec` has a "command".
     """
     with tempfile.TemporaryDirectory(prefix="ort_zero_ranks_") as name:
         folder = Path(name)
@@ -159,7 +157,7 @@ def _absolute_sys_path() -> list[str]:
 
 
 def _spec(target: Callable[..., Any] | str, args: tuple) -> dict[str, Any]:
-    # Arguments are pickled apart: their classes may live where only the extended sys.path of the worker leads.
+    # arguments are pickled separately: only the extended sys.path of the worker may reach the modules of their classes
     spec: dict[str, Any] = {"module": None, "path": None, "qualname": None, "args": pickle.dumps(args)}
     spec["sys_path"] = _absolute_sys_path()
     if isinstance(target, str):
@@ -178,7 +176,7 @@ def _spec(target: Callable[..., Any] | str, args: tuple) -> dict[str, Any]:
         raise ValueError(f"{target.__qualname__} is not at the top level of a module: another process cannot find it")
     spec["module"] = target.__module__
     if "." not in target.__module__:
-        # A test file or a script: its module name means nothing to another process, its path does.
+        # a test file or a script: another process needs its path, not its module name
         source = inspect.getsourcefile(target)
         if source is None:
             raise ValueError(f"{target.__qualname__} has no source file: another process cannot find it")
@@ -194,7 +192,7 @@ def _start(
     errors: str | None,
     imports: Sequence[str],
 ) -> list[subprocess.Popen | _warm.Forked]:
-    """Start the ranks; with `errors`, the suffix of a file, standard error goes there."""
+    """Start the ranks; `errors` is the suffix of the files for standard error, None for one file with stdout."""
     package_home = str(Path(__file__).resolve().parents[2])
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (package_home, env.get("PYTHONPATH"))))
@@ -225,7 +223,7 @@ def _start(
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=error_file if errors else subprocess.STDOUT,
-                    start_new_session=True,  # so that its own children can be ended with it
+                    start_new_session=True,  # so that its children can be killed with it
                 )
             processes.append(process)
     except BaseException:
@@ -235,7 +233,7 @@ def _start(
 
 
 def _server(env: Mapping[str, str], extra: Mapping[str, str], imports: Sequence[str]) -> _warm.Server | None:
-    """Return the process that forks ranks with this environment, if there is one or there is to be one."""
+    """Return the process that forks ranks with this environment, started if needed; None for new interpreters."""
     global _warmed
     if env.get("ORT_ZERO_WARM_RANKS") != "1" or not hasattr(os, "waitid"):
         return None
@@ -243,7 +241,7 @@ def _server(env: Mapping[str, str], extra: Mapping[str, str], imports: Sequence[
         return _warmed
     if extra.keys() - _warm.READ_LATE:
         return None
-    # libraries set variables when they are imported, and from then on this process's environment is another
+    # imported libraries may have changed the environment of this process since the old server was started
     if _warmed is not None:
         _warmed.close()
     _warmed = _warm.Server(env, imports)
@@ -287,7 +285,7 @@ def _raise_timeout(folder: Path, processes: list[subprocess.Popen | _warm.Forked
     running = [rank for rank, process in enumerate(processes) if process.poll() is None]
     if hasattr(signal, "SIGUSR1"):
         for rank in running:
-            processes[rank].send_signal(signal.SIGUSR1)  # makes it print where it is
+            processes[rank].send_signal(signal.SIGUSR1)  # faulthandler prints its stacks
         time.sleep(0.5)
     outputs = "\n".join(_output(folder, rank, _STACK_TAIL) for rank in range(len(processes)))
     unfinished = [rank for rank in running if not (folder / f"rank_{rank}.result").exists()]
@@ -303,19 +301,19 @@ def _output(folder: Path, rank: int, tail: int = _TAIL) -> str:
 
 
 def _kill(processes: list[subprocess.Popen | _warm.Forked]) -> bool:
-    """End what still runs, children included; return whether a signal has ended a rank, this one or another."""
+    """Kill all ranks and their children; return whether a signal, this or an earlier one, has ended a rank."""
     for process in processes:
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # the group, even if its leader ended: it may have left children
+            os.killpg(process.pid, signal.SIGKILL)  # the group, even after its leader ended: children may still run
         except (ProcessLookupError, PermissionError):
             pass
     return any([process.wait() < 0 for process in processes])
 
 
 def _build_locks() -> set[Path]:
-    """Return torch's locks of C++ extensions; every rank takes one at its start, for DeepSpeed's.
+    """Return torch's lock files of C++ extensions; every rank takes one at its start, for DeepSpeed's operator.
 
-    One that a killed process leaves behind lets all processes after it wait forever.
+    A lock that a killed process leaves makes all later processes wait forever.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of DeepSpeed, ONNX Runtime or this package's other parts."""
+"""Provide helpers that do not depend on DeepSpeed, ONNX Runtime or the other parts of this package."""

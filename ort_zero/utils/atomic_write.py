@@ -1,4 +1,4 @@
-"""Files that appear under their names complete, or not at all."""
+"""Write files that appear under their names complete, or not at all."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PARTIAL = ".partial"
-"""Suffix of the name of a file that is being written; the name begins with a dot."""
+"""Suffix of the name of an incomplete file; the name begins with a dot."""
 
 
 def partial_name(name: str, token: str) -> str:
-    """Return the name under which an incomplete file lies beside its final place.
+    """Return the name of an incomplete file, in the folder of the complete file.
 
     Args:
-        name: the final name, which may lead into a folder.
-        token: tells this writer from others that may write the same file.
+        name: the final name, which may include folders.
+        token: distinguishes this writer from other writers of the same file.
     """
     folder, slash, last = name.rpartition("/")
     return f"{folder}{slash}.{last}.{token}{PARTIAL}"
@@ -27,15 +27,15 @@ def partial_name(name: str, token: str) -> str:
 
 @contextmanager
 def removed_on_error(path: Path, *, durable: bool = False, buffering: int = -1) -> Iterator[BinaryIO]:
-    """Open `path` for writing in the block; if the block raises, the file is removed.
+    """Open `path` for writing in the block, and remove the file if the block raises.
 
     Args:
-        path: the file, which is made or emptied.
-        durable: have the bytes on the disk itself at the end, so that they outlive a loss of power.
-        buffering: as for :func:`open`; 0 for none.
+        path: the file, which is created or emptied.
+        durable: flush the bytes to the disk at the end, so that they survive a loss of power.
+        buffering: as for :func:`open`; 0 for no buffer.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     try:
         with open(path, "wb", buffering=buffering) as file:
@@ -51,15 +51,15 @@ def removed_on_error(path: Path, *, durable: bool = False, buffering: int = -1) 
 
 @contextmanager
 def replacing(path: Path, *, temporary: Path | None = None, durable: bool = False) -> Iterator[BinaryIO]:
-    """Give a binary file whose content becomes that of `path` when the block ends, and never if it raises.
+    """Yield a binary file that replaces `path` when the block ends, unless the block raises.
 
     Args:
-        path: the final place; what is there stays until then.
-        temporary: where the file lies meanwhile, on the same file system; by default beside `path`, hidden.
-        durable: have the bytes on the disk itself before `path` leads to them.
+        path: the final place; an existing file stays until the end of the block.
+        temporary: place of the incomplete file on the same file system; None for a hidden file beside `path`.
+        durable: flush the bytes to the disk before the file gets its final name.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no incomplete file stays.
     """
     partial = temporary or path.with_name(partial_name(path.name, f"{os.getpid()}-{uuid.uuid4().hex[:8]}"))
     with removed_on_error(partial, durable=durable) as file:
@@ -73,33 +73,33 @@ def replacing(path: Path, *, temporary: Path | None = None, durable: bool = Fals
 
 
 def write_bytes(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Let `data` appear as the content of `path`, in place of what was there.
+    """Write `data` as the content of `path`, in place of an existing file.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no incomplete file stays.
     """
     with replacing(path, durable=durable) as file:
         file.write(data)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Let `text` appear as the content of `path` in UTF-8, in place of what was there.
+    """Write `text` in UTF-8 as the content of `path`, in place of an existing file.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no incomplete file stays.
     """
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any, **options: Any) -> None:
-    """Let `value` appear as the content of `path`, in place of what was there.
+    """Write `value` as JSON into `path`, in place of an existing file.
 
     Args:
         path: the file.
-        value: what :func:`json.dumps` accepts.
+        value: a value that :func:`json.dumps` accepts.
         options: options of :func:`json.dumps`, such as ``indent``.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no incomplete file stays.
     """
     write_text(path, json.dumps(value, **options))

@@ -1,7 +1,7 @@
-"""CRC-32 as zip files have it, computed by isal where it is installed, else by the standard library.
+"""Compute the CRC-32 of zip files, with isal if it is installed, else with the standard library.
 
-isal checks several gigabytes per second, zlib about one; the standard library of Python has nothing that joins the
-checksums of two neighbouring pieces, so that part is done here.
+isal checks several gigabytes per second, zlib about one. Python's standard library has no function that joins the
+checksums of two neighbouring pieces, so this module has one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ except ImportError:
     from zlib import crc32
 
     def crc32_combine(first: int, second: int, length: int, /) -> int:  # type: ignore[misc]
-        """Return the CRC-32 of two pieces one after the other.
+        """Return the CRC-32 of two neighbouring pieces together.
 
         Args:
-            first: CRC-32 of the piece before.
-            second: CRC-32 of the piece behind.
-            length: bytes of the piece behind.
+            first: CRC-32 of the first piece.
+            second: CRC-32 of the second piece.
+            length: bytes of the second piece.
         """
         return _append_zeros(first, length) ^ second
 
@@ -31,7 +31,7 @@ __all__ = ["crc32", "crc32_combine"]
 
 
 def _append_zeros(crc: int, length: int) -> int:
-    """Return `crc` moved on by `length` bytes of zero, in as many steps as `length` has bits."""
+    """Return the CRC-32 `crc` advanced by `length` bytes of zero, in as many steps as `length` has bits."""
     power = 0
     while length:
         if length & 1:
@@ -42,7 +42,7 @@ def _append_zeros(crc: int, length: int) -> int:
 
 
 def _apply(columns: tuple[int, ...], vector: int) -> int:
-    """Return the product of a matrix over GF(2), given by its columns, and a vector of bits."""
+    """Return the product of a matrix over GF(2), in the form of its columns, and a vector of bits."""
     result = 0
     for column in columns:
         if vector & 1:
@@ -53,7 +53,7 @@ def _apply(columns: tuple[int, ...], vector: int) -> int:
 
 @functools.cache
 def _operator(power: int) -> tuple[int, ...]:
-    """Return the matrix that moves a CRC-32 on by ``2 ** power`` bytes of zero."""
+    """Return the matrix that advances a CRC-32 by ``2 ** power`` bytes of zero."""
     if power == 0:
         one_bit = (_POLYNOMIAL, *(1 << bit for bit in range(_BITS - 1)))
         columns = one_bit

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, out of the way where very many small objects are made that all stay."""
+"""Pause Python's cyclic garbage collector while very many small objects are made that all stay."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Let the collector of this process rest in the block: it would walk over all objects again and again.
+    """Pause the garbage collector of this process in the block, since it would scan all objects repeatedly.
 
-    Only memory in reference cycles waits until the end. Nothing changes where the collector is off already.
+    Only memory in reference cycles is freed later. Nothing changes if the collector is off already.
     """
     enabled = gc.isenabled()
     gc.disable()

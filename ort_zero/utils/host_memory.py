@@ -1,7 +1,7 @@
-"""Memory for gigabytes of tensors, in large pages where these come quickly.
+"""Allocate memory for gigabytes of tensors, in large pages if the system provides these quickly.
 
-A page of 4 KiB costs more than the copy that fills it, and large ones a tenth of that, unless the machine is a virtual
-one whose host has taken unused memory back: then they cost more than small ones.
+A new page of 4 KiB costs more time than the copy that fills it, and large pages cost a tenth of that. But if a virtual
+machine's host has taken unused memory back, large pages cost more than small pages.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import time
 import torch
 
 _LARGE = 8 << 20
-"""Number of bytes from which memory is asked for in large pages."""
+"""Number of bytes from which memory is allocated in large pages."""
 _PAGE = 2 << 20
 """Bytes of a large page."""
 _SLOW = 1_000_000
-"""Nanoseconds of CPU time: as many as the small pages in the place of a large one take."""
+"""CPU time in nanoseconds from which a large page is slow: the time of small pages with the same bytes."""
 _SUCCESSION = 16
-"""Number of pages within which two slow ones are the last ones."""
+"""Number of pages within which two slow pages end the use of large pages."""
 
 
 def host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a 1-D tensor in CPU memory, its values undefined; large ones in large pages as they are first used.
+    """Return a 1-D tensor in CPU memory with undefined values; a large tensor gets large pages on first use.
 
     Args:
         elements: number of elements.
-        dtype: their type.
+        dtype: type of the elements.
     """
     size = elements * dtype.itemsize
     if size < _LARGE:
@@ -35,24 +35,23 @@ def host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class FilledHostMemory:
-    """Makes 1-D tensors in CPU memory whose large pages are there already, for as long as these come quickly.
+    """An allocator of 1-D tensors in CPU memory that touches large pages in advance, while these come quickly.
 
-    A page now and then that comes slowly is no reason to do without the others; two in quick succession are the
-    beginning of memory that the host has taken back. What is asked for after that has small pages, which come as they
-    are first used.
+    A single slow page is no reason to give up large pages. Two slow pages in quick succession mean that the host has
+    taken the memory back. Later tensors then have small pages, which the system provides on first use.
     """
 
     def __init__(self) -> None:
         self._slow = 0
-        """Number of pages from now on within which a slow one would be the second."""
+        """Number of pages from now on within which another slow page ends the use of large pages."""
         self._large = True
 
     def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor, its values undefined.
+        """Return a 1-D tensor with undefined values.
 
         Args:
             elements: number of elements.
-            dtype: their type.
+            dtype: type of the elements.
         """
         size = elements * dtype.itemsize
         if size < _LARGE or not self._large:

@@ -1,8 +1,8 @@
-"""Python values as JSON and back; reading neither imports nor executes anything.
+"""Encode Python values as JSON and decode them; decoding neither imports nor executes anything.
 
-None, booleans, finite numbers, strings, lists and dicts with string keys are themselves. Every other value is a JSON
-object with the key ``"__type__"``, its tag; the object's other keys are the fields of the tag's :class:`TaggedType`.
-What a file format can hold is decided by the list of types that its :class:`JsonCodec` is made with.
+None, booleans, finite numbers, strings, lists and dicts with string keys stay themselves. Every other value becomes a
+JSON object whose key ``"__type__"`` has its tag. The other keys are the fields of the tag's :class:`TaggedType`. The
+list of types in a :class:`JsonCodec` decides which values its file format supports.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 TYPE = "__type__"
 
 Encode = Callable[[Any, str], Any]
-"""Takes a part of a value and where it stands, returns it as JSON."""
+"""Takes a part of a value and its place in the whole value, returns the part as JSON."""
 Decode = Callable[[Any], Any]
 
 
 class NotEncodable(Exception):
-    """A value is of no type that the codec knows.
+    """The error for a value whose type the codec does not support.
 
     Attributes:
-        where: where the value stands in what was to be written.
-        reason: what it is: ``"is a function"``.
+        where: place of the value in the whole value.
+        reason: what the value is: ``"is a function"``.
     """
 
     def __init__(self, where: str, kind: type, reason: str = ""):
@@ -37,14 +37,14 @@ class NotEncodable(Exception):
 
 
 class NotDecodable(Exception):
-    """An error: the value that was read is damaged, or was not written by this codec."""
+    """The error for JSON that is damaged, or was not written by this codec."""
 
 
 class UnknownTag(NotDecodable):
-    """An error: the value that was read has a tag that the codec does not know.
+    """The error for JSON with a tag that the codec does not support.
 
     Attributes:
-        tag: what stands there.
+        tag: the unknown tag.
     """
 
     def __init__(self, tag: Any):
@@ -54,40 +54,40 @@ class UnknownTag(NotDecodable):
 
 @dataclass(frozen=True, slots=True)
 class TaggedType:
-    """The codec of one type: how its values become JSON objects and come back."""
+    """The codec of one type: the conversion of its values to JSON objects and back."""
 
     tag: str
     matches: Callable[[Any], bool]
     write: Callable[[Any, str, Encode], dict[str, Any]]
-    """Takes the value, where it stands, and what encodes its parts; returns the fields."""
+    """Takes the value, its place, and the function that encodes its parts; returns the fields."""
     read: Callable[[dict[str, Any], Decode], Any]
-    """Takes the fields and what decodes them; returns the value."""
+    """Takes the fields and the function that decodes them; returns the value."""
     fields: tuple[str, ...] = ("value",)
-    """Names of all fields; an object that has others is not decoded."""
+    """Names of all fields; an object with other fields is not decoded."""
 
 
 class JsonCodec:
-    """Encodes and decodes the values of one file format.
+    """The encoder and decoder of one file format.
 
     Args:
-        types: what the format can hold besides JSON's own values; the first that matches a value counts.
+        types: types of the format besides JSON's own; the first type that matches a value is used.
         simplify: replaces each value before it is encoded, for formats in which a subclass becomes its plain type.
     """
 
     def __init__(self, types: Iterable[TaggedType], simplify: Callable[[Any], Any] = lambda value: value):
         self._types = tuple(types)
-        self._by_tag = {known.tag: known for known in self._types}
+        self._by_tag = {tagged.tag: tagged for tagged in self._types}
         self._simplify = simplify
 
     def encode(self, value: Any, where: str) -> Any:
-        """Return `value` as what ``json.dumps`` takes.
+        """Return `value` in a form that ``json.dumps`` accepts.
 
         Args:
             value: a value of the format.
-            where: how errors name it; parts of lists and dicts add their index or key, as in ``state['lr'][0]``.
+            where: name of the value in errors; parts of lists and dicts add their index or key: ``state['lr'][0]``.
 
         Raises:
-            NotEncodable: a part is of another type.
+            NotEncodable: a part has a type that the format does not support.
         """
         value = self._simplify(value)
         kind = type(value)
@@ -97,16 +97,16 @@ class JsonCodec:
             return [self.encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         if kind is dict and TYPE not in value and all(type(key) is str for key in value):
             return {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
-        for known in self._types:
-            if known.matches(value):
-                return {TYPE: known.tag, **known.write(value, where, self.encode)}
+        for tagged in self._types:
+            if tagged.matches(value):
+                return {TYPE: tagged.tag, **tagged.write(value, where, self.encode)}
         raise NotEncodable(where, kind)
 
     def decode(self, written: Any) -> Any:
         """Return the value that :meth:`encode` wrote.
 
         Raises:
-            NotDecodable: it is damaged; :class:`UnknownTag` if it has a tag of another codec.
+            NotDecodable: `written` is damaged; :class:`UnknownTag` for a tag of another codec.
         """
         try:
             return self._decode(written)
@@ -121,24 +121,24 @@ class JsonCodec:
         if TYPE not in written:
             return {key: self._decode(item) for key, item in written.items()}
         tag = written[TYPE]
-        known = self._by_tag.get(tag) if type(tag) is str else None
-        if known is None:
+        tagged = self._by_tag.get(tag) if type(tag) is str else None
+        if tagged is None:
             raise UnknownTag(tag)
-        if set(written) != {TYPE, *known.fields}:
-            raise NotDecodable(f"a {tag!r} has the fields {sorted(known.fields)}, not {sorted(set(written) - {TYPE})}")
-        return known.read({name: written[name] for name in known.fields}, self._decode)
+        if set(written) != {TYPE, *tagged.fields}:
+            raise NotDecodable(f"a {tag!r} has the fields {sorted(tagged.fields)}, not {sorted(set(written) - {TYPE})}")
+        return tagged.read({name: written[name] for name in tagged.fields}, self._decode)
 
 
 def exactly(kind: type) -> Callable[[Any], bool]:
-    """Return a test for instances of a class that are not of a subclass."""
+    """Return a test for instances of a class, without instances of its subclasses."""
     return lambda value: type(value) is kind
 
 
 def must_be(kind: type, value: Any) -> Any:
-    """Return `value`.
+    """Return `value` if it is an instance of `kind`.
 
     Raises:
-        NotDecodable: it is not an instance of `kind`.
+        NotDecodable: `value` is not an instance of `kind`.
     """
     if not isinstance(value, kind):
         raise NotDecodable(f"{value!r} is not a {kind.__name__}")
@@ -146,7 +146,7 @@ def must_be(kind: type, value: Any) -> Any:
 
 
 def as_text(tag: str, kind: type, write: Callable[[Any], str], read: Callable[[str], Any]) -> TaggedType:
-    """Return a type whose values are each one string, in the field ``"value"``."""
+    """Return a tagged type whose values become one string, in the field ``"value"``."""
     return TaggedType(
         tag,
         exactly(kind),
@@ -156,13 +156,13 @@ def as_text(tag: str, kind: type, write: Callable[[Any], str], read: Callable[[s
 
 
 def as_items(tag: str, kind: type, items: Callable[[Any], Iterable], build: Callable[[list], Any]) -> TaggedType:
-    """Return a container type whose parts are a list, in the field ``"items"``.
+    """Return a tagged type of containers whose parts become a list, in the field ``"items"``.
 
     Args:
         tag: tag of the type.
         kind: the container's class.
         items: returns the parts of a container.
-        build: returns the container of a list of parts.
+        build: returns the container for a list of parts.
     """
     return TaggedType(
         tag,
@@ -174,7 +174,7 @@ def as_items(tag: str, kind: type, items: Callable[[Any], Iterable], build: Call
 
 
 def of_torch(tag: str, kind: type) -> TaggedType:
-    """Return the type of what torch has as named objects of a class: ``torch.dtype``, ``torch.layout``."""
+    """Return the tagged type of a class whose objects are attributes of torch: ``torch.dtype``, ``torch.layout``."""
     return as_text(
         tag, kind, lambda value: str(value).removeprefix("torch."), lambda name: must_be(kind, vars(torch).get(name))
     )

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used."""
+"""Import names of a package when they are first used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def lazy_attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], A
 
     Args:
         package: ``__name__`` of the package.
-        homes: public name to the module that holds it.
+        homes: public name -> the module that defines it.
 
     Returns:
         A function of the attribute's name; it raises AttributeError for a name that is not in `homes`.

@@ -1,4 +1,4 @@
-"""Names parts of a step for torch.profiler, while ``ort-zero profile`` measures a script; costs nothing otherwise."""
+"""Name parts of a step for torch.profiler while ``ort-zero profile`` measures a script; without cost otherwise."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 PREFIX = "ort_zero::"
 STEP, FORWARD, BACKWARD, OPTIMIZER = "step", "forward", "backward", "optimizer"
 SESSION, GATHER, REDUCE, IN_PYTORCH = "session", "gather", "reduce", "in PyTorch"
-"""Names of the parts: of a step by the engine or the program, of a graph's run, and of what its nodes do."""
+"""Names of the ranges: parts of a step, the run of a graph, and the work of its nodes."""
 
 _active = False
 
 
 def activate(active: bool) -> None:
-    """Let ranges be recorded from now on, or not."""
+    """Switch the recording of ranges on or off."""
     global _active
     _active = active
 
 
 class named_range:
-    """Records what runs in the block as a range of torch.profiler if somebody has asked for that; also a decorator.
+    """A context manager and decorator that records its block as a range of torch.profiler, if recording is on.
 
     Args:
         name: one of the names above.
@@ -46,7 +46,7 @@ class named_range:
             record.__exit__(*error)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` with each of its calls in such a block."""
+        """Return a function that calls `function` and records each call as a range."""
 
         @functools.wraps(function)
         def named(*args: Any, **kwargs: Any) -> Any:

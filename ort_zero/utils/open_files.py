@@ -1,4 +1,4 @@
-"""Room for as many open files and connections as many ranks need."""
+"""Raise the limit of open files for the connections between many ranks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 from contextlib import suppress
 
 _SPARE = 256
-"""Number of files that a process is left to open besides."""
+"""Number of files that the process may open besides."""
 
 
 def allow_open_files(more: int) -> int:
-    """Raise the limit of open files, as far as the system lets a process, so that `more` can be opened.
+    """Raise the limit of open files, as far as the system allows, so that `more` files can be opened.
 
-    Systems begin with 1024, which two connections from each of 512 ranks to all others use up.
+    A usual limit is 1024, which two connections from each of 512 ranks to all others use up.
 
     Returns:
-        How many may be open now; -1 where the system does not say.
+        The limit of open files; -1 if the system does not report it.
     """
     try:
         import resource

@@ -1,4 +1,4 @@
-"""Checks and writes the files that a command is to produce."""
+"""Check and write the output files of a command."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ort_zero.utils.atomic_write import write_text
 
 
 def check_output_file(path: Path, option: str, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, before minutes of work.
+    """Refuse an output file that cannot be written, before minutes of work.
 
     Raises:
-        ConfigError: it exists and is not to be replaced, or its folder does not exist.
+        ConfigError: the file exists and must not be replaced, or its folder does not exist.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path} is a folder; name a file")
@@ -23,10 +23,10 @@ def check_output_file(path: Path, option: str, overwrite: bool) -> None:
 
 
 def write_output_file(path: Path, content: str) -> None:
-    """Write a file in whole or not at all.
+    """Write a file completely or not at all.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         write_text(path, content)

@@ -1,9 +1,9 @@
-"""One table of patches: applied all or nothing, restored to the very objects that were there.
+"""Apply sets of patches all or nothing, and restore the original objects.
 
 A :class:`Patch` names its target as ``"package.module:Qualified.attribute"``, or as ``"package.module:Qualified[key]"``
-for an item of a dict. Its ``guard`` looks at the object found there (its shape, not its name) and raises
-:class:`~ort_zero.errors.PatchError` if it is not one that is known; its ``build`` makes the replacement. What replaces
-an attribute carries the original as ``__wrapped__`` and a marker.
+for an item of a dict. Its ``guard`` checks the shape of the original object, and raises
+:class:`~ort_zero.errors.PatchError` for an unknown shape. Its ``build`` makes the replacement. The replacement of an
+attribute has the original as ``__wrapped__``, and a marker.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ class Patch:
     target: str
     """``"package.module:Qualified.attribute"`` or ``"package.module:Qualified[key]"``."""
     build: Callable[[Any], Any]
-    """Gets the original object, returns the replacement."""
+    """Takes the original object, returns the replacement."""
     why: str
     """The purpose of the patch in one phrase, for ``status()`` and error messages."""
     guard: Callable[[Any], None] | None = None
-    """Gets the original object, raises PatchError if its shape is unknown."""
+    """Takes the original object, raises PatchError if its shape is unknown."""
     may_be_new: bool = False
-    """The target need not exist: `build` then gets None, no guard is called, and restoring removes what was added."""
+    """Whether the target may be missing: `build` then gets None, no guard is called, and `restore` removes it."""
 
 
 class _Target(Protocol):
-    """A name in an object that can be read, set and removed."""
+    """A name in an object (the holder) that can be read, set and removed."""
 
-    def found(self) -> Any:
-        """Return the raw object (descriptors unbound) that the name stands for, inherited or not, or `_MISSING`."""
+    def resolved(self) -> Any:
+        """Return the raw object (descriptors unbound) under the name, inherited or not, or `_MISSING`."""
 
-    def own(self) -> Any:
-        """Return the raw object that is stored under the name in the holder itself, or `_MISSING`."""
+    def stored(self) -> Any:
+        """Return the raw object under the name in the holder itself, not inherited, or `_MISSING`."""
 
     def set(self, value: Any) -> None:
-        """Store `value` under the name that was resolved."""
+        """Store `value` under the name in the holder."""
 
     def remove(self) -> None:
-        """Remove the name that was resolved from its owner."""
+        """Remove the name from the holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class _Attribute:
     holder: Any
     name: str
 
-    def found(self) -> Any:
+    def resolved(self) -> Any:
         owners = self.holder.__mro__ if isinstance(self.holder, type) else (self.holder,)
         return next((vars(owner)[self.name] for owner in owners if self.name in vars(owner)), _MISSING)
 
-    def own(self) -> Any:
+    def stored(self) -> Any:
         return vars(self.holder).get(self.name, _MISSING)
 
     def set(self, value: Any) -> None:
@@ -77,10 +77,10 @@ class _Item:
     table: dict
     key: str
 
-    def found(self) -> Any:
-        return self.own()
+    def resolved(self) -> Any:
+        return self.stored()
 
-    def own(self) -> Any:
+    def stored(self) -> Any:
         return self.table.get(self.key, _MISSING)
 
     def set(self, value: Any) -> None:
@@ -95,7 +95,7 @@ class _Applied:
     patch: Patch
     target: _Target
     original: Any
-    """The raw object that the holder itself had (descriptors unbound), `_MISSING` if it had none."""
+    """The raw object that was stored in the holder itself (descriptors unbound), `_MISSING` without one."""
     replacement: Any
 
 
@@ -105,7 +105,7 @@ def resolve(target: str) -> Any:
     Raises:
         PatchError: the module, an attribute on the path or the item does not exist.
     """
-    raw = _target_of(target).found()
+    raw = _target_of(target).resolved()
     if raw is _MISSING:
         raise _absent(target)
     return raw
@@ -145,7 +145,7 @@ class PatchSet:
 
     @property
     def active(self) -> bool:
-        """True between :meth:`apply` and :meth:`restore`."""
+        """Return True between :meth:`apply` and :meth:`restore`."""
         return bool(self._applied)
 
     def targets(self) -> tuple[str, ...]:
@@ -153,10 +153,10 @@ class PatchSet:
         return tuple(a.patch.target for a in self._applied)
 
     def apply(self) -> None:
-        """Replace every target; on any failure put everything back and raise. A second call does nothing.
+        """Replace every target; after any error restore all targets and raise. A second call does nothing.
 
         Raises:
-            PatchError: a target is missing, has an unknown shape, or is patched by somebody else.
+            PatchError: a target is missing, has an unknown shape, or is patched by another library.
         """
         if self._applied:
             return
@@ -170,13 +170,13 @@ class PatchSet:
         self._applied = done
 
     def check(self) -> None:
-        """Look whether every target still is what :meth:`apply` made it.
+        """Check that every target still is the replacement from :meth:`apply`.
 
         Raises:
-            PatchError: somebody patched one of our targets after us.
+            PatchError: another library patched a target after ort_zero.
         """
         for applied in self._applied:
-            current = applied.target.own()
+            current = applied.target.stored()
             if current is not applied.replacement:
                 raise PatchError(
                     f"{applied.patch.target} was replaced by {_describe(current)} after ort_zero was enabled; "
@@ -184,10 +184,10 @@ class PatchSet:
                 )
 
     def restore(self) -> None:
-        """Put the original objects back.
+        """Restore the original objects.
 
         Raises:
-            PatchError: somebody patched one of our targets after us; nothing is changed then.
+            PatchError: another library patched a target after ort_zero; nothing is changed then.
         """
         self.check()
         _put_back(self._applied)
@@ -196,7 +196,7 @@ class PatchSet:
 
 def _apply_one(patch: Patch) -> _Applied:
     target = _target_of(patch.target)
-    own, raw = target.own(), target.found()
+    stored, raw = target.stored(), target.resolved()
     if raw is _MISSING:
         if not patch.may_be_new:
             raise _absent(patch.target)
@@ -212,10 +212,10 @@ def _apply_one(patch: Patch) -> _Applied:
         for name, value in ((MARKER, patch.target), ("__wrapped__", original)):
             try:
                 setattr(replacement, name, value)
-            except (AttributeError, TypeError):  # wrapt proxies and builtins carry their own
+            except (AttributeError, TypeError):  # wrapt proxies and builtins have their own attributes
                 pass
     target.set(type(raw)(replacement) if isinstance(raw, (staticmethod, classmethod)) else replacement)
-    return _Applied(patch, target, own, target.own())
+    return _Applied(patch, target, stored, target.stored())
 
 
 def _put_back(applied: Iterable[_Applied]) -> None:
@@ -234,7 +234,7 @@ def _describe(obj: Any) -> str:
 
 
 def defined_in(module_name: str) -> Callable[[Any], None]:
-    """Return a guard that accepts only a function defined in `module_name`: anything else is a stranger's patch."""
+    """Return a guard that accepts only functions defined in `module_name`: others are patches of other libraries."""
 
     def guard(original: Any) -> None:
         function = _unwrap_static(original)
@@ -251,9 +251,9 @@ def defined_in(module_name: str) -> Callable[[Any], None]:
 
 @contextlib.contextmanager
 def replaced(holder: Any, name: str, build: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the attribute `name` of `holder` within the block by what `build` makes of the original.
+    """Replace the attribute `name` of `holder` within the block by the result of `build` for the original.
 
-    For replacements that belong to one piece of work, an export for one; those that last are patches of a PatchSet.
+    For temporary replacements, such as during an export; lasting replacements are patches of a PatchSet.
     """
     original = getattr(holder, name)
     setattr(holder, name, build(original))

@@ -1,4 +1,4 @@
-"""The progress bar of long work: on stderr, only on a terminal, gone when the work is done."""
+"""Show a progress bar of long work on stderr, if it is a terminal; the bar disappears at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Bar:
-    """A progress bar that is not shown; has what callers use of the one that is."""
+    """A progress bar that is not shown, with the methods that callers use of the visible bar."""
 
     n: float = 0
 
@@ -20,10 +20,10 @@ class Bar:
         return None
 
     def move(self, done: int, of: int, what: str = "") -> None:
-        """Take no notice."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Do nothing: there is nothing to take away."""
+        """Do nothing."""
 
     def __enter__(self) -> Any:
         return self
@@ -36,10 +36,10 @@ def bar(total: int | None, what: str, unit: str = "B", *, shown: bool = True, de
     """Return a bar that counts `total` units; ``update(n)`` from any thread, ``close()`` at the end.
 
     Args:
-        total: None if it is not known before the first ``move()``.
-        what: is being done.
+        total: number of units; None if it is unknown before the first ``move()``.
+        what: name of the work.
         unit: unit of the numbers; bytes are shown as KiB, MiB, ...
-        shown: False on ranks and with options that want no bar.
+        shown: False on ranks and with options without a bar.
         delay: seconds of work before a bar appears.
     """
     if not shown or not sys.stderr.isatty():
@@ -51,7 +51,7 @@ def bar(total: int | None, what: str, unit: str = "B", *, shown: bool = True, de
 
 
 class Steps:
-    """What work in a few long steps tells of itself."""
+    """The progress of work in a few long steps."""
 
     def __init__(self, what: str):
         self.text = what
@@ -69,38 +69,38 @@ class Steps:
 
 @contextlib.contextmanager
 def steps_bar(what: str, steps: int, *, shown: bool = True, delay: float = 2) -> Iterator[Steps]:
-    """Show a bar while the block works in a few steps, of which each may take long: its clock goes on in between.
+    """Show a bar while the block works in a few steps, each of which may be long; its clock runs all the time.
 
     Args:
-        what: is being done.
-        steps: how many there are.
-        shown: False on ranks that want no bar.
+        what: name of the work.
+        steps: number of steps.
+        shown: False on ranks without a bar.
         delay: seconds of work before a bar appears.
     """
-    told = Steps(what)
+    progress = Steps(what)
     if not shown or sys.stderr is None or not sys.stderr.isatty():
-        yield told
+        yield progress
         return
     over = threading.Event()
-    # the stream of now: an export replaces it meanwhile
-    thread = threading.Thread(target=_show, args=(told, steps, delay, sys.stderr, over), daemon=True)
+    # the current stream: an export replaces sys.stderr in the meantime
+    thread = threading.Thread(target=_show, args=(progress, steps, delay, sys.stderr, over), daemon=True)
     thread.start()
     try:
-        yield told
+        yield progress
     finally:
         over.set()
         thread.join()
 
 
-def _show(told: Steps, steps: int, delay: float, stream: Any, over: threading.Event) -> None:
-    """Draw a bar twice a second until the work is over, and take it away."""
+def _show(progress: Steps, steps: int, delay: float, stream: Any, over: threading.Event) -> None:
+    """Draw a bar twice a second until the work is over, and remove it."""
     if over.wait(delay):
         return
     from ort_zero.utils.terminal_bar import TerminalBar
 
     form = "{desc}: {n_fmt}/{total_fmt} |{bar}| {elapsed}"
-    with TerminalBar(total=steps, desc=told.text, file=stream, leave=False, bar_format=form) as bar_shown:
+    with TerminalBar(total=steps, desc=progress.text, file=stream, leave=False, bar_format=form) as bar_shown:
         bar_shown.start_t -= delay
         while not over.wait(0.5):
-            bar_shown.n = min(told.done, steps)
-            bar_shown.set_description_str(told.text)
+            bar_shown.n = min(progress.done, steps)
+            bar_shown.set_description_str(progress.text)

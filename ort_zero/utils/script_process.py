@@ -1,4 +1,4 @@
-"""Runs a user's script in a process of its own, and ends it with all that it has started."""
+"""Run a user's script in a separate process, and end it with all processes that it has started."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ort_zero.errors import ConfigError
 
 R = TypeVar("R")
 GRACE_SECONDS = 60.0
-"""Seconds that a script has to end by itself when its steps are done."""
+"""Time in seconds in which a script may end by itself after its steps are done."""
 
 
 _LAST_LINES = 20
-"""Number of lines that are shown of the output of a script that failed."""
+"""Number of last lines that are shown of the output of a failed script."""
 
 
 class ScriptFailure(Exception):
-    """A script did not get as far as it had to.
+    """The error for a script that failed or ended too early.
 
     Attributes:
-        tail: the last lines that it printed.
+        tail: the last lines that the script printed.
     """
 
     def __init__(self, message: str, tail: Sequence[str] = ()):
@@ -40,7 +40,7 @@ class ScriptFailure(Exception):
 
 
 def last_lines(log: Path) -> list[str]:
-    """Return the last lines of a file that a script has printed into."""
+    """Return the last lines of a script's output file."""
     return log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:]
 
 
@@ -48,7 +48,7 @@ def split_launcher(launcher: str) -> tuple[str, ...]:
     """Return the arguments of a launcher's command line.
 
     Raises:
-        ConfigError: a quote is not closed, there are none, or there is no such program.
+        ConfigError: a quote is not closed, or there are no arguments.
     """
     try:
         arguments = tuple(shlex.split(launcher))
@@ -60,43 +60,43 @@ def split_launcher(launcher: str) -> tuple[str, ...]:
 
 
 def require_script(script: Path, launcher: Sequence[str] = ()) -> None:
-    """Refuse what cannot be started.
+    """Refuse a script or a launcher that cannot be started.
 
     Raises:
         ConfigError: the script, or the launcher's program, does not exist.
     """
     if not script.is_file():
         raise ConfigError(f"the script {script} does not exist")
-    if launcher and _found(launcher[0]) is None:
+    if launcher and _program_path(launcher[0]) is None:
         raise ConfigError(f"--launcher: there is no program {launcher[0]!r}")
 
 
 def command_line(script: Path, arguments: Sequence[str], launcher: Sequence[str] = ()) -> list[str]:
     """Return the command line that starts a script, as a list of arguments."""
-    before = [str(_found(launcher[0])), *launcher[1:]] if launcher else [sys.executable]
+    before = [str(_program_path(launcher[0])), *launcher[1:]] if launcher else [sys.executable]
     return [*before, str(script), *arguments]
 
 
-def _found(program: str) -> str | None:
-    """Return the path of a launcher, first of those installed beside this Python."""
+def _program_path(program: str) -> str | None:
+    """Return the path of a launcher's program, preferably beside this Python; None if it does not exist."""
     beside = Path(sys.executable).parent / program
     return str(beside) if beside.is_file() else shutil.which(program)
 
 
 def run_script(command: Sequence[str], log: Path, environment: Mapping[str, str], is_done: Callable[[], bool]) -> int:
-    """Run a command until it ends or has done its work; return its status, 0 if it was ended after its work.
+    """Run a command until it ends or its work is done; return its exit status, 0 if it is ended after its work.
 
-    No process of it outlives the call.
+    No process of the command outlives the call.
 
     Args:
-        command: starts the script.
+        command: the command line of the script.
         log: file for the output.
-        environment: variables that the script has besides those of this process.
-        is_done: asked twice a second; a script that goes on after that is ended after :data:`GRACE_SECONDS`.
+        environment: variables for the script in addition to those of this process.
+        is_done: asked twice a second; a script that continues after that is ended after :data:`GRACE_SECONDS`.
     """
-    # nothing else differs from the user's own start: another PATH would make DeepSpeed compile its operators again
+    # nothing else differs from a start by the user: another PATH would make DeepSpeed compile its operators again
     with open(log, "wb") as output, _Signals() as signals:
-        # raised in here, an interrupt would leave a script that nobody knows of
+        # an interrupt that is raised in Popen would leave a running script without an owner
         process = subprocess.Popen(
             command, env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"}, stdin=subprocess.DEVNULL,
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
@@ -110,12 +110,12 @@ def run_script(command: Sequence[str], log: Path, environment: Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class RequestedRun(Generic[R]):
-    """What came of a script that was asked to measure something."""
+    """The result of a script that was asked to measure something."""
 
     status: int
-    """Exit status; 0 too if the script was ended after its work."""
+    """Exit status; also 0 if the script was ended after its work."""
     reports: list[R]
-    """Of the ranks on this machine, rank 0 first."""
+    """Reports of the ranks on this machine, rank 0 first."""
     tail: list[str]
     """The last lines that the script printed."""
 
@@ -127,14 +127,14 @@ def run_with_request(
     read_reports: Callable[[Path], list[R]],
     is_done: Callable[[list[R]], bool],
 ) -> RequestedRun[R]:
-    """Run a command with a request in a file that the environment names, until its ranks have reported.
+    """Run a command with a request in a file, until its ranks have written their reports.
 
     Args:
-        command: starts the script.
-        variable: name of the variable of the environment.
-        write_request: writes the file, given its path and that of the reports, to which rank n appends ``.n``.
-        read_reports: returns what the ranks have written so far.
-        is_done: returns whether these reports are all that was asked for; asked twice a second.
+        command: the command line of the script.
+        variable: name of the environment variable that names the request file.
+        write_request: writes the request file; takes its path and the path of the reports, to which rank n adds ``.n``.
+        read_reports: returns the reports that the ranks have written so far.
+        is_done: returns whether these reports are complete; asked twice a second.
     """
     with tempfile.TemporaryDirectory(prefix="ort_zero-") as name:
         folder = Path(name)
@@ -145,10 +145,10 @@ def run_with_request(
 
 
 class _Signals:
-    """Lets SIGINT and SIGTERM unwind the stack in a block, from the call of :meth:`deliver` on; one before that waits.
+    """A block in which SIGINT and SIGTERM raise, from the call of :meth:`deliver` on; earlier signals wait for it.
 
-    The script has a session of its own, and would live on. Does nothing outside the main thread, which alone may set
-    handlers; a signal that is ignored stays so.
+    Without this, a script in its separate session would live on. Does nothing outside the main thread, since only the
+    main thread may set handlers. Ignored signals stay ignored.
     """
 
     def __init__(self) -> None:
@@ -168,11 +168,11 @@ class _Signals:
             signal.signal(number, handler)
 
     def deliver(self) -> None:
-        """Raise what has come, and from now on at once.
+        """Raise a pending signal, and raise later signals at once.
 
         Raises:
-            KeyboardInterrupt: it was SIGINT.
-            SystemExit: it was SIGTERM.
+            KeyboardInterrupt: the pending signal is SIGINT.
+            SystemExit: the pending signal is SIGTERM.
         """
         self._delivers = True
         if self._pending is not None:
@@ -190,7 +190,7 @@ class _Signals:
 
 
 def _wait(process: subprocess.Popen, is_done: Callable[[], bool]) -> int:
-    """Return the status; a script that holds on after its steps are done is not waited for."""
+    """Return the exit status; 0 for a script that runs longer than :data:`GRACE_SECONDS` after its work."""
     until = None
     while True:
         try:
@@ -204,18 +204,18 @@ def _wait(process: subprocess.Popen, is_done: Callable[[], bool]) -> int:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a process and all that it started.
+    """End a process and all processes that it has started.
 
-    An interrupt comes first: a script that is killed while it compiles leaves a lock that the next one waits for.
+    SIGINT comes first: a script that is killed while it compiles leaves a lock for which the next script waits.
     """
     for number, seconds in ((signal.SIGINT, 10), (signal.SIGTERM, 5), (signal.SIGKILL, 5)):
         try:
-            os.killpg(process.pid, number)  # a launcher's ranks as well
+            os.killpg(process.pid, number)  # includes the ranks of a launcher
         except (ProcessLookupError, PermissionError):
             return
         if process.poll() is not None:
             continue
         try:
             process.wait(timeout=seconds)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # an impatient user does not want it to live on either
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C must not keep the process alive
             continue

@@ -1,4 +1,4 @@
-"""Numbers of bytes as users write them (``"5GB"``, ``"2GiB"``) and as messages show them."""
+"""Parse numbers of bytes as users write them (``"5GB"``, ``"2GiB"``), and format them for messages."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _UNITS = {f"{prefix}B": base**power for base, names in _PREFIXES.items() for pow
 _BY_LOWER_CASE = {"": 1, **{unit.lower(): size for unit, size in _UNITS.items()}}
 _LETTERS = {letter: 1024**power for power, letter in enumerate("kmgt", start=1)}
 _DECIMALS = {1000: (0, 1, 1, 2), 1024: (0, 0, 0, 2)}
-"""Digits behind the point in a size in the unit that suits it, by base and power."""
+"""Digits after the decimal point of a size, by base and power of its unit."""
 
 
 def parse_size(text: int | str, *, bare_letters: bool = False) -> int:
     """Return a number of bytes: ``"5GB"`` (powers of 1000), ``"2GiB"`` (powers of 1024), or a plain integer.
 
     Args:
-        text: what the user wrote; case and spaces around number and unit do not count.
+        text: the user's text; case and spaces around number and unit are ignored.
         bare_letters: also accept ``"6G"``, which means GiB.
 
     Raises:
-        ValueError: anything else, or less than one byte.
+        ValueError: `text` is not a size, or less than one byte.
     """
     match = _SIZE.fullmatch(str(text))
     units = _BY_LOWER_CASE | _LETTERS if bare_letters else _BY_LOWER_CASE
@@ -39,12 +39,12 @@ def size_in(size: float, unit: str, decimals: int = 1) -> str:
 
 
 def decimal_size(size: float) -> str:
-    """Return `size` bytes in the unit that suits them: ``"999 B"``, ``"1.5 MB"``, ``"2.25 GB"`` and above."""
+    """Return `size` bytes in a suitable unit: ``"999 B"``, ``"1.5 MB"``, ``"2.25 GB"`` and above."""
     return _suited(size, 1000)
 
 
 def binary_size(size: float) -> str:
-    """Return `size` bytes in the unit that suits them: ``"1023 B"``, ``"1 MiB"``, ``"2.25 GiB"`` and above."""
+    """Return `size` bytes in a suitable unit: ``"1023 B"``, ``"1 MiB"``, ``"2.25 GiB"`` and above."""
     return _suited(size, 1024)
 
 

@@ -1,4 +1,4 @@
-"""Tables of text: columns side by side, each as wide as its widest cell, or narrower with cells of several lines."""
+"""Lay out tables of text with columns as wide as their widest cells, or narrower with cells of several lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), separato
     """Return one line per row, with no spaces at its end.
 
     Args:
-        rows: cells, equally many in each row.
+        rows: cells, the same number in each row.
         right: numbers of the columns that are aligned right; the others are aligned left.
         separator: stands between two columns.
     """
@@ -21,25 +21,25 @@ def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = (), separato
 
 
 def column_widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """Return the characters of the widest cell of each column; all rows have equally many cells."""
+    """Return the characters of the widest cell of each column; all rows must have the same number of cells."""
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
-def narrowed(widths: Sequence[int], room: int, least: Sequence[int]) -> list[int]:
-    """Return widths whose sum is at most `room`, as far as `least` allows: the widest column gives way first.
+def narrowed(widths: Sequence[int], room: int, minimum: Sequence[int]) -> list[int]:
+    """Return widths whose sum is at most `room`, as far as `minimum` allows: the widest column shrinks first.
 
     Args:
         widths: characters of each column.
-        room: characters of all columns together, without what stands between them.
-        least: characters below which each column must not go.
+        room: characters of all columns together, without the separators between them.
+        minimum: minimum characters of each column.
     """
-    found = list(widths)
-    for _ in range(sum(found) - room):
-        able = [i for i, width in enumerate(found) if width > least[i]]
-        if not able:
+    narrow = list(widths)
+    for _ in range(sum(narrow) - room):
+        shrinkable = [i for i, width in enumerate(narrow) if width > minimum[i]]
+        if not shrinkable:
             break
-        found[max(able, key=found.__getitem__)] -= 1
-    return found
+        narrow[max(shrinkable, key=narrow.__getitem__)] -= 1
+    return narrow
 
 
 def row_lines(
@@ -48,7 +48,7 @@ def row_lines(
     """Return the lines of one row.
 
     Args:
-        cells: the lines of each cell; the row is as high as its highest cell.
+        cells: the lines of each cell; the row has as many lines as its highest cell.
         widths: characters of each column.
         right: numbers of the columns that are aligned right; the others are aligned left.
         separator: stands between two columns.

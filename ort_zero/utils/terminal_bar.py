@@ -1,4 +1,4 @@
-"""The bar of tqdm; a module of its own, for most runs show none and need not import tqdm."""
+"""Show tqdm's progress bar; in a separate module, since runs without a bar should not import tqdm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 
 class TerminalBar(tqdm):
-    """A bar of tqdm that counts right when several threads update it."""
+    """A bar of tqdm that counts correctly when several threads update it."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._counting = threading.Lock()
@@ -21,7 +21,7 @@ class TerminalBar(tqdm):
             return super().update(n)
 
     def move(self, done: int, of: int, what: str = "") -> None:
-        """Show that `done` units of `of` are done, named `what` if that is given; take the bar away when all are."""
+        """Show `done` of `of` units as done, with the name `what` if it is not empty; close the bar when all are."""
         if self.disable:
             return
         self.total = of

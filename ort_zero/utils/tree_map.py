@@ -1,4 +1,4 @@
-"""Reaches the tensors in nested tuples, lists and dicts: what modules take and return."""
+"""Replace the tensors in nested tuples, lists and dicts, such as arguments and results of modules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def map_slots(function: Callable[[str, torch.Tensor], Any], value: Any) -> Any:
-    """Return `value` with every tensor in its tuples, lists and dicts replaced by what `function` returned for it.
+    """Return `value` with every tensor in its tuples, lists and dicts replaced by the result of `function`.
 
-    ``function(slot, tensor)`` gets the tensor's place in the value, as in ``"[0]"`` or ``".logits"``; None keeps the
-    tensor. A value in which nothing changed is returned as it is. Containers keep their type, objects of other types
-    are passed over.
+    ``function(slot, tensor)`` gets the tensor's place in the value, such as ``"[0]"`` or ``".logits"``; the result None
+    keeps the tensor. A value without changes is returned itself. Containers keep their type; objects of other types are
+    ignored.
     """
     return _mapped(function, value, "")
 

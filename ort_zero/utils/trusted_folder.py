@@ -1,8 +1,8 @@
-"""Decides whether a folder of the local file system may be trusted to hold what this process loads or executes.
+"""Decide whether this process may load or execute files from a folder of the local file system.
 
-Whoever can write into a folder, or rename one above it, can plant a file there. So the folder and all folders above it
-must belong to this user or to root, and nobody else may write into them; a sticky folder such as ``/tmp`` is fine above
-a folder of our own, since others cannot rename what is ours in it.
+A user who can write into a folder, or rename a folder above it, can plant a file there. So the folder and all folders
+above it must belong to this user or to root, and no other user may write into them. A sticky folder such as ``/tmp`` is
+safe above a folder of this user, since other users cannot rename that folder.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 
 def reason_not_to_trust(folder: Path) -> str | None:
-    """Return why somebody else may have written what is in `folder`, None if nobody else can have.
+    """Return why another user may have written into `folder`, None if no other user can have done so.
 
     Args:
-        folder: an existing folder, or a file in question.
+        folder: an existing folder or file.
     """
     if not hasattr(os, "geteuid"):
         return None
-    # both ways to the folder: a link that others may replace leads anywhere
+    # check the path as written, too: other users may replace a link in it
     checked: set[Path] = set()
     for path in (Path(os.path.abspath(folder)), folder.resolve()):
         for place in (path, *path.parents):
@@ -34,18 +34,18 @@ def reason_not_to_trust(folder: Path) -> str | None:
 
 
 def _reason(place: Path, is_above: bool) -> str | None:
-    found = place.lstat()
-    if stat.S_ISLNK(found.st_mode):
-        # its permissions mean nothing: who may write into the folder that holds it decides
-        return None if found.st_uid in _trusted_users() else f"{place} is a link of {_user(found.st_uid)}"
-    if found.st_uid not in _trusted_users():
-        return f"{place} belongs to {_user(found.st_uid)}"
-    if is_above and found.st_mode & stat.S_ISVTX:
+    status = place.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        # permissions of a link mean nothing: the permissions of the folder that contains it decide
+        return None if status.st_uid in _trusted_users() else f"{place} is a link of {_user(status.st_uid)}"
+    if status.st_uid not in _trusted_users():
+        return f"{place} belongs to {_user(status.st_uid)}"
+    if is_above and status.st_mode & stat.S_ISVTX:
         return None
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH:
         return f"everybody may write into {place}"
-    if found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid):
-        return f"group {found.st_gid} may write into {place}"
+    if status.st_mode & stat.S_IWGRP and not _is_private_group(status.st_gid):
+        return f"group {status.st_gid} may write into {place}"
     return None
 
 
@@ -63,7 +63,7 @@ def _user(uid: int) -> str:
 
 
 def _is_private_group(gid: int) -> bool:
-    """Return True for root's group, and for a group of this user alone, as many systems make one for each user."""
+    """Return True for root's group, and for a group with this user as its only member, as many systems make."""
     if gid == 0:
         return True
     import grp

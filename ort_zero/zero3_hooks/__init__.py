@@ -1,1 +1,1 @@
-"""ZeRO-3 where PyTorch runs the model: DeepSpeed's own hook functions, rebound and run by a subscriber."""
+"""Run ZeRO-3 for models in PyTorch: DeepSpeed's own hook functions, rebound and called by a subscriber."""

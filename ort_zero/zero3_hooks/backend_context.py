@@ -1,8 +1,8 @@
-"""Which backend runs the model whose ZeRO-3 hooks are being set up.
+"""Tell which backend runs the model whose ZeRO-3 hooks are being set up.
 
-``None``: no ``"ort_zero"`` section, DeepSpeed's own code runs unchanged. ``"torch"``: PyTorch, through our subscriber.
-``"ort"``: ONNX Runtime; the hooks are on the user's module all the same, for direct calls. DeepSpeed sets hooks up deep
-inside ``deepspeed.initialize``, hence a context variable and not an argument.
+``None``: no ``"ort_zero"`` section, DeepSpeed's own code runs unchanged. ``"torch"``: PyTorch, with the subscriber of
+ort_zero. ``"ort"``: ONNX Runtime; the user's module still gets the hooks, for direct calls. DeepSpeed sets hooks up
+deep inside ``deepspeed.initialize``, hence a context variable and not an argument.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Puts the actions of subscribers onto a tree of modules, and takes them off again."""
+"""Register the actions of subscribers as hooks on a tree of modules, and remove the hooks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _paused = False
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Keep every hook of every manager still: modules run as if nobody had subscribed, for tracing."""
+    """Disable every hook of every manager in the block: modules run as without subscribers, for tracing."""
     global _paused
     before, _paused = _paused, True
     try:
@@ -33,23 +33,23 @@ def is_paused() -> bool:
 
 @dataclass(slots=True)
 class Handles:
-    """The handles of what was registered, in the order of registration."""
+    """The handles of registered hooks, in the order of registration."""
 
     module: list[RemovableHandle] = field(default_factory=list)
     tensor: list[RemovableHandle] = field(default_factory=list)
 
     def remove(self) -> None:
-        """Remove every hook that is registered here."""
+        """Remove the hooks of all handles."""
         for handle in (*self.module, *self.tensor):
             handle.remove()
 
 
 class SubscriberManager:
-    """Registers subscribers on root modules and remembers the handles.
+    """A manager that registers subscribers on root modules and keeps the handles of their hooks.
 
     Children come before their parent. On one module the order is: module action before forward, module action after
-    forward, tensor action after forward, tensor action before forward. It is DeepSpeed's order, so that hooks which
-    run through the manager and hooks of DeepSpeed see the same.
+    forward, tensor action after forward, tensor action before forward. This is DeepSpeed's order, so that hooks of the
+    manager and hooks of DeepSpeed see the same values.
     """
 
     def __init__(self, subscribers: Iterable[ModuleSubscriber]):
@@ -57,9 +57,9 @@ class SubscriberManager:
         self.handles: list[Handles] = []
 
     def register(self, root: Module) -> Handles:
-        """Put the hooks of every subscriber on `root` and the modules below; all of them or none.
+        """Register the hooks of every subscriber on `root` and the modules below; after an error, none.
 
-        A module that is reachable by two ways gets its hooks twice, as in DeepSpeed.
+        A module that is reachable on two paths gets its hooks twice, as in DeepSpeed.
         """
         handles = Handles()
         try:
@@ -72,7 +72,7 @@ class SubscriberManager:
         return handles
 
     def remove(self) -> None:
-        """Take off every hook that this manager registered."""
+        """Remove every hook that this manager has registered."""
         for handles in self.handles:
             handles.remove()
         self.handles.clear()
@@ -83,8 +83,8 @@ def _register(subscriber: ModuleSubscriber, module: Module, handles: Handles) ->
         _register(subscriber, child, handles)
     subscriber.prepare(module)
 
-    # Functions, not bound methods: deepcopy of a hooked module would copy a bound method's subscriber, and with it
-    # process groups and streams; a function it leaves alone.
+    # Functions, not bound methods: deepcopy of a hooked module would copy a bound method's subscriber with its process
+    # groups and streams, but it does not copy functions.
     def before_module(module: Module, args: tuple) -> Any:
         return None if _paused else subscriber.pre_forward_module_apply(module, args)
 

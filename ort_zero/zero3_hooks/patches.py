@@ -1,7 +1,7 @@
-"""The patches that bring ZeRO-3's hooks under ort_zero, for a :class:`~ort_zero.utils.patching.PatchSet`.
+"""Define the patches by which ort_zero sets up ZeRO-3's hooks, for a :class:`~ort_zero.utils.patching.PatchSet`.
 
-An offload remembers the backend that it was set up for (see :mod:`ort_zero.zero3_hooks.backend_context`), so that hooks
-which are registered again later, as TRL and ``deepspeed.runtime.zero.unwrap_model_for_generation`` do, go the same way.
+A DeepSpeedZeRoOffload (`offload`) stores the backend that it was set up for, see :mod:`.backend_context`. TRL and
+``deepspeed.runtime.zero.unwrap_model_for_generation`` register the hooks again later: then for the same backend.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ def backend_of(offload: Any) -> str | None:
 
 
 def hooked_root(offload: Any) -> Any:
-    """Return the module that carries the hooks: the user's own, also where an ORTModule surrounds it.
+    """Return the module that gets the hooks: the user's module, also if it is inside of an ORTModule.
 
-    ORT runs the graph, not the module, so the hooks serve direct calls: HF Trainer evaluates the module that it was
-    given, a fallback runs it in PyTorch. They are paused while the module is traced.
+    ONNX Runtime runs the graph, not the module, so the hooks are for direct calls: HF Trainer evaluates the user's
+    module, and a fallback runs it in PyTorch. The hooks are paused while the module is traced.
     """
     module = offload.module
     return inside_of_ortmodule(module)
 
 
 def _subscriber(offload: Any) -> Any:
-    found = vars(offload).get(_SUBSCRIBER)
-    if found is None:
+    subscriber = vars(offload).get(_SUBSCRIBER)
+    if subscriber is None:
         from ort_zero.zero3_hooks.subscriber import ZeROOffloadSubscriber
 
-        found = ZeROOffloadSubscriber(offload)
-        setattr(offload, _SUBSCRIBER, found)
-    return found
+        subscriber = ZeROOffloadSubscriber(offload)
+        setattr(offload, _SUBSCRIBER, subscriber)
+    return subscriber
 
 
 def _build_setup(original: Callable) -> Callable:
     def setup_zero_stage3_hooks(self: Any) -> None:
-        """Set hooks up for the engine that will run the model."""
+        """Set the hooks up for the backend that will run the model."""
         current = backend_context.current_backend()
         setattr(self, _BACKEND, current)
         if current is None:
@@ -81,7 +81,7 @@ def _build_register(original: Callable) -> Callable:
 
 def _build_destroy(original: Callable) -> Callable:
     def destroy(self: Any) -> None:
-        """Remove the hooks; an engine of ours leaves nothing that keeps its model alive."""
+        """Remove the hooks, and for an engine with the section all references that keep its model alive."""
         original(self)
         if backend_of(self) is not None:
             deepspeed_hooks.pop_root(hooked_root(self))
@@ -99,20 +99,20 @@ def _build_convert(original: Callable) -> Callable:
 
 
 def _guard(probe: Callable[[Callable], Any]) -> Callable[[Any], None]:
-    ours = defined_in(deepspeed_hooks.MODULE)
+    require_home = defined_in(deepspeed_hooks.MODULE)
 
     def guard(original: Any) -> None:
-        ours(original)
+        require_home(original)
         probe(original)
 
     return guard
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return the patches; imports DeepSpeed, whose names for what is patched changed over its releases.
+    """Return the patches; imports DeepSpeed, since the names of the targets differ between its releases.
 
     Raises:
-        PatchError: DeepSpeed's hooks are registered by a method under no known name.
+        PatchError: DeepSpeed's method that registers the hooks has an unknown name.
     """
     return (
         Patch(

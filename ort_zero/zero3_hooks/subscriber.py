@@ -1,8 +1,7 @@
-"""ZeRO-3 under PyTorch execution: DeepSpeed's own hook functions, run through a subscriber.
+"""Run DeepSpeed's own ZeRO-3 hook functions through a subscriber, for models in PyTorch.
 
-DeepSpeed makes two autograd Functions for each module, classes local to a closure that all carry the same qualified
-name. Here there are two for all modules, one that acts before and one that acts after a backward, and what differs by
-module is an argument.
+DeepSpeed makes two autograd Functions for each module, classes local to a closure that all have the same qualified
+name. Here two Functions serve all modules: one acts before and one after a backward. An argument names the module.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
 class BackwardAction:
     """An action that runs before or after the backward of one module.
 
-    It is stored where DeepSpeed stores an autograd Function of the module, and has the one method that is called there.
+    The action is stored where DeepSpeed stores the module's autograd Function, and has the method that is called there.
     """
 
     __slots__ = ("function", "module", "run")
@@ -37,7 +36,7 @@ class BackwardAction:
 
 
 class BeforeBackward(torch.autograd.Function):
-    """Passes an output through; in backward, first has the module's parameters gathered."""
+    """The identity function for a module's outputs, whose backward first gathers the module's parameters."""
 
     @staticmethod
     def forward(tensor: torch.Tensor, action: BackwardAction) -> torch.Tensor:
@@ -58,7 +57,7 @@ class BeforeBackward(torch.autograd.Function):
 
 
 class AfterBackward(torch.autograd.Function):
-    """Passes an input through; after the last gradient of the inputs, has the module's parameters released."""
+    """The identity function for a module's inputs, whose last backward releases the module's parameters."""
 
     @staticmethod
     def forward(tensor: torch.Tensor, action: BackwardAction) -> torch.Tensor:
@@ -67,14 +66,14 @@ class AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
-        """Count one more gradient to wait for."""
+        """Count one more awaited gradient of the module's inputs."""
         tensor, ctx.action = inputs
         if tensor.requires_grad:
             deepspeed_hooks.count_awaited_gradient(ctx.action.module)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple:
-        """Run DeepSpeed's action after the module's backward, once its last gradient is there."""
+        """Run DeepSpeed's action after the module's backward, once the last gradient of its inputs is computed."""
         module = ctx.action.module
         if deepspeed_hooks.gradient_arrived(module):
             ctx.action.run(module)
@@ -82,7 +81,7 @@ class AfterBackward(torch.autograd.Function):
 
 
 class _ActionsHandle:
-    """Removes the actions from their modules: left there, a later engine would run this one's hooks."""
+    """The handle that removes actions from their modules, so that a later engine does not run them."""
 
     def __init__(self, actions: list[tuple[torch.nn.Module, str, BackwardAction]]):
         self._actions = actions
@@ -96,10 +95,10 @@ class _ActionsHandle:
 
 
 class ZeROOffloadSubscriber(ModuleSubscriber):
-    """Gathers and releases the parameters of one ``DeepSpeedZeRoOffload`` around forward and backward."""
+    """The subscriber that gathers and releases the parameters of one ``DeepSpeedZeRoOffload`` around each module."""
 
     def __init__(self, offload: Any):
-        """Take DeepSpeed's hook functions for `offload`.
+        """Bind DeepSpeed's hook functions to `offload`.
 
         Raises:
             PatchError: the installed DeepSpeed has hook code of an unknown shape.
@@ -109,7 +108,7 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
         self._actions: list[tuple[torch.nn.Module, str, BackwardAction]] = []
 
     def register(self, module: torch.nn.Module) -> None:
-        """Put the hooks on `module` and below, and hand their handles to the offload, which removes them."""
+        """Register the hooks on `module` and below, and pass their handles to the offload, which removes them."""
         self._actions = []
         handles = SubscriberManager([self]).register(module)
         deepspeed_hooks.hand_over(self.offload, handles.module, [*handles.tensor, _ActionsHandle(self._actions)])
@@ -119,10 +118,10 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
         return () if deepspeed_hooks.is_leaf(module) else module.children()
 
     def prepare(self, module: torch.nn.Module) -> None:
-        """Store the two actions of `module`; they replace those of an earlier registration."""
+        """Store the two actions of `module`, in place of the actions of an earlier registration."""
         gather = self.hooks.run_before_backward
 
-        def gather_before_backward(module: torch.nn.Module) -> None:  # no method: copies of a module share it
+        def gather_before_backward(module: torch.nn.Module) -> None:  # not a method: copies of a module share it
             with ended_unless_shared():
                 gather(module)
 

@@ -1,4 +1,4 @@
-"""The base class of what runs around the forward of each module through :class:`~.hook_manager.SubscriberManager`."""
+"""Define the base class of actions around the forward of each module, for :class:`~.hook_manager.SubscriberManager`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ModuleSubscriber:
-    """Actions around the forward of every module below a root; every one does nothing until it is overridden.
+    """The actions around the forward of every module below a root; none does anything until it is overridden.
 
     An action that returns None changes nothing. Users' subscribers have a base class of their own,
     :class:`ort_zero.statistics.collect.subscriber_base.SubscriberBase`.
@@ -18,7 +18,7 @@ class ModuleSubscriber:
         return module.children()
 
     def prepare(self, module: Any) -> None:
-        """Get `module` ready, once per registration, before any hook of ours is on it."""
+        """Prepare `module`, once per registration, before its hooks are registered."""
 
     def pre_forward_module_apply(self, module: Any, args: tuple) -> Any:
         """Act before the forward of `module`; a value that is not None replaces `args`."""

@@ -43,6 +43,6 @@ if __name__ == "__main__":
 
     sys.path.insert(0, str(Path(__file__).parent))
     versions = run_on_ranks(f"{__file__}:start", 2, timeout=400 * MINUTES)
-    wanted = re.search(r"^torch==(\S+)", (Path(__file__).parents[2] / "constraints.txt").read_text(), re.MULTILINE)
+    wanted = re.search(r"^torch==(\S+)", (Path(__file__).parents[2] / ".ci/constraints.txt").read_text(), re.MULTILINE)
     if wanted is None or any(version.split("+")[0] != wanted[1] for version in versions):
-        sys.exit(f"error: torch is {versions[0]}, and constraints.txt wants {wanted and wanted[1]}")
+        sys.exit(f"error: torch is {versions[0]}, and .ci/constraints.txt wants {wanted and wanted[1]}")

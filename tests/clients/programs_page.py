@@ -20,11 +20,14 @@ SHOWN = 4
 """How many PyTorch parts a row names before it says how many there are."""
 HEAD = """# Programs
 
-Programs of the kinds that people run, written with their libraries' own trainers, on 2 ranks: once without the section,
-once with it, dropout 0 and equal seeds. "Difference" is an upper bound of the largest difference of any step's loss to
-PyTorch's (relative above 1); 2e-4 is the most that a test lets pass. "Graphs" counts the exports of one rank,
-"PyTorch parts" the operators and submodules that PyTorch runs inside of the graph. `make test-clients` runs them all
-and writes this page from `tests/clients/results`.
+Look up your library and trainer; the test in the last column is a program to start from. `make test-clients` runs all
+tests, and writes this page from `tests/clients/results`. Each program runs twice on 2 ranks, without and with the
+section, with dropout 0 and equal seeds.
+
+- "difference": the largest difference of a step's loss to PyTorch's, rounded up to a power of ten (relative for losses
+  above 1). A test allows 2e-4.
+- "graphs": the number of exports of one rank.
+- "PyTorch parts": the operators and submodules that PyTorch runs inside of the graph.
 """
 
 

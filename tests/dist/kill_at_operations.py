@@ -36,7 +36,8 @@ from ort_zero.checkpoint.records import MASTER, ParamGroup, Source
 from ort_zero.checkpoint.saves.capture import Model, Shard
 from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoint
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry
-from ort_zero.distributed.process_group import RankGroup, from_launcher
+from ort_zero.distributed.launched_ranks import from_launcher
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError, RankError
 from ort_zero.testing.ranks import free_port
 

@@ -173,7 +173,7 @@ def test_the_checkpoint_is_found_in_the_trainers_folder(tmp_path):
     assert not found.same and found.format_a == found.format_b == "ort_zero"
     (output / "checkpoint-4" / "global_step4" / "rank_00001_master.safetensors").unlink()
     report = aggregate(output, tmp_path / "older", progress=False)
-    assert report.step == 2 and "checkpoint-4 was passed over" in report.warnings[0]
+    assert report.step == 2 and "checkpoint-4 was skipped" in report.warnings[0]
     (output / "checkpoint-2" / "latest").write_text("global_step9")
     with pytest.raises(CheckpointError, match="names the tag 'global_step9'.*whole checkpoints there: global_step2"):
         aggregate(output / "checkpoint-2", tmp_path / "none", progress=False)

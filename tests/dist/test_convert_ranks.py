@@ -15,7 +15,7 @@ from deepspeed_checkpoints import read
 from ort_zero.checkpoint import verify
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.opening import open_checkpoint
-from ort_zero.distributed.process_group import from_launcher
+from ort_zero.distributed.launched_ranks import from_launcher
 from ort_zero.testing.ranks import run_on_ranks
 
 FORMATS = ("ort_zero", "deepspeed", "universal")

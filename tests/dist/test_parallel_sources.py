@@ -75,7 +75,7 @@ def test_all_values_are_those_that_the_ranks_held(case):
         assert all(group.options["lr"] == 0.01 for group in groups)
         assert source.optimizer.scalars["step"] == dict.fromkeys(held[MASTER], float(STEPS))
     else:
-        assert source.optimizer is None and any("the weights are the module's own" in note for note in source.notes)
+        assert source.optimizer is None and any("the weights are from the module file" in note for note in source.notes)
 
 
 def test_aggregate_and_verify(case, tmp_path):
@@ -267,7 +267,7 @@ def test_a_file_of_rules_and_rules_that_do_not_fit(copy, tmp_path):
     for rule, reason in (
         ("up.weight=2", "no dimension 2"),
         ("up.weight=replicated", "different values of up.weight"),
-        ("up.weight=0/3", "not 3 fused ones"),
+        ("up.weight=0/3", "not 3 fused tensors"),
         ("up.weight=x", "is no rule"),
         ("no_file", "neither a rule nor a file"),
     ):

@@ -15,7 +15,7 @@ from object_store import environment_of, led_to_a_server, s3_server
 from ort_zero.checkpoint import aggregate, diff, verify
 from ort_zero.checkpoint.conversions.converting import convert
 from ort_zero.checkpoint.files.storage import open_folder
-from ort_zero.distributed.process_group import from_launcher
+from ort_zero.distributed.launched_ranks import from_launcher
 from ort_zero.errors import CheckpointError, CorruptCheckpointError, RankError
 from ort_zero.testing.ranks import run_on_ranks
 

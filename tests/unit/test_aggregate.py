@@ -23,7 +23,7 @@ from ort_zero.checkpoint.model_files import output_record
 from ort_zero.checkpoint.reads import record_checks
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Piece, Tensor
 from ort_zero.cli.main import main
-from ort_zero.distributed.process_group import RankGroup
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 WEIGHTS = {name: value for (kind, name), value in some_tensors().items() if kind in SAVED_ELSEWHERE}

@@ -8,7 +8,7 @@ import pytest
 
 from ort_zero.checkpoint.aggregation import aggregation_ranges
 from ort_zero.checkpoint.aggregation.aggregation_plan import OutputFile, make_plan
-from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange, checks, overlapping, shares
+from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange, is_checked_in, overlapping, shares
 from ort_zero.checkpoint.aggregation.aggregation_windows import windows
 from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import MASTER, Piece, Source, Tensor
@@ -105,7 +105,7 @@ def test_each_piece_is_checked_by_one_writer_who_writes_most_of_it(monkeypatch, 
                     for read in window.reads:
                         key = (read.entry.name, read.piece.start)
                         written[key] = written.get(key, 0) + read.length
-                        owned[key] = checks(part, read.entry, read.piece)
+                        owned[key] = is_checked_in(part, read.entry, read.piece)
                 for key, length in written.items():
                     parts.setdefault(key, []).append((owned[key], length))
         cut = [found for found in parts.values() if len(found) > 1]

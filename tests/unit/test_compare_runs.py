@@ -340,7 +340,7 @@ def test_no_common_step_is_refused():
 
 def test_other_numbers_of_ranks_are_refused():
     a = train(Layered, rows_of_data, ranks=2)
-    with pytest.raises(StatisticsError, match="run is a run of 2 ranks, run one of 1: .* the same number of ranks"):
+    with pytest.raises(StatisticsError, match="run is a run of 2 ranks, run a run of 1: .* the same number of ranks"):
         compare_runs(a, layered())
 
 

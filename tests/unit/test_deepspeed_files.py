@@ -441,7 +441,7 @@ def test_other_formats_of_files(tmp_path):
     ("name", "reason"),
     [
         ("expert_3_mp_rank_00_model_states.pt", "mixture of experts of a DeepSpeed before 0.5"),
-        ("layer_00-slice_01-model_states.pt", "pipeline with axes of its own"),
+        ("layer_00-slice_01-model_states.pt", "pipeline with custom axes of parallelism"),
         ("offloaded_tensors/rank0/x.swp", "NVMe"),
     ],
 )

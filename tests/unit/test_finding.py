@@ -51,15 +51,15 @@ def test_a_newer_one_that_is_not_whole_is_passed_over_and_named(run, tmp_path, c
     assert found(run) == "checkpoint-8/global_step8"
     report = verify(run, progress=False)
     assert report.ok and report.tag == "global_step8"
-    assert [note.partition("passed over")[2] for note in report.notes] == [
+    assert [note.partition("skipped")[2] for note in report.notes] == [
         f", it is not whole: {SHARD} is missing",
         ", it is not whole: the save was interrupted",
     ]
     assert cli.main(["aggregate", str(run), str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    assert "checkpoint-8/global_step8" in out and "checkpoint-10 was passed over" in out
+    assert "checkpoint-8/global_step8" in out and "checkpoint-10 was skipped" in out
     (run / "checkpoint-8" / "global_step8" / SHARD).write_bytes(b"")
-    with pytest.raises(CorruptCheckpointError, match="no checkpoint in .* is whole: .*checkpoint-10 was passed over"):
+    with pytest.raises(CorruptCheckpointError, match="no checkpoint in .* is whole: .*checkpoint-10 was skipped"):
         find(str(run))
 
 

@@ -34,7 +34,7 @@ def read_only(home, monkeypatch):
 
 
 def test_the_cache_lies_in_the_home(home):
-    assert env.cache_dir() == env.own_cache_dir() == home / ".cache/ort_zero"
+    assert env.cache_dir() == env.user_cache_dir() == home / ".cache/ort_zero"
 
 
 @pytest.mark.parametrize("case", ["read-only", "no home", "a file"])
@@ -50,7 +50,7 @@ def test_the_cache_lies_among_temporary_files_where_the_home_cannot_be_written_t
             raise RuntimeError("Could not determine home directory.")
 
         monkeypatch.setattr(Path, "expanduser", no_home)
-        assert env.own_cache_dir() is None
+        assert env.user_cache_dir() is None
     assert env.cache_dir() == Path(tempfile.gettempdir()) / f"ort_zero-{os.geteuid()}"
 
 
@@ -63,7 +63,7 @@ def test_extensions_that_were_built_before_are_used_from_a_read_only_home(read_o
     monkeypatch.setattr(extensions, "_version", lambda distribution: "1")
     elsewhere = extensions.extension_dir()
     assert elsewhere.is_relative_to(env.cache_dir())
-    built = env.own_cache_dir() / "extensions" / elsewhere.name
+    built = env.user_cache_dir() / "extensions" / elsewhere.name
     built.mkdir(parents=True)
     for path in extensions._paths_in(built).values():
         path.write_text("")

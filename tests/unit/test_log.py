@@ -282,8 +282,8 @@ PLANS = (("FastGelu+ 8 of 8", "-64 MiB"), ("Dropout+ 2 of 8", "-3 MiB"))
 
 
 def status(**changes):
-    step = {"mode": "training", "steps": {"export": 0.614, "shapes": 0.21, "bridge": 0.04}, "seconds": 1.104}
-    graph = {"nodes": 710, "python_ops": 89, "inputs": 3, "bridge": "52 weights, 28 gathers forward, 26 backward"}
+    step = {"mode": "training", "steps": {"export": 0.614, "shapes": 0.21, "collectives": 0.04}, "seconds": 1.104}
+    graph = {"nodes": 710, "python_ops": 89, "inputs": 3, "collectives": "52 weights, 28 gathers forward, 26 backward"}
     return {"module": "GPT2LMHeadModel", "zero_stage": 3, "fallback_reason": None, "in_torch": {},
             "graphs": {"training": graph}, "transitions": [step], **changes}  # fmt: skip
 

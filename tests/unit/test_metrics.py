@@ -44,7 +44,7 @@ def test_the_text_for_prometheus_has_a_line_for_each_figure():
     assert text == (
         "# HELP ort_zero_step Optimizer steps so far.\n# TYPE ort_zero_step gauge\n"
         'ort_zero_step{rank="3",host="a\\"b\\\\c"} 20\n'
-        "# HELP ort_zero_step_seconds Wall time of an optimizer step, the mean since the figures before.\n"
+        "# HELP ort_zero_step_seconds Mean wall time of an optimizer step since the previous figures.\n"
         '# TYPE ort_zero_step_seconds gauge\nort_zero_step_seconds{rank="3",host="a\\"b\\\\c"} 0.25\n'
         "# HELP ort_zero_exports_total Exports of the model to ONNX.\n"
         '# TYPE ort_zero_exports_total counter\nort_zero_exports_total{rank="3",host="a\\"b\\\\c"} 2\n'

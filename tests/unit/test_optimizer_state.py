@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_named_and_nothing_changes(trained):
         load_optimizer_state(optimizer, out, model)
     for words in (
         "no state for more.bias, more.weight",
-        "state for what the optimizer does not hold: mid.bias",
+        "state for parameters that the optimizer lacks: mid.bias",
         "exp_avg of gain has shape [], the parameter [3]",
     ):
         assert words in str(caught.value)

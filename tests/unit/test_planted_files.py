@@ -170,13 +170,13 @@ def a_signed_extra_file_of_gigabytes(folder: Path) -> None:
     sign_file(folder, EXTRA, 3 << 30)
 
 
-@planted("ours", "there twice")
+@planted("ours", "occurs twice")
 def a_key_twice(folder: Path) -> None:
     text = json.dumps(manifest_of(folder))
     (folder / "manifest.json").write_bytes(sign(text[:-1] + ', "step": 9}'))
 
 
-@planted("ours", "there twice")
+@planted("ours", "occurs twice")
 def all_tensors_hidden_by_a_second_key(folder: Path) -> None:
     text = json.dumps(manifest_of(folder))
     (folder / "manifest.json").write_bytes(sign(text[:-1] + ', "tensors": []}'))
@@ -331,7 +331,7 @@ def a_tag_of_megabytes(folder: Path) -> None:
     edit(folder, lambda content: content.update(tag="t" * (1 << 20)))
 
 
-@planted("ours", "checksum differs|there twice")
+@planted("ours", "checksum differs|occurs twice")
 def a_header_with_a_tensor_twice(folder: Path) -> None:
     edit_header(
         folder,

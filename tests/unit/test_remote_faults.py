@@ -169,7 +169,7 @@ def test_no_upload_has_more_parts_than_s3_takes(monkeypatch):
     assert upload_of(Store())._part == CHUNK
     assert upload_of(Store(), 140 << 30)._part * 10_000 > 140 << 30
     monkeypatch.setattr(s3_uploads, "CHUNK", 1)
-    monkeypatch.setattr(s3_uploads, "_MOST_PARTS", 20)
+    monkeypatch.setattr(s3_uploads, "_MAX_PARTS", 20)
     monkeypatch.setattr(Store, "call_s3", lambda self, method, **options: {"UploadId": "u", "ETag": ""})
     upload = upload_of(Store())
     upload.write(bytes(1000))
@@ -228,5 +228,5 @@ def test_a_store_that_has_never_answered_is_given_up_soon(monkeypatch, known, er
     attempts = Attempts(lambda: False, known)
     monkeypatch.setattr(remote_faults, "_FIRST_PAUSE", 0.01)
     assert attempts.again(error)
-    monkeypatch.setattr(remote_faults, "PATIENCE_WITH_STRANGERS", 0.01)
+    monkeypatch.setattr(remote_faults, "PATIENCE_BEFORE_ANSWER", 0.01)
     assert attempts.again(error) is begun_again

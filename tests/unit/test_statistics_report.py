@@ -153,10 +153,10 @@ def test_large_comparisons_leave_out_what_is_far_from_the_verdict(tmp_path):
 
 
 def test_one_huge_step_keeps_statistics_of_what_differs(tmp_path, monkeypatch):
-    monkeypatch.setattr(report_records, "LARGEST", 20_000)
+    monkeypatch.setattr(report_records, "MAX_BYTES", 20_000)
     path = write_report(comparison(modules=300, steps=1), tmp_path / "report.html")
     text = path.read_text(encoding="utf-8")
-    assert "statistics of the records that differ alone" in text
+    assert "statistics only of the records that differ" in text
     kept = unpacked(text)
     forward = next(one for one in kept["series"] if one["phase"] == "forward")
     assert len(forward["module"]) == 600

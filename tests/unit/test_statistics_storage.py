@@ -534,7 +534,7 @@ def test_a_folder_that_is_no_run_says_what_it_is(tmp_path):
     with pytest.raises(StatisticsError, match="is empty"):
         open_run(tmp_path)
     (tmp_path / "weights.pt").write_text("x")
-    with pytest.raises(StatisticsError, match=r"no rank_00000/manifest.json\); there is: weights.pt"):
+    with pytest.raises(StatisticsError, match=r"no rank_00000/manifest.json\); it contains: weights.pt"):
         open_run(tmp_path)
     with pytest.raises(StatisticsError, match=r"weights.pt is a file"):
         open_run(tmp_path / "weights.pt")

@@ -181,7 +181,7 @@ def test_every_action_of_a_module_subscriber_is_called():
 
 @pytest.mark.parametrize(("start_step", "end_step"), [(3, 3), (4, 3), (0, 0), (-1, 2)])
 def test_a_range_without_steps_is_refused(tmp_path, start_step, end_step):
-    with pytest.raises(StatisticsError, match=f"start_step {start_step}, end_step {end_step}: no step is between them"):
+    with pytest.raises(StatisticsError, match=f"start_step {start_step}, end_step {end_step}: need 0 <= start_step < "):
         StatisticsSubscriber(str(tmp_path / "run"), start_step=start_step, end_step=end_step)
     assert not (tmp_path / "run").exists()
 

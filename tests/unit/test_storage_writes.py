@@ -33,7 +33,7 @@ def entries(sizes: list[int]) -> list[ShardEntry]:
 @pytest.mark.parametrize("taken", [0, 1, 7, 1 << 30], ids=lambda n: f"{n} bytes at a time")
 def test_a_shard_is_whole_however_much_the_kernel_takes(tmp_path, monkeypatch, taken):
     monkeypatch.setattr(shard_writer, "_BLOCK", 64)
-    monkeypatch.setattr(shard_writer, "_MOST_BUFFERS", 3)
+    monkeypatch.setattr(shard_writer, "_MAX_BUFFERS", 3)
     real = os.writev
 
     def short(descriptor, views):

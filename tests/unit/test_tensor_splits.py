@@ -25,7 +25,7 @@ from ort_zero.checkpoint.deepspeed.split_geometry import (
 from ort_zero.checkpoint.deepspeed.split_rules import (
     Rule,
     SplitNotes,
-    known_sizes,
+    model_sizes,
     parse_rules,
     rule_for,
     split_by_sizes,
@@ -138,7 +138,7 @@ def test_a_map_of_a_stranger_is_refused_at_once(files, blocks):
 
 
 def test_many_pieces_are_found_again_when_they_are_used(files, monkeypatch):
-    monkeypatch.setattr(split_geometry, "_MOST_KEPT", 10)
+    monkeypatch.setattr(split_geometry, "_MAX_PIECES_KEPT", 10)
     monkeypatch.setattr(split_geometry, "_TENSORS_KEPT", 2)
     whole = np.arange(40 * 6, dtype=np.float32).reshape(40, 6)
     parts = [files.part(whole[:, :4]), files.part(whole[:, 4:])]
@@ -148,7 +148,7 @@ def test_many_pieces_are_found_again_when_they_are_used(files, monkeypatch):
     for tensor in (*made, *made):
         assert np.array_equal(files.read(tensor), whole) and tensor.pieces[0].start == 0
         assert tensor.pieces[-1].start + tensor.pieces[-1].length // 4 == 240
-    assert sum(tensor.pieces._found is not None for tensor in made) == 2
+    assert sum(tensor.pieces._cached is not None for tensor in made) == 2
     again = pickle.loads(pickle.dumps(made[0]))
     assert again == made[1] and hash(again) == hash(made[1]) and len(pickle.dumps(made[0])) < 4000
 
@@ -247,14 +247,14 @@ def test_notes_of_fused_tensors_without_widths(files):
 
 
 def test_sizes_of_a_model_tell_a_split_only_where_one_dimension_fits():
-    sizes = known_sizes({"hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2})
+    sizes = model_sizes({"hidden_size": 8, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2})
     assert sizes == {8, 24, 4}
     assert split_by_sizes("up.weight", [(12, 8)] * 2, sizes).shape == (24, 8)
     assert split_by_sizes("down.weight", [(8, 12)] * 2, sizes).shape == (8, 24)
     assert split_by_sizes("o.weight", [(8, 4)] * 2, sizes) is None  # 8 x 4 may be a whole one
     assert split_by_sizes("gate_up_proj.weight", [(12, 8)] * 2, sizes) is None  # its order is not known
     assert split_by_sizes("x", [(5, 8)] * 2, sizes) is None and split_by_sizes("x", [(12, 8)] * 2, frozenset()) is None
-    assert known_sizes([]) == frozenset() and known_sizes({"hidden_size": "8", "text_config": {"d_model": 3}}) == {3}
+    assert model_sizes([]) == frozenset() and model_sizes({"hidden_size": "8", "text_config": {"d_model": 3}}) == {3}
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------

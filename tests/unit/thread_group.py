@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ort_zero.distributed.process_group import RankGroup
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 
 
 class ThreadGroup(RankGroup):

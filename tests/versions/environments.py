@@ -51,7 +51,7 @@ def environment(pair: Pair, folder: Path) -> Path | None:
         _forget_libraries(site)
     if not shares:
         extras = "zero,examples,test" if pair.refused else "ort,examples,test"
-        _pip(python, "-c", str(ROOT / "constraints.txt"), f"{ROOT}[{extras}]")
+        _pip(python, "-c", str(ROOT / ".ci/constraints.txt"), f"{ROOT}[{extras}]")
     (folder / ".ready").touch()
     return python
 

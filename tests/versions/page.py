@@ -18,13 +18,14 @@ SHOWN = ("torch", "deepspeed", "transformers", "accelerate", "onnxruntime-traini
 _INTRODUCTION = """\
 ## Versions
 
-Each row is an environment of its own, on CPUs. A number is a count of tests of this repository that passed; the
-differences from PyTorch that they allow are those of the tests. Unless a row says several thousand, these are the tests
-that another version of a dependency can make fail (`tests/versions/steps.py`), not all: those run with the pinned
-versions in `make test`, and with any other by `python tests/versions/matrix.py --full`. `not run` is what it says.
-`plain` tells under which stages of ZeRO DeepSpeed alone, without anything of ort_zero, trains and saves a small model
-on two ranks there. A test that fails with the error of plain DeepSpeed, in the same function of DeepSpeed, counts as
-`fails without us too`."""
+Find the row of your versions; the columns from `plain` to `accelerate` are groups of tests. Each row is an environment
+of its own, on CPUs, and each number is the count of tests of this repository that passed there.
+
+- Steps without thousands of tests have only the tests that another version of a dependency can make fail
+  (`tests/versions/steps.py`). All tests run with the pinned versions in `make test`, and with other versions by
+  `python tests/versions/matrix.py --full`.
+- `plain`: the stages of ZeRO under which DeepSpeed alone, without ort_zero, trains and saves a small model on 2 ranks.
+- `fails without us too`: tests that fail with the same error, in the same function, in plain DeepSpeed."""
 
 
 def write_page() -> None:

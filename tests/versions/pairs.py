@@ -38,7 +38,7 @@ class Pair:
 
 
 PAIRS = (
-    Pair(name="pinned", packages=(), why="the versions of constraints.txt"),
+    Pair(name="pinned", packages=(), why="the versions of .ci/constraints.txt"),
     Pair(
         name="deepspeed-0.18.9",
         packages=("deepspeed==0.18.9",),

@@ -1,1 +1,1 @@
-"""Writes the tensors of a checkpoint as one model, by several ranks, in constant memory."""
+"""Write the tensors of a checkpoint as one model, by several ranks, in constant memory."""

@@ -1,8 +1,8 @@
-"""Decides which bytes of a sharded checkpoint go to which place of which output file. Pure: reads and writes nothing.
+"""Plan the output files of an aggregation: which tensor goes to which offset of which file. Reads and writes no file.
 
 plan = make_plan(source, what="weights", dtype="bf16", max_shard_size="5GB")
 for file in split(plan, rank, world_size):
-    ...  # ort_zero.checkpoint.aggregation.aggregation_stream writes it
+    ...  # ort_zero.checkpoint.aggregation.aggregation_stream writes the file
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import xxhash
 
 from ort_zero.checkpoint.files import safetensors_header
-from ort_zero.checkpoint.files.dtypes import CHOICES, is_floating, itemsize, wanted
+from ort_zero.checkpoint.files.dtypes import CHOICES, is_floating, itemsize, output_code
 from ort_zero.checkpoint.files.safetensors_header import HeaderEntry
 from ort_zero.checkpoint.model_files.composite_models import Place
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source, Tensor
@@ -31,16 +31,16 @@ OPTIMIZER_JSON = "optimizer.json"
 OPTIMIZER_FORMAT = "ort_zero.optimizer"
 OPTIMIZER_VERSION = 1
 SOURCE = "ort_zero_source"
-"""Key of a note in the headers of weights and optimizer states that were written together."""
+"""Key in the headers of weights and optimizer states that were written together: both name the same checkpoint."""
 
 
 class OutputEntry(NamedTuple):
-    """One tensor of an output file, and where its bytes come from."""
+    """One tensor of an output file, and the stored tensor that its bytes come from."""
 
     name: str
     """Key of the tensor in the output file."""
     tensor: Tensor
-    """The stored tensor from which its bytes come."""
+    """The stored tensor in the checkpoint."""
     dtype: str
     """Dtype in which the tensor is written."""
     offset: int
@@ -48,23 +48,23 @@ class OutputEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes in the output."""
+        """Bytes of the tensor in the output file."""
         return self.tensor.elements * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFile:
-    """One file to write: `header`, then the entries without a gap between them."""
+    """One file to write: `header`, then the bytes of `entries` without gaps."""
 
     name: str
     format: str
-    """"safetensors" or "torch". A torch file's data is laid out as safetensors first, then saved again."""
+    """"safetensors" or "torch". A torch file is first written as safetensors, then saved again with ``torch.save``."""
     header: bytes
-    """Header of the safetensors file: length in 8 bytes, JSON, spaces up to a multiple of 8."""
+    """Header of the safetensors file: length in 8 bytes, JSON, spaces up to a multiple of 8 bytes."""
     entries: tuple[OutputEntry, ...]
-    """The tensors in the order of their offsets, wide types first, so that every tensor is aligned."""
+    """The tensors in the order of their offsets, wide dtypes first, so that every tensor is aligned."""
     aliases: Mapping[str, str]
-    """Tied names that are not written -> the name among `entries`."""
+    """Name of a tied tensor that is not written -> name of the tensor in `entries`."""
 
     @property
     def data_bytes(self) -> int:
@@ -73,32 +73,32 @@ class OutputFile:
 
     @property
     def size(self) -> int:
-        """Bytes of the file (of a torch file: about)."""
+        """Bytes of the file; approximate for a torch file."""
         return len(self.header) + self.data_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that an aggregation writes, over all ranks."""
+    """All files that the ranks of an aggregation write together."""
 
     files: tuple[OutputFile, ...]
     texts: Mapping[str, str]
-    """Small files that make the others findable, to be written last: name -> text."""
+    """Index files and ``optimizer.json``, to be written last: name -> text."""
     parameters: int
-    """Number of elements of all parameters, tied ones counted once, buffers not counted."""
+    """Number of elements of all parameters without buffers; tied parameters count once."""
 
     @property
     def size(self) -> int:
-        """Bytes of all files, the small ones and all headers included."""
+        """Bytes of all files, with headers and the files in `texts`."""
         return sum(file.size for file in self.files) + sum(len(text.encode()) for text in self.texts.values())
 
     @property
     def tensors(self) -> int:
-        """Number of tensors in all files; tied ones count once."""
+        """Number of tensors in all files; tied tensors count once."""
         return sum(len(file.entries) for file in self.files)
 
     def most_written_dtype(self) -> str | None:
-        """Return the floating-point dtype that most bytes of weights and buffers are written in, None without any."""
+        """Return the floating-point dtype with the most bytes of weights and buffers, None if no dtype is floating."""
         bytes_of: Counter[str] = Counter()
         for file in self.files:
             for entry in file.entries:
@@ -118,20 +118,20 @@ def make_plan(
     stem: str | None = None,
     places: Mapping[str, Place] | None = None,
 ) -> Plan:
-    """Return what to write for `source`.
+    """Return the plan of the files to write for `source`.
 
     Args:
         source: an opened checkpoint.
         what: one of :data:`WHAT`.
-        dtype: dtype of floating-point weights and buffers, one of ``dtypes.CHOICES``. Optimizer state keeps its own.
+        dtype: dtype of floating-point weights and buffers, one of ``dtypes.CHOICES``; optimizer state is not cast.
         max_shard_size: bytes of tensors per file; a tensor that is larger gets a file of its own.
         format: format of the weights, one of :data:`FORMATS`; optimizer state is always safetensors.
         exclude_frozen: leave out the parameters that the optimizer does not train.
-        stem: beginning of the names of the files with weights; None for "model" or "pytorch_model".
-        places: folder and name of tensors that are not written into the model's own file under their own names.
+        stem: start of the names of the weight files; None for "model" or "pytorch_model".
+        places: by tensor name, the folder and the new name; other tensors keep their names, without a folder.
 
     Raises:
-        CheckpointError: an unknown choice, names that clash, no optimizer state although it is wanted.
+        CheckpointError: an unknown choice, two tensors of one name, or requested optimizer state that does not exist.
     """
     for option, value, choices in (("what", what, WHAT), ("dtype", dtype, CHOICES), ("format", format, FORMATS)):
         if value not in choices:
@@ -165,43 +165,43 @@ def make_plan(
 def _by_folder(
     weights: list[Tensor], dtype: str, aliases: Mapping[str, str], places: Mapping[str, Place]
 ) -> Iterator[tuple[str, list[tuple[str, Tensor, str]], dict[str, str]]]:
-    """Yield for each folder its path with a slash, the tensors in it with name and dtype, and its tied names."""
+    """Yield for each folder: its path with a slash, its tensors with name and dtype, and its tied names."""
     folders: dict[str, list[tuple[str, Tensor, str]]] = {}
     for tensor in weights:
         folder, name = places.get(tensor.name, ("", tensor.name))
-        folders.setdefault(folder, []).append((name, tensor, wanted(dtype, tensor.dtype)))
+        folders.setdefault(folder, []).append((name, tensor, output_code(dtype, tensor.dtype)))
     for folder, typed in folders.items():
-        own = {tensor.name: name for name, tensor, _ in typed}
-        tied = {alias: own[name] for alias, name in aliases.items() if name in own}
-        if places:  # names of a module are told from those of the model by its number
-            starts = {name: name.removesuffix(key) for name, key in own.items()}
+        keys = {tensor.name: name for name, tensor, _ in typed}
+        tied = {alias: keys[name] for alias, name in aliases.items() if name in keys}
+        if places:  # a tied name belongs to the module whose prefix it has
+            prefixes = {name: name.removesuffix(key) for name, key in keys.items()}
             tied = {
-                alias.removeprefix(starts[name]): own[name]
+                alias.removeprefix(prefixes[name]): keys[name]
                 for alias, name in aliases.items()
-                if name in own and alias.startswith(starts[name])
+                if name in keys and alias.startswith(prefixes[name])
             }
         yield f"{folder}/" if folder else "", typed, tied
 
 
 def split(plan: Plan, rank: int, size: int) -> tuple[OutputFile, ...]:
-    """Return the files that `rank` of `size` writes, so that all write about the same; the same on every rank."""
+    """Return the files that `rank` of `size` ranks writes: about the same number of bytes for each rank."""
     loads = [0] * size
-    mine: set[str] = set()
+    names_of_rank: set[str] = set()
     for file in sorted(plan.files, key=lambda f: (-f.size, f.name)):
         owner = loads.index(min(loads))
         loads[owner] += file.size
         if owner == rank:
-            mine.add(file.name)
-    return tuple(file for file in plan.files if file.name in mine)
+            names_of_rank.add(file.name)
+    return tuple(file for file in plan.files if file.name in names_of_rank)
 
 
 def make_header(
     entries: Iterable[OutputEntry], aliases: Mapping[str, str], marks: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the safetensors header of an output file; the tied names `aliases` and `marks` are notes in it.
+    """Return the safetensors header of an output file; its metadata has the tied names `aliases` and `marks`.
 
     Raises:
-        CheckpointError: it would be longer than the library reads.
+        CheckpointError: the header would be longer than the safetensors library reads.
     """
     rows = [HeaderEntry(e.name, e.dtype, e.tensor.shape, e.offset, e.nbytes) for e in entries]
     notes = {**aliases, **(marks or {}), "format": "pt"}
@@ -209,7 +209,7 @@ def make_header(
 
 
 def _identity(source: Source) -> str:
-    """Return what tells the checkpoint from others: a digest of the sizes and checksums of its files."""
+    """Return an identifier of the checkpoint: a digest of the sizes and checksums of its files."""
     digest = xxhash.xxh3_128(source.tag.encode())
     for name, file in sorted(source.files.items()):
         digest.update(repr((name, file.size, file.xxh3_128, file.records)).encode())
@@ -230,7 +230,7 @@ def _check_names(source: Source) -> None:
 
 
 def _aliases(source: Source, weights: list[Tensor]) -> dict[str, str]:
-    """Return alias -> stored name for what is written.
+    """Return alias -> stored name for each alias of a written tensor.
 
     Raises:
         CheckpointError: an alias of a tensor that the checkpoint does not hold.
@@ -251,27 +251,27 @@ def _files(
     marks: Mapping[str, str],
     folder: str = "",
 ) -> tuple[list[OutputFile], dict[str, str]]:
-    """Return the files of one family and the index that names them, which a single file does not need."""
+    """Return the files with one name stem, and their index by its file name; a single file has no index."""
     end = {"safetensors": "safetensors", "torch": "bin"}[format]
     shards = _shards(tensors, limit)
     files = []
     for number, shard in enumerate(shards, start=1):
         part = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
         names = {key for key, _, _ in shard}
-        own = {alias: name for alias, name in aliases.items() if name in names}
+        tied = {alias: name for alias, name in aliases.items() if name in names}
         entries = _lay_out(shard)
         files.append(
             OutputFile(
                 name=f"{folder}{stem}{part}.{end}",
                 format=format,
-                header=make_header(entries, own, marks),
+                header=make_header(entries, tied, marks),
                 entries=entries,
-                aliases=own,
+                aliases=tied,
             )
         )
     if len(files) < 2:
         return files, {}
-    # A tied name is in a torch file, but only a note in a safetensors file: there the index must not promise it.
+    # a torch file holds tied names as keys; safetensors has them in its metadata alone, where a loader finds no tensor
     index = {
         "metadata": {"total_size": sum(file.data_bytes for file in files)},
         "weight_map": {
@@ -284,7 +284,7 @@ def _files(
 
 
 def _shards(tensors: list[tuple[str, Tensor, str]], limit: int) -> list[list[tuple[str, Tensor, str]]]:
-    """Return the tensors in order, cut into files of at most `limit` bytes; a larger tensor gets a file of its own."""
+    """Return the tensors in lists, one per file of at most `limit` bytes; a larger tensor gets its own file."""
     shards: list[list[tuple[str, Tensor, str]]] = [[]]
     filled = 0
     for item in tensors:
@@ -298,7 +298,7 @@ def _shards(tensors: list[tuple[str, Tensor, str]], limit: int) -> list[list[tup
 
 
 def _lay_out(shard: list[tuple[str, Tensor, str]]) -> tuple[OutputEntry, ...]:
-    """Return the entries of one file with their offsets, wide types first, without a gap."""
+    """Return the entries of one file with their offsets, wide dtypes first, without gaps."""
     entries = []
     offset = 0
     for name, tensor, dtype in sorted(shard, key=lambda item: -itemsize(item[2])):
@@ -308,10 +308,10 @@ def _lay_out(shard: list[tuple[str, Tensor, str]]) -> tuple[OutputEntry, ...]:
 
 
 def _optimizer_json(source: Source, states: list[Tensor]) -> str:
-    """Return ``optimizer.json``: what the optimizer knows besides its tensors.
+    """Return the text of ``optimizer.json``: the optimizer's groups, numbers and names without its tensors.
 
     Raises:
-        CheckpointError: the checkpoint holds no optimizer.
+        CheckpointError: the checkpoint has no optimizer state.
     """
     optimizer = source.optimizer
     if optimizer is None:

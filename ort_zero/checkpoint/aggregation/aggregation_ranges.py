@@ -1,7 +1,7 @@
-"""Divides the files of an aggregation among ranks and threads, by ranges of bytes. Pure: reads and writes nothing.
+"""Divide the output files of an aggregation among ranks and threads, as byte ranges. Reads and writes no file.
 
-Where several may write into one file (a local file system) a file is cut, so that a single output file keeps all ranks
-and cores busy. The cuts lie at multiples of :data:`ALIGNMENT` in the file, so that no two ranks write the same page.
+On a local file system several ranks can write into one file. There a file is cut, so that a single output file keeps
+all ranks and cores busy. Cuts lie at multiples of :data:`ALIGNMENT`, so that no two ranks write the same page.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import Piece
 
 ALIGNMENT = 1 << 20
-"""Bytes: cuts lie at multiples of it in the output file. A multiple of every element's size."""
+"""Cuts lie at multiples of this many bytes in the output file; a multiple of every element's size."""
 BORDER_ALIGNMENT = 64 << 10
-"""The same for cuts beside the border of a piece; the largest page of any system."""
+"""The same in bytes for a cut near the border of a piece; the largest memory page of any system."""
 
 
 class FileRange(NamedTuple):
-    """A part of an output file for one writer."""
+    """A byte range of an output file, for one writing thread."""
 
     file: OutputFile
     begin: int
-    """First byte in the file; 0 means that the header belongs to the part."""
+    """First byte in the file; a range from byte 0 includes the header."""
     end: int
-    """The byte after the last one."""
+    """The byte after the last byte of the range."""
     cuts: tuple[int, ...] = ()
-    """Where the file is cut for all of its writers, in order; its own begin and end are not among them."""
+    """Bytes at which the file is cut for all of its writers, in order, without the file's begin and end."""
 
 
 def shares(files: Sequence[OutputFile], count: int, slack: int = 0) -> list[list[FileRange]]:
     """Return `count` lists of ranges that together cover all bytes of `files` once, of about equal size.
 
-    The ranges of a list follow each other. The same on every rank.
+    The ranges of a list follow each other. All ranks get the same result.
 
     Args:
         files: the output files.
         count: number of writers.
-        slack: bytes by which a cut may be moved to the border of a piece: one in its middle lets bytes be read twice.
+        slack: bytes by which a cut may move to the border of a piece: a cut inside a piece makes bytes be read twice.
     """
     total = sum(file.size for file in files)
     cuts = [total * number // count for number in range(1, count)]
-    found: list[list[FileRange]] = [[] for _ in range(count)]
+    ranges: list[list[FileRange]] = [[] for _ in range(count)]
     start = 0
     for file in files:
         inside = list(accumulate((_cut(file, cut - start, slack) if cut > start else 0 for cut in cuts), max))
         borders = [0, *(min(max(border, 0), file.size) for border in inside), file.size]
-        own = tuple(sorted({border for border in borders if 0 < border < file.size}))
+        inner_cuts = tuple(sorted({border for border in borders if 0 < border < file.size}))
         for number, (begin, end) in enumerate(zip(borders, borders[1:])):
             if end > begin:
-                found[number].append(FileRange(file, begin, end, own))
+                ranges[number].append(FileRange(file, begin, end, inner_cuts))
         start += file.size
-    return found
+    return ranges
 
 
-def checks(part: FileRange, entry: OutputEntry, piece: Piece) -> bool:
-    """Return whether the writer of a range compares a piece with its checksum: of several, the one with most of it."""
+def is_checked_in(part: FileRange, entry: OutputEntry, piece: Piece) -> bool:
+    """Return True if the writer of `part` checks the piece's checksum: its range has the largest part of the piece."""
     begin, end = _span(part.file, entry, piece)
     cuts = part.cuts[bisect_right(part.cuts, begin) : bisect_left(part.cuts, end)]
     borders = [begin, *cuts, end]
@@ -68,14 +68,14 @@ def checks(part: FileRange, entry: OutputEntry, piece: Piece) -> bool:
 
 
 def _span(file: OutputFile, entry: OutputEntry, piece: Piece) -> tuple[int, int]:
-    """Return the first byte of a piece in the output file, and the one after its last."""
+    """Return the first byte of a piece in the output file, and the byte after its last byte."""
     width, out_width = itemsize(entry.tensor.dtype), itemsize(entry.dtype)
     begin = len(file.header) + entry.offset + piece.start * out_width
     return begin, begin + piece.length // width * out_width
 
 
 def _cut(file: OutputFile, position: int, slack: int) -> int:
-    """Return where to cut a file that would be cut at `position`."""
+    """Return the aligned byte at which to cut a file near `position`."""
     if position >= file.size:
         return file.size
     aligned = position // ALIGNMENT * ALIGNMENT
@@ -89,13 +89,13 @@ def _cut(file: OutputFile, position: int, slack: int) -> int:
     if data <= 0:
         return 0
     entry = _entry_at(file, data)
-    if entry.tensor.strides is not None:  # it is read whole, by the writer of its begin
+    if entry.tensor.strides is not None:  # a strided tensor is read whole, by the writer of its first byte
         return len(file.header) + entry.offset
     return aligned
 
 
 def _nearest_border(file: OutputFile, position: int) -> int:
-    """Return the byte of a file nearest to `position` at which a piece begins or ends."""
+    """Return the begin or end of a piece that is nearest to byte `position` of a file."""
     data = position - len(file.header)
     if data <= 0:
         return len(file.header)
@@ -109,12 +109,12 @@ def _nearest_border(file: OutputFile, position: int) -> int:
 
 
 def _entry_at(file: OutputFile, data: int) -> OutputEntry:
-    """Return the entry that holds a byte of the data section."""
+    """Return the entry with byte `data` of the data section."""
     return file.entries[bisect_right(file.entries, data, key=lambda e: e.offset) - 1]
 
 
 def overlapping(part: FileRange) -> Iterator[tuple[int, int, int]]:
-    """Yield (index of an entry, first and last byte + 1 in the entry's output) of what lies in a range, in order."""
+    """Yield (index, begin, end) of each entry in a range, in order; begin and end are bytes in the entry's output."""
     file = part.file
     begin, end = part.begin - len(file.header), part.end - len(file.header)
     first = max(0, bisect_right(file.entries, begin, key=lambda e: e.offset) - 1)

@@ -1,8 +1,8 @@
-"""Writes ranges of output files: reads windows of the source, checks, casts, writes; holds a window per thread.
+"""Write ranges of output files: read, check, cast and write one window of the source at a time in each thread.
 
 Every byte is read once, in few large reads that scatter a source file's bytes to their places in the window. Pieces
-with a hash of their own are checked as they pass; where a format checks whole records (the zip of ``torch.save``) the
-CRC of what was read is kept, and :func:`~ort_zero.checkpoint.reads.record_checks.check_record` combines it at the end.
+with a checksum are checked as they are read. Formats such as the zip of ``torch.save`` have one CRC-32 per record:
+:func:`~ort_zero.checkpoint.reads.record_checks.check_record` combines the CRCs of the parts that were read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, Any
 import xxhash
 
 from ort_zero.checkpoint.aggregation.aggregation_plan import OutputEntry, OutputFile
-from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange, checks
+from ort_zero.checkpoint.aggregation.aggregation_ranges import FileRange, is_checked_in
 from ort_zero.checkpoint.aggregation.aggregation_windows import PieceRead, Stretch, Window, windows
 from ort_zero.checkpoint.files.casting import all_finite, as_integers, cast, rows_of
 from ort_zero.checkpoint.files.dtypes import itemsize
@@ -26,41 +26,41 @@ from ort_zero.checkpoint.reads.record_checks import Part, RecordChecks
 from ort_zero.checkpoint.records import File, Piece
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
-_SMALLEST_WINDOW = 1 << 20
+_MIN_WINDOW = 1 << 20  # bytes
 _BYTES_PER_FILE = 32 << 10
-"""Bytes of a window for each source file: a window of ZeRO-3 has a part of each, and a read has a price of its own."""
-_LARGEST_GAP = 4096
-"""Bytes between two pieces of a record that are rather read than left out: the record's CRC needs them."""
-_MOST_BUFFERS = 1000
-"""Buffers of one read; the kernel takes 1024."""
-_SCRATCH = 256 << 10
+"""Bytes of a window per source file: a window of ZeRO-3 has a part of each file, and every read has a fixed cost."""
+_MAX_GAP = 4096
+"""Maximum number of bytes between two pieces of a record that one read includes: the record's CRC needs them."""
+_MAX_BUFFERS = 1000
+"""Maximum number of buffers of one read; the kernel takes 1024."""
+_SCRATCH = 256 << 10  # bytes
 
 
 @dataclass
 class Findings:
-    """The findings of the stream. Thread-safe as far as it is used: ``list.extend``, ``set.add``."""
+    """The reports of the threads about checksums and values; thread-safe through ``list.extend`` and ``set.update``."""
 
     parts: list[Part] = field(default_factory=list)
     not_finite: set[str] = field(default_factory=set)
     """Names of parameters whose stored values hold NaN or inf."""
     overflown: set[str] = field(default_factory=set)
-    """Names of parameters whose finite values became inf by the cast."""
+    """Names of parameters with finite values that the cast turned into inf."""
 
 
 class _Stopped(Exception):
-    """Another thread failed, or the user interrupted; said elsewhere."""
+    """Another thread failed or the user interrupted; that other error is raised, not this one."""
 
 
 class Streamer:
-    """Writes output files from one source.
+    """A writer of output files from one checkpoint.
 
     Args:
         source: folder with the shards.
-        files: its files by name.
-        place_of: returns folder and name to write an output file to.
-        token: names this run's partial files.
-        verify: compare what is read with the checksums of the format.
-        advance: called with the bytes of each window that was written.
+        files: the files of the checkpoint by name.
+        place_of: returns the folder and the name under which an output file is written.
+        token: part of the names of this run's partial files.
+        verify: compare the bytes that are read with the checksums of the format.
+        advance: called with the number of source bytes of each written window.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Streamer:
         self._stop = threading.Event()
         self._window = max(CHUNK, source.block)
         if isinstance(source, LocalFolder):
-            self._window = min(CHUNK, max(_SMALLEST_WINDOW, _BYTES_PER_FILE * len(files)))
+            self._window = min(CHUNK, max(_MIN_WINDOW, _BYTES_PER_FILE * len(files)))
 
     def write(
         self,
@@ -92,13 +92,13 @@ class Streamer:
         workers: int,
         then: Callable[[OutputFile], None],
     ) -> None:
-        """Write `ranges` and whole `files` under partial names, `workers` of them at a time.
+        """Write `ranges` and whole `files` under partial names, with `workers` threads.
 
         Args:
-            ranges: lists of ranges, each for one thread, of files in folders where several may write into one.
-            files: files that one thread writes from begin to end.
-            workers: threads.
-            then: called for each of `files` that is there.
+            ranges: lists of ranges, one list per thread, of files that several threads and ranks write.
+            files: files that one thread each writes from begin to end.
+            workers: number of threads.
+            then: called with each of `files` when it is written.
 
         Raises:
             CorruptCheckpointError: bytes are missing or do not match their checksum.
@@ -106,7 +106,7 @@ class Streamer:
         """
         with ThreadPoolExecutor(workers, thread_name_prefix="aggregate") as pool:
             try:
-                jobs = [pool.submit(self._ranges, some) for some in ranges if some]
+                jobs = [pool.submit(self._ranges, parts) for parts in ranges if parts]
                 jobs += [pool.submit(self._whole, file, then) for file in files]
                 done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
                 failed = [error for job in done if (error := job.exception()) is not None]
@@ -134,7 +134,7 @@ class Streamer:
         then(file)
 
     def _copy(self, part: FileRange, reader: _Reader, out: IO[bytes]) -> None:
-        """Write one range into a stream that begins where the range does."""
+        """Write one range into `out`, a stream that begins at the first byte of the range."""
         if part.begin == 0:
             out.write(part.file.header)
         writer = _Writer(out, self.findings)
@@ -150,13 +150,13 @@ class Streamer:
 
 
 class _Reader:
-    """Reads windows and checks what is read. One for each thread.
+    """A reader of windows that checks their bytes, for one thread.
 
     Args:
         source: folder with the shards.
-        files: its files, as far as they are checked by record.
-        verify: compare pieces with their hash.
-        size: bytes of most windows.
+        files: files to check by record.
+        verify: compare pieces with their checksum.
+        size: bytes of the window buffer; a larger window gets a temporary buffer.
     """
 
     def __init__(self, source: Folder, files: Iterable[File], verify: bool, size: int):
@@ -166,18 +166,18 @@ class _Reader:
         self._buffer = memoryview(bytearray(size))
         self._scratch = memoryview(bytearray(_SCRATCH))
         self._later: list[tuple[str, int, list[memoryview]]] | None = None if isinstance(source, LocalFolder) else []
-        """What is to be read of a store, in one call for a whole window; a local file is read at once."""
+        """Reads of an object store to be made in one call per window; None for local files, which are read at once."""
 
     def begin(self, part: FileRange) -> None:
-        """Take what follows as that of another range."""
+        """Begin with the windows of another range."""
         if self._pieces is not None:
             self._pieces.begin(part)
 
     def read(self, window: Window) -> memoryview:
-        """Return the bytes of a window, in a buffer that the next call uses again.
+        """Return the bytes of a window, in a buffer that the next call overwrites.
 
         Raises:
-            CorruptCheckpointError: a file ends early, or a piece is not what was saved.
+            CorruptCheckpointError: a file ends early, or a piece does not match its checksum.
             CheckpointError: a file cannot be read.
         """
         buffer = self._buffer
@@ -197,19 +197,19 @@ class _Reader:
         return buffer
 
     def finish_piece(self) -> None:
-        """Check the piece at the end of a range, of which another thread writes the rest."""
+        """Check the piece at the end of a range, if another thread writes the rest of the piece."""
         if self._pieces is not None:
             self._pieces.finish()
 
     def parts(self) -> list[Part]:
-        """Return what was read of records."""
+        """Return the parts of records that were read, with their CRC-32."""
         return self._records.parts()
 
     def _read_file(self, name: str, reads: Iterable[PieceRead], buffer: memoryview) -> None:
-        """Read what a window has of one file, in the order of the file: one call for neighbours."""
+        """Read a window's pieces of one file, in the order of the file, with one call for neighbouring pieces."""
         views: list[memoryview] = []
         start = end = used = 0
-        begin_at = end_at = 0  # what is beside each other in the buffer too, and not in `views` yet
+        begin_at = end_at = 0  # range in the buffer of neighbours that are not in `views` yet
         border: int | None = None
         for read in reads:
             gap = read.offset - end
@@ -220,8 +220,8 @@ class _Reader:
                     end_at += read.length
                     continue
                 views.append(buffer[begin_at:end_at])
-                most = 0 if border is None else min(_LARGEST_GAP, _SCRATCH - used)
-                if fits and 0 <= gap <= most and len(views) < _MOST_BUFFERS - 2:
+                max_gap = 0 if border is None else min(_MAX_GAP, _SCRATCH - used)
+                if fits and 0 <= gap <= max_gap and len(views) < _MAX_BUFFERS - 2:
                     if gap:
                         views.append(self._gap(used, gap))
                         used += gap
@@ -230,7 +230,7 @@ class _Reader:
                 self._read_views(name, start, views)
             border, before = self._records.place_of(name, read.offset)
             views, used, start = [], 0, read.offset
-            if before is not None and 0 < read.offset - before <= _LARGEST_GAP:
+            if before is not None and 0 < read.offset - before <= _MAX_GAP:
                 used, start = read.offset - before, before
                 views.append(self._gap(0, used))
             begin_at, end_at, end = read.at, read.at + read.length, read.offset + read.length
@@ -238,7 +238,7 @@ class _Reader:
         self._read_views(name, start, views)
 
     def _gap(self, used: int, size: int) -> memoryview:
-        """Return room for bytes that are read in vain; until they are read, those of a store need room of their own."""
+        """Return a buffer for unused bytes between pieces; reads of a store happen later and need separate buffers."""
         return self._scratch[used : used + size] if self._later is None else memoryview(bytearray(size))
 
     def _read_views(self, name: str, offset: int, views: list[memoryview]) -> None:
@@ -257,9 +257,9 @@ def _place(read: PieceRead) -> tuple[str, int]:
 
 
 class _PieceChecks:
-    """Compares pieces with their hash while their bytes pass in the order of the output.
+    """The comparison of pieces with their checksum, while their bytes are read in the order of the output.
 
-    Where a range ends inside of a piece, the writer with most of it checks it, and reads the rest for nothing else.
+    A cut piece is checked by the writer of its largest part, which reads the other parts of the piece once more.
     """
 
     def __init__(self, source: Folder):
@@ -267,17 +267,17 @@ class _PieceChecks:
         self._hash = xxhash.xxh3_64()
         self._part: FileRange | None = None
         self._open: PieceRead | None = None
-        """The read before, if its piece is checked here and is not complete yet."""
+        """The previous read, if its piece is checked here and is not complete yet."""
 
     def begin(self, part: FileRange) -> None:
-        """Take what follows as that of another range."""
+        """Begin with the pieces of another range."""
         self._part, self._open = part, None
 
     def add(self, read: PieceRead, view: memoryview) -> None:
-        """Take the next bytes; at the end of a piece compare.
+        """Add the next bytes of a piece; compare the checksum at the end of the piece.
 
         Raises:
-            CorruptCheckpointError: the piece is not what was saved.
+            CorruptCheckpointError: the piece does not match its checksum.
         """
         piece, end = read.piece, read.offset + read.length
         if read.length == piece.length:
@@ -285,7 +285,7 @@ class _PieceChecks:
             return
         if self._open is None:
             assert self._part is not None, "a range has begun"
-            if not checks(self._part, read.entry, piece):
+            if not is_checked_in(self._part, read.entry, piece):
                 return
             self._hash.reset()
             self._read_only(piece, piece.offset, read.offset)
@@ -296,30 +296,30 @@ class _PieceChecks:
             self._compare(read.entry, piece, self._hash.hexdigest())
 
     def finish(self) -> None:
-        """Read the rest of the piece that the range cut, only to check it."""
+        """Read the rest of the piece that the end of the range cuts, only to check it."""
         read, self._open = self._open, None
         if read is not None:
             self._read_only(read.piece, read.offset + read.length, read.piece.offset + read.piece.length)
             self._compare(read.entry, read.piece, self._hash.hexdigest())
 
     def _read_only(self, piece: Piece, begin: int, end: int) -> None:
-        """Add bytes of a file to the hash."""
+        """Read bytes of a file and add them to the hash."""
         buffer = memoryview(bytearray(min(CHUNK, end - begin)))
         for position in range(begin, end, CHUNK):
             view = buffer[: min(CHUNK, end - position)]
             self._source.read_into(piece.file, position, view)
             self._hash.update(view)
 
-    def _compare(self, entry: OutputEntry, piece: Piece, found: str) -> None:
-        if found != piece.check:
+    def _compare(self, entry: OutputEntry, piece: Piece, digest: str) -> None:
+        if digest != piece.check:
             raise CorruptCheckpointError(
                 f"{self._source.path(piece.file)} is damaged: {entry.tensor.kind} of {entry.tensor.name}, bytes "
-                f"{piece.offset} to {piece.offset + piece.length}: their xxh3-64 is {found}, not {piece.check}"
+                f"{piece.offset} to {piece.offset + piece.length}: their xxh3-64 is {digest}, not {piece.check}"
             )
 
 
 class _Writer:
-    """Turns source bytes into what the output holds, and writes them."""
+    """The conversion of source bytes to the dtype and order of the output, and their writing."""
 
     def __init__(self, out: IO[bytes], findings: Findings):
         self._out = out
@@ -327,7 +327,7 @@ class _Writer:
         self._buffer = bytearray()
 
     def put(self, stretch: Stretch, buffer: memoryview) -> None:
-        """Write one stretch, cast if the output has another dtype; note values that are not finite."""
+        """Write one stretch, cast if the output has another dtype; report tensors with NaN or inf."""
         tensor = stretch.parts[0][0].tensor
         if tensor.strides is None:
             self._put(stretch, buffer[stretch.begin : stretch.end])
@@ -359,7 +359,7 @@ class _Writer:
 
 
 def _not_finite(stretch: Stretch, data: Any, code: str, width: int, out_width: int) -> Iterator[str]:
-    """Yield the names of the tensors of a stretch that hold NaN or inf in `data`, which has `out_width` for `width`."""
+    """Yield the names of tensors with NaN or inf in `data`, which has `out_width` bytes per `width` bytes of source."""
     values = as_integers(data, itemsize(code))
     size = itemsize(code)
     for entry, at, length in stretch.parts:

@@ -1,7 +1,7 @@
-"""Cuts a range of an output file into windows: what is read at a time, and what becomes of it. Pure.
+"""Cut a range of an output file into windows: the pieces to read, cast and write at a time. Reads and writes no file.
 
-The source bytes of a window lie in a buffer in the order of the output, whatever file they come from, so that a window
-takes one scan, one cast and one write however many pieces it has.
+The source bytes of a window lie in one buffer in the order of the output, also if they come from several files. So a
+window of any number of pieces takes one scan, one cast and one write.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import BUFFER, Piece
 
 _ALIGNMENT = 8
-"""Alignment in bytes of stretches in the buffer: the widest element type needs multiples of it."""
+"""Alignment in bytes of stretches in the buffer, which the widest dtype needs."""
 
 
 class PieceRead(NamedTuple):
-    """A part of a piece, and where it goes in the buffer."""
+    """A part of a piece, and its place in the window's buffer."""
 
     entry: OutputEntry
     piece: Piece
@@ -34,16 +34,16 @@ class PieceRead(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Elements side by side in the buffer and in the output, of one dtype in either."""
+    """Elements side by side in the buffer and in the output, with one dtype in the buffer and one in the output."""
 
     source: str
     """Dtype in the buffer."""
     dtype: str
     """Dtype in the output."""
     scan: bool
-    """True if they are weights, of which NaN and inf are reported."""
+    """True for weights, of which NaN and inf are reported."""
     parts: list[tuple[OutputEntry, int, int]]
-    """(tensor, first byte in the buffer, number of bytes there)."""
+    """(tensor, first byte in the buffer, number of bytes in the buffer)."""
 
     @property
     def begin(self) -> int:
@@ -52,22 +52,22 @@ class Stretch(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte after the last one in the buffer."""
+        """The byte after the last byte in the buffer."""
         return self.parts[-1][1] + self.parts[-1][2]
 
 
 @dataclass(slots=True)
 class Window:
-    """What is read into a buffer at a time."""
+    """The pieces that are read into one buffer at a time."""
 
     reads: list[PieceRead] = field(default_factory=list)
     """In the order of the output."""
     stretches: list[Stretch] = field(default_factory=list)
-    """In the order of the output, where one follows the other without a gap."""
+    """In the order of the output, in which one follows the other without a gap."""
     filled: int = 0
-    """Bytes of the buffer that it takes."""
+    """Bytes of the buffer that the window takes."""
     strided: bool = False
-    """True for a single tensor that is not row-major; it is read whole, whatever its size."""
+    """True for a single tensor that is not row-major, which is read whole at any size."""
 
 
 def windows(part: FileRange, size: int) -> Iterator[Window]:
@@ -75,7 +75,7 @@ def windows(part: FileRange, size: int) -> Iterator[Window]:
 
     Args:
         part: range of an output file.
-        size: most bytes of source in a window, a multiple of 8; a tensor that is not row-major may have more.
+        size: maximum number of source bytes in a window, a multiple of 8; a tensor that is not row-major may have more.
     """
     window = Window()
     for index, low, high in overlapping(part):
@@ -114,7 +114,7 @@ def windows(part: FileRange, size: int) -> Iterator[Window]:
 
 
 def _extend(window: Window, entry: OutputEntry, at: int, length: int) -> None:
-    """Add bytes to the last stretch of a window, or begin another one."""
+    """Add bytes to the last stretch of a window, or begin another stretch."""
     tensor = entry.tensor
     if window.stretches:
         last = window.stretches[-1]

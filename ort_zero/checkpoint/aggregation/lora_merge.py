@@ -1,4 +1,4 @@
-"""Adds LoRA's matrices to base weights in a file that was just written, a few rows at a time, in float32."""
+"""Add LoRA's matrices to the base weights of an unpublished output file, a few rows at a time, in float32."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ def merge_into(
     token: str,
     verify: bool,
 ) -> list[str]:
-    """Replace the base weights in an output file by the merged ones; return the names of those that are not finite.
+    """Replace base weights in an output file by merged weights; return the names of merged weights with NaN or inf.
 
     The base weight is read from the checkpoint again, so that the sum is rounded once, to the output's dtype.
 
     Args:
         file: an output file whose data lies under its partial name.
-        merges: what is added, by name of the tensor in the whole model.
+        merges: LoRA's matrices and scale, by the name of the base weight in the whole model.
         source: folder of the checkpoint.
-        files: its files by name.
+        files: the files of the checkpoint by name.
         place: local folder and name of the data.
         token: part of the partial name.
-        verify: compare the adapters' matrices with their checksums; the base weights were compared when they were read.
+        verify: compare LoRA's matrices with their checksums; the base weights were checked in the first read.
 
     Raises:
         CorruptCheckpointError: bytes of the adapter are missing or damaged.
         CheckpointError: a file cannot be read.
     """
-    odd: list[str] = []
+    not_finite: list[str] = []
     folder, name = place
-    mine = [entry for entry in file.entries if entry.tensor.name in merges]
-    if not mine:
-        return odd
+    merged_entries = [entry for entry in file.entries if entry.tensor.name in merges]
+    if not merged_entries:
+        return not_finite
     with open(folder.path(partial_name(name, token)), "r+b") as out:
-        for entry in mine:
+        for entry in merged_entries:
             merge = merges[entry.tensor.name]
             if verify:
                 for tensor in (merge.a, merge.b):
                     _check(source, files, tensor)
             if not _merge_one(out, len(file.header), entry, merge, source):
-                odd.append(entry.tensor.name)
-    return odd
+                not_finite.append(entry.tensor.name)
+    return not_finite
 
 
 def _merge_one(out: IO[bytes], header: int, entry: OutputEntry, merge: Merge, source: Folder) -> bool:
-    """Write one merged weight, rows at a time; return whether all of its values are finite."""
+    """Write one merged weight, some rows at a time; return True if all values are finite."""
     a, b = _read(source, merge.a, 0, merge.a.elements), _read(source, merge.b, 0, merge.b.elements)
     a, b = a.view(merge.a.shape), b.view(merge.b.shape)
     rows, columns = merge.base.shape
@@ -87,7 +87,7 @@ def _read(source: Folder, tensor: Tensor, start: int, length: int) -> torch.Tens
 
 
 def _check(source: Folder, files: Mapping[str, File], tensor: Tensor) -> None:
-    """Compare the bytes of a tensor with the checksums that its format keeps."""
+    """Compare the bytes of a tensor with the checksums of its pieces and records."""
     check_range(source, ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=None))
     for piece in tensor.pieces:
         for record in files[piece.file].records:

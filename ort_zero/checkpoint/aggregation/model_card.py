@@ -1,4 +1,4 @@
-"""Writes the stub of a model card, ``README.md``, with what the checkpoint itself tells; the rest is the author's."""
+"""Write the stub of a model card, ``README.md``, with facts from the checkpoint and headings for the author."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LIBRARIES = {"adapter_config.json": "peft", "model_index.json": "diffusers", "c
 
 
 def model_card(source: Source, plan: Plan, extras: Mapping[str, bytes]) -> bytes:
-    """Return the text of ``README.md``: a front matter that the hub reads, then facts, then headings to fill in.
+    """Return the text of ``README.md``: front matter for the Hugging Face hub, facts, and headings to fill in.
 
     Args:
         source: the checkpoint.
-        plan: the files that are written.
-        extras: config files that are written, by name.
+        plan: the plan of the aggregation.
+        extras: content of the configuration files that are written, by name.
     """
     config = _table(extras.get("config.json"))
     architectures = [name for name in _list(config.get("architectures")) if isinstance(name, str)]
@@ -60,10 +60,10 @@ def _cell(text: str) -> str:
 
 def _table(content: bytes | None) -> dict[str, Any]:
     try:
-        found = json_text.loads(content) if content else {}
+        value = json_text.loads(content) if content else {}
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _list(value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Where output files lie before they are published; torch's are made of safetensors data that is removed then."""
+"""Place output files until they are published; turn safetensors data into files of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class OutputFiles:
-    """The places of an aggregation's files under their partial names.
+    """The folders and partial names of an aggregation's unpublished files.
 
     Args:
         target: the destination.
-        token: tells this run's partial files from others'.
+        token: part of the names of this run's partial files.
     """
 
     def __init__(self, target: Folder, token: str):
@@ -33,14 +33,14 @@ class OutputFiles:
             self._scratch = LocalFolder(self._temporary.name)
 
     def place_of(self, file: OutputFile) -> tuple[Folder, str]:
-        """Return folder and name for the safetensors data of `file`."""
+        """Return the folder and name of the safetensors data of `file`."""
         if file.format == "safetensors":
             return self._target, file.name
-        # a folder of a module is not in the folder for what waits for a remote destination
+        # the temporary folder of a remote destination has no subfolders
         return self._scratch, f"{file.name.replace('/', '.')}.data"
 
     def finish(self, file: OutputFile) -> None:
-        """Make torch's file of the data, through a map of the data's file, so that no tensor is copied to memory."""
+        """Write the torch file from the safetensors data, which is memory-mapped, so that no tensor is copied."""
         if file.format == "safetensors":
             return
         import torch  # only for torch's own format
@@ -55,16 +55,16 @@ class OutputFiles:
             folder.discard(name, self._token)
 
     def close(self) -> None:
-        """Remove the folder in which data waited for a remote destination."""
+        """Remove the temporary folder with the data for a remote destination."""
         if self._temporary is not None:
             self._temporary.cleanup()
 
 
 def _mapped(file: OutputFile, descriptor: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file of safetensors data by name, tied ones included, as views of the mapped file."""
+    """Return the tensors of a file of safetensors data by name, with tied tensors, as views of the mapped file."""
     import torch
 
-    # copy-on-write, for torch warns of memory that is read-only; nothing is written, so nothing is copied
+    # copy-on-write, since torch warns about read-only memory; nothing is written, so nothing is copied
     content = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     state = {}
     for entry in file.entries:

@@ -1,4 +1,4 @@
-"""Opens a folder of safetensors, or one such file, as a :class:`Source`: an aggregated model, or anybody else's."""
+"""Open a safetensors file or a folder of safetensors files as a :class:`Source`, whichever program wrote them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _MAX_INDEX_BYTES = 256 << 20
 
 
 def are_in(folder: Folder) -> bool:
-    """Return True if a file of safetensors lies in `folder`."""
+    """Return True if `folder` holds a safetensors file."""
     return any(name.endswith(END) for name in folder.names())
 
 
 def open_safetensors(path: str) -> Source:
-    """Return the tensors of a folder of safetensors or of one such file.
+    """Return the tensors of one safetensors file, or of a folder of safetensors files.
 
-    In a folder the files that an index names count, and else all. Names in ``optimizer*.safetensors`` are taken apart
-    into the state and the parameter that it belongs to.
+    If a folder has an index, only the files in the index are read for its name stem. A name in
+    ``optimizer*.safetensors`` is split into the optimizer state and the parameter.
 
     Args:
-        path: folder, file, or fsspec URL of either.
+        path: file or folder, as a path or fsspec URL.
 
     Raises:
-        CorruptCheckpointError: a file is missing or damaged, or two hold a tensor of one name.
-        CheckpointError: no file of safetensors is there.
+        CorruptCheckpointError: a file is missing or damaged, or two files hold a tensor of one name.
+        CheckpointError: the folder has no safetensors file.
     """
     url = os.fspath(path)
     if url.endswith(END):
@@ -76,8 +76,7 @@ def open_safetensors(path: str) -> Source:
 
 
 def _file_names(folder: Folder) -> list[str]:
-    there = [name for name in folder.names() if name.endswith(END)]
-    found = set(there)
+    names = {name for name in folder.names() if name.endswith(END)}
     for index in (name for name in folder.names() if name.endswith(_INDEX)):
         try:
             listed = set(json_text.loads(folder.read(index, limit=_MAX_INDEX_BYTES))["weight_map"].values())
@@ -86,10 +85,10 @@ def _file_names(folder: Folder) -> list[str]:
         if not all(map(is_plain_name, listed)):
             raise CorruptCheckpointError(f"{folder.path(index)} names files outside of its folder")
         stem = index.removesuffix(_INDEX)
-        found = {name for name in found if not name.startswith(stem)} | listed
-    if not found:
+        names = {name for name in names if not name.startswith(stem)} | listed
+    if not names:
         raise CheckpointError(f"{folder.path()} holds neither a checkpoint nor files of safetensors")
-    return sorted(found)
+    return sorted(names)
 
 
 def _tensor(folder: Folder, name: str, entry: safetensors_header.HeaderEntry) -> Tensor:
@@ -97,9 +96,9 @@ def _tensor(folder: Folder, name: str, entry: safetensors_header.HeaderEntry) ->
     if name.startswith(_OPTIMIZER) and (folder.exists(OPTIMIZER_JSON) or name == f"{_OPTIMIZER}{END}") and "/" in key:
         kind, _, key = key.partition("/")
     shape = entry.shape
-    sound = isinstance(entry.dtype, str) and dtypes.is_known(entry.dtype)
-    sound = sound and all(type(size) is int and size >= 0 for size in shape)
-    if not sound or math.prod(shape) * dtypes.itemsize(entry.dtype) != entry.nbytes:
+    is_valid = isinstance(entry.dtype, str) and dtypes.is_dtype_code(entry.dtype)
+    is_valid = is_valid and all(type(size) is int and size >= 0 for size in shape)
+    if not is_valid or math.prod(shape) * dtypes.itemsize(entry.dtype) != entry.nbytes:
         raise CorruptCheckpointError(
             f"{folder.path(name)} is damaged: {entry.name} has {entry.nbytes} bytes, its shape is {list(shape)} of "
             f"{entry.dtype}"

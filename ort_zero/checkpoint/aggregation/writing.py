@@ -1,4 +1,4 @@
-"""Writes and publishes the files of an aggregation that rank 0 has prepared, with all ranks."""
+"""Write and publish the files of an aggregation on all ranks, after rank 0 has planned them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from ort_zero.checkpoint.files.storage import Folder, LocalFolder
 from ort_zero.checkpoint.model_files.adapters import Merge
 from ort_zero.checkpoint.piece_runs import first_and_count
 from ort_zero.checkpoint.reads.record_checks import Part, check_record
-from ort_zero.checkpoint.records import MOST_NAMED, File
-from ort_zero.distributed.process_group import RankGroup
+from ort_zero.checkpoint.records import MAX_NAMED, File
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
-_LEAST_OF_A_THREAD = 16 << 20
-"""Bytes below which another thread does not pay."""
+_MIN_BYTES_PER_THREAD = 16 << 20
+"""Minimum number of bytes per thread: below it, another thread costs more time than it saves."""
 _SHARES_PER_SLACK = 16
-"""A share of what is written takes at most so many times what the cut beside it may be moved by."""
+"""Ratio of a thread's share in bytes to the bytes by which a cut beside it may move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The decisions of rank 0, which all ranks know."""
+    """The plan of rank 0, which is broadcast to all ranks."""
 
     publication: Publication
     root: str
     files: Mapping[str, File]
     merges: Mapping[str, Merge]
-    """What is added to weights, by name."""
+    """LoRA's matrices to add, by name of the base weight."""
     about: Mapping[str, Any]
-    """The fields of the report that come from the source."""
+    """The fields of the report that describe the source."""
     warnings: tuple[str, ...]
 
     @property
@@ -63,16 +63,18 @@ def write(
     strict: bool,
     shown: bool,
 ) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Write and publish everything; return the warnings and the size in bytes of each file of the plan.
+    """Write and publish all files; return the warnings and the size in bytes of each file by name.
 
-    All ranks must call. After an error before the files get their names, the destination is as it was.
+    All ranks must call. After an error before the files get their names, the destination has its earlier content.
 
     Args:
-        folder: the checkpoint.
+        job: the plan of rank 0.
+        folder: folder of the checkpoint.
         target: the destination.
-        workers: threads of one rank, or None for as many as are worth it.
-        verify: compare what is read with its checksums.
-        strict: refuse NaN, inf and values that the dtype has no finite value for.
+        ranks: all ranks of the aggregation.
+        workers: threads per rank, or None for a number that suits the bytes to write.
+        verify: compare the bytes that are read with their checksums.
+        strict: refuse NaN, inf, and values too large for the dtype.
         shown: show a progress bar on rank 0.
 
     Raises:
@@ -80,12 +82,12 @@ def write(
         CheckpointError: `workers` is below one, or `strict` refuses values.
         RankError: another rank failed.
     """
-    mine = split(job.plan, ranks.rank, ranks.size)
+    rank_files = split(job.plan, ranks.rank, ranks.size)
     cut = [file for file in job.plan.files if target.takes_ranges and file.format == "safetensors"]
-    whole = [file for file in mine if file not in cut]
-    threads = _workers(workers, sum(file.size for file in job.plan.files), ranks.size)
+    whole = [file for file in rank_files if file not in cut]
+    threads = _thread_count(workers, sum(file.size for file in job.plan.files), ranks.size)
     slack = sum(file.size for file in cut)
-    if isinstance(folder, LocalFolder):  # there, a balance is worth more than bytes that lie in memory anyway
+    if isinstance(folder, LocalFolder):  # equal shares matter more than second reads, which come from the page cache
         slack //= threads * ranks.size * _SHARES_PER_SLACK
     ranges = shares(cut, threads * ranks.size, slack)[threads * ranks.rank :][:threads]
     total = _source_bytes(job.plan.files) // ranks.size
@@ -105,7 +107,7 @@ def write(
             streamer.write(ranges, whole, threads, finish)
         if job.merges:
             with ranks.raise_on_all("merging LoRA"):
-                for file in mine:
+                for file in rank_files:
                     if file in cut:
                         _merge_lora(job, folder, file, outputs, findings, verify)
         if verify:
@@ -113,7 +115,7 @@ def write(
         warnings = _warnings(ranks, findings)
         if strict and warnings:
             raise CheckpointError(f"{job.root}: {'; '.join(warnings)}; refused by --strict")
-        return warnings, publish(job.publication, mine, target, ranks)
+        return warnings, publish(job.publication, rank_files, target, ranks)
     except BaseException:
         for file in job.plan.files:
             target.discard(file.name, job.token)
@@ -125,7 +127,7 @@ def write(
 def _merge_lora(
     job: Job, folder: Folder, file: OutputFile, outputs: OutputFiles, findings: Findings, verify: bool
 ) -> None:
-    """Add LoRA to the base weights in a file whose data is there, if that is asked for."""
+    """Add LoRA to the base weights in a written file, if the job merges LoRA."""
     if job.merges:
         from ort_zero.checkpoint.aggregation.lora_merge import merge_into
 
@@ -134,9 +136,9 @@ def _merge_lora(
 
 
 def _check_records(job: Job, folder: Folder, ranks: RankGroup, parts: list[Part]) -> None:
-    """Compare the records of which any rank read a part; each rank takes its share of them."""
+    """Compare the CRC-32 of every record of which any rank read a part; each rank checks a share of the records."""
     read: dict[tuple[str, int], list[Part]] = {}
-    for part in (part for some in ranks.gather(parts) for part in some):
+    for part in (part for rank_parts in ranks.gather(parts) for part in rank_parts):
         read.setdefault((part.file, part.record), []).append(part)
     with ranks.raise_on_all("checking"):
         for number, (name, start) in enumerate(sorted(read)):
@@ -146,11 +148,11 @@ def _check_records(job: Job, folder: Folder, ranks: RankGroup, parts: list[Part]
 
 
 def _warnings(ranks: RankGroup, findings: Findings) -> tuple[str, ...]:
-    """Return what all ranks noticed about values, one sentence each."""
+    """Return one warning per kind of value that the findings of all ranks report."""
     gathered = ranks.gather((findings.not_finite, findings.overflown))
     texts = ("NaN or inf in {}", "values too large for the dtype became inf in {}")
-    found = (sorted(set().union(*(pair[i] for pair in gathered))) for i in range(len(texts)))
-    return tuple(text.format(shortened(names, MOST_NAMED)) for text, names in zip(texts, found) if names)
+    names_by_text = (sorted(set().union(*(pair[i] for pair in gathered))) for i in range(len(texts)))
+    return tuple(text.format(shortened(names, MAX_NAMED)) for text, names in zip(texts, names_by_text) if names)
 
 
 def _source_bytes(files: tuple[OutputFile, ...]) -> int:
@@ -158,12 +160,12 @@ def _source_bytes(files: tuple[OutputFile, ...]) -> int:
     return sum(count * piece.length for piece, count in pieces)
 
 
-def _workers(wanted: int | None, size: int, ranks: int) -> int:
-    """Return how many threads of one rank write `size` bytes, of which all ranks write their share.
+def _thread_count(requested: int | None, size: int, ranks: int) -> int:
+    """Return the number of threads per rank, if `ranks` ranks write `size` bytes together.
 
     Raises:
-        CheckpointError: `wanted` is not above zero.
+        CheckpointError: `requested` is below 1.
     """
-    if wanted is not None and wanted < 1:
-        raise CheckpointError(f"workers is {wanted}, must be at least 1")
-    return wanted or max(1, min(env.threads_per_rank(), size // (ranks * _LEAST_OF_A_THREAD)))
+    if requested is not None and requested < 1:
+        raise CheckpointError(f"workers is {requested}, must be at least 1")
+    return requested or max(1, min(env.threads_per_rank(), size // (ranks * _MIN_BYTES_PER_THREAD)))

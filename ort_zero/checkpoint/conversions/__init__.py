@@ -1,1 +1,1 @@
-"""Writes a checkpoint in another format or for another world size."""
+"""Write a checkpoint in another format or for another world size."""

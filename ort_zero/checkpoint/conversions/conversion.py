@@ -1,4 +1,4 @@
-"""What the writers of a conversion share: the source, the wanted form, room for tensors."""
+"""Share the source, the form of the new checkpoint and memory for tensors between the writers of a conversion."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Source, Tensor
 from ort_zero.errors import CheckpointError
 
 EXTRA_STATE = "_extra_state"
-"""Last part of the name in a state dict of what ``get_extra_state`` of a module returned."""
+"""Last part of the state dict key under which torch keeps the result of a module's ``get_extra_state``."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The form of the destination; the same on all ranks."""
+class Form:
+    """The format, ranks and dtype of the new checkpoint; the same on all ranks."""
 
     to: str
     """"ort_zero", "deepspeed" or "universal"."""
     world_size: int
     stage: int
     dtype: str
-    """Code of the dtype of the module's weights."""
+    """Dtype of the module's weights, as a safetensors code such as "BF16"."""
     sub_group_size: int
-    """Elements of one rank from which a sub-group of ZeRO-3 is full."""
+    """Number of elements of one rank at which a sub-group of ZeRO-3 is full."""
     tag: str
     token: str
-    """Tells the files of this run from others'."""
+    """Part of the names of this run's partial files."""
 
 
 @dataclass(kw_only=True)
 class Conversion:
-    """One conversion on one rank."""
+    """The part of a conversion that runs on one rank."""
 
     source: Source
     target: Folder
     """Where the files of the new checkpoint are written."""
-    wanted: Wanted
+    form: Form
     trust_pickle: bool
     files: dict[str, int] = field(default_factory=dict)
-    """Bytes of each file that this rank has written."""
+    """Size in bytes of each file that this rank has written, by name."""
     begun: list[str] = field(default_factory=list)
     """Names of the files that this rank has begun to write."""
 
@@ -65,23 +65,23 @@ class Conversion:
         self.states = {kind: self.source.by_name(kind) for kind in kinds}
 
     def groups(self) -> list[list[str]]:
-        """Return the names of the trained parameters of each parameter group, under which they are stored.
+        """Return the stored names of the trained parameters of each parameter group.
 
         Raises:
-            CheckpointError: the source has no optimizer, or parameters of no group.
+            CheckpointError: the source has no optimizer, or a trained parameter that is in no group.
         """
         if self.source.optimizer is None:
             raise CheckpointError(f"{self.source.root} holds no optimizer state, which DeepSpeed's formats need")
         aliases = self.source.aliases
-        found = [[aliases.get(name, name) for name in group.names] for group in self.source.optimizer.groups]
-        found = [[name for name in group if name in self.masters] for group in found]
-        alone = self.masters.keys() - {name for group in found for name in group}
-        if alone:
-            raise CheckpointError(f"{self.source.root}: no parameter group has {sorted(alone)[0]}")
-        return found
+        groups = [[aliases.get(name, name) for name in group.names] for group in self.source.optimizer.groups]
+        groups = [[name for name in group if name in self.masters] for group in groups]
+        ungrouped = self.masters.keys() - {name for group in groups for name in group}
+        if ungrouped:
+            raise CheckpointError(f"{self.source.root}: no parameter group has {sorted(ungrouped)[0]}")
+        return groups
 
     def training_state(self, rank: int) -> TrainingState:
-        """Return what `rank` of the source saved beside its tensors; rank 0's for a rank that it did not have."""
+        """Return the training state (without tensors) of `rank` of the source; a new rank gets the state of rank 0."""
         if self.source.format == "ort_zero":
             return read_training_state(self.folder, self.source, rank)
         from ort_zero.checkpoint.deepspeed.training_state import read_deepspeed_training_state
@@ -89,18 +89,18 @@ class Conversion:
         return read_deepspeed_training_state(self.folder, self.source, rank, self.trust_pickle)
 
     def new_scratch(self) -> None:
-        """Give the room for tensors back, and have new room."""
+        """Free the memory of tensors, and reserve new memory."""
         self.scratch.close()
         self.scratch = Scratch(self._place())
 
     def new_rank(self, *, last: bool) -> None:
-        """Begin with the next of the ranks whose parts are written here, in their order."""
+        """Begin with the next rank of the new checkpoint; `last` says that no other rank follows on this process."""
         self.new_scratch()
         self.leftovers.next_file()
         self.leftovers.wanted = not last
 
     def close(self) -> None:
-        """Remove what is temporary."""
+        """Remove the temporary files."""
         self.scratch.close()
         self.leftovers.close()
 
@@ -108,52 +108,52 @@ class Conversion:
         return self.target.url if isinstance(self.target, LocalFolder) else None
 
     def whole(self, tensor: Tensor, dtype: torch.dtype, requests: list[ReadRequest]) -> torch.Tensor:
-        """Return room for a whole tensor, in its shape; what has to be read into it is appended to `requests`."""
+        """Return memory for a whole tensor, in its shape; append to `requests` the reads that fill it."""
         flat = self.scratch.tensor(tensor.elements, dtype)
         if tensor.elements:
             requests.append(ReadRequest(tensor=tensor, start=0, length=tensor.elements, target=flat))
         return flat.view(tensor.shape)
 
     def read(self, requests: Iterable[ReadRequest]) -> None:
-        """Fill the targets; see :meth:`~ort_zero.checkpoint.reads.checked_reads.CheckedReader.read`."""
+        """Fill the targets of `requests`; see :meth:`~ort_zero.checkpoint.reads.checked_reads.CheckedReader.read`."""
         self.reader.read(requests)
 
-    def save(self, folder: Folder, name: str, content: Any, shown: str | None = None) -> None:
-        """Write a file of ``torch.save``.
+    def save(self, folder: Folder, name: str, content: Any, reported_name: str | None = None) -> None:
+        """Write a file with ``torch.save``.
 
         Args:
-            folder: where.
-            name: its name.
-            content: what it holds.
-            shown: its name in the report, if another.
+            folder: folder of the file.
+            name: name of the file.
+            content: value to save.
+            reported_name: name of the file in the report, if it differs.
         """
-        self.begun.append(shown or name)
-        with folder.writing(name, self.wanted.token) as stream:
+        self.begun.append(reported_name or name)
+        with folder.writing(name, self.form.token) as stream:
             torch.save(content, stream)
-        folder.publish(name, self.wanted.token)
-        self.files[shown or name] = folder.size(name) or 0
+        folder.publish(name, self.form.token)
+        self.files[reported_name or name] = folder.size(name) or 0
 
     def numbers(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the numbers, such as ``step``, of parameters that share a flat tensor; whole ones as int.
+        """Return the numbers, such as ``step``, of parameters that share a flat tensor; whole numbers as int.
 
         Raises:
-            CheckpointError: they differ.
+            CheckpointError: the parameters have different numbers.
         """
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         assert self.source.optimizer is not None
         for key, by_name in self.source.optimizer.scalars.items():
             values = {by_name[name] for name in names if name in by_name}
             if len(values) > 1:
                 raise CheckpointError(
                     f"{self.source.root}: {key} differs between the parameters of one group ({sorted(values)[:3]}), "
-                    "which DeepSpeed's formats do not know"
+                    "which DeepSpeed's formats cannot store"
                 )
             for value in values:
-                found[key] = int(value) if float(value).is_integer() else value
-        return found
+                numbers[key] = int(value) if float(value).is_integer() else value
+        return numbers
 
     def options(self, index: int) -> dict[str, Any]:
-        """Return the hyper-parameters of a parameter group as DeepSpeed stores them."""
+        """Return the hyper-parameters of parameter group `index` in DeepSpeed's form: tuples instead of lists."""
         assert self.source.optimizer is not None
         options = self.source.optimizer.groups[index].options
         return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}

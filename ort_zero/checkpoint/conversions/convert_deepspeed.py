@@ -1,4 +1,4 @@
-"""Writes a conversion as DeepSpeed's ``save_checkpoint`` does, for ZeRO-1, 2 or 3."""
+"""Write a conversion in the format of DeepSpeed's ``save_checkpoint``, for ZeRO-1, 2 or 3."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def write_rank(work: Conversion, rank: int) -> None:
     """Write the files of one rank of the new checkpoint.
 
     Raises:
-        CheckpointError: no optimizer in the source, numbers that differ in a group, a disk that is full.
+        CheckpointError: the source has no optimizer, or numbers that differ in a group; or the disk is full.
         CorruptCheckpointError: the source is damaged.
     """
     version = deepspeed_files.require_deepspeed()
     saved = work.training_state(rank)
     flats = flat_groups(work, rank)
-    prefix = "bf16_" if work.wanted.dtype == "BF16" else ""
+    prefix = "bf16_" if work.form.dtype == "BF16" else ""
     content = {
         "optimizer_state_dict": _optimizer_state(work, flats, saved, version),
         "ds_config": ds_config(work),
         "ds_version": version,
     }
     work.save(work.target, f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", content)
-    if work.wanted.stage == 3 or rank == 0:
-        save_module(work, rank, flats, saved, work.wanted.stage == 3)
+    if work.form.stage == 3 or rank == 0:
+        save_module(work, rank, flats, saved, work.form.stage == 3)
 
 
 def save_module(work: Conversion, rank: int, flats: list[FlatGroup], saved: TrainingState, by_rank: bool) -> None:
-    """Write the file of module states, of ZeRO-3's form for `by_rank`, else of the form of ZeRO-1 and 2."""
+    """Write ``*_model_states.pt``: in the form of ZeRO-3, one file per rank, for `by_rank`, else of ZeRO-1 and 2."""
     work.new_scratch()
     content = _module_content(work, rank, flats, saved, by_rank)
     name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if by_rank else "mp_rank_00_model_states.pt"
@@ -47,34 +47,34 @@ def save_module(work: Conversion, rank: int, flats: list[FlatGroup], saved: Trai
 
 
 def flat_groups(work: Conversion, rank: int) -> list[FlatGroup]:
-    """Return the flat tensors of a rank of the new checkpoint."""
+    """Return the layout of the flat tensors of a rank of the new checkpoint."""
     shapes = {name: tensor.shape for name, tensor in work.masters.items()}
-    wanted = work.wanted
-    if wanted.stage == 3:
-        return zero3_groups(work.groups(), shapes, rank, wanted.world_size, wanted.sub_group_size)
-    return zero12_groups(work.groups(), shapes, rank, wanted.world_size)
+    form = work.form
+    if form.stage == 3:
+        return zero3_groups(work.groups(), shapes, rank, form.world_size, form.sub_group_size)
+    return zero12_groups(work.groups(), shapes, rank, form.world_size)
 
 
 def ds_config(work: Conversion) -> dict[str, Any]:
-    """Return the part of the run's configuration that tools read from the files."""
+    """Return the keys of DeepSpeed's configuration that tools read from the files."""
     optimizer = work.source.optimizer
     config: dict[str, Any] = {
         "optimizer": {"type": optimizer.class_name if optimizer else None},
-        "zero_optimization": {"stage": work.wanted.stage},
+        "zero_optimization": {"stage": work.form.stage},
     }
-    key = {"BF16": "bf16", "F16": "fp16"}.get(work.wanted.dtype)
+    key = {"BF16": "bf16", "F16": "fp16"}.get(work.form.dtype)
     return {**config, key: {"enabled": True}} if key else config
 
 
 def param_groups(work: Conversion, numbers: list[list[int]]) -> list[dict[str, Any]]:
-    """Return the parameter groups of the inner optimizer; `numbers` are those of the flat tensors of each."""
-    return [{**work.options(index), "params": own} for index, own in enumerate(numbers)]
+    """Return the parameter groups of the inner optimizer; `numbers` lists the flat tensors of each group."""
+    return [{**work.options(index), "params": group_numbers} for index, group_numbers in enumerate(numbers)]
 
 
 def scale_of(work: Conversion, saved: TrainingState) -> dict[str, Any]:
-    """Return what a ZeRO optimizer saves of its loss scale."""
-    same = work.source.dtype in (None, work.wanted.dtype)
-    scaler = deepspeed_files.loss_scaler(saved.loss_scaler if same else None, work.wanted.dtype == "F16")
+    """Return the entries that a ZeRO optimizer saves for its loss scale."""
+    same = work.source.dtype in (None, work.form.dtype)
+    scaler = deepspeed_files.loss_scaler(saved.loss_scaler if same else None, work.form.dtype == "F16")
     return {
         "loss_scaler": scaler,
         "dynamic_loss_scale": type(scaler).__name__ == "DynamicLossScaler",
@@ -84,25 +84,25 @@ def scale_of(work: Conversion, saved: TrainingState) -> dict[str, Any]:
 
 def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingState, version: str) -> dict[str, Any]:
     requests: list[ReadRequest] = []
-    zero3 = work.wanted.stage == 3
+    zero3 = work.form.stage == 3
     masters, state = [], {}
     for number, flat in enumerate(flats):
         masters.append(_flat(work, flat, work.masters, flat.size - flat.padding, requests))
-        held = {
+        moments = {
             kind: _flat(work, flat, by_name, flat.size, requests)
             for kind, by_name in work.states.items()
             if any(name in by_name for name in flat.names)
         }
-        state[number] = {**work.numbers(flat.names), **held}
+        state[number] = {**work.numbers(flat.names), **moments}
     work.read(requests)
     numbers: list[list[int]] = [[] for _ in work.groups()]
     for number, flat in enumerate(flats):
         numbers[flat.group].append(number)
     inner = {"state": state, "param_groups": param_groups(work, numbers)}
-    content = {**scale_of(work, saved), "zero_stage": deepspeed_files.stage_number(work.wanted.stage)}
+    content = {**scale_of(work, saved), "zero_stage": deepspeed_files.stage_number(work.form.stage)}
     if zero3:
         content |= {
-            "partition_count": work.wanted.world_size,
+            "partition_count": work.form.world_size,
             "optimizer_state_dict": inner,
             "fp32_flat_groups": masters,
         }
@@ -114,7 +114,7 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
         "base_optimizer_state": inner,
         "single_partition_of_fp32_groups": masters,
         "group_paddings": [flat.padding for flat in flats],
-        "partition_count": [work.wanted.world_size] * len(flats),
+        "partition_count": [work.form.world_size] * len(flats),
         "ds_version": version,
         "param_slice_mappings": slices,
     }
@@ -123,7 +123,7 @@ def _optimizer_state(work: Conversion, flats: list[FlatGroup], saved: TrainingSt
 def _flat(
     work: Conversion, flat: FlatGroup, by_name: dict[str, Tensor], size: int, requests: list[ReadRequest]
 ) -> torch.Tensor:
-    """Return room for one flat tensor; what has to be read into it is appended to `requests`, the rest is zero."""
+    """Return one flat tensor of zeros; append to `requests` the reads that fill it."""
     dtype = next(torch_dtype(by_name[name].dtype) for name in flat.names if name in by_name)
     room = work.scratch.tensor(size, dtype)
     for place in flat.places:
@@ -138,19 +138,19 @@ def _flat(
 def _module_content(
     work: Conversion, rank: int, flats: list[FlatGroup], saved: TrainingState, by_rank: bool
 ) -> dict[str, Any]:
-    """Return what the file of module states holds."""
+    """Return the content of ``*_model_states.pt``."""
     requests: list[ReadRequest] = []
-    dtype = torch_dtype(work.wanted.dtype)
+    dtype = torch_dtype(work.form.dtype)
     module: dict[str, Any] = OrderedDict()
     fragments: dict[str, torch.Tensor] = OrderedDict()
     for name, tensor in work.source.weights().items():
-        own = torch_dtype(tensor.dtype)
+        stored_dtype = torch_dtype(tensor.dtype)
         if name in work.buffers:
-            module[name] = work.whole(tensor, own, requests)
+            module[name] = work.whole(tensor, stored_dtype, requests)
         elif name in work.masters:
             module[name] = torch.empty(0, dtype=dtype) if by_rank else work.whole(tensor, dtype, requests)
         elif name in work.frozen:
-            module[name] = torch.empty(0, dtype=own) if by_rank else work.whole(tensor, own, requests)
+            module[name] = torch.empty(0, dtype=stored_dtype) if by_rank else work.whole(tensor, stored_dtype, requests)
             fragments[name] = _partition(work, tensor, rank, requests) if by_rank else module[name]
     work.read(requests)
     for alias, name in work.source.aliases.items():
@@ -158,7 +158,7 @@ def _module_content(
             module[alias] = module[name]
     for prefix, value in saved.extra_state.items():
         module[f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE] = value
-    with_frozen = by_rank or work.wanted.stage == 2
+    with_frozen = by_rank or work.form.stage == 2
     frozen_shapes = OrderedDict((name, torch.Size(work.frozen[name].shape)) for name in fragments)
     steps = saved.counters["global_steps"]
     content = {
@@ -174,12 +174,12 @@ def _module_content(
         "random_ltd": saved.random_ltd,
         "skipped_steps": saved.counters.get("skipped_steps", 0),
         "global_steps": steps,
-        "dp_world_size": work.wanted.world_size,
+        "dp_world_size": work.form.world_size,
         "mp_world_size": 1,
         "ds_config": ds_config(work),
         "ds_version": deepspeed_files.require_deepspeed(),
     }
-    if "global_samples" in saved.counters:  # else DeepSpeed counts them from the steps
+    if "global_samples" in saved.counters:  # otherwise DeepSpeed computes the samples from the steps
         content["global_samples"] = saved.counters["global_samples"]
     clashing = sorted(content.keys() & saved.client_state.keys())
     if clashing:
@@ -190,9 +190,9 @@ def _module_content(
 
 
 def _partition(work: Conversion, tensor: Tensor, rank: int, requests: list[ReadRequest]) -> torch.Tensor:
-    """Return room for a rank's part of a parameter that no optimizer trains, filled up with zeros."""
-    start, length = zero3_part(tensor.elements, rank, work.wanted.world_size)
-    room = work.scratch.tensor(-(-tensor.elements // work.wanted.world_size), torch_dtype(tensor.dtype))
+    """Return memory for a rank's part of a frozen parameter, padded with zeros; append to `requests` the read of it."""
+    start, length = zero3_part(tensor.elements, rank, work.form.world_size)
+    room = work.scratch.tensor(-(-tensor.elements // work.form.world_size), torch_dtype(tensor.dtype))
     if length:
         requests.append(ReadRequest(tensor=tensor, start=start, length=length, target=room.narrow(0, 0, length)))
     return room

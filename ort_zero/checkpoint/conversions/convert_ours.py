@@ -1,4 +1,4 @@
-"""Writes a conversion in our own format: each tensor cut into one piece per rank."""
+"""Write a conversion in the format of ort_zero: each tensor cut into one piece per rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ort_zero.checkpoint.saves.shard_writer import ShardEntry
 
 
 def write_rank(work: Conversion, rank: int) -> bytes:
-    """Write the files of one rank of the new checkpoint; return its part of the manifest, packed.
+    """Write the files of one rank of the new checkpoint; return the rank's part of the manifest, packed.
 
     Raises:
-        CheckpointError: a value that cannot be stored, a disk that is full.
+        CheckpointError: a value cannot be stored, or the disk is full.
         CorruptCheckpointError: the source is damaged.
     """
     weights: list[ShardEntry] = []
@@ -30,7 +30,7 @@ def write_rank(work: Conversion, rank: int) -> bytes:
     for tensor in work.source.tensors:
         if tensor.name.rpartition(".")[2] == EXTRA_STATE and not tensor.is_optimizer_state:
             continue
-        start, length = _part(tensor, rank, work.wanted.world_size)
+        start, length = _part(tensor, rank, work.form.world_size)
         if length:
             room = work.scratch.tensor(length, torch_dtype(tensor.dtype))
             requests.append(ReadRequest(tensor=tensor, start=start, length=length, target=room))
@@ -54,27 +54,27 @@ def write_rank(work: Conversion, rank: int) -> bytes:
     names: list[str] = []
     job = _job(work, shard)
     try:
-        files, pieces = write_rank_files(work.target, job, rank, work.wanted.world_size, names)
+        files, pieces = write_rank_files(work.target, job, rank, work.form.world_size, names)
     finally:
         work.begun += names
     for name in names:
-        work.target.publish(name, work.wanted.token)
+        work.target.publish(name, work.form.token)
         work.files[name] = work.target.size(name) or 0
     return pack(files, pieces, shard.scalars if rank == 0 else {})
 
 
 def write_manifest(work: Conversion, packed: list[bytes]) -> None:
-    """Write the manifest, which makes the checkpoint exist; `packed` are the parts of all ranks, in their order."""
+    """Write the manifest, which completes the checkpoint, from the packed parts of all ranks in rank order."""
     shard = Shard(weights=[], moments=[], extra={}, extra_tensors=[], scalars={})
     document = manifest_of(work.target, _job(work, shard), packed)
     data = manifest.dump(document)
     work.begun.append(manifest.NAME)
-    work.target.write(manifest.NAME, data, work.wanted.token)
+    work.target.write(manifest.NAME, data, work.form.token)
     work.files[manifest.NAME] = len(data)
 
 
 def _part(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
-    """Return the first element and the number of elements that a rank stores."""
+    """Return the first element and the number of elements of `tensor` that a rank stores."""
     if tensor.kind == BUFFER:
         return 0, tensor.elements if rank == 0 else 0
     start = tensor.elements * rank // world_size
@@ -82,25 +82,25 @@ def _part(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def _job(work: Conversion, shard: Shard) -> SaveJob:
-    source, wanted = work.source, work.wanted
+    source, form = work.source, work.form
     weights = {name: t for name, t in source.weights().items() if name.rpartition(".")[2] != EXTRA_STATE}
     optimizer = source.optimizer
     model = Model(
         shapes={name: tensor.shape for name, tensor in weights.items()},
-        dtype=wanted.dtype,
+        dtype=form.dtype,
         aliases=dict(source.aliases),
         frozen=sorted(source.frozen & weights.keys()),
         optimizer_class=None if optimizer is None else optimizer.class_name or "unknown",
         groups=[] if optimizer is None else list(optimizer.groups),
         step=source.step or 0,
-        zero_stage=wanted.stage,
+        zero_stage=form.stage,
         config=dict(source.config),
     )
     return SaveJob(
-        path=wanted.tag,
-        tag=wanted.tag,
-        save_id=wanted.token,
-        run_id=uuid.uuid5(uuid.NAMESPACE_OID, wanted.token).hex,
+        path=form.tag,
+        tag=form.tag,
+        save_id=form.token,
+        run_id=uuid.uuid5(uuid.NAMESPACE_OID, form.token).hex,
         suffix="",
         save_latest=False,
         durable=False,

@@ -1,6 +1,6 @@
-"""Writes a conversion as DeepSpeed's universal checkpoint: one file per parameter and state, whole.
+"""Write a conversion as DeepSpeed's universal checkpoint: one file per whole parameter and per whole optimizer state.
 
-Such a checkpoint serves every world size and every ZeRO stage, so the module's file is written in both of its forms.
+A universal checkpoint suits every world size and ZeRO stage, so the module's file is written in both of its forms.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ort_zero.compat import deepspeed_files
 from ort_zero.errors import CheckpointError
 
 LATEST = "latest_universal"
-"""Name of the file that names the tag."""
+"""Name of the file with the tag of the newest universal checkpoint."""
 _FOLDER = "zero"
 _INTEGER_STEPS = ("Fused", "DeepSpeed", "OnebitAdam", "ZeroOneAdam")
-"""Beginnings of the names of optimizers that count steps in a Python integer; torch's have a tensor."""
+"""Prefixes of the class names of optimizers that store the step as a Python int; torch's optimizers store a tensor."""
 
 
 def check(work: Conversion) -> None:
-    """Raise CheckpointError for names that cannot be folders, and for parameter groups that cannot be written."""
+    """Raise CheckpointError for a parameter name that cannot name a folder, and for a group with different steps."""
     for name in work.masters:
         if "/" in name or name in ("", ".", "..") or "\0" in name:
             raise CheckpointError(f"the parameter's name {name!r} cannot be the name of a folder")
@@ -33,7 +33,7 @@ def check(work: Conversion) -> None:
 
 
 def write_share(work: Conversion, rank: int, ranks: int) -> None:
-    """Write the files of every parameter whose turn it is on `rank` of `ranks`, one parameter at a time in memory."""
+    """Write the files of the parameters that belong to `rank` of `ranks` ranks, one parameter at a time in memory."""
     for number, names in enumerate(work.groups()):
         for index, name in enumerate(names):
             if (number + index) % ranks == rank:
@@ -41,15 +41,15 @@ def write_share(work: Conversion, rank: int, ranks: int) -> None:
 
 
 def write_rest(work: Conversion) -> None:
-    """Write what all parameters share: the optimizer's groups, the module's files."""
+    """Write the files that all parameters share: the optimizer's groups and the module's files."""
     version = deepspeed_files.require_deepspeed()
     saved = work.training_state(0)
     groups = convert_deepspeed.param_groups(work, [[index] for index in range(len(work.groups()))])
     state = {index: _step(work, names) for index, names in enumerate(work.groups())}
     content: dict[str, Any] = {
         **convert_deepspeed.scale_of(work, saved),
-        "zero_stage": deepspeed_files.stage_number(work.wanted.stage),
-        "partition_count": [work.wanted.world_size] * len(groups),
+        "zero_stage": deepspeed_files.stage_number(work.form.stage),
+        "partition_count": [work.form.world_size] * len(groups),
         "ds_version": version,
         "param_groups": groups,
         "optimizer_state_dict": {"state": state, "param_groups": groups},
@@ -77,7 +77,7 @@ def _write_parameter(work: Conversion, name: str, group: list[str]) -> None:
 
 
 def _step(work: Conversion, names: list[str]) -> dict[str, Any]:
-    """Return the count of steps of a group as its optimizer keeps it; empty before the first step."""
+    """Return ``{"step": ...}`` of a group in its optimizer's type; an empty dict before the first step."""
     optimizer = work.source.optimizer
     step = work.numbers(names).get("step")
     if step is None or optimizer is None:

@@ -1,7 +1,7 @@
-"""Writes a checkpoint again in another format, for another world size or ZeRO stage.
+"""Write a checkpoint again in another format, for another world size or for another ZeRO stage.
 
-The new checkpoint is written into a hidden folder beside its place and gets its name when it is complete, so that a run
-that is killed leaves the destination as it was. Every byte that is read is checked as in loading.
+The new checkpoint is written into a hidden folder beside the destination, and renamed when it is complete. So a killed
+run leaves the destination unchanged. Every byte that is read is compared with its checksum, as in loading.
 """
 
 from __future__ import annotations
@@ -17,50 +17,50 @@ from dataclasses import dataclass
 from typing import Any
 
 from ort_zero.checkpoint.conversions import convert_deepspeed, convert_ours, convert_universal
-from ort_zero.checkpoint.conversions.conversion import Conversion, Wanted
+from ort_zero.checkpoint.conversions.conversion import Conversion, Form
 from ort_zero.checkpoint.deepspeed import file_names
 from ort_zero.checkpoint.files.allowed_names import check_tag
-from ort_zero.checkpoint.files.dtypes import CHOICES, wanted
+from ort_zero.checkpoint.files.dtypes import CHOICES, output_code
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
-from ort_zero.checkpoint.finding import open_found
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.reads.checked_reads import check_records_of
-from ort_zero.checkpoint.records import MOST_NAMED, Source
-from ort_zero.distributed.process_group import RankGroup
+from ort_zero.checkpoint.records import MAX_NAMED, Source
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.progress import bar
 from ort_zero.utils.text import shortened
 
 FORMATS = ("ort_zero", "deepspeed", "universal")
-"""The values of ``to``."""
+"""The values of the argument ``to``."""
 SUB_GROUP_SIZE = 1_000_000_000
-"""DeepSpeed's default of the option of that name."""
+"""DeepSpeed's default of the option ``sub_group_size``, in elements."""
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport:
-    """The report of :func:`convert`: what was written."""
+    """The report of :func:`convert` about the source and the new checkpoint."""
 
     source: str
     """Folder or URL of the checkpoint that was read."""
     source_format: str
-    """Who wrote it: "ort_zero" or "deepspeed"."""
+    """Format of the source: "ort_zero" or "deepspeed"."""
     source_world_size: int
     source_stage: int
     destination: str
     """Folder or URL of the new checkpoint."""
     to: str
-    """Its format."""
+    """Format of the new checkpoint."""
     tag: str
     step: int | None
     world_size: int
     zero_stage: int
     dtype: str
-    """Code of the dtype of the module's weights."""
+    """Dtype of the module's weights, as a safetensors code such as "BF16"."""
     files: Mapping[str, int]
     """Size in bytes of each file by name."""
     bytes: int
@@ -84,30 +84,30 @@ def convert(
     ranks: RankGroup | None = None,
     progress: bool = True,
 ) -> ConvertReport:
-    """Write the checkpoint `src` into ``dst/TAG`` in the format `to`; what is read is never changed.
+    """Write the checkpoint `src` into ``dst/TAG`` in the format `to`; `src` is never changed.
 
-    Masters, moments and everything else keep every bit; weights in 16 bits follow from the masters by a cast. Memory is
-    bounded by what the operating system keeps of files; one rank's part lies in a temporary file meanwhile, with what
-    the next ranks need of the pieces that were read for it.
+    Master weights and optimizer states keep every bit; 16-bit weights are the master weights, cast. The tensors of one
+    rank lie in a memory-mapped temporary file, together with bytes that were read for later ranks. So the operating
+    system decides how much memory the files take.
 
     Args:
-        src: folder or fsspec URL of a checkpoint of ours or DeepSpeed's, or of several.
+        src: folder or fsspec URL: of one checkpoint of ort_zero or DeepSpeed, or of several with a file ``latest``.
         dst: folder or fsspec URL for checkpoints; made if missing.
-        to: "ort_zero", "deepspeed" (as ``save_checkpoint`` of ZeRO writes), or "universal" (DeepSpeed's).
-        tag: which checkpoint of several; the new one has the same tag.
-        world_size: number of ranks that the new checkpoint is cut for; default that of the source.
-        stage: ZeRO stage of the new checkpoint, 1 to 3, for our format also 0; default that of the source.
-        dtype: of the module's weights: "keep", "fp32", "fp16" or "bf16".
-        sub_group_size: DeepSpeed's option of that name, of the run that is to load a checkpoint of ZeRO-3.
-        overwrite: replace a checkpoint of that tag.
-        trust_pickle: unpickle whatever DeepSpeed's files hold.
+        to: "ort_zero", "deepspeed" (the files of ``save_checkpoint`` under ZeRO), or "universal" (DeepSpeed's).
+        tag: name of the checkpoint, if `src` holds several; the new checkpoint has the same tag.
+        world_size: number of ranks of the new checkpoint; by default as in `src`.
+        stage: ZeRO stage of the new checkpoint, 1 to 3, for "ort_zero" also 0; by default as in `src`.
+        dtype: dtype of the module's weights: "keep", "fp32", "fp16" or "bf16".
+        sub_group_size: DeepSpeed's option ``sub_group_size`` of the run that will load a checkpoint of ZeRO-3.
+        overwrite: replace an existing checkpoint with the same tag.
+        trust_pickle: unpickle every object in DeepSpeed's files, which can run code from the files.
         tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
         ranks: ranks that share the files; all must call.
-        progress: show a bar on a terminal.
+        progress: show a progress bar on a terminal.
 
     Raises:
         CorruptCheckpointError: the source is damaged.
-        CheckpointError: bad choices, a source that cannot be read or written so, a destination that is not empty.
+        CheckpointError: an argument is wrong, `src` cannot be read or converted, or the destination is not empty.
         RankError: another rank failed.
     """
     started = time.perf_counter()
@@ -115,7 +115,7 @@ def convert(
     prepared: Any = None
     with ranks.raise_on_all("preparing the conversion"):
         if ranks.rank == 0:
-            source = open_found(os.fspath(src), tag, trust_pickle, tp_split)
+            source = find_source(os.fspath(src), tag, trust_pickle, tp_split)
             if not source.weights():
                 raise CheckpointError(f"{source.root} holds no weights, so there is nothing to convert")
             choices = _choices(source, to, world_size, stage, dtype, sub_group_size)
@@ -124,14 +124,14 @@ def convert(
             target = _make_target(open_folder(dst), place, choices)
             prepared = source, choices, target
     source, choices, target = ranks.broadcast(prepared)
-    work = Conversion(source=source, target=open_folder(target), wanted=choices, trust_pickle=trust_pickle)
+    work = Conversion(source=source, target=open_folder(target), form=choices, trust_pickle=trust_pickle)
     written = False
     try:
         _write(work, ranks, progress)
         written = True
         files: dict[str, int] = {}
-        for own in ranks.gather(work.files):
-            files.update(own)
+        for rank_files in ranks.gather(work.files):
+            files.update(rank_files)
         with ranks.raise_on_all("publishing"):
             warnings: tuple[str, ...] = source.notes
             if ranks.rank == 0:
@@ -162,11 +162,11 @@ def convert(
 
 def _choices(
     source: Source, to: str, world_size: int | None, stage: int | None, dtype: str, sub_group_size: int
-) -> Wanted:
+) -> Form:
     """Return the form of the new checkpoint.
 
     Raises:
-        CheckpointError: a choice that is none, or that does not go with another.
+        CheckpointError: an argument has a wrong value, or does not fit another argument.
     """
     if to not in FORMATS:
         raise CheckpointError(f"the format {to!r} is not known; choose {', '.join(FORMATS)}")
@@ -178,18 +178,18 @@ def _choices(
     if sub_group_size < 1:
         raise CheckpointError(f"the sub-group size is {sub_group_size}, must be at least 1")
     number = source.zero_stage if stage is None else stage
-    least = 0 if to == "ort_zero" else 1
-    if not least <= number <= 3:
-        raise CheckpointError(f"ZeRO-{number} cannot be written in the format {to}; give a stage from {least} to 3")
+    min_stage = 0 if to == "ort_zero" else 1
+    if not min_stage <= number <= 3:
+        raise CheckpointError(f"ZeRO-{number} cannot be written in the format {to}; give a stage from {min_stage} to 3")
     tag = source.tag.rstrip("/").rpartition("/")[2]
     check_tag(tag)
-    code = wanted(dtype, source.dtype or "F32")
+    code = output_code(dtype, source.dtype or "F32")
     token = uuid.uuid4().hex[:16]
-    return Wanted(to=to, world_size=size, stage=number, dtype=code, sub_group_size=sub_group_size, tag=tag, token=token)
+    return Form(to=to, world_size=size, stage=number, dtype=code, sub_group_size=sub_group_size, tag=tag, token=token)
 
 
 def _refuse_place(place: Folder, source: Source, overwrite: bool) -> None:
-    """Raise CheckpointError unless `place` is free, or holds a checkpoint and nothing else that may be replaced."""
+    """Raise CheckpointError unless `place` is free, or holds nothing but a checkpoint that may be replaced."""
     if os.path.realpath(place.url) == os.path.realpath(source.root):
         raise CheckpointError(f"the destination {place.path()} is the source itself; choose another folder")
     names = place.names()
@@ -201,30 +201,30 @@ def _refuse_place(place: Folder, source: Source, overwrite: bool) -> None:
         raise CheckpointError(f"{place.path()} exists already, and only local folders are replaced; remove it")
     foreign = [name for name in names if not _is_of_a_checkpoint(name)]
     if format_in(place) is None or foreign:
-        listed = f": {shortened(foreign, MOST_NAMED)}" if foreign else ""
-        raise CheckpointError(f"{place.path()} holds what belongs to no checkpoint{listed}; move it away")
+        listed = f": {shortened(foreign, MAX_NAMED)}" if foreign else ""
+        raise CheckpointError(f"{place.path()} holds files that belong to no checkpoint{listed}; move them away")
 
 
 def _is_of_a_checkpoint(name: str) -> bool:
-    own = re.fullmatch(r"manifest\.json|rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(safetensors|json)", name)
+    ours = re.fullmatch(r"manifest\.json|rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(safetensors|json)", name)
     patterns = (file_names.OPTIMIZER_FILE, file_names.RANK_MODULE_FILE, file_names.MODULE_FILE)
-    return bool(own) or _is_left_over(name) or name == "zero" or any(pattern.fullmatch(name) for pattern in patterns)
+    return bool(ours) or _is_left_over(name) or name == "zero" or any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def _is_left_over(name: str) -> bool:
-    """Return whether a name is that of a file that is not complete."""
+    """Return True for the name of an incomplete file."""
     return name.startswith(".") and name.endswith(PARTIAL)
 
 
-def _make_target(parent: Folder, place: Folder, choices: Wanted) -> str:
-    """Return the folder to write into, which is made: hidden beside `place`, or `place` itself if it is remote."""
+def _make_target(parent: Folder, place: Folder, choices: Form) -> str:
+    """Make and return the folder to write into: hidden beside `place`, or `place` itself if it is remote."""
     if not isinstance(place, LocalFolder):
         place.make()
         return place.url
     parent.make()
-    left = rf"\.({re.escape(choices.tag)}|latest|latest_universal)\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
-    for name in parent.names():  # of runs that were killed
-        if re.fullmatch(left, name):
+    left_over = rf"\.({re.escape(choices.tag)}|latest|latest_universal)\.[0-9a-f]{{16}}{re.escape(PARTIAL)}"
+    for name in parent.names():  # files of killed runs
+        if re.fullmatch(left_over, name):
             path = parent.path(name)
             shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else parent.remove(name)
     hidden = parent.child(f".{choices.tag}.{choices.token}{PARTIAL}")
@@ -234,40 +234,40 @@ def _make_target(parent: Folder, place: Folder, choices: Wanted) -> str:
 
 def _write(work: Conversion, ranks: RankGroup, progress: bool) -> None:
     """Write all files into the target. All ranks must call."""
-    choices = work.wanted
-    # neighbours, which share pieces of the source
-    shares = range(*(choices.world_size * number // ranks.size for number in (ranks.rank, ranks.rank + 1)))
+    choices = work.form
+    # neighbouring ranks, since they need the same pieces of the source
+    target_ranks = range(*(choices.world_size * number // ranks.size for number in (ranks.rank, ranks.rank + 1)))
     parts: dict[int, bytes] = {}
     with (
         ranks.raise_on_all("converting"),
-        bar(len(shares), "convert", "files", shown=progress and not ranks.rank) as shown,
+        bar(len(target_ranks), "convert", "files", shown=progress and not ranks.rank) as shown,
     ):
         if choices.to != "ort_zero":
-            work.groups()  # refuses a source without optimizer before anything is written
+            work.groups()  # raises for a source without optimizer, before a file is written
         if choices.to == "universal":
             convert_universal.check(work)
             convert_universal.write_share(work, ranks.rank, ranks.size)
             if ranks.rank == 0:
                 convert_universal.write_rest(work)
         else:
-            for rank in shares:
-                work.new_rank(last=rank == shares[-1])
+            for rank in target_ranks:
+                work.new_rank(last=rank == target_ranks[-1])
                 if choices.to == "ort_zero":
                     parts[rank] = convert_ours.write_rank(work, rank)
                 else:
                     convert_deepspeed.write_rank(work, rank)
                 shown.update(1)
     check_records_of(work.folder, work.source.files, work.reader.parts, ranks)
-    everyone: dict[int, bytes] = {}
-    for own in ranks.gather(parts):
-        everyone.update(own)
+    all_parts: dict[int, bytes] = {}
+    for rank_parts in ranks.gather(parts):
+        all_parts.update(rank_parts)
     with ranks.raise_on_all("converting"):
         if choices.to == "ort_zero" and ranks.rank == 0:
-            convert_ours.write_manifest(work, [everyone[rank] for rank in range(choices.world_size)])
+            convert_ours.write_manifest(work, [all_parts[rank] for rank in range(choices.world_size)])
 
 
-def _publish(parent: Folder, target: Folder, choices: Wanted) -> tuple[str, ...]:
-    """Give the new checkpoint its name, and let ``latest`` name it; return remarks."""
+def _publish(parent: Folder, target: Folder, choices: Form) -> tuple[str, ...]:
+    """Give the new checkpoint its final name, and write the tag into ``latest``; return warnings."""
     place = parent.child(choices.tag)
     if target.url != place.url:
         if place.names():
@@ -285,7 +285,7 @@ def _publish(parent: Folder, target: Folder, choices: Wanted) -> tuple[str, ...]
 
 
 def _exchange(new: str, old: str) -> None:
-    """Let two folders change their names in one step, or in two where the system cannot."""
+    """Exchange the names of two folders in one step, or by several renames where the system lacks ``renameat2``."""
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(new), os.fsencode(old)
     if hasattr(libc, "renameat2") and not libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
@@ -297,7 +297,7 @@ def _exchange(new: str, old: str) -> None:
 
 
 def _remove_left_overs(place: Folder) -> None:
-    """Remove what a run that was killed has left of the files of a remote checkpoint, and end its uploads."""
+    """Remove the partial files of a killed run from a remote checkpoint, and end its uploads."""
     names = set(place.names())
     for name in filter(_is_left_over, names):
         place.remove_if_possible(name)
@@ -305,10 +305,10 @@ def _remove_left_overs(place: Folder) -> None:
 
 
 def _discard(work: Conversion, ranks: RankGroup, written: bool) -> None:
-    """Remove what this rank has written, but for a remote checkpoint that is whole; rank 0 the hidden folder of all."""
+    """Remove the files of a failed conversion, but for a remote checkpoint whose files are all `written`."""
     if not isinstance(work.target, LocalFolder):
         for name in () if written else work.begun:
-            work.target.discard(name, work.wanted.token)
+            work.target.discard(name, work.form.token)
             work.target.remove_if_possible(name)
-    elif ranks.rank == 0 and work.target.url.endswith(f"{work.wanted.token}{PARTIAL}"):
+    elif ranks.rank == 0 and work.target.url.endswith(f"{work.form.token}{PARTIAL}"):
         shutil.rmtree(work.target.url, ignore_errors=True)

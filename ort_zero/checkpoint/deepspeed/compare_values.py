@@ -1,4 +1,4 @@
-"""Compares the values of two stored tensors, across dtypes, piece by piece."""
+"""Compare the values of two stored tensors, across dtypes, piece by piece."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _STEP = 1 << 18
 def same_values(folder: Folder, one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors of a folder hold the same values.
 
-    If one is a master in fp32 and the other its copy in a type of 16 bits, the master is rounded first. Reads both up
-    to the first difference.
+    An fp32 master is rounded before it is compared with its 16-bit copy. Both tensors are read up to the first
+    difference.
 
     Args:
-        folder: where the files of both lie.
-        one: a row-major tensor; the more precise one, if their dtypes differ.
+        folder: folder of the files of both tensors.
+        one: a row-major tensor; the more precise tensor if the dtypes differ.
         other: a row-major tensor of the same shape.
     """
     if one.shape != other.shape or one.strides is not None or other.strides is not None:
         return False
     for start in range(0, one.elements, _STEP):
         stop = min(start + _STEP, one.elements)
-        mine, its = (_elements(folder, t, start, stop) for t in (one, other))
-        expected = mine if one.dtype == other.dtype else _rounded(mine, one.dtype, other.dtype)
-        if expected is None or expected.tobytes() != its.tobytes():
+        raw, other_raw = (_elements(folder, t, start, stop) for t in (one, other))
+        expected = raw if one.dtype == other.dtype else _rounded(raw, one.dtype, other.dtype)
+        if expected is None or expected.tobytes() != other_raw.tobytes():
             return False
     return True
 
 
 def is_constant(folder: Folder, tensor: Tensor) -> bool:
-    """Return True if all elements of a row-major tensor are equal; reads up to the first that is not."""
+    """Return True if all elements of a row-major tensor are equal; reads up to the first different element."""
     size = itemsize(tensor.dtype)
     first = b""
     for start in range(0, tensor.elements, _STEP):
@@ -49,7 +49,7 @@ def is_constant(folder: Folder, tensor: Tensor) -> bool:
 
 
 def _elements(folder: Folder, tensor: Tensor, start: int, stop: int) -> np.ndarray:
-    """Return the bytes of some elements."""
+    """Return the bytes of the elements `start` to `stop`."""
     size = itemsize(tensor.dtype)
     data = bytearray((stop - start) * size)
     for name, offset, length, at in _parts(tensor, start, stop, size):
@@ -58,7 +58,7 @@ def _elements(folder: Folder, tensor: Tensor, start: int, stop: int) -> np.ndarr
 
 
 def _parts(tensor: Tensor, start: int, stop: int, size: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (file, offset, bytes, place in the result) of each piece of a range of elements."""
+    """Yield (file, offset in the file, length, offset in the range) in bytes for each piece of a range of elements."""
     for piece in tensor.pieces:
         begin, end = max(start, piece.start), min(stop, piece.start + piece.length // size)
         if begin < end:
@@ -66,7 +66,7 @@ def _parts(tensor: Tensor, start: int, stop: int, size: int) -> Iterator[tuple[s
 
 
 def _rounded(raw: np.ndarray, dtype: str, to: str) -> np.ndarray | None:
-    """Return the bytes of fp32 values as a type of 16 bits, as PyTorch rounds them; None for other types."""
+    """Return the bytes of fp32 values rounded to a 16-bit dtype, as PyTorch rounds; None for other dtypes."""
     if dtype != "F32":
         return None
     if to == "F16":

@@ -1,6 +1,6 @@
-"""Mixtures of experts: which rank holds which expert, and the files with the experts' weights.
+"""Open the files of a mixture of experts, and tell which rank has which expert.
 
-Each expert-parallel rank counts its own experts from 0; whole models count through all of them, rank by rank.
+Each expert-parallel rank numbers its experts from 0; the whole model numbers the experts of all ranks, rank by rank.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Experts:
         return any(_EXPERT.fullmatch(name) for name in names)
 
     def sharers(self, count: int, group: Mapping[str, Any]) -> list[tuple[list[int], dict[str, str]]]:
-        """Return for each expert-parallel rank the ranks that hold its experts, and the whole model's names by theirs.
+        """Return (ranks with these experts, names in the whole model by names in the files) per expert-parallel rank.
 
         Args:
             count: number of ranks that share each expert.
-            group: names of a parameter group as every rank has them.
+            group: names of a parameter group in the files; they are the same on every rank.
 
         Raises:
             CorruptCheckpointError: the numbers of ranks and experts do not go together.
@@ -62,40 +62,40 @@ class Experts:
         ]
 
     def tensors(self, trained: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
-        """Yield the experts' weights that no optimizer's file holds.
+        """Yield the experts' weights that are in no optimizer's file.
 
         Args:
-            trained: shapes of the parameters that the optimizer's files hold.
+            trained: shapes of the parameters in the optimizer's files.
 
         Raises:
             CorruptCheckpointError: an expert's file has other parameters or shapes than the optimizer's files.
         """
-        found: dict[str, str] = {}
+        expert_names: set[str] = set()
         for file in self.weights:
             for name, stored in file.content.items():
                 if not isinstance(stored, StoredTensor):
                     continue
-                found[name] = file.file.name
+                expert_names.add(name)
                 if name not in trained:
                     yield whole_tensor(self.files, file, name, WEIGHT, stored)
                 elif stored.shape != tuple(trained[name]):
                     raise self.files.foreign(file, f"{name} has another shape than in the optimizer's files")
         for name in trained:
-            if _EXPERT.fullmatch(name) and name not in found:
+            if _EXPERT.fullmatch(name) and name not in expert_names:
                 raise CorruptCheckpointError(
                     f"{self.files.folder.path()}: the weights of {name} are in no file of an expert"
                 )
 
     def stored_weights(self) -> dict[str, tuple[TorchFile, StoredTensor]]:
-        """Return the experts' weights by name, each with the file that holds it."""
+        """Return the experts' weights by name, each with its file."""
         return {n: (file, v) for file in self.weights for n, v in file.content.items() if isinstance(v, StoredTensor)}
 
     def _whole_name(self, name: str, expert_rank: int, expert_ranks: int) -> str:
-        """Return the name in the whole model of a parameter of an expert-parallel rank."""
+        """Return the whole model's name of a parameter of an expert-parallel rank."""
         match = _EXPERT.fullmatch(name)
         if match is None:
             raise CheckpointError(
-                f"{self.files.folder.path()}: {name} is in a parameter group with experts, but is none; {WAY_OUT}"
+                f"{self.files.folder.path()}: {name} is in a parameter group of experts, but is no expert's; {WAY_OUT}"
             )
         total = self.counts.get(match["layer"], 0)
         local = total // expert_ranks
@@ -115,11 +115,11 @@ def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_
         folder: folder of the tag.
         names: names of all files in it.
         files: the opened files of module and optimizer states.
-        trust_pickle: unpickle whatever the files hold.
+        trust_pickle: let torch unpickle the files, which runs the code that they name.
 
     Raises:
         CorruptCheckpointError: a file is missing, damaged or of another layer.
-        CheckpointError: experts under ZeRO-3.
+        CheckpointError: the experts were trained with ZeRO-3.
     """
     by_place: dict[tuple[int, int], str] = {}
     optimizers = []
@@ -144,17 +144,17 @@ def open_experts(folder: Folder, names: Iterable[str], files: StateFiles, trust_
     experts.optimizers = [open_part(folder, name, trust_pickle) for name in sorted(optimizers)]
     files.notes += notes_on([*experts.weights, *experts.optimizers])
     if experts.optimizers:
-        files.notes.append("the experts' optimizer was saved without ZeRO, and is not read: the weights are")
+        files.notes.append("the experts' optimizer was saved without ZeRO, and is not read; the weights are")
     return experts
 
 
-def _check_complete(folder: Folder, by_place: Mapping[tuple[int, int], str], said: Any) -> None:
-    """Raise if an expert's file is missing or one too many."""
+def _check_complete(folder: Folder, by_place: Mapping[tuple[int, int], str], num_experts: Any) -> None:
+    """Raise CorruptCheckpointError if the file of an expert is missing, or there is a file too many."""
     layers = sorted({layer for layer, _ in by_place})
-    if isinstance(said, list) and all(isinstance(n, int) for n in said):
-        counts = dict(enumerate(said))
-    elif isinstance(said, int):
-        counts = dict.fromkeys(layers, said)
+    if isinstance(num_experts, list) and all(isinstance(n, int) for n in num_experts):
+        counts = dict(enumerate(num_experts))
+    elif isinstance(num_experts, int):
+        counts = dict.fromkeys(layers, num_experts)
     else:
         counts = {layer: 1 + max(expert for at, expert in by_place if at == layer) for layer in layers}
     example = next(iter(by_place.values()))
@@ -172,7 +172,7 @@ def _check_complete(folder: Folder, by_place: Mapping[tuple[int, int], str], sai
 
 
 def _check_optimizers(folder: Folder, names: Iterable[str]) -> None:
-    """Raise CorruptCheckpointError if the optimizer of an expert-parallel rank is missing before the last one."""
+    """Raise CorruptCheckpointError if a rank has no file of the experts' optimizer, but a later rank has one."""
     by_rank = {int(match[1]): name for name in names if (match := EXPERT_OPTIMIZER_FILE.fullmatch(name))}
     for rank in range(max(by_rank, default=-1)):
         if rank not in by_rank:
@@ -186,6 +186,6 @@ def is_expert(name: str) -> bool:
 
 
 def expert_groups(file: TorchFile) -> bool:
-    """Return True if a file of optimizer states has a parameter group of experts."""
+    """Return True if a file of optimizer states has parameter groups of experts."""
     counts = zero_state(file).get("partition_count")
     return isinstance(counts, list) and len(set(counts)) > 1

@@ -1,4 +1,4 @@
-"""The names of DeepSpeed's files: which of a folder are of one checkpoint, of which rank, and which cannot be read."""
+"""Match the names of DeepSpeed's files: the kind and rank of a file, and kinds that ort_zero cannot read."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _RANK_FILES = (OPTIMIZER_FILE, RANK_MODULE_FILE, MODULE_FILE)
 _STATE_FILES = (*_RANK_FILES, LAYER_FILE, EXPERT_FILE, EXPERT_OPTIMIZER_FILE)
 _UNSUPPORTED = (
     (re.compile(r"expert_\d+_mp_rank_.*\.pt"), "belongs to a mixture of experts of a DeepSpeed before 0.5"),
-    (re.compile(r"layer_\d+-.*[-_]model_states\.pt"), "belongs to a pipeline with axes of its own"),
+    (re.compile(r"layer_\d+-.*[-_]model_states\.pt"), "belongs to a pipeline with custom axes of parallelism"),
     (re.compile(r"offloaded_tensors"), "holds an optimizer that was offloaded to NVMe"),
 )
 WAY_OUT = (
     "convert the checkpoint with DeepSpeed's ds_to_universal.py, and give ort_zero the universal checkpoint, or load "
     "that in DeepSpeed and save it as plain ZeRO"
 )
-"""What a user can do about a checkpoint of another kind of parallelism."""
+"""The way out in messages on checkpoints with a kind of parallelism that ort_zero does not read."""
 
 
 def recognises(folder: Folder) -> bool:
-    """Return True if the folder looks like a checkpoint of DeepSpeed, even one that cannot be read."""
+    """Return True if the folder looks like a checkpoint of DeepSpeed, even of a kind that cannot be read."""
     return bool(state_file_names(folder))
 
 
 def state_file_names(folder: Folder) -> list[str]:
-    """Return the names of the files of states in a folder, those of kinds that cannot be read included."""
+    """Return the names of DeepSpeed's state files in a folder, including kinds that cannot be read."""
     patterns = (*_STATE_FILES, *(pattern for pattern, _ in _UNSUPPORTED))
     return [n for n in folder.names() if n.endswith(".pt") and any(pattern.fullmatch(n) for pattern in patterns)]
 
@@ -54,14 +54,14 @@ def universal_file_names(folder: Folder) -> list[str]:
     if UNIVERSAL_FOLDER not in folder.names():
         return []
     inner = folder.child(UNIVERSAL_FOLDER)
-    found = []
+    paths = []
     for name in inner.names():
         if name.endswith(".pt"):
-            found.append(f"{UNIVERSAL_FOLDER}/{name}")
+            paths.append(f"{UNIVERSAL_FOLDER}/{name}")
         else:
             files = inner.child(name).names()
-            found += [f"{UNIVERSAL_FOLDER}/{name}/{file}" for file in files if file.endswith(".pt")]
-    return found
+            paths += [f"{UNIVERSAL_FOLDER}/{name}/{file}" for file in files if file.endswith(".pt")]
+    return paths
 
 
 def refuse_unsupported(folder: Folder, names: Sequence[str]) -> None:
@@ -72,31 +72,31 @@ def refuse_unsupported(folder: Folder, names: Sequence[str]) -> None:
         names: names of all files and folders in it.
 
     Raises:
-        CheckpointError: names the file, its kind and the way out.
+        CheckpointError: there is a file of such a kind; names the file, its kind and the way out.
     """
     for name in names:
-        for pattern, what in _UNSUPPORTED:
+        for pattern, belongs_to in _UNSUPPORTED:
             if pattern.fullmatch(name) and not LAYER_FILE.fullmatch(name):
-                raise CheckpointError(f"{folder.path(name)} {what}, which ort_zero does not read; {WAY_OUT}")
+                raise CheckpointError(f"{folder.path(name)} {belongs_to}, which ort_zero does not read; {WAY_OUT}")
 
 
 def names_by_model_rank(names: Iterable[str]) -> dict[int, list[str]]:
-    """Return the files of module and optimizer states by model rank, the number behind ``mp_rank_``."""
-    found: dict[int, list[str]] = {}
+    """Return the files of module and optimizer states by model rank, the number after ``mp_rank_``."""
+    by_model_rank: dict[int, list[str]] = {}
     for name in names:
         for pattern in _RANK_FILES:
             match = pattern.fullmatch(name)
             if match:
-                found.setdefault(int(match.groups()[-1]), []).append(name)
-    return dict(sorted(found.items()))
+                by_model_rank.setdefault(int(match.groups()[-1]), []).append(name)
+    return dict(sorted(by_model_rank.items()))
 
 
-def other_rank(saved_as: str, name: str) -> bool:
-    """Return True if a file says that it was written under the name of another file of states.
+def saved_under_other_name(saved_as: str, name: str) -> bool:
+    """Return True if a file says that it was written under the name of another state file.
 
     Args:
-        saved_as: name that it was written under, without ``.pt``.
-        name: its name now.
+        saved_as: name under which the file was written, without ``.pt``.
+        name: present name of the file.
     """
     written = f"{saved_as}.pt"
     return written != name and any(pattern.fullmatch(written) for pattern in _STATE_FILES)
@@ -108,25 +108,25 @@ def names_by_rank(folder: Folder, names: Iterable[str], pattern: re.Pattern) -> 
     Raises:
         CorruptCheckpointError: two files are of one rank.
     """
-    found: dict[int, str] = {}
+    by_rank: dict[int, str] = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match is None:
             continue
         rank = int(match.group(1))
-        if rank in found:
+        if rank in by_rank:
             raise CorruptCheckpointError(
-                f"{folder.path(name)} and {found[rank]} are both rank {rank}'s: files of two checkpoints are mixed"
+                f"{folder.path(name)} and {by_rank[rank]} are both rank {rank}'s: files of two checkpoints are mixed"
             )
-        found[rank] = name
-    return dict(sorted(found.items()))
+        by_rank[rank] = name
+    return dict(sorted(by_rank.items()))
 
 
 def require_all_ranks(folder: Folder, by_rank: Mapping[int, str], world_size: int) -> None:
-    """Raise if the files, of which there may be none at all, are not of the ranks 0 to `world_size` - 1.
+    """Raise unless there is one file for each rank from 0 to `world_size` - 1, or no file at all.
 
     Raises:
-        CorruptCheckpointError: one is missing, or one too many.
+        CorruptCheckpointError: a file is missing, or there is a file of a higher rank.
     """
     if not by_rank:
         return

@@ -1,4 +1,4 @@
-"""Where trained parameters lie in the flat tensors of the optimizer's files, and the pieces that follow from it."""
+"""Map trained parameters to their places in the flat tensors of the optimizer's files, and cut them into pieces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Flats = Mapping[int, StoredTensor]
 
 @dataclass(frozen=True)
 class ElementRange:
-    """Elements `begin` to `end` of vector number `vector` are a parameter's elements from `first` on."""
+    """A range of a parameter: elements `begin` to `end` of vector number `vector` are its elements from `first` on."""
 
     vector: int
     begin: int
@@ -29,7 +29,7 @@ class ElementRange:
 
 @dataclass
 class FlatLayout:
-    """Where the trained parameters lie: each vector consists of flat tensors, one after the other."""
+    """The places of the trained parameters in vectors, which consist of flat tensors, one after the other."""
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ranges: dict[str, list[ElementRange]] = field(default_factory=dict)
@@ -40,8 +40,7 @@ class FlatLayout:
     parts: list[list[tuple[int, int]]] = field(default_factory=list)
     """(rank, number of the flat tensor) of each part of each vector."""
     saved_names: dict[str, str] = field(default_factory=dict)
-    """Name of each parameter in the files of the ranks that hold it; an expert's number counts there from the rank's
-    first expert."""
+    """Name of each parameter in the ranks' files, which number the experts of each rank from 0."""
 
     def add(self, name: str, shape: tuple[int, ...], number: int, ranges: list[ElementRange], saved_as: str) -> None:
         """Add a parameter that lies in the flat tensors with that number."""
@@ -61,11 +60,11 @@ class _Part(NamedTuple):
 
 
 class _Vector:
-    """Flat tensors, one after the other.
+    """A vector of flat tensors, one after the other.
 
     Args:
-        parts: the tensors, None where there is none.
-        lengths: how many elements each stands for; a part may hold fewer or more.
+        parts: the flat tensors, None for a missing one.
+        lengths: number of elements of the vector for each part; the part itself may have fewer or more.
     """
 
     def __init__(self, parts: list[_Part | None], lengths: list[int]):
@@ -78,7 +77,7 @@ class _Vector:
 
     def cut(self, begin: int, end: int, first: int) -> list[Piece]:
         """Return the pieces of the elements `begin` to `end`, which are a tensor's elements from `first` on."""
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         index = bisect_right(self._ends, begin)
         while begin < end and index < len(self._parts):
             part = self._parts[index]
@@ -92,26 +91,26 @@ class _Vector:
             if wanted < stop:
                 stop = wanted
             if stop > begin:
-                found.append(Piece(name, offset + (begin - start) * size, (stop - begin) * size, first))
+                pieces.append(Piece(name, offset + (begin - start) * size, (stop - begin) * size, first))
                 first, begin = first + stop - begin, stop
             if stop < wanted:
                 break  # a gap, which the check of the tensor's pieces reports
             index += 1
-        return found
+        return pieces
 
 
 def flat_tensors(files: StateFiles, layout: FlatLayout, kind: str, flats: list[Flats]) -> Iterator[Tensor]:
-    """Yield one tensor of `kind` per parameter of which there is one.
+    """Yield the tensor of `kind` of each parameter that has such a tensor.
 
     Args:
         files: files of the checkpoint.
-        layout: where the parameters lie.
+        layout: places of the parameters.
         kind: :data:`~ort_zero.checkpoint.records.MASTER` or the name of an optimizer state.
-        flats: for each rank its flat tensors; a missing one is no entry.
+        flats: flat tensors of each rank; a missing tensor has no entry.
 
     Raises:
-        CorruptCheckpointError: one is missing or of another dtype on some rank, or too short.
-        CheckpointError: an unknown dtype.
+        CorruptCheckpointError: a flat tensor is too short, or missing or of another dtype on some ranks.
+        CheckpointError: a dtype is unknown.
     """
     numbers = set(layout.number_of.values())
     missing = {number for number in numbers if _is_missing(files, kind, number, flats)}
@@ -132,7 +131,7 @@ def flat_tensors(files: StateFiles, layout: FlatLayout, kind: str, flats: list[F
 
 
 def _same_code(files: StateFiles, kind: str, number: int, flats: list[Flats]) -> str:
-    """Return the dtype of one flat tensor, which all ranks must have in common."""
+    """Return the dtype's code of one flat tensor, which must be the same on all ranks."""
     what = f"{kind} of group {number}"
     codes = {file: files.dtype_code(file, flat[number], what) for file, flat in zip(files.optimizers, flats)}
     files.check_same(f"dtype of {what}", codes)
@@ -140,12 +139,12 @@ def _same_code(files: StateFiles, kind: str, number: int, flats: list[Flats]) ->
 
 
 def _is_missing(files: StateFiles, kind: str, number: int, flats: list[Flats]) -> bool:
-    """Return True if no rank has the flat tensor, raise if only some have."""
+    """Return True if no rank has the flat tensor; raise CorruptCheckpointError if only some ranks have it."""
     present = [number in flat for flat in flats]
     if any(present) and not all(present):
         raise files.foreign(
             files.optimizers[present.index(False)],
-            f"it has no {kind} of group {number}, rank {present.index(True)}'s file has",
+            f"it has no {kind} of group {number}, but rank {present.index(True)}'s file has one",
         )
     return not any(present)
 

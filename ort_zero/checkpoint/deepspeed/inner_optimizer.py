@@ -1,4 +1,4 @@
-"""The state of the optimizer that ZeRO wraps: moments, numbers per parameter, hyper-parameters."""
+"""Read the state of the optimizer that ZeRO wraps: moments, numbers per parameter, hyper-parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read_optimizer(files: StateFiles, partitioning: Partitioning, layout: FlatLa
 
     Raises:
         CorruptCheckpointError: the ranks' files are of different steps or runs, or a number is damaged.
-        CheckpointError: a number of an unexpected dtype.
+        CheckpointError: a number has an unexpected dtype.
     """
     inner = [_inner_state(files, partitioning, file) for file in files.optimizers]
     scalars = [[_scalars(files, file, state) for state in states] for file, (states, _) in zip(files.optimizers, inner)]
@@ -74,21 +74,21 @@ def _inner_state(files: StateFiles, partitioning: Partitioning, file: TorchFile)
 
 
 def _check_steps(files: StateFiles, scalars: list[list[dict[str, float]]]) -> None:
-    """Raise if the ranks made different numbers of steps; note it if the engine counts others than the optimizer."""
+    """Raise if the ranks made different numbers of steps; add a note if the engine counted another number."""
     steps = {file: tuple(state.get("step") for state in states) for file, states in zip(files.optimizers, scalars)}
-    done = files.module.get("global_steps", 0) - files.module.get("skipped_steps", 0)
-    files.check_same("step", steps, expected=(float(done),) * len(scalars[0]))
-    counted = {step for state in scalars[0] for step in (state.get("step"),) if step}
-    if counted and counted != {float(done)}:
-        said = ", ".join(f"{step:g}" for step in sorted(counted))
+    engine_steps = files.module.get("global_steps", 0) - files.module.get("skipped_steps", 0)
+    files.check_same("step", steps, expected=(float(engine_steps),) * len(scalars[0]))
+    optimizer_steps = {step for state in scalars[0] for step in (state.get("step"),) if step}
+    if optimizer_steps and optimizer_steps != {float(engine_steps)}:
+        listed = ", ".join(f"{step:g}" for step in sorted(optimizer_steps))
         files.notes.append(
-            f"the optimizer made {said} steps, {files.modules[0].file.name} counts {done}: the files are of "
+            f"the optimizer made {listed} steps, {files.modules[0].file.name} counts {engine_steps}: the files are of "
             "different saves, unless the optimizer was started anew"
         )
 
 
 def _scalars(files: StateFiles, file: TorchFile, state: State) -> dict[str, float]:
-    """Return what of a state is one number."""
+    """Return the values of an optimizer state that are single numbers."""
     values = {}
     for key, value in state.items():
         if isinstance(value, StoredTensor) and not value.shape:
@@ -102,8 +102,8 @@ def number_of(files: StateFiles, file: TorchFile, stored: StoredTensor, what: st
     """Return the value of a tensor without dimensions.
 
     Raises:
-        CorruptCheckpointError: its bytes are damaged.
-        CheckpointError: its dtype is none that is expected.
+        CorruptCheckpointError: the bytes of the tensor are damaged.
+        CheckpointError: the dtype of the tensor is not expected.
     """
     code = files.dtype_code(file, stored, what)
     for record in file.file.records:
@@ -121,7 +121,7 @@ def number_of(files: StateFiles, file: TorchFile, stored: StoredTensor, what: st
 
 
 def group_options(files: StateFiles, file: TorchFile, group: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """Return the hyper-parameters of a group as JSON values, and the numbers of its flat tensors."""
+    """Return the hyper-parameters of a parameter group as JSON values, and the numbers of its flat tensors."""
     values = {}
     for key, value in group.items():
         if key in ("params", "step"):
@@ -156,7 +156,7 @@ def _param_groups(
 def _moments(
     files: StateFiles, partitioning: Partitioning, layout: FlatLayout, states: list[list[State]]
 ) -> list[Tensor]:
-    """Return the tensors of all states that have one value per element; the others are noted."""
+    """Return the optimizer states that have one value per element, as tensors; add a note for each other state."""
     kinds = dict.fromkeys(
         key
         for rank_states in states
@@ -165,14 +165,14 @@ def _moments(
         if isinstance(value, StoredTensor) and value.shape
     )
     masters = [partitioning.masters(file) for file in files.optimizers]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for kind in kinds:
         flats: list[Flats] = [
             {n: state[kind] for n, state in enumerate(rank_states) if kind in state} for rank_states in states
         ]
         parts = {(rank, n): _is_per_element(flat[n], masters[rank][n]) for rank, flat in enumerate(flats) for n in flat}
         if all(parts.values()):
-            found += flat_tensors(files, layout, kind, flats)
+            tensors += flat_tensors(files, layout, kind, flats)
         elif any(parts[place] for place in parts if masters[place[0]][place[1]].shape[0] > 1):
             rank, n = next(place for place, right in parts.items() if not right)
             shape = list(getattr(flats[rank][n], "shape", ()))
@@ -182,9 +182,9 @@ def _moments(
             )
         else:
             files.notes.append(f"the optimizer's state {kind!r} has no value per element and is left out")
-    return found
+    return tensors
 
 
 def _is_per_element(stored: Any, master: StoredTensor) -> bool:
-    # filled up to the size of a part where the master is not, hence "at least"
+    # a state may be padded to the size of a part where the master is not, hence "at least"
     return isinstance(stored, StoredTensor) and len(stored.shape) == 1 and stored.shape[0] >= master.shape[0]

@@ -1,4 +1,4 @@
-"""Finds files of two saves in one folder: below ZeRO-3 the module's file holds the weights that follow from masters.
+"""Detect files of two saves in one folder: below ZeRO-3, the weights in module files must follow from the masters.
 
 DeepSpeed casts the masters to the weights after every step, so each weight is its master, rounded to nearest even.
 """
@@ -18,13 +18,13 @@ from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right
 from ort_zero.errors import CorruptCheckpointError
 
 _BLOCKS = 16
-"""Number of places that are compared in each rank's file."""
+"""Number of places that are compared for each pair of files."""
 _ELEMENTS = 4096
 """Maximum number of neighbouring elements that are compared in one place."""
 
 
 Weights = Mapping[str, tuple[TorchFile, StoredTensor]]
-"""Weights by name, each with the file that holds it."""
+"""Weights by name, each with its file."""
 
 
 def weights_of_module(files: StateFiles) -> dict[str, tuple[TorchFile, StoredTensor]]:
@@ -34,18 +34,18 @@ def weights_of_module(files: StateFiles) -> dict[str, tuple[TorchFile, StoredTen
 
 
 def refuse_other_weights(files: StateFiles, masters: Iterable[Tensor], weights: Weights) -> None:
-    """Raise if the weights are not those of the optimizer's files.
+    """Raise if the weights do not follow from the masters in the optimizer's files.
 
-    A sample of the masters that each pair of an optimizer's file and a file of weights have in common is compared, bit
-    by bit; NaN is equal to NaN.
+    For each pair of an optimizer's file and a file of weights, a sample of their common parameters is compared bit by
+    bit; NaN is equal to NaN.
 
     Args:
         files: files of ZeRO-1 or 2.
-        masters: the tensors of masters.
-        weights: the weights that follow from them.
+        masters: the masters.
+        weights: the weights of the module and the experts.
 
     Raises:
-        CorruptCheckpointError: they differ, or one of them is damaged; names the files.
+        CorruptCheckpointError: weights and masters differ, or a file is damaged; names the files.
     """
     optimizers = {file.file.name: file for file in files.optimizers}
     pairs: dict[tuple[TorchFile, TorchFile], list[tuple[Tensor, Piece]]] = {}
@@ -66,20 +66,20 @@ def refuse_other_weights(files: StateFiles, masters: Iterable[Tensor], weights: 
                 differing[pair] = tensor.name
                 break
     if differing:
-        raise _mixed(files, list(pairs), differing)
+        raise _mixed_saves(files, list(pairs), differing)
 
 
-def _mixed(
+def _mixed_saves(
     files: StateFiles, pairs: list[tuple[TorchFile, TorchFile]], differing: Mapping[tuple[TorchFile, TorchFile], str]
 ) -> CorruptCheckpointError:
-    """Return the error that names the file that agrees with no other and differs from most."""
+    """Return the error on the file that agrees with no other file and differs from most files."""
     agreeing = {file for pair in pairs if pair not in differing for file in pair}
     counts = Counter(file for optimizer, owner in differing for file in (owner, optimizer))
-    guilty = max(counts, key=lambda file: (file not in agreeing, counts[file]))  # the first of equals holds weights
-    (optimizer, owner), name = next((pair, name) for pair, name in differing.items() if guilty in pair)
-    other = f"the masters in {optimizer.file.name}" if guilty is owner else f"the weights in {owner.file.name}"
+    foreign = max(counts, key=lambda file: (file not in agreeing, counts[file]))  # a tie: weights first
+    (optimizer, owner), name = next((pair, name) for pair, name in differing.items() if foreign in pair)
+    other = f"the masters in {optimizer.file.name}" if foreign is owner else f"the weights in {owner.file.name}"
     return CorruptCheckpointError(
-        f"{files.path(guilty)} is of another step or run than {other}: the weights of {name} are not its masters, "
+        f"{files.path(foreign)} is of another step or run than {other}: the weights of {name} are not its masters, "
         "cast; files of two checkpoints are mixed, or the weights were changed after the last step without the "
         "optimizer"
     )
@@ -99,21 +99,21 @@ def _comparable(files: StateFiles, tensor: Tensor, owner: TorchFile, stored: Sto
 
 
 def _spread(pieces: list[tuple[Tensor, Piece]]) -> Iterator[tuple[Tensor, Piece]]:
-    """Yield parts of the pieces of one file, at places all over it; all of them where there are few elements."""
+    """Yield sample ranges spread over the pieces of one file; everything if the pieces have few elements."""
     places = max(1, min(_BLOCKS, len(pieces)))
     chosen = [pieces[i * len(pieces) // places] for i in range(places)] if pieces else []
-    each = -(-_BLOCKS // places)
+    per_piece = -(-_BLOCKS // places)
     for tensor, piece in chosen:
         size = dtypes.itemsize(tensor.dtype)
         elements = piece.length // size
         block = min(elements, _ELEMENTS)
-        for i in range(min(each, -(-elements // block))):
-            first = (elements - block) * i // max(1, each - 1)
+        for i in range(min(per_piece, -(-elements // block))):
+            first = (elements - block) * i // max(1, per_piece - 1)
             yield tensor, Piece(piece.file, piece.offset + first * size, block * size, piece.start + first)
 
 
 def _is_same(files: StateFiles, tensor: Tensor, piece: Piece, owner: TorchFile, stored: StoredTensor) -> bool:
-    """Return True if the weights are the masters of the piece, cast."""
+    """Return True if the weights are equal to the piece of their masters, cast to the weights' dtype."""
     code = files.dtype_code(owner, stored, tensor.name)
     size = dtypes.itemsize(code)
     count = piece.length // dtypes.itemsize(tensor.dtype)
@@ -134,7 +134,7 @@ def _is_same(files: StateFiles, tensor: Tensor, piece: Piece, owner: TorchFile, 
 def _refuse_damage(
     files: StateFiles, pair: tuple[TorchFile, TorchFile], tensor: Tensor, piece: Piece, stored: StoredTensor
 ) -> None:
-    """Raise if one of two differing places has a wrong CRC-32: it is damaged then, not mixed."""
+    """Raise if one of two differing records has a wrong CRC-32: its file is damaged, not of another save."""
     for owner, offset in zip(pair, (piece.offset, stored.offset)):
         for record in owner.file.records:
             inside = record[0] <= offset < record[0] + record[1]

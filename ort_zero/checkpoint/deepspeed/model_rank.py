@@ -1,4 +1,4 @@
-"""What the files of one model rank hold: a whole model, or one pipeline stage or tensor-parallel part of it."""
+"""Read the files of one model rank: a whole model, or a pipeline stage or tensor-parallel part of a model."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ort_zero.checkpoint.torch_file import TorchFile
 
 @dataclass
 class ModelRank:
-    """The tensors of one model rank; several are merged into one."""
+    """The tensors and files of one model rank, or of several model ranks that were joined."""
 
     number: int
-    """The number behind ``mp_rank_`` in the names of its files."""
+    """The number after ``mp_rank_`` in the names of the rank's files."""
     states: StateFiles
-    """Its files of module and optimizer states."""
+    """The rank's files of module and optimizer states."""
     files: list[TorchFile]
-    """All of its files, those of layers and experts included."""
+    """All files of the rank, including files of layers and experts."""
     tensors: list[Tensor]
     optimizer: Optimizer | None = None
     aliases: dict[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class ModelRank:
 
     @property
     def dtype(self) -> str | None:
-        """Code of the weights' floating-point dtype, which the empty ones of ZeRO-3 have too; None if unknown."""
+        """Code of the weights' floating-point dtype, None if unknown; ZeRO-3's empty weights have this dtype too."""
         module = self.module.get("module") or {}
         buffers = set(self.module.get("buffer_names") or ())
         weights = (v for name, v in module.items() if isinstance(v, StoredTensor) and name not in buffers)
@@ -66,17 +66,17 @@ class ModelRank:
 def read_model_rank(
     number: int, files: StateFiles, experts: Experts | None = None, trained: Mapping[str, tuple[int, ...]] | None = None
 ) -> ModelRank:
-    """Return what the files of one model rank hold.
+    """Return the tensors and the optimizer in the files of one model rank.
 
     Args:
         number: number of the model rank.
-        files: its files of module and optimizer states.
+        files: the rank's files of module and optimizer states.
         experts: the experts of the model, if it has any.
-        trained: shapes of the trained parameters, if their values are elsewhere (in a universal checkpoint).
+        trained: shapes of the trained parameters if other files have their values (a universal checkpoint).
 
     Raises:
         CorruptCheckpointError: the files do not belong together.
-        CheckpointError: something in them that cannot be read.
+        CheckpointError: the files hold something that ort_zero does not read.
     """
     tensors: list[Tensor] = []
     optimizer: Optimizer | None = None
@@ -90,8 +90,8 @@ def read_model_rank(
         tensors += flat_tensors(files, layout, MASTER, [partitioning.masters(file) for file in files.optimizers])
         optimizer, moments = read_optimizer(files, partitioning, layout)
         if files.stage < 3:
-            known = weights_of_module(files) | (experts.stored_weights() if experts is not None else {})
-            refuse_other_weights(files, tensors, known)
+            stored_weights = weights_of_module(files) | (experts.stored_weights() if experts is not None else {})
+            refuse_other_weights(files, tensors, stored_weights)
         tensors += moments
     else:
         module = ModuleState(files, list(trained or ()))
@@ -107,7 +107,7 @@ def read_model_rank(
 
 
 def untrained(tensors: Iterable[Tensor]) -> list[str]:
-    """Return the names of the weights that have no masters."""
+    """Return the names of the weights without masters; an empty list if no tensor is a master."""
     tensors = list(tensors)
     trained = {t.name for t in tensors if t.kind == MASTER}
     return [t.name for t in tensors if t.kind == WEIGHT and t.name not in trained] if trained else []

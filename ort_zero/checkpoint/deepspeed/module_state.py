@@ -1,4 +1,4 @@
-"""The module's file of states: whole weights, frozen parameters, buffers, and which names are tied."""
+"""Read the files of module states: whole weights, frozen parameters, buffers and tied names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from ort_zero.checkpoint.deepspeed import zero3
 from ort_zero.checkpoint.deepspeed.state_files import StateFiles
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
-from ort_zero.checkpoint.records import BUFFER, MOST_NAMED, WEIGHT, Tensor
+from ort_zero.checkpoint.records import BUFFER, MAX_NAMED, WEIGHT, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.text import shortened
 
 
 class ModuleState:
-    """Values and names of the model's tensors, as the module's files have them.
+    """The model's tensors in the files of module states, with the tied and the frozen names.
 
     Args:
         files: the opened files.
-        trained: names of the parameters that the optimizer's files hold.
+        trained: names of the parameters in the optimizer's files.
 
     Attributes:
         aliases: tied parameters: the name that is not stored -> the name that is.
@@ -29,9 +29,9 @@ class ModuleState:
         self._files = files
         self._trained = set(trained)
         module = files.module["module"]
-        lost = sorted(set(files.module.get("buffer_names") or ()) - module.keys())
-        if lost and module:  # that of a pipeline's stage is empty
-            files.notes.append(f"it holds no values of the buffers {shortened(lost, MOST_NAMED)}")
+        valueless = sorted(set(files.module.get("buffer_names") or ()) - module.keys())
+        if valueless and module:  # the module of a pipeline's stage is always empty
+            files.notes.append(f"it holds no values of the buffers {shortened(valueless, MAX_NAMED)}")
         self._buffers = [name for name in files.module.get("buffer_names") or () if name in module]
         self._values: dict[str, StoredTensor] = {n: v for n, v in module.items() if isinstance(v, StoredTensor)}
         self.aliases = self._noted_aliases()
@@ -39,10 +39,10 @@ class ModuleState:
         self.frozen = self._frozen_names()
 
     def weights(self) -> Iterator[Tensor]:
-        """Yield the parameters that no optimizer state holds.
+        """Yield the parameters that are in no optimizer's file.
 
         Raises:
-            CheckpointError: ZeRO-3 without the weights of trained parameters.
+            CheckpointError: the weights of ZeRO-3's trained parameters are in no file.
             CorruptCheckpointError: a piece of a frozen parameter is missing.
         """
         if self._files.stage == 3:
@@ -55,7 +55,7 @@ class ModuleState:
                 yield self._tensor(name, WEIGHT, stored)
         if not self._files.optimizers and not self._trained:
             self._files.notes.append(
-                "it was saved without optimizer state that can be read: the weights are the module's own"
+                "it was saved without optimizer states that can be read: the weights are from the module file"
             )
 
     def buffers(self) -> Iterator[Tensor]:
@@ -71,16 +71,16 @@ class ModuleState:
         shapes = module.get("frozen_param_shapes")
         if shapes is not None:
             return list(shapes)
-        known = self._trained or {n for group in module.get("param_shapes") or () for n in group}
-        if not known:
+        trained = self._trained or {n for group in module.get("param_shapes") or () for n in group}
+        if not trained:
             return []
-        return [n for n in self._values if n not in known and n not in self.aliases and n not in self._buffers]
+        return [n for n in self._values if n not in trained and n not in self.aliases and n not in self._buffers]
 
     def _whole_weights_of_zero3(self) -> Iterator[Tensor]:
-        """Yield the parameters that should be trained but are in no optimizer file, if the module file has them whole.
+        """Yield the trained parameters that are in no optimizer's file, from the module file.
 
         Raises:
-            CheckpointError: it has not, so they are nowhere.
+            CheckpointError: the module file does not have them whole, so they are in no file.
         """
         shapes = {n: tuple(s) for group in self._files.module.get("param_shapes") or () for n, s in group.items()}
         for name, shape in shapes.items():
@@ -89,13 +89,13 @@ class ModuleState:
             stored = self._values.get(name)
             if stored is None or stored.shape != shape:
                 raise CheckpointError(
-                    f"{self._files.folder.path()} has no *_optim_states.pt, and with ZeRO-3 the weights are only "
-                    "there; save with the optimizer, or use engine.save_16bit_model"
+                    f"{self._files.folder.path()} has no *_optim_states.pt, and with ZeRO-3 only these files "
+                    "have the weights; save with the optimizer, or use engine.save_16bit_model"
                 )
             yield self._tensor(name, WEIGHT, stored)
 
     def _noted_aliases(self) -> dict[str, str]:
-        """Return the tied names that DeepSpeed noted, each with the name that is stored."""
+        """Return the tied names that DeepSpeed noted, each with its stored name."""
         noted = self._files.module.get("shared_params") or {}
         aliases = {}
         for name, target in noted.items():
@@ -103,29 +103,29 @@ class ModuleState:
             while target in noted and target not in seen:
                 seen.add(target)
                 target = noted[target]
-            mine, its = self._values.get(name), self._values.get(target)
+            one, other = self._values.get(name), self._values.get(target)
             # parameters without elements all have the address 0, by which DeepSpeed takes them for tied
-            empty = mine is not None and its is not None and 0 in (*mine.shape, *its.shape) and self._files.stage != 3
+            empty = one is not None and other is not None and 0 in (*one.shape, *other.shape) and self._files.stage != 3
             if name not in self._trained and target != name and not empty:
                 aliases[name] = target
         return aliases
 
     def _same_bytes(self, kept: set[str], tied: set[str]) -> dict[str, str]:
-        """Return the tied names whose values are the same bytes of the file, each with the name that is stored.
+        """Return the tied names whose values are the same bytes of the file, each with its stored name.
 
         Args:
-            kept: names that are stored in any case.
-            tied: names that are known to be tied.
+            kept: names that never become aliases.
+            tied: names that DeepSpeed noted as aliases.
         """
-        first: dict[tuple, str] = {}
+        name_by_bytes: dict[tuple, str] = {}
         aliases: dict[str, str] = {}
         if self._files.stage == 3:
-            return aliases  # there the values are empty place holders
+            return aliases  # ZeRO-3's values are empty placeholders
         values = {n: stored for n, stored in self._values.items() if n not in tied and 0 not in stored.shape}
-        # what is stored in any case comes first: a module that another one has twice is noted nowhere
+        # kept names come first: DeepSpeed does not note the second name of a module that a model has twice
         for name in sorted(values, key=lambda name: name not in kept):
             stored = values[name]
-            target = first.setdefault((stored.offset, stored.shape, stored.strides, stored.dtype), name)
+            target = name_by_bytes.setdefault((stored.offset, stored.shape, stored.strides, stored.dtype), name)
             if target != name and name not in kept:
                 aliases[name] = target
         return aliases

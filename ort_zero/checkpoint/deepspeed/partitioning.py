@@ -1,4 +1,4 @@
-"""How a ZeRO stage cuts the trained parameters over the ranks; the rules of each are in ``zero12`` and ``zero3``."""
+"""Check how a ZeRO stage cuts the trained parameters over the ranks; ``zero12`` and ``zero3`` have the rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shapes = list[dict[str, tuple[int, ...]]]
 
 
 class Partitioning:
-    """The rules of one family of stages; the base of ``Zero12`` and ``Zero3``.
+    """The partitioning of the trained parameters over the ranks; base class of ``Zero12`` and ``Zero3``.
 
     Args:
         files: the opened files, with optimizer states.
@@ -33,10 +33,10 @@ class Partitioning:
         self.files = files
 
     def layout(self) -> FlatLayout:
-        """Return where the trained parameters lie.
+        """Return the places of the trained parameters.
 
         Raises:
-            CorruptCheckpointError: the module file has no shapes, or other parameters than the optimizer's.
+            CorruptCheckpointError: the module file has no shapes, or other parameters than the optimizer's files.
         """
         groups = self._shapes()
         layout = FlatLayout()
@@ -44,10 +44,10 @@ class Partitioning:
         return layout
 
     def check(self, layout: FlatLayout) -> None:
-        """Raise if a rank's file holds other parts of the parameters than follow from the layout.
+        """Raise if a rank's file holds other parts of the parameters than the layout requires.
 
         Raises:
-            CorruptCheckpointError: it does; names the file.
+            CorruptCheckpointError: a file does not fit the layout; names the file.
         """
         flats = [self.masters(file) for file in self.files.optimizers]
         count = 1 + max((number for row in layout.parts for _, number in row), default=-1)
@@ -57,20 +57,20 @@ class Partitioning:
                     self.files.optimizers[rank], f"it has {len(flat)} groups, the module file has {count}"
                 )
         for vector, (lengths, parts) in enumerate(zip(layout.lengths, layout.parts)):
-            used = self._least_lengths(layout, vector)
-            for length, (rank, number), least in zip(lengths, parts, used):
-                found = elements_of(flats[rank][number].shape)
-                if not least <= found <= length:
+            min_lengths = self._min_lengths(layout, vector)
+            for length, (rank, number), min_length in zip(lengths, parts, min_lengths):
+                elements = elements_of(flats[rank][number].shape)
+                if not min_length <= elements <= length:
                     raise self.files.foreign(
                         self.files.optimizers[rank],
-                        f"its part of group {number} has {found} elements, the shapes of the parameters want {length}",
+                        f"its part of group {number} has {elements} elements, the parameters' shapes require {length}",
                     )
 
     def masters(self, file: TorchFile) -> Flats:
         """Return the flat masters of one rank.
 
         Raises:
-            CheckpointError: it holds none that can be read.
+            CheckpointError: the file holds no masters that can be read.
         """
         flat: Any = zero_state(file).get(self.masters_key)
         if isinstance(flat, StoredTensor):
@@ -80,10 +80,10 @@ class Partitioning:
         return dict(enumerate(flat))
 
     def _shapes(self) -> Shapes:
-        """Return the shapes that the module file notes.
+        """Return the shapes of the trained parameters from the module file.
 
         Raises:
-            CorruptCheckpointError: it notes none.
+            CorruptCheckpointError: the module file has no shapes.
         """
         shapes = self.files.module.get("param_shapes") or self._shapes_by_slices()
         if shapes is None:
@@ -95,28 +95,28 @@ class Partitioning:
         return [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
 
     def _shapes_by_slices(self) -> Shapes | None:
-        """Return the shapes of what the ranks note that they hold; None if one is not known.
+        """Return the shapes of the parameters whose slices the ranks' files list; None if a shape is unknown.
 
-        DeepSpeed's BF16_Optimizer without ZeRO, as pipelines have it, has them in no file of module states.
+        DeepSpeed's BF16_Optimizer without ZeRO, as in pipelines, writes ``param_shapes`` into no file.
         """
-        known = {n: v.shape for n, v in self.files.module["module"].items() if isinstance(v, StoredTensor)}
-        known |= self.files.shapes
+        shapes = {n: v.shape for n, v in self.files.module["module"].items() if isinstance(v, StoredTensor)}
+        shapes |= self.files.shapes
         groups: Shapes = []
         for file in self.files.optimizers:
-            held = zero_state(file).get("param_slice_mappings")
-            for number, group in enumerate(held if isinstance(held, list) else ()):
+            slices = zero_state(file).get("param_slice_mappings")
+            for number, group in enumerate(slices if isinstance(slices, list) else ()):
                 if number == len(groups):
                     groups.append({})
                 for name in group:
-                    if name not in known:
+                    if name not in shapes:
                         return None
-                    groups[number].setdefault(name, known[name])
+                    groups[number].setdefault(name, shapes[name])
         return groups or None
 
     def _fill(self, layout: FlatLayout, groups: Shapes) -> None:
         """Add the parameters with their ranges, and the parts and lengths of the vectors."""
         raise NotImplementedError
 
-    def _least_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
-        """Return how many elements each part of a vector must have at least."""
+    def _min_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
+        """Return the minimum number of elements of each part of a vector."""
         raise NotImplementedError

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the stages of a pipeline, and the files of its layers, become one model.
+"""Join the stages of a pipeline, and the files of its layers, into one model.
 
-Layer N of the pipeline is in ``layer_NN-model_states.pt``, its tensors under the names that the layer itself gives
-them. In the whole model, as in ``PipelineModule.state_dict()``, they are named ``N.<name>``; what layers share
-(``TiedLayerSpec``) is named ``tied_modules.<key>.<name>``.
+Layer N of the pipeline is in ``layer_NN-model_states.pt``, with its tensors under the names in the layer's module. In
+the whole model, as in ``PipelineModule.state_dict()``, they are named ``N.<name>``; tensors that layers share
+(``TiedLayerSpec``) are named ``tied_modules.<key>.<name>``.
 """
 
 from __future__ import annotations
@@ -29,58 +29,58 @@ _TIED = "tied_modules."
 
 
 def layer_files(names: Iterable[str]) -> dict[int, dict[int, str]]:
-    """Return the names of the files of layers by tensor-parallel rank and number of the layer."""
-    found: dict[int, dict[int, str]] = {}
+    """Return the names of the layers' files by tensor-parallel rank and number of the layer."""
+    by_rank: dict[int, dict[int, str]] = {}
     for name in names:
         match = LAYER_FILE.fullmatch(name)
         if match:
-            found.setdefault(int(match[2] or 0), {})[int(match[1])] = name
-    return {rank: dict(sorted(layers.items())) for rank, layers in sorted(found.items())}
+            by_rank.setdefault(int(match[2] or 0), {})[int(match[1])] = name
+    return {rank: dict(sorted(layers.items())) for rank, layers in sorted(by_rank.items())}
 
 
 def open_layers(folder: Folder, layers: Mapping[int, str], trust_pickle: bool) -> dict[int, TorchFile]:
     """Return the opened files of layers by the number of the layer.
 
     Raises:
-        CorruptCheckpointError: one is damaged, or not such a file.
-        CheckpointError: one that cannot be read.
+        CorruptCheckpointError: a file is damaged, or is not a layer's file.
+        CheckpointError: a file cannot be read.
     """
     return {number: open_part(folder, name, trust_pickle) for number, name in layers.items()}
 
 
 def add_shapes(states: StateFiles, layers: Mapping[int, TorchFile]) -> None:
-    """Add the shapes of the layers' parameters to the files of a stage that does not note them itself."""
+    """Add the shapes of the layers' parameters to the files of a stage that do not list them."""
     if states.module.get("param_shapes") or not states.optimizers:
         return
     for number, file in layers.items():
-        for own, stored in file.content.items():
+        for inner_name, stored in file.content.items():
             if isinstance(stored, StoredTensor):
-                states.shapes[f"{number}.{own}"] = stored.shape
+                states.shapes[f"{number}.{inner_name}"] = stored.shape
     elements: dict[str, int] = {}
     for file in states.optimizers:
-        held = zero_state(file).get("param_slice_mappings")
-        for group in held if isinstance(held, list) else ():
+        slices = zero_state(file).get("param_slice_mappings")
+        for group in slices if isinstance(slices, list) else ():
             for name, address in group.items():
                 elements[name] = elements.get(name, 0) + address.numel
     for name in elements:
         if name.startswith(_TIED) and name.count(".") >= 2:
-            own = name.split(".", 2)[2]
-            shapes = {shape for other, shape in states.shapes.items() if other.partition(".")[2] == own}
+            inner_name = name.split(".", 2)[2]
+            shapes = {shape for other, shape in states.shapes.items() if other.partition(".")[2] == inner_name}
             fitting = [shape for shape in shapes if elements_of(shape) == elements[name]]
             if len(fitting) == 1:
                 states.shapes[name] = fitting[0]
 
 
 def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> ModelRank:
-    """Return the model that the stages of a pipeline make up.
+    """Return the whole model, joined from the stages of a pipeline and the files of its layers.
 
     Args:
         stages: the model ranks of the stages, in their order.
-        opened: the files of layers by the number of the layer.
+        opened: the layers' files by the number of the layer.
 
     Raises:
         CorruptCheckpointError: a layer's file is missing or does not fit the files of the stages.
-        CheckpointError: something in a file that cannot be read.
+        CheckpointError: a file holds something that ort_zero does not read.
     """
     first = stages[0]
     notes = [note for stage in stages for note in stage.notes]
@@ -88,14 +88,14 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
     _check_layers(first.folder, stages, tensors, opened)
     _check_optimizers(first.folder, stages, opened)
     weights = {
-        f"{number}.{own}": (file, stored)
+        f"{number}.{inner_name}": (file, stored)
         for number, file in opened.items()
-        for own, stored in file.content.items()
+        for inner_name, stored in file.content.items()
         if isinstance(stored, StoredTensor)
     }
     for stage in stages:
         refuse_other_weights(stage.states, [t for t in stage.tensors if t.kind == MASTER], weights)
-    tensors += _of_layers(first.states, stages, tensors, opened, notes)
+    tensors += _untrained_tensors(first.states, stages, tensors, opened, notes)
     gaps = _gaps(opened)
     if gaps:
         notes.append(f"layers {', '.join(gaps)} of the pipeline have no file: they have no tensors, or share them")
@@ -114,7 +114,7 @@ def join_stages(stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> Mod
 
 
 def _gaps(numbers: Iterable[int]) -> list[str]:
-    """Return the numbers that are missing before the largest, neighbours as a range."""
+    """Return the missing numbers below the largest one as text, with neighbours as one range."""
     gaps, expected = [], 0
     for number in sorted(numbers):
         if number > expected:
@@ -124,35 +124,35 @@ def _gaps(numbers: Iterable[int]) -> list[str]:
 
 
 def _trained(stages: list[ModelRank], notes: list[str]) -> list[Tensor]:
-    """Return the tensors of the optimizers' files of all stages, those that stages share once."""
-    found: dict[tuple[str, str], Tensor] = {}
+    """Return the tensors in the optimizers' files of all stages; a tensor that stages share occurs once."""
+    tensors: dict[tuple[str, str], Tensor] = {}
     for stage in stages:
         for tensor in stage.tensors:
             key = (tensor.kind, tensor.name)
-            if key not in found:
-                found[key] = tensor
+            if key not in tensors:
+                tensors[key] = tensor
                 continue
-            if not tensor.name.startswith(_TIED) or tensor.shape != found[key].shape:
+            if not tensor.name.startswith(_TIED) or tensor.shape != tensors[key].shape:
                 raise CorruptCheckpointError(
                     f"{stage.folder.path(stage.files[0].file.name)} belongs to another run: "
                     f"{tensor.name} is in another stage too"
                 )
-            if tensor.kind == MASTER and not same_values(stage.folder, found[key], tensor):
+            if tensor.kind == MASTER and not same_values(stage.folder, tensors[key], tensor):
                 notes.append(
-                    f"the stages hold different values of {tensor.name}, which they share; those of the first are "
-                    "taken, as DeepSpeed does when it loads"
+                    f"the stages hold different values of {tensor.name}, which they share; the first stage's "
+                    "are taken, as DeepSpeed does when it loads"
                 )
-    return list(found.values())
+    return list(tensors.values())
 
 
 def _check_layers(
     folder: Folder, stages: list[ModelRank], trained: list[Tensor], opened: Mapping[int, TorchFile]
 ) -> None:
-    """Raise if a layer has no file although it has tensors, or if its file does not hold them."""
+    """Raise CorruptCheckpointError if the file of a layer with tensors is missing, or lacks one of them."""
     buffers = [name for stage in stages for name in stage.module.get("buffer_names") or ()]
     shapes = {t.name: t.shape for t in trained if t.kind == MASTER}
     for name in (*shapes, *buffers):
-        number, _, own = name.partition(".")
+        number, _, inner_name = name.partition(".")
         if not number.isdigit():
             continue
         file = opened.get(int(number))
@@ -160,33 +160,33 @@ def _check_layers(
             example = next(iter(opened.values())).file.name if opened else "layer_00-model_states.pt"
             missing = f"layer_{int(number):02d}{example[example.index('-') :]}"
             raise CorruptCheckpointError(f"{folder.path(missing)} is missing: the pipeline has {name}")
-        stored = file.content.get(own)
+        stored = file.content.get(inner_name)
         if not isinstance(stored, StoredTensor) or stored.shape != tuple(shapes.get(name, stored.shape)):
             raise CorruptCheckpointError(
-                f"{folder.path(file.file.name)} belongs to another run: it does not hold {own} as the stages have it"
+                f"{folder.path(file.file.name)} belongs to another run: it has no {inner_name} of the stages' shape"
             )
 
 
 def _check_optimizers(folder: Folder, stages: list[ModelRank], opened: Mapping[int, TorchFile]) -> None:
     """Raise CorruptCheckpointError if optimizers without ZeRO keep states of parameters that no layer's file holds.
 
-    Without ZeRO nothing else in the files tells how many layers there are.
+    Without ZeRO nothing else in the files tells the number of layers.
     """
-    held = Counter(
+    stored_shapes = Counter(
         stored.shape for file in opened.values() for stored in file.content.values() if isinstance(stored, StoredTensor)
     )
     trained = Counter(shape for stage in stages for shape in _trained_shapes(stage.module.get("optimizer")))
-    lost = list((trained - held).elements())
-    if lost:
+    unsaved = list((trained - stored_shapes).elements())
+    if unsaved:
         raise CorruptCheckpointError(
             f"{folder.path()}: a file of a layer (layer_*-model_states.pt) is missing: the optimizer keeps states of "
-            f"{len(lost)} parameters, such as one of shape {list(lost[0])}, that are in none of the files"
+            f"{len(unsaved)} parameters, such as one of shape {list(unsaved[0])}, that are in none of the files"
         )
 
 
 def _trained_shapes(saved: Any) -> Iterator[tuple[int, ...]]:
     """Yield the shape of each parameter of which an optimizer without ZeRO saved states."""
-    if not isinstance(saved, dict) or "fp32_groups_flat" in saved:  # there its parameters are joined
+    if not isinstance(saved, dict) or "fp32_groups_flat" in saved:  # a state there covers several parameters
         return
     inner = saved.get("optimizer_state_dict", saved)
     states = inner.get("state") if isinstance(inner, dict) else None
@@ -197,33 +197,33 @@ def _trained_shapes(saved: Any) -> Iterator[tuple[int, ...]]:
             yield shape
 
 
-def _of_layers(
+def _untrained_tensors(
     states: StateFiles,
     stages: list[ModelRank],
     trained: list[Tensor],
     opened: Mapping[int, TorchFile],
     notes: list[str],
 ) -> list[Tensor]:
-    """Return the tensors of the layers that no optimizer trains."""
+    """Return the layers' tensors that no optimizer trains."""
     masters = {t.name: t for t in trained if t.kind == MASTER}
     buffers = {name for stage in stages for name in stage.module.get("buffer_names") or ()}
     aliases = {alias for stage in stages for alias in stage.aliases}
-    found, sharing = [], set()
+    tensors, sharing = [], set()
     for number, file in opened.items():
-        for own, stored in file.content.items():
-            name = f"{number}.{own}"
+        for inner_name, stored in file.content.items():
+            name = f"{number}.{inner_name}"
             if not isinstance(stored, StoredTensor) or name in masters or name in aliases:
                 continue
             kind = BUFFER if name in buffers else WEIGHT
             tensor = whole_tensor(states, file, name, kind, stored)
-            shared = [m for m in masters.values() if m.name.startswith(_TIED) and m.name.endswith(f".{own}")]
+            shared = [m for m in masters.values() if m.name.startswith(_TIED) and m.name.endswith(f".{inner_name}")]
             if any(m.shape == tensor.shape and same_values(states.folder, m, tensor) for m in shared):
                 sharing.add(number)
             else:
-                found.append(tensor)
+                tensors.append(tensor)
     if sharing:
         notes.append(
             f"layers {', '.join(map(str, sorted(sharing)))} of the pipeline share tensors, "
             f"which are written once, under {_TIED}*"
         )
-    return found
+    return tensors

@@ -1,4 +1,4 @@
-"""Opens a checkpoint of DeepSpeed's: what planning, aggregation and verification know of it, without tensors' data."""
+"""Open a checkpoint of DeepSpeed: its tensors, files and optimizer, without the tensors' data."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def open_deepspeed(folder: Folder, trust_pickle: bool = False, tp_split: Sequenc
 
     Args:
         folder: the folder of one tag.
-        trust_pickle: unpickle whatever the files hold.
-        tp_split: how tensor-parallel ranks share tensors; the first rule that matches a name counts, before anything
-            that the checkpoint says itself.
+        trust_pickle: let torch unpickle the files, which runs the code that they name.
+        tp_split: rules on how tensor-parallel ranks share tensors. The first rule that matches a name decides; without
+            a match, the checkpoint decides.
 
     Raises:
         CorruptCheckpointError: a file is missing, too many, damaged, or of another step, run or world size.
-        CheckpointError: something that cannot be read here: experts spread by AutoEP, an optimizer on NVMe, classes
-            that DeepSpeed does not write, an unknown dtype, a tensor-parallel split that nothing tells.
+        CheckpointError: ort_zero does not read the checkpoint: experts spread by AutoEP, an optimizer on NVMe, classes
+            that DeepSpeed does not write, an unknown dtype, an unknown tensor-parallel split.
     """
     names = folder.names()
     refuse_unsupported(folder, names)
     layers = layer_files(names)
     is_universal = universal.recognises(folder, names)
     _refuse_mixed_kinds(folder, names, layers, is_universal)
-    second = universal.second_modules(names) if is_universal else []
-    by_rank = names_by_model_rank(name for name in names if name not in second) or {0: []}
+    zero3_modules = universal.zero3_module_names(names) if is_universal else []
+    by_rank = names_by_model_rank(name for name in names if name not in zero3_modules) or {0: []}
     pipeline = None if is_universal else bool(layers)
     files = {
-        rank: open_state_files(folder, mine, trust_pickle, model_rank=rank, pipeline=pipeline)
-        for rank, mine in by_rank.items()
+        rank: open_state_files(folder, names_of_rank, trust_pickle, model_rank=rank, pipeline=pipeline)
+        for rank, names_of_rank in by_rank.items()
     }
     topology = find_topology(files, layers if not is_universal else {})
     if is_universal:
-        rank = universal.read_universal(folder, files, topology, trust_pickle, tp_split, _config(folder), second)
+        rank = universal.read_universal(folder, files, topology, trust_pickle, tp_split, _config(folder), zero3_modules)
     else:
         rank = _joined(folder, names, files, layers, topology, trust_pickle, tp_split)
     notes = list(dict.fromkeys(rank.notes))
@@ -81,7 +81,7 @@ def _refuse_mixed_kinds(folder: Folder, names: Sequence[str], layers: object, is
     """Raise if the files are of kinds that DeepSpeed does not write together.
 
     Raises:
-        CorruptCheckpointError: they are; names one file.
+        CorruptCheckpointError: two such kinds are mixed; names one file.
     """
     expert = next((name for name in names if EXPERT_FILE.fullmatch(name)), None)
     optimizer = next((name for name in names if EXPERT_OPTIMIZER_FILE.fullmatch(name)), None)
@@ -89,10 +89,10 @@ def _refuse_mixed_kinds(folder: Folder, names: Sequence[str], layers: object, is
         raise CorruptCheckpointError(
             f"{folder.path(optimizer)} belongs to a mixture of experts, but no file of an expert is there"
         )
-    ours = next((name for name in names if OPTIMIZER_FILE.fullmatch(name)), None) or expert
-    if is_universal and (ours or layers):
+    sharded = next((name for name in names if OPTIMIZER_FILE.fullmatch(name)), None) or expert
+    if is_universal and (sharded or layers):
         raise CorruptCheckpointError(
-            f"{folder.path(UNIVERSAL_FOLDER)} is of a universal checkpoint, {ours or 'layer_*'} beside it is not: "
+            f"{folder.path(UNIVERSAL_FOLDER)} is of a universal checkpoint, {sharded or 'layer_*'} beside it is not: "
             "files of two checkpoints are mixed"
         )
 
@@ -106,7 +106,7 @@ def _joined(
     trust_pickle: bool,
     tp_split: Sequence[Rule],
 ) -> ModelRank:
-    """Return the whole model: of one model rank, or of several."""
+    """Return the whole model, joined from one or more model ranks."""
     experts = None
     if any(EXPERT_FILE.fullmatch(name) for name in names):
         if topology.model_ranks > 1:
@@ -116,7 +116,7 @@ def _joined(
             )
         experts = open_experts(folder, names, files[0], trust_pickle)
     degree = topology.tensor_degree
-    opened = {rank: open_layers(folder, mine, trust_pickle) for rank, mine in layers.items()}
+    opened = {rank: open_layers(folder, names_of_rank, trust_pickle) for rank, names_of_rank in layers.items()}
     for number, states in files.items():
         if opened:
             add_shapes(states, opened[number % degree])
@@ -129,9 +129,9 @@ def _joined(
 
 
 def _config(folder: Folder) -> object:
-    """Return the model's ``config.json`` from beside the checkpoint, None if there is none that can be read."""
-    found = config_files_beside(folder.url, folder.url).get("config.json")
+    """Return the model's ``config.json`` from beside the checkpoint; None if it is missing or cannot be read."""
+    file = config_files_beside(folder.url, folder.url).get("config.json")
     try:
-        return None if found is None else json.loads(found.content)
+        return None if file is None else json.loads(file.content)
     except (ValueError, RecursionError):
         return None

@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks share one tensor: blocks of it in each rank's part, and the pieces that follow."""
+"""Describe how tensor-parallel ranks share a tensor as blocks of elements, and join the ranks' parts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import Piece, Tensor
 from ort_zero.errors import CheckpointError
 
-_MOST_KEPT = 10_000
-"""Maximum number of pieces that a tensor keeps by itself."""
+_MAX_PIECES_KEPT = 10_000
+"""Maximum number of pieces of a tensor that stay in memory for its whole lifetime."""
 _TENSORS_KEPT = 32
-"""Number of tensors of which the pieces are kept once they were used; more than threads work at a time."""
+"""Number of recently used tensors with more pieces that stay in memory; more than the number of working threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class Block:
     rank: int
     shape: tuple[int, ...]
     whole_offset: int
-    """Index of its first element in the flattened whole tensor."""
+    """Index of the block's first element in the flattened whole tensor."""
     whole_strides: tuple[int, ...]
     """Distance of neighbours along each axis in the whole tensor, in elements."""
     part_offset: int
-    """Index of its first element in the rank's flattened part."""
+    """Index of the block's first element in the rank's flattened part."""
     part_strides: tuple[int, ...]
 
     @property
@@ -41,7 +41,7 @@ class Block:
         return math.prod(self.shape)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (index in the whole, index in the part, number) of elements that are neighbours in both."""
+        """Yield (index in the whole, index in the part, elements) of each run of elements contiguous in both."""
         length, axis = 1, len(self.shape)
         while axis and (
             self.shape[axis - 1] == 1 or self.whole_strides[axis - 1] == self.part_strides[axis - 1] == length
@@ -58,23 +58,23 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the ranks share a tensor."""
+    """The split of a tensor over the ranks."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     blocks: tuple[Block, ...]
     replicated: tuple[tuple[Block, Block], ...] = ()
-    """Pairs of blocks on two ranks that are the same elements; the second is not among `blocks`."""
+    """Pairs of blocks of two ranks with the same elements; the second block of a pair is not in `blocks`."""
 
 
 def split_along(shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]] | None = None) -> Split:
-    """Return the split of a tensor whose parts are put together along one dimension.
+    """Return the split of a tensor whose parts are concatenated along one dimension.
 
     Args:
         shapes: shape of each rank's part.
         dim: the dimension.
-        widths: for a tensor that is several fused ones, of each of them the width on each rank along `dim`. By default
-            it is one.
+        widths: for a tensor of several fused tensors: the width of each on each rank along `dim`, in elements. By
+            default nothing is fused.
 
     Raises:
         ValueError: the parts do not fit together.
@@ -111,7 +111,7 @@ def split_along(shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Se
 
 
 def replicated(shapes: Sequence[tuple[int, ...]]) -> Split:
-    """Return the split of a tensor that every rank has whole.
+    """Return the split of a tensor that is whole on every rank.
 
     Raises:
         ValueError: the shapes differ.
@@ -119,15 +119,15 @@ def replicated(shapes: Sequence[tuple[int, ...]]) -> Split:
     if len(set(shapes)) != 1:
         raise ValueError(f"the ranks have the shapes {[list(s) for s in shapes]}")
     strides = row_major(shapes[0])
-    each = [
+    copies = [
         Block(rank=n, shape=shapes[0], whole_offset=0, whole_strides=strides, part_offset=0, part_strides=strides)
         for n in range(len(shapes))
     ]
-    return Split(shapes[0], (each[0],), tuple((each[0], other) for other in each[1:]))
+    return Split(shapes[0], (copies[0],), tuple((copies[0], other) for other in copies[1:]))
 
 
 def joined(parts: Sequence[Tensor], split: Split) -> Tensor:
-    """Return the whole tensor of which `parts` are the ranks' parts.
+    """Return the whole tensor, joined from the ranks' parts.
 
     Raises:
         CheckpointError: a part is stored in another order than row by row.
@@ -137,21 +137,21 @@ def joined(parts: Sequence[Tensor], split: Split) -> Tensor:
         if part.strides is not None:
             raise CheckpointError(
                 f"{part.pieces[0].file}: a part of {part.name} is stored with the strides {list(part.strides)}, which "
-                "ort_zero does not put together"
+                "ort_zero does not join"
             )
     if sum(block.elements for block in split.blocks) != math.prod(split.shape):
         raise ValueError(f"the parts have not as many elements as the shape {list(split.shape)}")
-    for rank, part in enumerate(parts):  # a block may repeat elements, and so be larger than all files
+    for rank, part in enumerate(parts):  # a block may repeat elements, and so have more elements than the files
         if sum(block.elements for block in split.blocks if block.rank == rank) > part.elements:
             raise ValueError(f"rank {rank}'s part of the shape {list(part.shape)} is too small")
     pieces: Sequence[Piece] = _pieces(parts, split)
-    if len(pieces) > _MOST_KEPT:
+    if len(pieces) > _MAX_PIECES_KEPT:
         pieces = PiecesOnDemand(tuple(parts), split)
     return replace(parts[0], shape=split.shape, pieces=pieces)
 
 
 def _pieces(parts: Sequence[Tensor], split: Split) -> tuple[Piece, ...]:
-    """Return the pieces of the whole tensor in their order.
+    """Return the pieces of the whole tensor, in order.
 
     Raises:
         ValueError: a block lies outside its part.
@@ -168,23 +168,23 @@ def _pieces(parts: Sequence[Tensor], split: Split) -> tuple[Piece, ...]:
 
 
 class PiecesOnDemand(Sequence[Piece]):
-    """The pieces of a tensor that is split along its rows, which are many: found again when they are used.
+    """The pieces of a tensor whose rows are cut over the ranks, computed again when they are used.
 
-    A matrix with 8192 rows on 8 ranks has 65536 pieces, a large model hundreds of such matrices. Only those of the
-    tensors that were used last are kept. Thread-safe.
+    A matrix with 8192 rows on 8 ranks has 65536 pieces, a large model hundreds of these matrices. Only the pieces of
+    recently used tensors stay in memory. Thread-safe.
 
     Args:
         parts: the ranks' parts.
-        split: how they share the tensor.
+        split: split of the tensor over the ranks.
     """
 
-    _used_last: ClassVar[OrderedDict[int, PiecesOnDemand]] = OrderedDict()
+    _recently_used: ClassVar[OrderedDict[int, PiecesOnDemand]] = OrderedDict()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, parts: tuple[Tensor, ...], split: Split):
         self._parts = parts
         self._split = split
-        self._found: tuple[Piece, ...] | None = None
+        self._cached: tuple[Piece, ...] | None = None
 
     def __iter__(self) -> Iterator[Piece]:
         return iter(self._all())
@@ -209,18 +209,18 @@ class PiecesOnDemand(Sequence[Piece]):
         return PiecesOnDemand, (self._parts, self._split)
 
     def _all(self) -> tuple[Piece, ...]:
-        found = self._found
-        if found is None:
-            self._found = found = _pieces(self._parts, self._split)
+        pieces = self._cached
+        if pieces is None:
+            self._cached = pieces = _pieces(self._parts, self._split)
             with self._lock:
-                self._used_last[id(self)] = self
-                while len(self._used_last) > _TENSORS_KEPT:
-                    self._used_last.popitem(last=False)[1]._found = None
-        return found
+                self._recently_used[id(self)] = self
+                while len(self._recently_used) > _TENSORS_KEPT:
+                    self._recently_used.popitem(last=False)[1]._cached = None
+        return pieces
 
 
 def block_of(part: Tensor, block: Block) -> Tensor:
-    """Return a rank's block as a tensor of its own, for comparisons.
+    """Return one block of a rank's part as a separate tensor, for comparisons.
 
     Raises:
         CheckpointError: the part is stored in another order than row by row.
@@ -230,7 +230,7 @@ def block_of(part: Tensor, block: Block) -> Tensor:
 
 
 def first_rows(tensor: Tensor, rows: int) -> Tensor:
-    """Return a row-major tensor without what is behind its first `rows` along its first dimension."""
+    """Return the first `rows` rows of a row-major tensor, along its first dimension."""
     shape = (rows, *tensor.shape[1:])
     end, size = math.prod(shape), itemsize(tensor.dtype)
     pieces = tuple(
@@ -242,7 +242,7 @@ def first_rows(tensor: Tensor, rows: int) -> Tensor:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a tensor without gaps, in elements."""
+    """Return the strides of a row-major tensor without gaps, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -251,7 +251,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _cut(part: Tensor, starts: list[int], size: int, begin: int, length: int, first: int) -> Iterator[Piece]:
-    """Yield the pieces of `length` elements of a part from `begin` on, which are the whole tensor's from `first` on."""
+    """Yield the pieces of a part's `length` elements from `begin` on; `first` is their index in the whole tensor."""
     if begin < 0 or length < 0 or begin + length > part.elements:
         raise ValueError(f"elements {begin} to {begin + length} are not in a part of the shape {list(part.shape)}")
     end, index = begin + length, bisect_right(starts, begin) - 1

@@ -1,4 +1,4 @@
-"""Rules for tensors that tensor-parallel ranks share: the user's, DeepSpeed's own notes, the model's configuration."""
+"""Decide how tensor-parallel ranks share a tensor: user's rules, DeepSpeed's notes, sizes in the configuration."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ort_zero.errors import CheckpointError
 Shapes = Sequence[tuple[int, ...]]
 """Shape of each rank's part of one tensor."""
 SYNTAX = 'PATTERN=DIM, PATTERN=DIM/FUSED or PATTERN=replicated, for example "*.o_proj.weight=1", "*.qkv.weight=0/3"'
-"""How one rule of ``--tp-split`` is written."""
+"""Syntax of one rule of ``--tp-split``, for messages."""
 _RULE = re.compile(r"(?P<dim>\d)(?:/(?P<fused>[1-9]\d{0,3}))?|(?P<replicated>replicated)")
-_LARGEST_FILE = 1 << 20
+_MAX_FILE_BYTES = 1 << 20
 _FUSED = re.compile(r"qkv|query_key_value|c_attn|gate_up|w_?pack|in_proj|kv_proj|dense_h_to_4h", re.IGNORECASE)
-"""Names of projections that are often several in one: their shape does not tell in which order the ranks have them."""
+"""Matches names of projections that are often fused: their shape does not tell the order of the fused tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule of the user: how the tensors with matching names are shared."""
+    """A user's rule on how the ranks share the tensors with matching names."""
 
     pattern: str
     """Shell pattern of the names."""
     dim: int | None
-    """Dimension along which the ranks' parts are put together; None if every rank has the whole tensor."""
+    """Dimension along which the ranks' parts are concatenated; None if every rank has the whole tensor."""
     fused: int = 1
     """Number of equal tensors that are fused into one along `dim`; each of them is split over the ranks."""
 
@@ -39,14 +39,14 @@ class Rule:
         """Return the split of a tensor with parts of these shapes.
 
         Raises:
-            ValueError: the rule does not fit them.
+            ValueError: the rule does not fit the shapes.
         """
         if self.dim is None:
             return replicated(shapes)
         widths = None
         if self.fused > 1:
             if any(len(s) <= self.dim or s[self.dim] % self.fused for s in shapes):
-                raise ValueError(f"parts of the shapes {[list(s) for s in shapes]} are not {self.fused} fused ones")
+                raise ValueError(f"parts of the shapes {[list(s) for s in shapes]} are not {self.fused} fused tensors")
             widths = [[shape[self.dim] // self.fused for shape in shapes]] * self.fused
         return split_along(shapes, self.dim, widths)
 
@@ -58,12 +58,12 @@ def parse_rules(texts: Sequence[str]) -> tuple[Rule, ...]:
     rule that matches counts.
 
     Raises:
-        CheckpointError: a rule that cannot be understood, a file that cannot be read.
+        CheckpointError: a text is no rule and no file, or a file cannot be read or holds no rules.
     """
     rules = []
     for text in texts:
-        pattern, found, what = text.rpartition("=")
-        pairs = {pattern: what} if found else _file(text)
+        pattern, separator, split = text.rpartition("=")
+        pairs = {pattern: split} if separator else _rules_in_file(text)
         for name, value in pairs.items():
             match = _RULE.fullmatch(str(value).strip())
             if not name or match is None or isinstance(value, bool):
@@ -73,12 +73,12 @@ def parse_rules(texts: Sequence[str]) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _file(path: str) -> dict[str, Any]:
+def _rules_in_file(path: str) -> dict[str, Any]:
     try:
         if not os.path.isfile(path):
             raise CheckpointError(f"--tp-split {path!r} is neither a rule nor a file; write {SYNTAX}")
-        if os.path.getsize(path) > _LARGEST_FILE:
-            raise CheckpointError(f"--tp-split {path}: a file of rules has at most {_LARGEST_FILE} bytes")
+        if os.path.getsize(path) > _MAX_FILE_BYTES:
+            raise CheckpointError(f"--tp-split {path}: a file of rules has at most {_MAX_FILE_BYTES} bytes")
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
     except (OSError, ValueError, RecursionError) as error:
@@ -93,14 +93,14 @@ def rule_for(rules: Sequence[Rule], name: str) -> Rule | None:
     return next((rule for rule in rules if fnmatch.fnmatchcase(name, rule.pattern)), None)
 
 
-# ---- what DeepSpeed notes -------------------------------------------------------------------------------------------
+# ---- notes of DeepSpeed ---------------------------------------------------------------------------------------------
 
 
 class SplitNotes:
-    """What a checkpoint itself says of how its tensors are split (``universal_checkpoint_info``).
+    """DeepSpeed's notes in a checkpoint on how its tensors are split (``universal_checkpoint_info``).
 
     Args:
-        info: the value in the file of module states; anything else than a dictionary says nothing.
+        info: the value in the file of module states; it is ignored unless it is a dictionary.
     """
 
     def __init__(self, info: Any):
@@ -113,7 +113,7 @@ class SplitNotes:
         """Return the split of a tensor, None if the notes do not name it.
 
         Raises:
-            ValueError: what they say does not fit the parts, or cannot be followed.
+            ValueError: the notes do not fit the parts, or cannot be followed.
         """
         reasons = self._table("autotp_unsupported_parameter_patterns", self._info)
         reason = _first(reasons, name)
@@ -126,7 +126,7 @@ class SplitNotes:
         if self._matches("tp_replicated_parameter_patterns", name):
             return replicated(shapes)
         if self._matches("parameter_to_average_patterns", name):
-            return replicated(shapes)  # an average that is not theirs would have to be computed
+            return replicated(shapes)  # the ranks' values must be equal, since no file has their average
         if self._matches("parameter_with_2_sub_params_cat_dim_0", name):
             return Rule(name, 0, 2).split(shapes)
         fused = self._fused(name, shapes)
@@ -136,12 +136,12 @@ class SplitNotes:
             return split_along(shapes, 1)
         return None
 
-    def splits_the_rest(self) -> bool:
-        """Return True if DeepSpeed means by these notes that all others are split along dimension 0."""
+    def splits_others_along_0(self) -> bool:
+        """Return True if, by these notes, all tensors without a note are split along dimension 0."""
         return bool(self._info.get("parameter_with_row_parallelism_patterns"))
 
     def rows_of_vocabulary(self, name: str) -> int | None:
-        """Return the number of rows without padding of a tensor over the vocabulary; None for others."""
+        """Return the number of rows without padding of a tensor over the vocabulary; None for other tensors."""
         rows = self._info.get("original_vocab_size")
         if isinstance(rows, int) and rows > 0 and self._matches("vocabulary_parameter_patterns", name):
             return rows
@@ -150,8 +150,8 @@ class SplitNotes:
     @staticmethod
     def _table(key: str, info: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the dictionary under a key; an empty one for anything else."""
-        found = info.get(key)
-        return found if isinstance(found, dict) else {}
+        value = info.get(key)
+        return value if isinstance(value, dict) else {}
 
     def _matches(self, key: str, name: str) -> bool:
         return _first(self._info.get(key), name) is not None
@@ -174,7 +174,7 @@ class SplitNotes:
             if rows is None:
                 total = sum(s[dim] if dim < len(s) else 0 for s in shapes)
                 spec = shape[dim]
-                if isinstance(spec, int) and 0 < spec <= total:  # a number of equal ones
+                if isinstance(spec, int) and 0 < spec <= total:  # the number of fused tensors of equal width
                     spec = [total // spec] * spec
                 sizes = spec if isinstance(spec, (list, tuple)) else ()
                 whole = bool(sizes) and all(type(size) is int and size % len(shapes) == 0 for size in sizes)
@@ -203,10 +203,10 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _affine(entry: Any, shapes: Shapes) -> Split:
-    """Return the split that an affine map describes.
+    """Return the split that an entry of DeepSpeed's ``affine_map`` describes.
 
     Raises:
-        ValueError: it cannot be read, or does not fit the parts.
+        ValueError: the entry cannot be read, or does not fit the parts.
     """
     try:
         whole = tuple(_number(n) for n in entry["logical_shape"])
@@ -254,11 +254,11 @@ def _number(value: Any) -> int:
     return value
 
 
-# ---- what the model's configuration tells ---------------------------------------------------------------------------
+# ---- sizes in the model's configuration -----------------------------------------------------------------------------
 
 
-def known_sizes(config: Any) -> frozenset[int]:
-    """Return the sizes that dimensions of a model's weights have, by its ``config.json``."""
+def model_sizes(config: Any) -> frozenset[int]:
+    """Return the sizes of dimensions of a model's weights, in elements, that its ``config.json`` tells."""
     if not isinstance(config, dict):
         return frozenset()
     config = {**config, **(config["text_config"] if isinstance(config.get("text_config"), dict) else {})}
@@ -280,7 +280,7 @@ def known_sizes(config: Any) -> frozenset[int]:
 
 
 def split_by_sizes(name: str, shapes: Shapes, sizes: frozenset[int]) -> Split | None:
-    """Return the split that makes all dimensions sizes of the model; None if none or several would."""
+    """Return the only split after which all dimensions are in `sizes`; None if no split or several splits fit."""
     if len(set(shapes)) != 1 or _FUSED.search(name) or not sizes:
         return None
     shape, ranks = shapes[0], len(shapes)

@@ -1,4 +1,4 @@
-"""Opens DeepSpeed's files of states, and checks that they are of one save: world size, stage, step, own names."""
+"""Open DeepSpeed's state files, and check that they are of one save: world size, stage, step, file names."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ort_zero.checkpoint.deepspeed.file_names import (
     RANK_MODULE_FILE,
     WAY_OUT,
     names_by_rank,
-    other_rank,
     require_all_ranks,
+    saved_under_other_name,
 )
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.piece_runs import check_cover
-from ort_zero.checkpoint.records import MOST_NAMED, Tensor
+from ort_zero.checkpoint.records import MAX_NAMED, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
-from ort_zero.checkpoint.torch_file import Known, TorchFile, open_torch_file
+from ort_zero.checkpoint.torch_file import Contents, TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
 _NEVER_READ = ("deepspeed.", "torch.")
-"""Packages of which DeepSpeed's files hold objects that no reader needs, such as loss scalers."""
+"""Packages whose objects in DeepSpeed's files no reader needs, such as loss scalers."""
 
 _SAME_ON_ALL_RANKS = (
     ("number of samples", "global_samples"),
     ("number of skipped steps", "skipped_steps"),
     ("learning rate schedule's state", "lr_scheduler"),
 )
-"""What all files of module states have in common, and its key."""
+"""(name in messages, key) of the values that are equal in all files of module states."""
 
 
 @dataclass
@@ -44,14 +44,14 @@ class StateFiles:
 
     folder: Folder
     modules: list[TorchFile]
-    """Module states: one, or for ZeRO-3 one per rank."""
+    """Files of module states: one, or for ZeRO-3 one per rank."""
     optimizers: list[TorchFile]
-    """Optimizer states of each rank; none if they were not saved."""
+    """Files of optimizer states, one per rank; an empty list if the optimizer was not saved."""
     stage: int
-    """ZeRO stage of the run that wrote them, 0 to 3."""
+    """ZeRO stage of the run that wrote the files, 0 to 3."""
     world_size: int
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of parameters that are known from elsewhere: from the files of a pipeline's layers."""
+    """Shapes of parameters from the files of a pipeline's layers."""
     notes: list[str] = field(default_factory=list)
     """Remarks on the checkpoint for the user, one sentence each."""
 
@@ -69,15 +69,15 @@ class StateFiles:
         return CorruptCheckpointError(f"{self.path(file)} belongs to another run or another world size: {why}")
 
     def check_same(self, what: str, values: Mapping[TorchFile, Any], expected: Any = None) -> None:
-        """Raise if the files say different things; the one that most others contradict is named.
+        """Raise if the files have different values; the error names a file that differs from most others.
 
         Args:
-            what: what the values are.
-            values: what each file says.
-            expected: decides where two values are said equally often.
+            what: name of the value in the message.
+            values: value of each file.
+            expected: the value to trust if two values are equally frequent.
 
         Raises:
-            CorruptCheckpointError: they differ.
+            CorruptCheckpointError: the values differ.
         """
         counts = Counter(repr(value) for value in values.values())
         if len(counts) <= 1:
@@ -92,7 +92,7 @@ class StateFiles:
         """Return the code of safetensors for the dtype of a tensor.
 
         Raises:
-            CheckpointError: a dtype that safetensors does not have.
+            CheckpointError: safetensors has no such dtype.
         """
         try:
             return dtypes.code_of(stored.dtype)
@@ -101,7 +101,7 @@ class StateFiles:
 
 
 def zero_state(file: TorchFile) -> dict[str, Any]:
-    """Return what DeepSpeed's ZeRO optimizer saved in a file of optimizer states."""
+    """Return the state dict of DeepSpeed's ZeRO optimizer in a file of optimizer states."""
     return file.content["optimizer_state_dict"]
 
 
@@ -109,7 +109,7 @@ def covered(tensor: Tensor, path: str) -> Tensor:
     """Return `tensor` if its pieces cover it.
 
     Raises:
-        CorruptCheckpointError: they do not; names `path`.
+        CorruptCheckpointError: the pieces do not cover the tensor; names `path`.
     """
     wrong = check_cover(tensor)
     if wrong:
@@ -125,95 +125,95 @@ def open_state_files(
     Args:
         folder: folder of the tag.
         names: names of the files of this model rank.
-        trust_pickle: unpickle whatever the files hold.
-        model_rank: the number behind ``mp_rank_`` in the names.
-        pipeline: the module is in files of layers, not in the file of module states; None for either.
+        trust_pickle: let torch unpickle the files, which runs the code that they name.
+        model_rank: the number after ``mp_rank_`` in the names.
+        pipeline: True if files of layers have the module, False if the module file has it, None if either may be.
 
     Raises:
         CorruptCheckpointError: a file is missing, too many, damaged, or of another step, run or world size.
-        CheckpointError: a kind of parallelism or a class that cannot be read.
+        CheckpointError: ort_zero does not read the kind of parallelism, or a class in the files.
     """
     optimizer_names = names_by_rank(folder, names, OPTIMIZER_FILE)
     rank_names = names_by_rank(folder, names, RANK_MODULE_FILE)
-    whole = [name for name in names if MODULE_FILE.fullmatch(name)]
-    if rank_names and whole:
+    module_names = [name for name in names if MODULE_FILE.fullmatch(name)]
+    if rank_names and module_names:
         raise CorruptCheckpointError(
-            f"{folder.path()} holds files of two checkpoints: {whole[0]} is not of ZeRO-3, "
+            f"{folder.path()} holds files of two checkpoints: {module_names[0]} is not of ZeRO-3, "
             f"{next(iter(rank_names.values()))} is"
         )
-    if not rank_names and not whole:
+    if not rank_names and not module_names:
         raise CorruptCheckpointError(f"{folder.path(f'mp_rank_{model_rank:02d}_model_states.pt')} is missing")
-    known: Known = {}
+    shared_contents: Contents = {}
     opened = {
-        name: open_states(folder, name, trust_pickle, pipeline, known)
-        for name in (*whole, *rank_names.values(), *optimizer_names.values())
+        name: open_states(folder, name, trust_pickle, pipeline, shared_contents)
+        for name in (*module_names, *rank_names.values(), *optimizer_names.values())
     }
     world_size = _world_size(folder, opened, max(len(optimizer_names), len(rank_names), 1))
     for by_rank in (optimizer_names, rank_names):
         require_all_ranks(folder, by_rank, world_size)
     files = StateFiles(
         folder=folder,
-        modules=[opened[name] for name in (whole or (rank_names[r] for r in range(world_size)))],
+        modules=[opened[name] for name in (module_names or (rank_names[r] for r in range(world_size)))],
         optimizers=[opened[optimizer_names[r]] for r in range(world_size)] if optimizer_names else [],
         stage=0,
         world_size=world_size,
     )
     for file in (*files.modules, *files.optimizers):
-        _check_own_name(folder, file)
+        _check_saved_name(folder, file)
     files.stage = _stage(files)
     check_one_save(files)
     shapes = files.module.get("param_shapes")
     other = next((file for file in files.modules if file.content.get("param_shapes") != shapes), None)
     if other is not None:
-        raise files.foreign(other, "it names other parameters or shapes than rank 0's")
+        raise files.foreign(other, "it has other parameters or shapes than rank 0's file")
     files.notes += notes_on((*files.modules, *files.optimizers))
     return files
 
 
 def notes_on(opened: Sequence[TorchFile]) -> Iterator[str]:
-    """Yield what the user should know of the pickles and checksums of some files."""
+    """Yield notes for the user on unknown classes and missing checksums in some files."""
     classes = {name for file in opened for name in file.opaque if not name.startswith(_NEVER_READ)}
     if classes:
         yield (
-            f"objects of {shortened(sorted(classes), MOST_NAMED)} are in the files, whose classes are not known here: "
-            "they are left as they are, and their values not read"
+            f"the files hold objects of the classes {shortened(sorted(classes), MAX_NAMED)}, which are not imported: "
+            "the values of these objects are not read"
         )
     unchecked = [file.file.name for file in opened if not file.file.records]
     if unchecked:
-        yield f"written without checksums, so that nothing can tell damage to the data: {shortened(unchecked, 3)}"
+        yield f"files without checksums, in which damage to the data is not noticed: {shortened(unchecked, 3)}"
 
 
 def open_part(folder: Folder, name: str, trust_pickle: bool) -> TorchFile:
     """Return an opened file of one layer or one expert: a dictionary of tensors by name.
 
     Raises:
-        CorruptCheckpointError: damaged, not such a file, or written under another name.
-        CheckpointError: with a class that cannot be read.
+        CorruptCheckpointError: the file is damaged, of another kind, or was written under another name.
+        CheckpointError: ort_zero does not read a class in the file.
     """
     file = open_torch_file(folder, name, trust_pickle)
     if not isinstance(file.content, dict):
         raise CorruptCheckpointError(f"{folder.path(name)} is not a file of DeepSpeed's: it holds no state_dict")
-    _check_own_name(folder, file)
+    _check_saved_name(folder, file)
     return file
 
 
 def open_states(
-    folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None = None, known: Known | None = None
+    folder: Folder, name: str, trust_pickle: bool, pipeline: bool | None = None, shared_contents: Contents | None = None
 ) -> TorchFile:
     """Return one opened file of module or optimizer states.
 
     Args:
         folder: folder of the tag.
         name: name of the file.
-        trust_pickle: unpickle whatever the file holds.
+        trust_pickle: let torch unpickle the file, which runs the code that it names.
         pipeline: see :func:`open_state_files`.
-        known: what the other files of the tag share with it.
+        shared_contents: contents of other files of the tag; files with the same pickle share one content.
 
     Raises:
-        CorruptCheckpointError: damaged, not a file of states, or written under another name.
-        CheckpointError: of a kind of parallelism, or with a class, that cannot be read.
+        CorruptCheckpointError: the file is damaged, no file of states, or was written under another name.
+        CheckpointError: ort_zero does not read the kind of parallelism, or a class in the file.
     """
-    file = open_torch_file(folder, name, trust_pickle, known)
+    file = open_torch_file(folder, name, trust_pickle, shared_contents)
     key, kind = ("module", "module") if name.endswith("_model_states.pt") else ("optimizer_state_dict", "optimizer")
     module = file.content.get(key, 0) if isinstance(file.content, dict) else 0
     if key == "module" and module is None:
@@ -243,7 +243,7 @@ def open_states(
     return file
 
 
-# ---- of one save ----------------------------------------------------------------------------------------------------
+# ---- checks that all files are of one save --------------------------------------------------------------------------
 
 
 def check_one_save(files: StateFiles) -> None:
@@ -254,9 +254,9 @@ def check_one_save(files: StateFiles) -> None:
         files.check_same(what, {file: file.content.get(key) for file in files.modules})
 
 
-def _check_own_name(folder: Folder, file: TorchFile) -> None:
+def _check_saved_name(folder: Folder, file: TorchFile) -> None:
     """Raise if the file says that it was written under the name of another rank."""
-    if other_rank(file.saved_as, file.file.name):
+    if saved_under_other_name(file.saved_as, file.file.name):
         match = re.search(r"rank_(\d+)", file.saved_as)
         whose = f"rank {match.group(1)}'s" if match else "another"
         raise CorruptCheckpointError(
@@ -265,9 +265,9 @@ def _check_own_name(folder: Folder, file: TorchFile) -> None:
         )
 
 
-def _world_size(folder: Folder, opened: Mapping[str, TorchFile], otherwise: int) -> int:
-    """Return the world size that the files say they were written by; `otherwise` if none says it."""
-    said: dict[str, int] = {}
+def _world_size(folder: Folder, opened: Mapping[str, TorchFile], default: int) -> int:
+    """Return the world size of the run that wrote the files; `default` if no file states it."""
+    stated: dict[str, int] = {}
     for name, file in opened.items():
         count = (
             _partition_count(folder.path(name), file)
@@ -275,21 +275,21 @@ def _world_size(folder: Folder, opened: Mapping[str, TorchFile], otherwise: int)
             else file.content.get("dp_world_size")
         )
         if isinstance(count, int):
-            said[name] = count
-    if not said:
-        return otherwise
-    (world_size, _), *others = Counter(said.values()).most_common()
+            stated[name] = count
+    if not stated:
+        return default
+    (world_size, _), *others = Counter(stated.values()).most_common()
     if others:
-        name = next(name for name, count in said.items() if count != world_size)
+        name = next(name for name, count in stated.items() if count != world_size)
         raise CorruptCheckpointError(
-            f"{folder.path(name)} is of another world size: it was written by {said[name]} ranks, "
+            f"{folder.path(name)} is of another world size: it was written by {stated[name]} ranks, "
             f"the others by {world_size}"
         )
     return world_size
 
 
 def _partition_count(path: str, file: TorchFile) -> int | None:
-    """Return over how many ranks the parameters of a file are cut; None if it does not say."""
+    """Return the number of ranks over which the parameters of a file are cut; None if the file does not state it."""
     count = zero_state(file).get("partition_count")
     if isinstance(count, list):  # one for each parameter group; experts are cut over fewer ranks
         if not all(isinstance(n, int) for n in count):
@@ -302,7 +302,7 @@ def _stage(files: StateFiles) -> int:
     """Return the ZeRO stage of a checkpoint.
 
     Raises:
-        CorruptCheckpointError: the files say different ones.
+        CorruptCheckpointError: the files state different stages.
     """
     stages = {
         file: int(zero_state(file)["zero_stage"])
@@ -314,8 +314,8 @@ def _stage(files: StateFiles) -> int:
         stage = next(iter(stages.values()))
     else:
         stage = _configured_stage(files.modules[0])
-    by_rank = _is_of_zero3(files.modules[0])
-    if by_rank != (stage == 3):
+    is_zero3 = _is_of_zero3(files.modules[0])
+    if is_zero3 != (stage == 3):
         raise CorruptCheckpointError(
             f"{files.folder.path()} mixes files of two checkpoints: "
             f"{files.modules[0].file.name} does not belong to ZeRO-{stage}"

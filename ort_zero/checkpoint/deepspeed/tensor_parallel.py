@@ -1,8 +1,8 @@
-"""Tensor parallelism: the parts of a model that its ranks hold become whole tensors.
+"""Join the parts of a model on its tensor-parallel ranks into whole tensors.
 
-How a tensor is split is taken from the user's rules, from what DeepSpeed noted in the checkpoint (AutoTP and
-Megatron-DeepSpeed do), from the values (a tensor that is the same on all ranks is whole on each), or from the sizes in
-the model's configuration. What none of these tells is asked for by name.
+Four sources tell how a tensor is split, in this order: the user's rules, DeepSpeed's notes in the checkpoint, the
+values, the sizes in the model's configuration. AutoTP and Megatron-DeepSpeed write notes. A tensor with equal values on
+all ranks is whole on each. An error names the tensors whose split no source tells.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ort_zero.checkpoint.deepspeed.split_rules import (
     SYNTAX,
     Rule,
     SplitNotes,
-    known_sizes,
+    model_sizes,
     rule_for,
     split_by_sizes,
 )
 from ort_zero.checkpoint.deepspeed.state_files import covered
-from ort_zero.checkpoint.records import BUFFER, MASTER, MOST_NAMED, WEIGHT, Tensor
+from ort_zero.checkpoint.records import BUFFER, MASTER, MAX_NAMED, WEIGHT, Tensor
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
 
 class SplitUnknownError(CheckpointError):
-    """Nothing tells how tensors are split over the tensor-parallel ranks."""
+    """The error for tensors whose split over the tensor-parallel ranks is unknown."""
 
 
 def join_tensor_parallel(ranks: Sequence[ModelRank], rules: Sequence[Rule] = (), config: object = None) -> ModelRank:
-    """Return the model that the tensor-parallel ranks make up.
+    """Return the whole model, joined from its tensor-parallel ranks.
 
     Args:
         ranks: the ranks in their order; each has a part of every tensor, or the whole of it.
@@ -40,41 +40,41 @@ def join_tensor_parallel(ranks: Sequence[ModelRank], rules: Sequence[Rule] = (),
         config: content of the model's ``config.json``, if there is one.
 
     Raises:
-        SplitUnknownError: nothing tells how some tensors are split; names them.
-        CorruptCheckpointError: the ranks hold different tensors, or different values of what they all have.
-        CheckpointError: a rule that does not fit.
+        SplitUnknownError: the split of some tensors is unknown; names the tensors.
+        CorruptCheckpointError: the ranks hold different tensors, or different values of tensors that are whole on each.
+        CheckpointError: a rule does not fit.
     """
     first = ranks[0]
-    # DeepSpeed notes what is tied in the files of the very first rank only
+    # only the first rank's files have DeepSpeed's notes of tied names
     by_key = [{(t.kind, t.name): t for t in rank.tensors if t.name not in first.aliases} for rank in ranks]
-    for rank, mine in zip(ranks, by_key):
-        _check_same_tensors(first, rank, by_key[0], mine)
-    splits = _Splits(ranks, rules, known_sizes(config))
-    parts = {key: [mine[key] for mine in by_key] for key in by_key[0]}
-    kinds: dict[str, list[str]] = {}
+    for rank, tensors_of_rank in zip(ranks, by_key):
+        _check_same_tensors(first, rank, by_key[0], tensors_of_rank)
+    splits = _Splits(ranks, rules, model_sizes(config))
+    parts = {key: [tensors_of_rank[key] for tensors_of_rank in by_key] for key in by_key[0]}
+    kinds_by_name: dict[str, list[str]] = {}
     for kind, name in parts:
-        kinds.setdefault(name, []).append(kind)
+        kinds_by_name.setdefault(name, []).append(kind)
     tensors = {}
     unknown = []
-    for name, found in kinds.items():
-        # the split of a parameter is decided by its most precise values, and holds for its moments too
-        leading = next((kind for kind in (MASTER, WEIGHT) if kind in found), found[0])
+    for name, kinds in kinds_by_name.items():
+        # the most precise values of a parameter decide its split; its moments are split in the same way
+        leading = next((kind for kind in (MASTER, WEIGHT) if kind in kinds), kinds[0])
         split = splits.find(name, parts[leading, name])
         if split is None:
             unknown.append(f"{name} {list(parts[leading, name][0].shape)}")
             continue
-        for kind in found:
+        for kind in kinds:
             tensors[kind, name] = splits.join(name, parts[kind, name], split, compare=kind == leading)
     if unknown:
         raise SplitUnknownError(
             f"{first.folder.path()} has {len(ranks)} tensor-parallel ranks, and nothing tells how they share "
-            f"{shortened(unknown, MOST_NAMED)}; say it with --tp-split: {SYNTAX}"
+            f"{shortened(unknown, MAX_NAMED)}; give a rule for each with --tp-split: {SYNTAX}"
         )
     notes = list(dict.fromkeys(note for rank in ranks for note in rank.notes))
     if splits.inferred:
         notes.append(
             "the sizes in config.json tell along which dimension these are split: "
-            f"{shortened(splits.inferred, MOST_NAMED)}"
+            f"{shortened(splits.inferred, MAX_NAMED)}"
         )
     return ModelRank(
         number=first.number,
@@ -88,23 +88,23 @@ def join_tensor_parallel(ranks: Sequence[ModelRank], rules: Sequence[Rule] = (),
     )
 
 
-def _check_same_tensors(first: ModelRank, rank: ModelRank, expected: Mapping, mine: Mapping) -> None:
-    """Raise if a rank has other tensors, or tensors of another dtype, than the first."""
-    wrong = sorted({name for _, name in expected.keys() ^ mine.keys()}) or sorted(
-        name for (kind, name), tensor in mine.items() if tensor.dtype != expected[kind, name].dtype
+def _check_same_tensors(first: ModelRank, rank: ModelRank, expected: Mapping, tensors: Mapping) -> None:
+    """Raise CorruptCheckpointError if a rank has other tensors or other dtypes than the first rank."""
+    wrong = sorted({name for _, name in expected.keys() ^ tensors.keys()}) or sorted(
+        name for (kind, name), tensor in tensors.items() if tensor.dtype != expected[kind, name].dtype
     )
     if wrong:
         raise CorruptCheckpointError(
             f"{rank.folder.path(rank.files[0].file.name)} belongs to another run: it does not hold the same tensors "
-            f"as {first.files[0].file.name}: {shortened(wrong, MOST_NAMED)}"
+            f"as {first.files[0].file.name}: {shortened(wrong, MAX_NAMED)}"
         )
 
 
 class _Splits:
-    """Finds out how tensors are split.
+    """The splits of a checkpoint's tensors, from rules, notes, values and sizes.
 
     Attributes:
-        inferred: names of those for which the model's configuration told it.
+        inferred: names of the tensors whose split follows from the model's configuration.
     """
 
     def __init__(self, ranks: Sequence[ModelRank], rules: Sequence[Rule], sizes: frozenset[int]):
@@ -115,10 +115,10 @@ class _Splits:
         self.inferred: list[str] = []
 
     def find(self, name: str, parts: Sequence[Tensor]) -> Split | None:
-        """Return the split of a tensor; None if nothing tells it.
+        """Return the split of a tensor; None if it is unknown.
 
         Raises:
-            CheckpointError: a rule or a note that does not fit the parts.
+            CheckpointError: a rule or a note does not fit the parts.
         """
         shapes = [part.shape for part in parts]
         rule = rule_for(self._rules, name)
@@ -133,7 +133,7 @@ class _Splits:
             return noted
         if self._same_everywhere(parts) and (len(shapes[0]) == 0 or not self._may_be_parts(parts)):
             return replicated(shapes)
-        if self._notes.splits_the_rest():
+        if self._notes.splits_others_along_0():
             return split_along(shapes, 0)
         split = split_by_sizes(name, shapes, self._sizes)
         if split is not None:
@@ -141,16 +141,16 @@ class _Splits:
         return split
 
     def join(self, name: str, parts: Sequence[Tensor], split: Split, compare: bool) -> Tensor:
-        """Return the whole tensor.
+        """Return the whole tensor, joined from the ranks' parts.
 
         Args:
-            name: its name.
+            name: name of the tensor.
             parts: the ranks' parts.
-            split: how they share it.
-            compare: compare the values that several ranks hold.
+            split: split of the tensor over the ranks.
+            compare: compare the elements that several ranks hold.
 
         Raises:
-            CorruptCheckpointError: they differ.
+            CorruptCheckpointError: elements differ that should be equal on several ranks.
             CheckpointError: the split does not fit the parts.
         """
         for one, other in split.replicated if compare else ():
@@ -158,7 +158,7 @@ class _Splits:
                 files = [next((p.file for p in parts[b.rank].pieces), "") for b in (one, other)]
                 raise CorruptCheckpointError(
                     f"{self._folder.path(files[1])} and {files[0]} hold different values of {name}, which both ranks "
-                    "should have: files of two checkpoints are mixed, or --tp-split must say how it is split"
+                    "should have: files of two checkpoints are mixed, or --tp-split must tell how the tensor is split"
                 )
         try:
             tensor = covered(joined(parts, split), self._folder.path())
@@ -174,7 +174,7 @@ class _Splits:
         return all(same_values(self._folder, first, other) for other in others)
 
     def _may_be_parts(self, parts: Sequence[Tensor]) -> bool:
-        """Return True if equal values may be equal parts: a tensor of zeros says nothing of how it is split."""
+        """Return True if equal constant tensors may be parts of one tensor: zeros do not tell how they are split."""
         shape, count = parts[0].shape, len(parts)
         if parts[0].kind == BUFFER or not parts[0].elements or not is_constant(self._folder, parts[0]):
             return False
@@ -186,7 +186,7 @@ class _Splits:
 
 
 def _notes_in(ranks: Iterable[ModelRank]) -> object:
-    """Return what DeepSpeed noted of the splits, from the first file that has it."""
+    """Return DeepSpeed's notes on splits from the first file that has them; None if no file has them."""
     for rank in ranks:
         for file in rank.files:
             info = file.content.get("universal_checkpoint_info") if isinstance(file.content, dict) else None

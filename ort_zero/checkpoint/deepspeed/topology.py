@@ -1,4 +1,4 @@
-"""How many pipeline stages and tensor-parallel ranks wrote a checkpoint, and whether the files of all are there."""
+"""Find the numbers of pipeline stages and tensor-parallel ranks, and check that the files of all ranks are there."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def find_topology(files: Mapping[int, StateFiles], layers: Mapping[int, Any]) ->
 
     Args:
         files: the files of each model rank.
-        layers: the files of layers of each tensor-parallel rank of a pipeline.
+        layers: the layers' files of each tensor-parallel rank of a pipeline.
 
     Raises:
-        CorruptCheckpointError: a model rank's files are missing or one too many, or of another save.
+        CorruptCheckpointError: files of a model rank are missing, too many or of another save.
     """
     every = StateFiles(
         folder=next(iter(files.values())).folder,
@@ -62,14 +62,14 @@ def find_topology(files: Mapping[int, StateFiles], layers: Mapping[int, Any]) ->
 def _degrees(files: Mapping[int, StateFiles], layers: Mapping[int, Any]) -> tuple[int, int]:
     """Return the number of tensor-parallel ranks and of model ranks, as far as the files tell."""
     first = next(iter(files.values())).module
-    said = first.get("checkpoint_parallel_dimensions")
-    tensor_degree = said.get("tp_degree") if isinstance(said, dict) else None
+    dimensions = first.get("checkpoint_parallel_dimensions")
+    tensor_degree = dimensions.get("tp_degree") if isinstance(dimensions, dict) else None
     count = first.get("mp_world_size")
     if not isinstance(count, int) or count < 1:
         count = len(files)
     if layers:
         tensor_degree = len(layers)
-    elif not isinstance(tensor_degree, int) or tensor_degree < 1:  # DeepSpeed did not always note it
+    elif not isinstance(tensor_degree, int) or tensor_degree < 1:  # early versions of DeepSpeed do not note it
         trained = [_trained_names(states) for states in files.values()]
         tensor_degree = min(trained.count(trained[0]), count) if any(trained) else count
     return tensor_degree, max(count, tensor_degree)
@@ -97,8 +97,8 @@ def _check_all_there(folder: Folder, files: Mapping[int, StateFiles], count: int
 
 
 def _check_layer_ranks(folder: Folder, layers: Mapping[int, Mapping[int, str]]) -> None:
-    """Raise if a layer's file of one tensor-parallel rank is missing."""
-    everything = {number: name for mine in layers.values() for number, name in mine.items()}
+    """Raise CorruptCheckpointError if a tensor-parallel rank has no file of a layer that other ranks have."""
+    everything = {number: name for rank_layers in layers.values() for number, name in rank_layers.items()}
     for rank in range(len(layers)):
         for number, example in everything.items():
             if number not in layers.get(rank, {}):

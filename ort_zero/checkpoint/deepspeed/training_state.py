@@ -1,4 +1,4 @@
-"""What DeepSpeed's files hold besides the tensors of the model and its optimizer: counters, scheduler, user's state."""
+"""Read the training state in DeepSpeed's files besides the tensors: counters, scheduler, the user's state."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from ort_zero.checkpoint.torch_file import TorchFile, crc_is_right, open_torch_f
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 _EXTRA_STATE = "_extra_state"
-_OWN_KEYS = frozenset(
+_FIXED_KEYS = frozenset(
     "module optimizer buffer_names param_shapes frozen_param_shapes frozen_param_fragments shared_params "
     "lr_scheduler data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size "
     "ds_config ds_version checkpoint_parallel_dimensions universal_checkpoint_info sparse_tensor_module_names "
     "csr_tensor_module_names num_experts ds_autoep_layers autoep_layers folding".split()
 )
-"""What DeepSpeed itself writes into a module file; the other keys are the user's."""
+"""Keys that DeepSpeed itself writes into a module file; all other keys are the user's."""
 
 
 def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, trust_pickle: bool) -> TrainingState:
-    """Return what `rank` saved beside its tensors; a rank that did not exist then gets rank 0's.
+    """Return the training state that `rank` saved; a rank that the saving run did not have gets rank 0's state.
 
     Args:
         folder: folder of the checkpoint.
-        source: the same, opened.
-        rank: rank of the run that loads.
-        trust_pickle: unpickle whatever the files hold.
+        source: the opened checkpoint.
+        rank: rank in the run that loads.
+        trust_pickle: let torch unpickle the files, which runs the code that they name.
 
     Raises:
         CorruptCheckpointError: a tensor of the user's state is damaged.
-        CheckpointError: a value of a class that is not read.
+        CheckpointError: a value has a class that ort_zero does not import.
     """
     file = _file_of(folder, source, rank, trust_pickle, RANK_MODULE_FILE, MODULE_FILE)
     assert file is not None, "the source was opened, so there is a module file"
@@ -60,7 +60,7 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, tru
     }
     return TrainingState(
         counters=counters,
-        client_state={key: read(v, f"client_state[{key!r}]") for key, v in content.items() if key not in _OWN_KEYS},
+        client_state={key: read(v, f"client_state[{key!r}]") for key, v in content.items() if key not in _FIXED_KEYS},
         lr_scheduler=read(content.get("lr_scheduler"), "lr_scheduler"),
         lr_scheduler_class=_configured_scheduler(content.get("ds_config")),
         loss_scaler=_loss_scaler(_optimizer_content(folder, source, rank, trust_pickle)),
@@ -71,19 +71,19 @@ def read_deepspeed_training_state(folder: Folder, source: Source, rank: int, tru
 
 
 def _configured_scheduler(config: Any) -> str | None:
-    """Return the class of the scheduler that DeepSpeed made itself, None for one that the user gave."""
+    """Return the class name of the scheduler in DeepSpeed's configuration; None if the user passed a scheduler."""
     section = config.get("scheduler") if isinstance(config, dict) else None
     name = section.get("type") if isinstance(section, dict) else None
     return name if isinstance(name, str) else None
 
 
 def is_extra_state(name: str) -> bool:
-    """Return True for the name in a state dict of what ``get_extra_state`` of a module returned."""
+    """Return True if a name in a state dict belongs to a value of ``get_extra_state``."""
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
 def _file_of(folder: Folder, source: Source, rank: int, trust_pickle: bool, *patterns: Any) -> TorchFile | None:
-    """Return the file of `rank` of the first pattern that any file has, rank 0's if it has none."""
+    """Return the file of `rank` that matches the first pattern with any match; rank 0's file if `rank` has none."""
     names = next(iter(names_by_model_rank(source.files).values()))
     for pattern in patterns:
         by_rank = names_by_rank(folder, names, pattern)
@@ -93,7 +93,7 @@ def _file_of(folder: Folder, source: Source, rank: int, trust_pickle: bool, *pat
 
 
 def _optimizer_content(folder: Folder, source: Source, rank: int, trust_pickle: bool) -> dict[str, Any]:
-    """Return what ZeRO's optimizer saved besides its tensors; empty if there is nothing."""
+    """Return the state dict of ZeRO's optimizer in the checkpoint; an empty dict if there is none."""
     file = _file_of(folder, source, rank, trust_pickle, OPTIMIZER_FILE)
     if file is not None:
         return file.content["optimizer_state_dict"]
@@ -104,7 +104,7 @@ def _optimizer_content(folder: Folder, source: Source, rank: int, trust_pickle: 
 
 
 def _loss_scaler(content: dict[str, Any]) -> dict[str, Any] | None:
-    """Return class and numbers of the loss scaler, None if there is none."""
+    """Return class and numbers of the loss scaler; None if there is no loss scaler."""
     scaler = content.get("loss_scaler")
     if isinstance(scaler, OpaqueObject):
         name, attributes = scaler.class_name.rpartition(".")[2], scaler.state
@@ -117,11 +117,11 @@ def _loss_scaler(content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 class _Values:
-    """Returns stored values with their tensors read.
+    """A function that reads the tensors in values of a file.
 
     Args:
         folder: folder of the checkpoint.
-        file: the file that the values are in.
+        file: file of the values.
     """
 
     def __init__(self, folder: Folder, file: TorchFile):
@@ -129,19 +129,19 @@ class _Values:
         self._file = file
 
     def __call__(self, value: Any, where: str) -> Any:
-        """Return `value`, which messages call `where`.
+        """Return `value` with its tensors read; messages name the value `where`.
 
         Raises:
-            CheckpointError: it holds an object of a class that is not known.
-            CorruptCheckpointError: a tensor in it is damaged.
+            CheckpointError: the value holds an object of a class that ort_zero does not import.
+            CorruptCheckpointError: a tensor in the value is damaged.
         """
-        found, left = restored(value, self._tensor, where)
-        for place, name in left.items():
+        result, opaque = restored(value, self._tensor, where)
+        for place, name in opaque.items():
             raise CheckpointError(
-                f"{self._folder.path(self._file.file.name)}: {place} is a {name}, which is not imported to read a "
-                "checkpoint; checkpoint.load(..., trust_pickle=True) does so, and runs what the file says"
+                f"{self._folder.path(self._file.file.name)}: {place} is a {name}, a class that ort_zero does not "
+                "import; checkpoint.load(..., trust_pickle=True) imports it, and runs the code that the file names"
             )
-        return found
+        return result
 
     def _tensor(self, stored: StoredTensor) -> torch.Tensor:
         name = self._file.file.name

@@ -1,7 +1,7 @@
-"""Universal checkpoints (``ds_to_universal.py``): a folder of files for each trained parameter, which they hold whole.
+"""Read universal checkpoints (``ds_to_universal.py``): a folder of files with whole tensors for each trained parameter.
 
-``zero/<parameter>/fp32.pt`` holds its master and ``exp_avg.pt``, ... its moments; ``zero/optimizer_state.pt`` the
-hyper-parameters. What is not trained is in the copied files of module states.
+``zero/<parameter>/fp32.pt`` holds the master and ``exp_avg.pt``, ... the moments; ``zero/optimizer_state.pt`` holds the
+hyper-parameters. Frozen parameters and buffers are in the copied files of module states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ort_zero.checkpoint.deepspeed.topology import Topology
 from ort_zero.checkpoint.deepspeed.whole_tensors import whole_tensor
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import Folder
-from ort_zero.checkpoint.records import MASTER, MOST_NAMED, Optimizer, ParamGroup, Tensor
+from ort_zero.checkpoint.records import MASTER, MAX_NAMED, Optimizer, ParamGroup, Tensor
 from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 from ort_zero.checkpoint.torch_file import TorchFile, open_torch_file
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
@@ -48,10 +48,10 @@ def recognises(folder: Folder, names: Sequence[str]) -> bool:
     return UNIVERSAL_FOLDER in names and bool(folder.child(UNIVERSAL_FOLDER).names())
 
 
-def second_modules(names: Sequence[str]) -> list[str]:
-    """Return the names of ZeRO-3's files of module states that stand beside those of ZeRO-0 to 2 and say the same.
+def zero3_module_names(names: Sequence[str]) -> list[str]:
+    """Return the names of ZeRO-3's files of module states if there are also files for ZeRO-0 to 2; else an empty list.
 
-    A universal checkpoint that is to serve every stage has both: ``convert`` writes it so.
+    ``ort_zero.checkpoint.convert`` writes both, with the same content, so that any stage can load the checkpoint.
     """
     if not any(MODULE_FILE.fullmatch(name) for name in names):
         return []
@@ -74,22 +74,22 @@ def read_universal(
     trust_pickle: bool,
     tp_split: Sequence[Rule],
     config: object,
-    second: Sequence[str] = (),
+    zero3_modules: Sequence[str] = (),
 ) -> ModelRank:
-    """Return what a universal checkpoint holds.
+    """Return the tensors and the optimizer of a universal checkpoint.
 
     Args:
         folder: folder of the tag.
         files: the copied files of module states of each model rank.
         topology: the run's stages and tensor-parallel ranks.
-        trust_pickle: unpickle whatever the files hold.
+        trust_pickle: let torch unpickle the files, which runs the code that they name.
         tp_split: the user's rules for tensors that are not trained.
         config: content of the model's ``config.json``, if there is one.
-        second: names of further files of module states, see :func:`second_modules`.
+        zero3_modules: names of further files of module states, see :func:`zero3_module_names`.
 
     Raises:
         CorruptCheckpointError: a parameter's file is missing, damaged or of another shape or step.
-        CheckpointError: something that cannot be read: experts, an unknown dtype.
+        CheckpointError: the checkpoint holds experts or an unknown dtype.
     """
     first = files[0]
     shapes = _trained_shapes(files.values())
@@ -97,7 +97,7 @@ def read_universal(
     if experts:
         raise CheckpointError(
             f"{folder.path()} is a universal checkpoint of a mixture of experts: DeepSpeed's converter writes the "
-            f"experts of several ranks over each other ({shortened(experts, MOST_NAMED)}); "
+            f"experts of several ranks over each other ({shortened(experts, MAX_NAMED)}); "
             "use the checkpoint it was made from"
         )
     parameters = {
@@ -111,30 +111,30 @@ def read_universal(
     for kind in sorted(kinds):
         without = sorted(shapes.keys() - {t.name for t in tensors if t.kind == kind})
         if without:
-            others.notes.append(f"it has no {kind} of {shortened(without, MOST_NAMED)}, which had no gradient yet")
+            others.notes.append(f"it has no {kind} of {shortened(without, MAX_NAMED)}, which had no gradient yet")
     others.tensors = [*tensors, *others.tensors]
     others.files += [file for parameter in parameters.values() for file in parameter.files]
     others.files += [optimizer_file] if optimizer_file is not None else []
-    others.files += _opened_seconds(first, second, trust_pickle)
+    others.files += _opened_module_states(first, zero3_modules, trust_pickle)
     others.optimizer = optimizer
     return others
 
 
-def _opened_seconds(first: StateFiles, names: Sequence[str], trust_pickle: bool) -> list[TorchFile]:
-    """Return further files of module states, opened.
+def _opened_module_states(first: StateFiles, names: Sequence[str], trust_pickle: bool) -> list[TorchFile]:
+    """Return further files of module states, opened and compared with the first file.
 
     Raises:
-        CorruptCheckpointError: one is damaged, or of another save than the first.
+        CorruptCheckpointError: a file is damaged, or of another save than the first file.
     """
     opened = [open_states(first.folder, name, trust_pickle) for name in names]
     for what, key in (("global step", "global_steps"), ("set of parameters", "param_shapes")):
-        said = {file: file.content.get(key) for file in (*first.modules, *opened)}
-        first.check_same(what, said, first.module.get(key))
+        values = {file: file.content.get(key) for file in (*first.modules, *opened)}
+        first.check_same(what, values, first.module.get(key))
     return opened
 
 
 def _trained_shapes(files: Iterable[StateFiles]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that the files of module states note, of tensor-parallel ranks those of the first."""
+    """Return the trained parameters' shapes in the files of module states, from the first tensor-parallel rank."""
     shapes: dict[str, tuple[int, ...]] = {}
     for states in files:
         noted = states.module.get("param_shapes")
@@ -146,7 +146,7 @@ def _trained_shapes(files: Iterable[StateFiles]) -> dict[str, tuple[int, ...]]:
             for name, shape in group.items():
                 if not is_plain_name(name):
                     raise CorruptCheckpointError(
-                        f"{states.path(states.modules[0])} holds a parameter named {name!r}, which is no folder's name"
+                        f"{states.path(states.modules[0])} has a parameter named {name!r}, which cannot name a folder"
                     )
                 shapes.setdefault(name, tuple(shape))
     return shapes
@@ -158,25 +158,25 @@ def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None
     Args:
         states: files of module states.
         name: name of the parameter.
-        shape: its shape, None if tensor-parallel ranks had parts of it.
-        trust_pickle: unpickle whatever the files hold.
+        shape: shape of the parameter; None if tensor-parallel ranks had parts of it.
+        trust_pickle: let torch unpickle the files, which runs the code that they name.
 
     Raises:
-        CorruptCheckpointError: its master is missing, or a file is damaged or of another shape.
+        CorruptCheckpointError: the master is missing, or a file is damaged or of another shape.
     """
     place = f"{UNIVERSAL_FOLDER}/{name}"
-    there = states.folder.child(place).names()
-    if _MASTER not in there:
+    file_names = states.folder.child(place).names()
+    if _MASTER not in file_names:
         raise CorruptCheckpointError(f"{states.folder.path(f'{place}/{_MASTER}')} is missing")
-    found = _Parameter([], [], None)
-    for file_name in sorted(there, key=lambda n: (n != _MASTER, n)):
+    parameter = _Parameter([], [], None)
+    for file_name in sorted(file_names, key=lambda n: (n != _MASTER, n)):
         if not file_name.endswith(".pt"):
             continue
         file = open_torch_file(states.folder, f"{place}/{file_name}", trust_pickle)
-        found.files.append(file)
+        parameter.files.append(file)
         value = file.content
         if file_name == _STEP:
-            found.step = _as_number(states, file, value)
+            parameter.step = _as_number(states, file, value)
             continue
         stored = value.get("param") if isinstance(value, dict) else value
         if not isinstance(stored, StoredTensor):
@@ -184,21 +184,21 @@ def _read_parameter(states: StateFiles, name: str, shape: tuple[int, ...] | None
                 f"{states.path(file)} is not a file of a universal checkpoint: no tensor in it"
             )
         kind = MASTER if file_name == _MASTER else file_name.removesuffix(".pt")
-        found.tensors.append(_tensor(states, file, name, kind, stored, shape))
-    master = found.tensors[0].shape
-    for tensor, file in zip(found.tensors, (f for f in found.files if not f.file.name.endswith(f"/{_STEP}"))):
+        parameter.tensors.append(_tensor(states, file, name, kind, stored, shape))
+    master = parameter.tensors[0].shape
+    for tensor, file in zip(parameter.tensors, (f for f in parameter.files if not f.file.name.endswith(f"/{_STEP}"))):
         if tensor.shape != master:
             raise CorruptCheckpointError(
                 f"{states.path(file)} is of another checkpoint: it has the shape {list(tensor.shape)}, "
                 f"{_MASTER} has {list(master)}"
             )
-    return found
+    return parameter
 
 
 def _tensor(
     states: StateFiles, file: TorchFile, name: str, kind: str, stored: StoredTensor, shape: tuple[int, ...] | None
 ) -> Tensor:
-    """Return one tensor of a parameter; ZeRO-3's are stored flat, those over a padded vocabulary without padding."""
+    """Return one tensor of a parameter; ZeRO-3's files are flat, and files lack the padding of a vocabulary."""
     tensor = whole_tensor(states, file, name, kind, stored)
     if shape is None or tensor.shape == shape:
         return tensor
@@ -221,7 +221,7 @@ def _not_trained(
     tp_split: Sequence[Rule],
     config: object,
 ) -> ModelRank:
-    """Return the parameters and buffers that the copied files of module states hold."""
+    """Return the parameters and buffers in the copied files of module states."""
     ranks = [read_model_rank(number, states, trained=shapes) for number, states in files.items()]
     degree = topology.tensor_degree
     stages = [ranks[at : at + degree] for at in range(0, len(ranks), degree)]
@@ -234,10 +234,10 @@ def _not_trained(
         whole.aliases |= stage.aliases
         whole.frozen += stage.frozen
     if topology.stages > 1:
-        lost = sorted({name for states in files.values() for name in states.module.get("buffer_names") or ()})
+        buffers = sorted({name for states in files.values() for name in states.module.get("buffer_names") or ()})
         whole.notes.append(
-            "DeepSpeed's converter leaves the buffers and frozen parameters of a pipeline's layers behind"
-            + (f": {shortened(lost, MOST_NAMED)}" if lost else "")
+            "DeepSpeed's converter does not copy the buffers and frozen parameters of a pipeline's layers"
+            + (f": {shortened(buffers, MAX_NAMED)}" if buffers else "")
         )
     return whole
 
@@ -248,14 +248,14 @@ def _optimizer(
     parameters: Mapping[str, _Parameter],
     trust_pickle: bool,
 ) -> tuple[Optimizer | None, TorchFile | None]:
-    """Return the hyper-parameters and numbers of the optimizer, and the file that holds them.
+    """Return the hyper-parameters and numbers of the optimizer, and their file.
 
     Raises:
-        CorruptCheckpointError: parameters are of different steps.
+        CorruptCheckpointError: the files of the parameters are of different steps.
     """
     name = UNIVERSAL_OPTIMIZER_FILE
     if not first.folder.exists(name):
-        first.notes.append(f"{name} is not there: no hyper-parameters of the optimizer are known")
+        first.notes.append(f"{name} is missing: the hyper-parameters of the optimizer are unknown")
         return None, None
     file = open_torch_file(first.folder, name, trust_pickle)
     content = file.content if isinstance(file.content, dict) else {}
@@ -288,7 +288,7 @@ def _optimizer(
 
 
 def _members(files: Iterable[StateFiles]) -> dict[int, list[str]]:
-    """Return the parameters of each flat tensor, over all stages."""
+    """Return the names of the parameters of each flat tensor, over all stages."""
     members: dict[int, list[str]] = {}
     for states in files:
         noted = states.module.get("param_shapes") or ()

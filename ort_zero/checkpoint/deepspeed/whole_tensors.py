@@ -1,4 +1,4 @@
-"""Tensors that lie whole in one file, as ``state_dict()`` had them."""
+"""Return records of tensors that lie whole in one file, as in ``state_dict()``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def whole_tensor(files: StateFiles, file: TorchFile, name: str, kind: str, store
     """Return the record of a tensor that lies whole in `file`.
 
     Raises:
-        CheckpointError: an unknown dtype.
-        CorruptCheckpointError: its bytes do not cover it.
+        CheckpointError: the dtype is unknown.
+        CorruptCheckpointError: the stored bytes do not cover the tensor.
     """
     code = files.dtype_code(file, stored, name)
     size, strides = stored.itemsize, None

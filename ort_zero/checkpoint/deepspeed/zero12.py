@@ -1,4 +1,4 @@
-"""ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat vector per parameter group, cut into equal parts, one per rank.
+"""Locate the parameters of ZeRO-1, ZeRO-2 and BF16_Optimizer: one flat vector per group, cut equally over the ranks.
 
 A group of experts has one vector for each expert-parallel rank, cut over the ranks that hold the same experts.
 """
@@ -15,11 +15,11 @@ from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
 
 class Zero12(Partitioning):
-    """A vector is a parameter group (of one expert-parallel rank); its parts are those of the ranks that share it.
+    """The partitioning of ZeRO-1 and 2: a vector is a parameter group, with one part per rank that shares the group.
 
     Args:
         files: the opened files, with optimizer states.
-        experts: how experts are spread over the ranks, None for a model without.
+        experts: the experts of the model; None for a model without experts.
     """
 
     masters_key = "single_partition_of_fp32_groups"
@@ -32,7 +32,7 @@ class Zero12(Partitioning):
         self._group_names = [self._names_of_groups(file) for file in files.optimizers] if experts else []
 
     def check(self, layout: FlatLayout) -> None:
-        """See :meth:`.partitioning.Partitioning.check`; what the files note of their slices is compared first."""
+        """Raise CorruptCheckpointError if a file lists other slices, or holds other parts, than the layout requires."""
         self._check_slices(layout)
         super().check(layout)
 
@@ -57,7 +57,7 @@ class Zero12(Partitioning):
                 layout.parts.append(list(zip(ranks, numbers)))
 
     def _names_of_groups(self, file: TorchFile) -> list[tuple[str, int]]:
-        """Return for each parameter group of a rank its name, and how many of that name are before it."""
+        """Return (name, number of earlier groups of this name) for each parameter group of a rank."""
         inner = zero_state(file).get(self.inner_optimizer_key)
         rows = inner.get("param_groups") if isinstance(inner, dict) else None
         names = [str(row.get("name")) for row in rows or () if isinstance(row, dict)]
@@ -66,7 +66,7 @@ class Zero12(Partitioning):
     def _number_on(self, rank: int, number: int) -> int:
         """Return the number that a rank gives to the first rank's group `number`.
 
-        DeepSpeed sorts groups of experts out by a set of their names, whose order differs from process to process.
+        DeepSpeed collects the names of groups of experts in a set, whose order differs from process to process.
 
         Raises:
             CorruptCheckpointError: the rank has no such group.
@@ -79,7 +79,7 @@ class Zero12(Partitioning):
         return self._group_names[rank].index(wanted)
 
     def _sharers(self, number: int, group: dict[str, tuple[int, ...]]) -> list[tuple[list[int], dict[str, str]]]:
-        """Return for each vector of a group the ranks that share it, and the parameters' names by those in the file."""
+        """Return (ranks that share the vector, parameters' names by names in the files) for each vector of a group."""
         world_size = self.files.world_size
         counts = zero_state(self.files.optimizers[0]).get("partition_count")
         count = counts[number] if isinstance(counts, list) and number < len(counts) else world_size
@@ -92,38 +92,38 @@ class Zero12(Partitioning):
             )
         return [(list(range(world_size)), {name: name for name in group})]
 
-    def _least_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
-        # what fills the end of a vector may be saved or not
+    def _min_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
+        # the padding at the end of a vector is not always saved
         end = max((r.end for ranges in layout.ranges.values() for r in ranges if r.vector == vector), default=0)
         part = layout.lengths[vector][0]
         return [min(max(end - index * part, 0), part) for index in range(len(layout.parts[vector]))]
 
     def _check_slices(self, layout: FlatLayout) -> None:
-        """Raise if a file holds other slices of parameters than its rank must."""
+        """Raise CorruptCheckpointError if a file lists other slices of parameters than its rank must hold."""
         files = self.files
-        held = [zero_state(file).get("param_slice_mappings") for file in files.optimizers]
-        if not all(isinstance(mapping, list) for mapping in held):
+        mappings = [zero_state(file).get("param_slice_mappings") for file in files.optimizers]
+        if not all(isinstance(mapping, list) for mapping in mappings):
             return
         expected = [self._slices_of(layout, rank) for rank in range(files.world_size)]
-        found = [[{n: (a.start, a.numel) for n, a in group.items()} for group in mapping or ()] for mapping in held]
-        wrong = [rank for rank in range(files.world_size) if found[rank] != expected[rank]]
+        listed = [[{n: (a.start, a.numel) for n, a in group.items()} for group in row or ()] for row in mappings]
+        wrong = [rank for rank in range(files.world_size) if listed[rank] != expected[rank]]
         if not wrong or self._is_round_robin():
             return
         file = files.optimizers[wrong[0]]
-        if found[wrong[0]] in expected:
+        if listed[wrong[0]] in expected:
             raise CorruptCheckpointError(
-                f"{files.path(file)} is rank {expected.index(found[wrong[0]])}'s file: it holds that rank's slices"
+                f"{files.path(file)} is rank {expected.index(listed[wrong[0]])}'s file: it holds that rank's slices"
             )
-        raise files.foreign(file, f"it holds other slices of the parameters than rank {wrong[0]} must")
+        raise files.foreign(file, f"it holds other slices of the parameters than rank {wrong[0]} must hold")
 
     def _is_round_robin(self) -> bool:
-        # DeepSpeed then deals the parameters out in another order than the one in which it notes the slices
+        # with this option DeepSpeed orders the parameters otherwise than the slices that it notes
         config = self.files.optimizers[0].content.get("ds_config")
         zero = config.get("zero_optimization") if isinstance(config, dict) else None
         return isinstance(zero, dict) and bool(zero.get("round_robin_gradients"))
 
     def _slices_of(self, layout: FlatLayout, rank: int) -> list[dict[str, tuple[int, int]]]:
-        """Return (first element, elements) in a rank's part of each parameter it has a slice of, for each group."""
+        """Return (first element, number of elements) of each parameter's slice in a rank's part, for each group."""
         count = 1 + max((number for row in layout.parts for _, number in row), default=-1)
         groups: list[dict[str, tuple[int, int]]] = [{} for _ in range(count)]
         places = [{holder: (index, n) for index, (holder, n) in enumerate(row)} for row in layout.parts]

@@ -1,4 +1,4 @@
-"""ZeRO-3: every parameter is cut over the ranks; a rank's vector holds its part of each, sub-group after sub-group."""
+"""Locate ZeRO-3's parameters: each is cut over all ranks; a rank's vector has its cuts, sub-group after sub-group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ort_zero.checkpoint.restricted_pickle.values import StoredTensor
 
 
 class Zero3(Partitioning):
-    """A vector is all that one rank holds; its part number n is of sub-group n."""
+    """The partitioning of ZeRO-3: one vector per rank, whose part number n is the flat tensor of sub-group n."""
 
     masters_key = "fp32_flat_groups"
     inner_optimizer_key = "optimizer_state_dict"
@@ -36,15 +36,15 @@ class Zero3(Partitioning):
         layout.lengths = [lengths] * world_size
         layout.parts = [[(rank, number) for number in range(len(groups))] for rank in range(world_size)]
 
-    def _least_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
+    def _min_lengths(self, layout: FlatLayout, vector: int) -> list[int]:
         return layout.lengths[vector]
 
 
 def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
-    """Yield the parameters that the optimizer does not train, of which each rank's module file has a piece.
+    """Yield the frozen parameters, joined from the pieces in the ranks' module files.
 
     Raises:
-        CorruptCheckpointError: a piece is missing, of another length or dtype.
+        CorruptCheckpointError: a piece is missing, or has another length or dtype.
     """
     for name, shape in (files.module.get("frozen_param_shapes") or {}).items():
         pieces, codes = [], {}
@@ -52,7 +52,7 @@ def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
             zip(files.modules, _cuts(elements_of(shape), files.world_size), strict=True)
         ):
             stored = (file.content.get("frozen_param_fragments") or {}).get(name)
-            # the last pieces are filled up to the length of the others
+            # the last pieces may be padded to the length of the others
             lengths = end - begin, -(-elements_of(shape) // files.world_size)
             if not isinstance(stored, StoredTensor) or elements_of(stored.shape) not in lengths:
                 raise files.foreign(file, f"it does not hold rank {rank}'s piece of the frozen parameter {name}")
@@ -66,7 +66,7 @@ def frozen_parameters(files: StateFiles) -> Iterator[Tensor]:
 
 
 def _cuts(elements: int, world_size: int) -> Iterator[tuple[int, int]]:
-    """Yield the first element and the one behind the last of each rank: ceil(elements / world size), the last fewer."""
+    """Yield (begin, end) of each rank's elements: ceil(elements / world size) per rank, fewer on the last ranks."""
     part = -(-elements // world_size)
     for rank in range(world_size):
         yield min(rank * part, elements), min((rank + 1) * part, elements)

@@ -1,1 +1,1 @@
-"""Bytes in files: folders, local and remote, JSON, element types, headers of safetensors."""
+"""Read and write files: local and remote folders, JSON, dtypes, safetensors headers."""

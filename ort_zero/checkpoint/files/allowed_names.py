@@ -1,9 +1,9 @@
-"""Decides which names from a checkpoint may become the path of a file.
+"""Check which names in a checkpoint may become the path of a file.
 
-A checkpoint may come from a stranger, and its manifest is text that anybody can write with a matching digest. A name of
-a configuration file in it becomes the path of a file in the destination, so only the names in the table below are
-accepted: what transformers, diffusers and PEFT read as configuration or vocabulary. Weights (``model.safetensors``,
-``pytorch_model.bin``, which loaders unpickle) and Python code are not among them.
+A checkpoint may come from an attacker, who can write any manifest with a matching digest. The name of a configuration
+file in a manifest becomes the path of a file in the destination. So only the names below are accepted, under which
+transformers, diffusers and PEFT read configurations and vocabularies. Names of weights (``model.safetensors``,
+``pytorch_model.bin``, which loaders unpickle) and of Python code are refused.
 """
 
 from __future__ import annotations
@@ -58,33 +58,33 @@ CONFIG_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""The names of the files that may lie beside the weights, in the order in which reports name them."""
-_OF_MODULES = re.compile(r"[a-z][a-z0-9_]{0,63}_config\.json")
-"""Further configurations in the folder of one module of a model: ``lstm_config.json``."""
-_VOCABULARIES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.(spm|tiktoken)")
+"""Names of the files that may lie beside the weights, in the order of reports."""
+_MODULE_CONFIG = re.compile(r"[a-z][a-z0-9_]{0,63}_config\.json")
+"""Matches further configurations in the folder of one module of a model: ``lstm_config.json``."""
+_VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}\.(spm|tiktoken)")
 
-_LONGEST_TAG = 4096
-_MOST_SHOWN = 200
-"""Maximum number of characters of a strange name in a message."""
+_MAX_TAG = 4096  # characters
+_MAX_SHOWN = 200
+"""Maximum number of characters of a refused tag in a message."""
 
 
 def is_config_name(name: str) -> bool:
-    """Return True if a checkpoint may bring a file of this name: :data:`CONFIG_FILES`, ``*.spm``, ``*.tiktoken``."""
-    return name in CONFIG_FILES or _VOCABULARIES.fullmatch(name) is not None
+    """Return True if a checkpoint may contain a file of this name: :data:`CONFIG_FILES`, ``*.spm``, ``*.tiktoken``."""
+    return name in CONFIG_FILES or _VOCABULARY.fullmatch(name) is not None
 
 
 def is_module_config_name(name: str) -> bool:
-    """Return True if the folder of one module of a model may bring a file of this name."""
-    return is_config_name(name) or _OF_MODULES.fullmatch(name) is not None
+    """Return True if the folder of one module of a model may contain a file of this name."""
+    return is_config_name(name) or _MODULE_CONFIG.fullmatch(name) is not None
 
 
 def is_module_folder(name: object) -> bool:
-    """Return True for the name of the folder of one module of a model: plain, not hidden, short."""
+    """Return True if `name` may name the folder of one module of a model: plain, not hidden, short."""
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", name) is not None
 
 
 def is_output_name(name: object) -> bool:
-    """Return True for the name of a file of an aggregated model: plain, or plain in the folder of a module."""
+    """Return True if `name` may name a file of an aggregated model: a plain name, or one in the folder of a module."""
     folder, slash, last = name.rpartition("/") if isinstance(name, str) else ("", "", "")
     return is_plain_name(last) and (not slash or is_module_folder(folder))
 
@@ -104,9 +104,9 @@ def check_tag(tag: str) -> None:
     """Refuse a tag that does not name a folder inside the folder of checkpoints.
 
     Raises:
-        CheckpointError: it is empty, absolute, leads outside, or holds what cannot be shown.
+        CheckpointError: the tag is empty, absolute, too long, leads outside, or has characters that are not printable.
     """
     if not tag or tag.startswith("/") or ".." in tag.split("/"):
-        raise CheckpointError(f"the tag {tag[:_MOST_SHOWN]!r} leads out of the folder of checkpoints")
-    if not tag.isprintable() or len(tag) > _LONGEST_TAG:
-        raise CheckpointError(f"the tag {tag[:_MOST_SHOWN]!r} cannot be the name of a folder")
+        raise CheckpointError(f"the tag {tag[:_MAX_SHOWN]!r} leads out of the folder of checkpoints")
+    if not tag.isprintable() or len(tag) > _MAX_TAG:
+        raise CheckpointError(f"the tag {tag[:_MAX_SHOWN]!r} cannot be the name of a folder")

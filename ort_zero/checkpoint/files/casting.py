@@ -1,7 +1,7 @@
-"""Casts between floating-point dtypes and looks for NaN and inf in raw bytes, with numpy: bit for bit as torch does.
+"""Cast raw bytes between floating-point dtypes and search them for NaN and inf, with numpy and torch's exact results.
 
-numpy has no bfloat16; there it is the upper half of a float32, and rounding to the nearest even value is an addition of
-integers.
+numpy has no bfloat16. A bfloat16 is the upper half of a float32, so rounding to the nearest even value is an addition
+of integers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import numpy as np
 _UNSIGNED: dict[int, np.dtype] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _NATIVE: dict[str, np.dtype] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
 _BLOCK = 1 << 16
-"""Number of elements that are cast at a time: the steps in between stay in the processor's cache."""
+"""Number of elements that are cast at a time, so that intermediate results stay in the processor's cache."""
 
 
 class _Infinity(NamedTuple):
-    """From which bits on a value without its sign is NaN or inf."""
+    """The smallest bits, without the sign, of a value that is NaN or inf."""
 
     signed: np.dtype
     unsigned: np.dtype
@@ -35,38 +35,38 @@ _INFINITIES = {
     "F16": _infinity(2, 0x7C00),
     "BF16": _infinity(2, 0x7F80),
     "F8_E5M2": _infinity(1, 0x7C),
-    "F8_E4M3": _infinity(1, 0x7F),  # it has a NaN and no inf
+    "F8_E4M3": _infinity(1, 0x7F),  # F8_E4M3 has NaN but no inf
 }
 
 
 def all_finite(data: Any, code: str) -> bool:
-    """Return True if no element is NaN or inf; True for dtypes that have neither.
+    """Return True if no element is NaN or inf; always True for dtypes without NaN and inf.
 
     Args:
-        data: the elements' bytes: a buffer, or an array of unsigned integers of their size.
-        code: their dtype as safetensors names it.
+        data: the bytes of the elements: a buffer, or an array of unsigned integers of the element size.
+        code: dtype of the elements, as a safetensors code.
     """
     limit = _INFINITIES.get(code)
     values = as_integers(data, limit.unsigned.itemsize) if limit is not None else None
     if limit is None or values is None or not values.size:
         return True
-    # as integers, the largest positive and the negative of the largest magnitude tell
+    # compared as integers: the largest positive value, and the negative value of the largest magnitude
     return bool(values.view(limit.signed).max() < limit.bits and values.max() < limit.bits | limit.sign)
 
 
 def as_integers(data: Any, size: int) -> np.ndarray:
-    """Return bytes as a 1-D array of unsigned integers of `size` bytes, without a copy."""
+    """Return bytes as a 1-D array of unsigned integers of `size` bytes each, without a copy."""
     return data if isinstance(data, np.ndarray) else np.frombuffer(data, _UNSIGNED[size])
 
 
 def cast(data: Any, source: str, code: str, out: Any) -> None:
-    """Cast the elements in `data` into `out`; values without a finite counterpart become inf, NaN stays NaN.
+    """Cast the elements in `data` into `out`; values too large for `code` become inf, NaN stays NaN.
 
     Args:
-        data: a buffer with the elements, or a 1-D array of unsigned integers of their size.
-        source: their dtype: F16, BF16, F32 or F64.
-        code: another of these.
-        out: a writable buffer for as many elements of `code`.
+        data: a buffer with the elements, or a 1-D array of unsigned integers of the element size.
+        source: dtype of `data`: F16, BF16, F32 or F64.
+        code: dtype of `out`, another of these four.
+        out: a writable buffer for the same number of elements.
     """
     size = 2 if source == "BF16" else _NATIVE[source].itemsize
     values = as_integers(data, size)
@@ -102,36 +102,36 @@ def _round_to_bf16(floats: np.ndarray, out: np.ndarray) -> None:
     np.right_shift(rounded, 16, out=rounded)
     out[:] = rounded
     if not all_finite(bits, "F32"):
-        nan = np.isnan(floats)  # the addition may have made inf or zero of it
+        nan = np.isnan(floats)  # the addition may have turned a NaN into inf or zero
         out[nan] = np.right_shift(bits[nan], 16) | 0x40
 
 
 _F16_OVERFLOW = 0x477FF000
-"""Bits of the smallest float32 that rounds to inf."""
+"""Bits of the smallest float32 that rounds to inf in float16."""
 _F32_EXPONENT = 0x7F800000
-_F16_LEAST = 113 << 23
-"""Exponent in float32 of the smallest float16 that is not subnormal."""
-_KEPT = 13 << 23
-"""By how many powers of two a number is larger whose last bit in float32 is the last one that float16 keeps."""
+_F16_MIN_NORMAL = 113 << 23
+"""Exponent bits, in float32, of the smallest float16 that is not subnormal."""
+_F16_LAST_BIT = 13 << 23
+"""Difference of the exponent bits of a float32 sum whose last bit is the last bit that float16 keeps."""
 
 
 def _round_to_f16(floats: np.ndarray, out: np.ndarray) -> None:
     """Round float32 to the nearest even float16; numpy takes 3 times as long, and for subnormal results 100 times.
 
-    The processor rounds: it adds a power of two that is so large that the last bit of the sum is that of float16.
+    The processor rounds: the added power of two makes the last bit of the float32 sum the last bit of float16.
     """
     bits = floats.view("<u4")
     magnitude = np.bitwise_and(bits, 0x7FFFFFFF)
     if not magnitude.size or magnitude.max() >= _F16_OVERFLOW:
-        out[:] = floats  # inf and NaN, as numpy makes them
+        out[:] = floats  # numpy's results for inf and NaN are right
         return
     power = np.bitwise_and(magnitude, _F32_EXPONENT)
-    np.maximum(power, _F16_LEAST, out=power)
-    np.add(power, _KEPT, out=power)
+    np.maximum(power, _F16_MIN_NORMAL, out=power)
+    np.add(power, _F16_LAST_BIT, out=power)
     total = magnitude.view("<f4")
     np.add(total, power.view("<f4"), out=total)
     np.subtract(magnitude, power, out=magnitude)  # the significand, with its leading bit
-    np.subtract(power, _KEPT + _F16_LEAST, out=power)
+    np.subtract(power, _F16_LAST_BIT + _F16_MIN_NORMAL, out=power)
     np.right_shift(power, 13, out=power)
     np.add(magnitude, power, out=magnitude)
     np.right_shift(bits, 16, out=power)
@@ -141,11 +141,11 @@ def _round_to_f16(floats: np.ndarray, out: np.ndarray) -> None:
 
 
 def rows_of(data: Any, size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Return a view of bytes as an array of unsigned integers with any strides.
+    """Return a view of bytes as an array of unsigned integers with the shape and strides of a tensor.
 
     Args:
         data: a buffer with all elements.
-        size: bytes of an element.
+        size: bytes per element.
         shape: lengths of the axes.
         strides: distance between neighbours along each axis, in elements.
     """

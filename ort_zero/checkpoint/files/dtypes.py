@@ -1,4 +1,4 @@
-"""Element types by the codes of safetensors, and the names that users and torch have for them."""
+"""Translate dtypes between the codes of safetensors, the names of torch and the values of ``--dtype``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WITHOUT_CODE = {
     "quint8": 1,
     "qint32": 4,
 }
-"""Bytes of one element of torch's further dtypes, which safetensors has no code for."""
+"""Bytes per element of torch's dtypes without a safetensors code."""
 _ITEMSIZES = {**{name: size for size, name in _TABLE.values()}, **_WITHOUT_CODE}
 _CODES = {name: code for code, (_, name) in _TABLE.items()}
 _SHORT = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -48,7 +48,7 @@ CHOICES = ("keep", *_SHORT)
 
 
 def itemsize(code: str) -> int:
-    """Return the bytes of one element.
+    """Return the bytes per element of a dtype code.
 
     Raises:
         CheckpointError: the code is unknown.
@@ -59,31 +59,31 @@ def itemsize(code: str) -> int:
         raise CheckpointError(f"unknown dtype {code!r}; known: {', '.join(_TABLE)}") from None
 
 
-def is_known(code: str) -> bool:
-    """Return True if `code` is in the table."""
+def is_dtype_code(code: str) -> bool:
+    """Return True if `code` is a dtype code of safetensors."""
     return code in _TABLE
 
 
 def is_floating(code: str) -> bool:
-    """Return True for the types that a change of precision applies to."""
+    """Return True for the codes of dtypes that ``--dtype`` casts."""
     return code in ("F64", "F32", "F16", "BF16")
 
 
 def is_dtype_name(name: str) -> bool:
-    """Return True if torch has a dtype of this name: "float32"."""
+    """Return True if torch has a dtype of this name, such as "float32"."""
     return name in _ITEMSIZES
 
 
 def itemsize_of(name: str) -> int:
-    """Return the bytes of one element of the dtype that torch has under a name."""
+    """Return the bytes per element of a torch dtype by its name, such as "float32"."""
     return _ITEMSIZES[name]
 
 
 def code_of(dtype: torch.dtype | str) -> str:
-    """Return the code of a torch dtype, or of its name.
+    """Return the safetensors code of a torch dtype or of its name.
 
     Raises:
-        CheckpointError: safetensors has no code for it.
+        CheckpointError: safetensors has no code for the dtype.
     """
     name = str(dtype).removeprefix("torch.")
     if name not in _CODES:
@@ -92,7 +92,7 @@ def code_of(dtype: torch.dtype | str) -> str:
 
 
 def name_of(code: str) -> str:
-    """Return the name that torch has for the dtype of a code: "float32"."""
+    """Return torch's name of the dtype of a code, such as "float32"."""
     itemsize(code)
     return _TABLE[code][1]
 
@@ -104,6 +104,6 @@ def torch_dtype(code: str) -> torch.dtype:
     return getattr(torch, name_of(code))
 
 
-def wanted(choice: str, code: str) -> str:
-    """Return the dtype in which a tensor of `code` is written under ``--dtype choice``; only floats change."""
+def output_code(choice: str, code: str) -> str:
+    """Return the code in which a tensor of dtype `code` is written under ``--dtype choice``; only floats are cast."""
     return code if choice == "keep" or not is_floating(code) else _SHORT[choice]

@@ -1,4 +1,4 @@
-"""What a folder that holds a checkpoint can do; ``storage`` opens one, local or behind fsspec."""
+"""Define the interface of a local or remote folder of a checkpoint; ``storage`` opens one."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ort_zero.errors import CorruptCheckpointError
 from ort_zero.masking import masked
 
 CHUNK = 8 << 20
-"""Number of bytes that each worker has in flight at a time."""
+"""Maximum number of bytes that each thread reads or writes at a time."""
 
 
 _WEB = ("http://", "https://")
 
 
 class Folder:
-    """A folder that holds a checkpoint. Thread-safe.
+    """The folder of a checkpoint, with the operations on its files. Thread-safe.
 
     Attributes:
-        url: the path or URL it was opened with, without a slash at its end.
-        bytes_read: bytes that :meth:`read_into` and :meth:`read` have brought so far.
+        url: path or URL of the folder, without a slash at the end.
+        bytes_read: bytes that :meth:`read_into` and :meth:`read` have read so far.
     """
 
     url: str
     bytes_read: int
     block = 1 << 20
-    """Bytes that a sequential reader does best to ask for at once: locally, few enough that their checksum is computed
-    from the processor's cache; of a store, as many as its connections bring together."""
+    """Best size in bytes of a sequential read: locally, small enough that the checksum is computed in the processor's
+    cache; for a store, as much as its connections transfer together."""
 
     def __init__(self, url: str):
         self.url = url.rstrip("/") or "/"
@@ -38,33 +38,33 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """The last part of its path, without the query of a web address, which may be a secret."""
+        """The last part of the path, without the query of a web address, which may contain a secret."""
         address = self.url.partition("?")[0] if self.url.startswith(_WEB) else self.url
         return address.rstrip("/").rsplit("/", 1)[-1]
 
     def path(self, name: str = "") -> str:
-        """Return the path or URL of a file, for messages: secrets in a URL are masked."""
+        """Return the path or URL of the folder or of a file in it for messages; secrets in a URL are masked."""
         shown = masked(self.url) if "://" in self.url else self.url
         return f"{shown}/{name}" if name else shown
 
     def child(self, name: str) -> Folder:
-        """Return the folder `name` in this folder; it need not exist."""
+        """Return the folder `name` in this folder; the folder need not exist."""
         return type(self)(joined_url(self.url, name))
 
     def names(self) -> list[str]:
-        """Return the names of the files and folders in it, sorted; an empty list if it does not exist."""
+        """Return the sorted names of the files and folders in this folder; an empty list if there is no such folder."""
         raise NotImplementedError
 
     def folders(self) -> list[str]:
-        """Return the names of the folders in it, sorted, links to folders included; an empty list if it is none."""
+        """Return the sorted names of inner folders and links to folders; an empty list if there is no such folder."""
         raise NotImplementedError
 
     def modified(self, name: str) -> float | None:
-        """Return when a file was written last, in seconds since 1970; None if there is none or nobody knows."""
+        """Return the time of a file's last change in seconds since 1970; None if the file or its time is unknown."""
         raise NotImplementedError
 
     def size(self, name: str) -> int | None:
-        """Return the size in bytes of a file, None if there is none.
+        """Return the size in bytes of a file, None if no file has the name.
 
         Raises:
             CheckpointError: a folder, FIFO, device or socket has the name.
@@ -72,22 +72,22 @@ class Folder:
         raise NotImplementedError
 
     def exists(self, name: str) -> bool:
-        """Return True if the file `name` exists; False too for what has the name and is no regular file."""
+        """Return True if `name` is an existing regular file."""
         return self.size(name) is not None
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset` on.
+        """Fill `buffer` with the bytes of a file from `offset` on.
 
         Raises:
-            CorruptCheckpointError: the file is missing or ends before.
+            CorruptCheckpointError: the file is missing or too short.
         """
         raise NotImplementedError
 
     def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, one after the other, with the bytes from `offset` on: one request.
+        """Fill `buffers`, one after the other, with the bytes of a file from `offset` on, in one request.
 
         Raises:
-            CorruptCheckpointError: the file is missing or ends before.
+            CorruptCheckpointError: the file is missing or too short.
         """
         content = memoryview(bytearray(sum(map(len, buffers))))
         self.read_into(name, offset, content)
@@ -96,26 +96,26 @@ class Folder:
             content = content[len(buffer) :]
 
     def read_many(self, reads: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        """Do as :meth:`read_scattered` for each (name, offset, buffers), several at a time where that is faster.
+        """Call :meth:`read_scattered` for each (name, offset, buffers), several at a time where that is faster.
 
         Raises:
-            CorruptCheckpointError: a file is missing or ends before.
+            CorruptCheckpointError: a file is missing or too short.
         """
         for name, offset, buffers in reads:
             self.read_scattered(name, offset, buffers)
 
     def read(self, name: str, offset: int = 0, length: int | None = None, *, limit: int | None = None) -> bytes:
-        """Return `length` bytes from `offset` on, by default all to the end.
+        """Return `length` bytes of a file from `offset` on, by default all bytes to the end.
 
         Args:
             name: name of the file.
-            offset: bytes to skip.
-            length: bytes to return.
-            limit: most bytes that the file may have, if `length` is not given.
+            offset: number of bytes to skip.
+            length: number of bytes to return.
+            limit: maximum size of the file in bytes, checked if `length` is None.
 
         Raises:
-            CorruptCheckpointError: the file is missing, ends before, or is longer than `limit`.
-            CheckpointError: it is no regular file.
+            CorruptCheckpointError: the file is missing, too short, or longer than `limit`.
+            CheckpointError: `name` is no regular file.
         """
         if length is None:
             size = self.size(name)
@@ -132,93 +132,93 @@ class Folder:
         """Open a file for reading, seekable.
 
         Raises:
-            CorruptCheckpointError: it is missing.
+            CorruptCheckpointError: the file is missing.
         """
         raise NotImplementedError
 
     def make(self) -> None:
-        """Make the folder and its parents; it may exist."""
+        """Make the folder and its parents; the folder may exist."""
         raise NotImplementedError
 
     @contextmanager
     def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
-        """Give a binary stream whose bytes appear as `name` only by :meth:`publish`; on an exception nothing is left.
+        """Yield a binary stream whose bytes :meth:`publish` makes visible as `name`; an exception removes them.
 
         Args:
             name: final name.
-            token: tells this writer from others who may write the same name.
-            durable: have the bytes on the disk itself at the end; object stores always do.
-            size: number of bytes that will be written, if known: their room may be reserved at once.
+            token: part of the partial name, different for each writer of `name`.
+            durable: flush the bytes to the disk at the end; object stores always do.
+            size: number of bytes to be written, 0 if unknown: disk space may be reserved at once.
         """
         raise NotImplementedError
 
     takes_ranges = False
-    """True if several may write one file at the same time, see :meth:`writing_from`."""
+    """True if several threads and ranks may write one file at the same time, see :meth:`writing_from`."""
 
     @contextmanager
     def writing_from(self, name: str, token: str, offset: int, size: int = 0) -> Iterator[IO[bytes]]:
-        """Give a stream into the file that :meth:`writing` would write, from `offset` bytes on; the rest stays.
+        """Yield a stream into the partial file of :meth:`writing`, from byte `offset` on; other bytes stay.
 
-        Several threads and ranks may do so at a time. The file stays after an exception: who began it discards it.
-        `size` is that of :meth:`writing`, from `offset` on.
+        Several threads and ranks may call it at a time. The file stays after an exception: the caller discards it.
+        `size` is the number of bytes to be written from `offset` on, 0 if unknown.
         """
         raise NotImplementedError
 
     def publish(self, name: str, token: str, to: str | None = None) -> None:
-        """Give what :meth:`writing` left its final name (or the name `to`), in place of what had it."""
+        """Rename the partial file of :meth:`writing` to its final name or to `to`; replace a file of that name."""
         raise NotImplementedError
 
     def duplicate(self, name: str, to: str, token: str) -> None:
-        """Give the content of the file `name` the further name `to`, in place of what had it, in one step.
+        """Make the content of `name` available as `to` too, in one step; replace a file of that name.
 
         Args:
             name: an existing file, which stays.
             to: the further name.
-            token: tells this writer from others who may write the same name.
+            token: part of the partial name, different for each writer of `to`.
         """
         raise NotImplementedError
 
     def discard(self, name: str, token: str) -> None:
-        """Remove what :meth:`writing` left, if anything."""
+        """Remove the partial file of :meth:`writing`, if it exists."""
         raise NotImplementedError
 
     def remove(self, name: str) -> None:
-        """Remove a file; a missing one is fine.
+        """Remove a file; a missing file is no error.
 
         Raises:
-            CheckpointError, OSError: it cannot be removed.
+            CheckpointError, OSError: the file cannot be removed.
         """
         raise NotImplementedError
 
     def remove_if_possible(self, name: str) -> None:
-        """Remove a file that harms nobody where it stays."""
+        """Remove a file, and ignore an OSError: the file does no harm if it stays."""
         with suppress(OSError):
             self.remove(name)
 
     def end_left_over_uploads(self, left_over: Callable[[str], bool], below: bool = False) -> None:
-        """End the uploads into it that a killed process has begun: a store keeps their parts, and lists no object.
+        """End the unfinished uploads of killed processes: a store keeps their parts without listing an object.
 
         Args:
-            left_over: returns whether the name of an upload's object is that of a left-over.
-            below: end those into the folders inside it too, by the last part of their names.
+            left_over: returns True for the object name of an upload to end.
+            below: end uploads into inner folders too; `left_over` then gets the last part of the object name.
         """
 
     def write(self, name: str, data: bytes, token: str, durable: bool = False) -> None:
         """Write a whole small file and publish it.
 
         Args:
-            name: final name; what has it is replaced.
+            name: final name; a file of that name is replaced.
             data: content.
-            token: tells this writer from others who may write the same name.
-            durable: have content and name on the disk itself.
+            token: part of the partial name, different for each writer of `name`.
+            durable: flush content and name to the disk.
 
         Raises:
-            CheckpointError: it cannot be written; nothing is left of it.
+            CheckpointError: the file cannot be written; no partial file stays.
         """
         try:
             self._write(name, data, token, durable)
         except FileNotFoundError:
-            # another process that saves there has taken the partial file for one that a killed save left
+            # another process that saves into this folder removed the partial file as a left-over of a killed save
             self._write(name, data, token, durable)
         if durable:
             self.settle()
@@ -233,7 +233,7 @@ class Folder:
             raise
 
     def settle(self) -> None:
-        """Have the names that :meth:`publish` gave on the disk itself; object stores always do."""
+        """Flush the renames of :meth:`publish` to the disk; object stores always do."""
 
     def _count(self, number: int) -> None:
         with self._lock:
@@ -241,6 +241,6 @@ class Folder:
 
 
 def joined_url(url: str, name: str) -> str:
-    """Return the URL of what is called `name` in the folder `url`; a web address keeps its query at its end."""
+    """Return the URL of the file or folder `name` in the folder `url`; the query of a web address stays at the end."""
     address, question, query = url.partition("?") if url.startswith(_WEB) else (url, "", "")
     return f"{address.rstrip('/')}/{name}{question}{query}"

@@ -1,7 +1,7 @@
-"""Reads JSON that may come from a stranger.
+"""Read JSON that may come from an attacker.
 
-A text that Python's parser cannot hold is a ValueError like any other, and so is one that says two things under one
-name, of which every reader takes another.
+Unlike Python's parser, :func:`loads` raises a ValueError for JSON that is nested too deeply. It also refuses two values
+of one name, of which different readers would take different values.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ort_zero.errors import CorruptCheckpointError
 if TYPE_CHECKING:
     from ort_zero.checkpoint.files.storage import Folder
 
-_SMALL = 1 << 20
-"""Bytes up to which a file is read without a look at its end."""
+_SMALL_FILE = 1 << 20
+"""Maximum size in bytes of a file that is read without a check of its end."""
 
 
 def loads(text: str | bytes | bytearray) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, not UTF-8, names a value twice, or is nested more deeply than Python can follow.
+        ValueError: the text is not JSON or not UTF-8, has a name twice in one object, or is nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=_table)
@@ -34,17 +34,17 @@ def read_object(folder: Folder, name: str, limit: int) -> bytes:
     """Return the bytes of a file that holds one JSON object.
 
     Args:
-        folder: where it lies.
-        name: its name.
-        limit: most bytes that it may have.
+        folder: folder of the file.
+        name: name of the file.
+        limit: maximum size of the file in bytes.
 
     Raises:
-        CorruptCheckpointError: it is missing, longer than `limit`, or does not end as an object does: what a disk that
-            was full or a stranger has filled up with zeros is not read.
-        CheckpointError: it cannot be read.
+        CorruptCheckpointError: the file is missing, longer than `limit`, or does not begin and end like an object. So a
+            large file that a full disk or an attacker padded with zeros is not read.
+        CheckpointError: the file cannot be read.
     """
     size = folder.size(name)
-    if size is not None and _SMALL < size <= limit:
+    if size is not None and _SMALL_FILE < size <= limit:
         ends = folder.read(name, 0, 64).lstrip()[:1], folder.read(name, size - 64, 64).rstrip()[-1:]
         if ends != (b"{", b"}"):
             raise CorruptCheckpointError(
@@ -54,10 +54,10 @@ def read_object(folder: Folder, name: str, limit: int) -> bytes:
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a table; raise ValueError if two have the same name."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Return the pairs as a dict; raise ValueError if two pairs have the same name."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"{twice!r} is there twice")
-    return found
+        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{repeated!r} occurs twice in one object")
+    return table

@@ -1,7 +1,7 @@
-"""Gives a file its blocks before its bytes come, where that makes writing cheaper.
+"""Allocate the disk blocks of a file before its bytes are written, where writing then takes less time.
 
-Without it ext4 reserves each block of 4 KiB as it is written, and allocates it later: a third of the CPU time of a
-write. Other file systems were not measured, or (tmpfs) are slower so, and are left alone.
+Otherwise ext4 reserves each block of 4 KiB as it is written, and allocates the block later: a third of the CPU time of
+a write. On tmpfs allocation makes writing slower, and other file systems were not measured.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 
 _EXT4 = 0xEF53
 """``f_type`` of ext2, ext3 and ext4, see statfs(2)."""
-_LEAST = 1 << 20
-"""Number of bytes below which it does not pay."""
+_MIN_SIZE = 1 << 20
+"""Minimum number of bytes of a range to allocate; a smaller range gains no time."""
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def reserve_blocks(descriptor: int, offset: int, size: int) -> None:
-    """Allocate the blocks of a range of a file on ext4, which makes the file as long; does nothing elsewhere.
+    """Allocate the blocks of a range of a file on ext4, and extend the file to its end; elsewhere do nothing.
 
     Args:
-        descriptor: the file, open for writing.
+        descriptor: descriptor of the file, open for writing.
         offset: first byte of the range.
         size: number of bytes.
 
     Raises:
         OSError: the disk is too full.
     """
-    libc = _libc() if size >= _LEAST else None
+    libc = _libc() if size >= _MIN_SIZE else None
     if libc is None or _type_of_file_system(libc, descriptor) != _EXT4:
         return
-    # not os.posix_fallocate, which writes into every block where the file system cannot do it
+    # not os.posix_fallocate, which writes into every block if the file system cannot allocate
     if libc.fallocate(descriptor, 0, offset, size):
         number = ctypes.get_errno()
         if number not in _UNSUPPORTED:
@@ -43,7 +43,7 @@ def reserve_blocks(descriptor: int, offset: int, size: int) -> None:
 
 @functools.cache
 def _libc() -> Any:
-    """Return the C library, None where it has no such functions."""
+    """Return the C library, None if the system has no ``fallocate`` or other sizes of C types."""
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_long) != 8:
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -54,6 +54,6 @@ def _libc() -> Any:
 
 
 def _type_of_file_system(libc: Any, descriptor: int) -> int | None:
-    """Return the number of the file system's type, None if it is not known."""
-    record = (ctypes.c_long * 32)()  # struct statfs has 120 bytes and begins with it
+    """Return the number of the file system's type, None if it is unknown."""
+    record = (ctypes.c_long * 32)()  # struct statfs has 120 bytes and begins with f_type
     return record[0] if libc.fstatfs(descriptor, record) == 0 else None

@@ -1,7 +1,7 @@
-"""What may fail between an object store and a process: whether another try helps, and what the user can do about it.
+"""Decide whether a failed operation on an object store is retried, and tell the user the way out.
 
-The libraries below fsspec try again by themselves, each as long as it likes: that of S3 gives up 2 seconds after a
-connection was cut first. Days of training are worth more, so every operation is tried until :data:`PATIENCE` is over.
+The libraries below fsspec have different retries: the library for S3 gives up 2 seconds after a connection breaks. A
+save after days of training must not be lost so soon, so every operation is retried for :data:`PATIENCE` seconds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 
 PATIENCE = 60.0
-"""Seconds after its begin in which an operation that failed is begun again; it may take longer than that by itself."""
-PATIENCE_WITH_STRANGERS = 5.0
-"""The same for a store that has answered nothing yet: its address may be wrong."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
-"""Seconds before the second try, and before any."""
+"""Seconds after the begin of an operation in which it is retried; the last try may take longer."""
+PATIENCE_BEFORE_ANSWER = 5.0
+"""The same in seconds for a store that never answered: its address may be wrong."""
+_FIRST_PAUSE, _MAX_PAUSE = 0.5, 8.0
+"""Seconds before the second try, and maximum seconds before a later try."""
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken", "401"}
 _DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "400", "403"}
-"""With 400 and 403 a store also says that credentials have expired, where its answer has no body (HEAD)."""
+"""400 and 403 can also mean expired credentials, if the answer has no body (HEAD)."""
 _THROTTLED = {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded", "429"}
 _BROKEN = {"InternalError", "ServiceUnavailable", "RequestTimeout", "408", "500", "502", "503", "504"}
 _ERRNOS = {
@@ -28,44 +28,44 @@ _ERRNOS = {
     errno.EPIPE, errno.ENETUNREACH, errno.EHOSTUNREACH,
 }  # fmt: skip
 _CLASSES = {
-    # of botocore, aiohttp, fsspec, requests and urllib3, none of which need be installed
+    # of botocore, aiohttp, fsspec, requests and urllib3, which may not be installed
     "HTTPClientError", "ConnectionError", "ClientConnectionError", "ClientPayloadError", "ServerTimeoutError",
     "FSTimeoutError", "ChunkedEncodingError", "ProtocolError",
 }  # fmt: skip
 
 
 class Attempts:
-    """Decides whether an operation that has failed is tried again; one for each operation.
+    """The retries of one operation.
 
     Args:
-        renew: reads the credentials anew; returns False if the store has none that could be.
-        known: the store has answered before.
+        renew: reads the credentials again; returns False if the store has no credentials to renew.
+        answered: the store has answered an earlier operation.
     """
 
-    def __init__(self, renew: Callable[[], bool], known: bool = True):
+    def __init__(self, renew: Callable[[], bool], answered: bool = True):
         self._renew = renew
         self._renewed = False
-        self._known = known
+        self._answered = answered
         self._begin = time.monotonic()
         self._pause = _FIRST_PAUSE
 
     def again(self, error: BaseException) -> bool:
-        """Return True if the operation shall be tried again, after a pause where the store needs one."""
+        """Return True if the operation is to be retried, after a pause if the store needs one."""
         codes = _codes(error)
         if codes & (_EXPIRED | _DENIED) and not self._renewed:
             self._renewed = True
             return self._renew()
-        known = self._known or codes & _THROTTLED
-        patience = PATIENCE if known else min(PATIENCE, PATIENCE_WITH_STRANGERS)
+        answered = self._answered or codes & _THROTTLED
+        patience = PATIENCE if answered else min(PATIENCE, PATIENCE_BEFORE_ANSWER)
         if not is_passing(error) or time.monotonic() + self._pause > self._begin + patience:
             return False
         time.sleep(self._pause * random.uniform(0.5, 1))
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._pause = min(2 * self._pause, _MAX_PAUSE)
         return True
 
 
 def is_passing(error: BaseException) -> bool:
-    """Return True for what may be over in a moment: throttling, a fault of the server, a connection that broke."""
+    """Return True for an error that may pass soon: throttling, a fault of the server, a broken connection."""
     codes = _codes(error)
     if codes & (_THROTTLED | _BROKEN):
         return True
@@ -80,12 +80,12 @@ def is_passing(error: BaseException) -> bool:
 
 
 def way_out(error: BaseException) -> str:
-    """Return a sentence about what to do, "" where the error says enough."""
+    """Return advice for the user about an error, "" if the error itself says enough."""
     codes = _codes(error)
     if codes & _EXPIRED:
         return "renew the credentials, then do it again"
     if codes & _DENIED or isinstance(error, PermissionError):
-        return "renew the credentials if they have expired, or have them allow it, then do it again"
+        return "renew the credentials if they have expired, or give them the permission, then do it again"
     if codes & _THROTTLED:
         return "let fewer processes use the store at a time, or do it again later"
     if is_passing(error):
@@ -94,20 +94,20 @@ def way_out(error: BaseException) -> str:
 
 
 def _codes(error: BaseException) -> set[str]:
-    """Return what a store or a server has said: S3's name of the error, or the number of the HTTP status."""
-    found = set()
+    """Return the codes of an error and its causes: S3's name of the error, or the number of the HTTP status."""
+    codes = set()
     for one in _chain(error):
         if _is_of_connection(one):
-            break  # aiohttp gives what broke a number too
+            break  # aiohttp sets a status on broken connections too
         response = getattr(one, "response", None)
         if isinstance(response, dict):
-            found.add(str(response.get("Error", {}).get("Code", "")))
+            codes.add(str(response.get("Error", {}).get("Code", "")))
         for name in ("status", "status_code", "code"):
             number = getattr(one, name, None)
             if isinstance(number, (int, str)):
-                found.add(str(number))
+                codes.add(str(number))
                 break
-    return found - {""}
+    return codes - {""}
 
 
 def _is_of_connection(error: BaseException) -> bool:
@@ -115,7 +115,7 @@ def _is_of_connection(error: BaseException) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

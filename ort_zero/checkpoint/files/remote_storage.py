@@ -1,7 +1,7 @@
-"""Folders behind fsspec, for :func:`~ort_zero.checkpoint.files.storage.open_folder`: object stores, web, memory.
+"""Read and write folders behind fsspec: object stores, web servers, memory; ``storage.open_folder`` opens one.
 
-What a library below fsspec raises may hold the URL with its secrets, so nothing of it leaves this module: every failure
-becomes a :class:`~ort_zero.errors.CheckpointError` whose text is masked, without the library's own as its cause.
+An exception of a library below fsspec may contain the URL with its secrets, so it never leaves this module. Every
+failure becomes a :class:`~ort_zero.errors.CheckpointError` with masked text and without the exception as its cause.
 """
 
 from __future__ import annotations
@@ -21,20 +21,17 @@ from ort_zero.masking import masked_as_in
 from ort_zero.utils.atomic_write import partial_name
 
 _BUFFER = 1 << 18
-"""Bytes that a stream reads at a time."""
-_AT_ONCE = 8
-"""Ranges that one call reads at a time."""
+"""Number of bytes that a stream of :meth:`RemoteFolder.open` reads at a time."""
+_MAX_REQUESTS = 8
+"""Number of ranged requests of one call that are sent at a time."""
 _SECONDS_TO_REMOVE = 10
-"""How long the removal of one object may take: what stays is hidden, and the next run removes it."""
-_renewing = threading.Lock()
+"""Maximum seconds to remove one object: an object that stays is hidden, and the next run removes it."""
+_renewal_lock = threading.Lock()
 _Result = TypeVar("_Result")
 
 
 def _masking(method: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Let a method of a folder raise what fsspec raises as a CheckpointError that holds no secret.
-
-    What may be over in a moment is tried again.
-    """
+    """Wrap a method of a folder: retry errors that may pass, and turn others into CheckpointError without secrets."""
 
     @functools.wraps(method)
     def call(self: RemoteFolder, *args: Any, **options: Any) -> _Result:
@@ -42,16 +39,16 @@ def _masking(method: Callable[..., _Result]) -> Callable[..., _Result]:
             return self._tried(lambda: method(self, *args, **options))
         except CheckpointError:
             raise
-        except _Unread as error:
+        except _UnreadableFile as error:
             failure = self._failure(method.__name__, error.error, error.name)
-        except Exception as error:  # of a class that the library below fsspec chooses
+        except Exception as error:  # libraries below fsspec raise any class
             failure = self._failure(method.__name__, error, args[0] if args else "")
-        raise failure  # outside of the block above, or the library's error would hang on it
+        raise failure  # outside of the try block, which would attach the library's error as the context
 
     return call
 
 
-class _Unread(Exception):
+class _UnreadableFile(Exception):
     """One of several files cannot be read."""
 
     def __init__(self, name: str, error: Exception):
@@ -63,11 +60,11 @@ class _Unread(Exception):
 class RemoteFolder(Folder):
     """A folder behind fsspec (``s3://``, ``gs://``, ``memory://``, ...).
 
-    An object appears when its upload ends, so nothing incomplete is ever seen under its name, but there is no rename:
-    the partial name is an object of its own, which :meth:`publish` moves (on the server where the store can copy).
+    An object appears when its upload ends, so it is never incomplete. But stores have no rename: the partial name is a
+    separate object, which :meth:`publish` moves, on the server if the store can copy.
     """
 
-    block = _AT_ONCE * CHUNK // 2
+    block = _MAX_REQUESTS * CHUNK // 2
 
     def __init__(self, url: str):
         super().__init__(url)
@@ -83,15 +80,15 @@ class RemoteFolder(Folder):
             raise failure
 
     def _failure(self, action: str, error: Exception, name: str = "") -> CheckpointError:
-        """Return the error for a user: without the secrets of the URL, in whatever form they stand in the text."""
-        text = str(error).strip().partition("\n")[0]
-        said = text if text and isinstance(error, OSError) else f"{type(error).__name__}: {text}".removesuffix(": ")
+        """Return the error for the user, without the secrets of the URL in any form."""
+        first = str(error).strip().partition("\n")[0]
+        text = first if first and isinstance(error, OSError) else f"{type(error).__name__}: {first}".removesuffix(": ")
         advice = way_out(error)
-        cause = masked_as_in(said, self.url) + (f" ({advice})" if advice else "")
+        cause = masked_as_in(text, self.url) + (f" ({advice})" if advice else "")
         return CheckpointError(f"cannot {_ACTIONS[action]} {self.path(name)}: {cause}")
 
     def _tried(self, operation: Callable[[], _Result]) -> _Result:
-        """Return what `operation` returns; it is carried out again where that may help, and may help soon."""
+        """Call `operation` until it succeeds or a retry cannot help; return its result."""
         attempts: Attempts | None = None
         while True:
             generation = _generations.get(id(self._fs), 0)
@@ -109,14 +106,14 @@ class RemoteFolder(Folder):
                 return result
 
     def _renew_credentials(self, generation: int) -> bool:
-        """Let S3's client look for credentials anew, for who renews them may do so in a file; False for other stores.
+        """Let S3's client read the credentials again, which may have been renewed in a file; False for other stores.
 
         Args:
-            generation: of the credentials that were refused: another thread may have renewed them since.
+            generation: number of renewals before the failed operation: another thread may have renewed since.
         """
         if not hasattr(self._fs, "set_session"):
             return False
-        with _renewing:
+        with _renewal_lock:
             if _generations.get(id(self._fs), 0) == generation:
                 self._fs.connect(refresh=True)
                 _generations[id(self._fs)] = generation + 1
@@ -127,28 +124,28 @@ class RemoteFolder(Folder):
 
     @_masking
     def names(self) -> list[str]:
-        """List the objects under the URL, past what fsspec remembers of an earlier listing."""
+        """List the objects under the URL, without fsspec's cache of an earlier listing."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._root, detail=False)
+            paths = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in found if path.rstrip("/") != self._root})
+        return sorted({path.rstrip("/").rsplit("/", 1)[-1] for path in paths if path.rstrip("/") != self._root})
 
     @_masking
     def folders(self) -> list[str]:
-        """List the common beginnings of the names of objects under the URL."""
+        """List the common prefixes (folders) of the objects under the URL."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._root, detail=True)
+            entries = self._fs.ls(self._root, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        paths = (about["name"].rstrip("/") for about in found if about["type"] == "directory")
+        paths = (entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory")
         return sorted({path.rsplit("/", 1)[-1] for path in paths if path != self._root.rstrip("/")})
 
     @_masking
     def modified(self, name: str) -> float | None:
-        """Return what the store says; not every kind of store does."""
+        """Return the modification time that the store reports, None if this kind of store reports none."""
         try:
             return self._fs.modified(self._at(name)).timestamp()
         except (OSError, NotImplementedError, AttributeError):
@@ -177,17 +174,17 @@ class RemoteFolder(Folder):
         self._read(reads)
 
     def _read(self, reads: Sequence[tuple[str, int, Sequence[memoryview]]]) -> None:
-        wanted = list(_ranges(reads))
-        found = self._answers([(self._at(name), start, end) for name, start, end, _ in wanted])
-        for (name, start, end, views), data in zip(wanted, found, strict=True):
+        requests = list(_ranges(reads))
+        answers = self._answers([(self._at(name), start, end) for name, start, end, _ in requests])
+        for (name, start, end, views), data in zip(requests, answers, strict=True):
             if isinstance(data, FileNotFoundError):
                 raise CorruptCheckpointError(f"{self.path(name)} is missing")
             if isinstance(data, Exception):
-                raise _Unread(name, data)
+                raise _UnreadableFile(name, data)
             if len(data) > end - start:
                 raise CheckpointError(
                     f"cannot read {self.path(name)}: its server sends {len(data)} bytes where {end - start} were "
-                    "asked, so it does not know ranges; copy the checkpoint to a local folder first"
+                    "asked, so it ignores ranged requests; copy the checkpoint to a local folder first"
                 )
             if len(data) != end - start:
                 raise CorruptCheckpointError(
@@ -197,20 +194,20 @@ class RemoteFolder(Folder):
             for view in views:
                 view[:] = content[: len(view)]
                 content = content[len(view) :]
-        self._count(sum(end - start for _, start, end, _ in wanted))
+        self._count(sum(end - start for _, start, end, _ in requests))
 
     def _answers(self, ranges: list[tuple[str, int, int]]) -> list[Any]:
-        """Return the bytes of each (path, first byte, byte behind the last), or why it cannot be read."""
+        """Return for each (path, first byte, byte behind the last) its bytes, or the exception of its request."""
         if self._is_asynchronous():
             paths, starts, ends = ([one[part] for one in ranges] for part in range(3))
-            return self._fs.cat_ranges(paths, starts, ends, batch_size=_AT_ONCE)
-        found: list[Any] = []
+            return self._fs.cat_ranges(paths, starts, ends, batch_size=_MAX_REQUESTS)
+        answers: list[Any] = []
         for path, start, end in ranges:
             try:
-                found.append(self._fs.cat_file(path, start=start, end=end))
+                answers.append(self._fs.cat_file(path, start=start, end=end))
             except Exception as error:
-                found.append(error)
-        return found
+                answers.append(error)
+        return answers
 
     def _is_asynchronous(self) -> bool:
         from fsspec.asyn import AsyncFileSystem
@@ -226,12 +223,12 @@ class RemoteFolder(Folder):
 
     @_masking
     def make(self) -> None:
-        """Make the folder where the store knows folders; it may exist."""
+        """Make the folder if the store has folders; the folder may exist."""
         self._fs.makedirs(self._root, exist_ok=True)
 
     @contextmanager
     def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
-        """Give a stream into an object of its own, which is uploaded when the block ends and not if it raises."""
+        """Yield a stream into a separate object, which appears when the block ends and not if the block raises."""
         path = self._at(partial_name(name, token))
         failure = None
         try:
@@ -262,18 +259,18 @@ class RemoteFolder(Folder):
             stream.close()
         except BaseException:
             if hasattr(stream, "discard"):
-                with suppress(Exception):  # the error that brought us here says more
+                with suppress(Exception):  # the first error says more
                     stream.discard()
-            # closing would upload what there is; a file in memory cannot be marked, and closing it does nothing
+            # closing would upload the bytes so far, so mark the stream as closed; a file in memory refuses the mark
             with suppress(AttributeError):
                 stream.closed = True
             self._forget(path)
             raise
 
     def _forget(self, path: str) -> None:
-        """Remove an object; what cannot be removed is hidden, and the next run removes it.
+        """Remove a hidden object; if the removal fails, the next run removes it.
 
-        A store that does not answer is asked once more, and then left alone: many such waits would be a long one.
+        After one failure of a store that does not answer, later calls do nothing: waiting for each would take long.
         """
         limit = {"timeout": _SECONDS_TO_REMOVE} if self._is_asynchronous() else {}
         if self._gave_up:
@@ -286,31 +283,31 @@ class RemoteFolder(Folder):
 
     @_masking
     def publish(self, name: str, token: str, to: str | None = None) -> None:
-        """Move the object to its final name, on the server where the store can copy."""
+        """Move the object to its final name, on the server if the store can copy."""
         self._fs.mv(self._at(partial_name(name, token)), self._at(to or name))
 
     @_masking
     def duplicate(self, name: str, to: str, token: str) -> None:
-        """Copy the object, on the server where the store can."""
+        """Copy the object, on the server if the store can copy."""
         self._fs.copy(self._at(name), self._at(to))
 
     @_masking
     def discard(self, name: str, token: str) -> None:
-        """Remove the object that :meth:`writing` left, if there is one."""
+        """Remove the partial object of :meth:`writing`, if it exists."""
         self._forget(self._at(partial_name(name, token)))
 
     @_masking
     def remove(self, name: str) -> None:
-        """Remove an object; a missing one is fine."""
+        """Remove an object; a missing object is no error."""
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._at(name))
 
     def remove_if_possible(self, name: str) -> None:
-        """Remove an object, with one try that takes seconds at the most."""
+        """Remove an object, with one try of at most :data:`_SECONDS_TO_REMOVE` seconds."""
         self._forget(self._at(name))
 
     def end_left_over_uploads(self, left_over: Callable[[str], bool], below: bool = False) -> None:
-        """Abort multipart uploads of S3; who may not list them leaves them to the bucket's own rules."""
+        """Abort multipart uploads of S3; without the permission to list them, the rules of the bucket decide."""
         if not hasattr(self._fs, "abort_mpu"):
             return
         bucket, _, key = self._root.partition("/")
@@ -318,26 +315,26 @@ class RemoteFolder(Folder):
         marker: dict[str, str] = {}
         with suppress(Exception):
             while True:
-                found = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker)
-                for upload in found.get("Uploads", []):
+                page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **marker)
+                for upload in page.get("Uploads", []):
                     inner, _, name = upload["Key"].removeprefix(prefix).rpartition("/")
                     if (below or not inner) and left_over(name):
                         self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
-                if not found.get("IsTruncated"):
+                if not page.get("IsTruncated"):
                     break
-                marker = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}
+                marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 
 _generations: dict[int, int] = {}
-"""How often the credentials of a file system were renewed, by its id; fsspec keeps file systems for good."""
+"""Number of renewals of the credentials by ``id`` of the file system; fsspec never frees file systems."""
 _answered: set[int] = set()
-"""The file systems whose store has answered."""
+"""``id`` of each file system whose store has answered."""
 
 
 def _ranges(
     reads: Sequence[tuple[str, int, Sequence[memoryview]]],
 ) -> Iterator[tuple[str, int, int, Sequence[memoryview]]]:
-    """Yield (name, first byte, byte behind the last, buffers) of requests: large reads in several."""
+    """Yield (name, first byte, byte behind the last, buffers) of each request; a large read takes several requests."""
     for name, offset, views in reads:
         length = sum(map(len, views))
         if length <= CHUNK:
@@ -366,16 +363,16 @@ _ACTIONS = {
     "remove": "remove",
     "open": "open",
 }
-"""What methods do, for messages."""
+"""Verb of each method, for messages."""
 
 
 class _Ranges(io.RawIOBase):
-    """Reads an object by ranged requests.
+    """A stream that reads an object by ranged requests.
 
     Args:
-        folder: where it lies.
-        name: its name.
-        size: its bytes.
+        folder: folder of the object.
+        name: name of the object.
+        size: size of the object in bytes.
     """
 
     def __init__(self, folder: RemoteFolder, name: str, size: int):
@@ -392,7 +389,7 @@ class _Ranges(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         if start + offset < 0:
-            raise OSError(22, "a place before the beginning of the file")
+            raise OSError(22, "the position is before the start of the file")
         self._position = start + offset
         return self._position
 

@@ -1,4 +1,4 @@
-"""Uploads into S3 in parts, several at a time; s3fs itself sends one part after the other, and of one size only."""
+"""Upload files to S3 in parts, several parts at a time; s3fs sends one part after the other, all of one size."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from ort_zero.checkpoint.files.folders import CHUNK
 
 AT_ONCE = 4
-"""Parts of an upload that are under way at a time; each holds its bytes in memory."""
-_MOST_PARTS = 10_000
+"""Number of parts of an upload that are sent at a time, with their bytes in memory."""
+_MAX_PARTS = 10_000
 _SECONDS_TO_END = 10
-"""How long an upload that has failed may take to be ended; what is left, the next run ends."""
+"""Seconds to end a failed upload; the next run ends the uploads that remain."""
 
 
 class S3Upload(io.RawIOBase):
@@ -25,15 +25,15 @@ class S3Upload(io.RawIOBase):
     Args:
         fs: an ``s3fs.S3FileSystem``.
         path: bucket and key.
-        call: carries out a function, and does it again where that helps.
-        size: bytes that will be written, if known.
+        call: calls a function, and calls it again after an error that may pass.
+        size: number of bytes to be written, 0 if unknown.
     """
 
     def __init__(self, fs: Any, path: str, call: Callable[[Callable[[], Any]], Any], size: int = 0):
         super().__init__()
         self._fs, self._path, self._call = fs, path, call
         self._bucket, _, self._key = path.partition("/")
-        self._part = max(CHUNK, -(-size // (_MOST_PARTS // 2) // CHUNK) * CHUNK)
+        self._part = max(CHUNK, -(-size // (_MAX_PARTS // 2) // CHUNK) * CHUNK)
         self._grows = not size and not fs.fixed_upload_size
         self._waiting = bytearray()
         self._id: str | None = None
@@ -41,7 +41,7 @@ class S3Upload(io.RawIOBase):
         self._done: list[dict[str, Any]] = []
         self._begun = 0
         self.written = 0
-        """Bytes that the stream has taken."""
+        """Number of bytes written so far."""
 
     def writable(self) -> bool:
         return True
@@ -50,7 +50,7 @@ class S3Upload(io.RawIOBase):
         return self.written
 
     def write(self, data: Any) -> int:
-        """Take bytes; whole parts are sent."""
+        """Add bytes to the upload; send each full part."""
         view = memoryview(data).cast("B")
         position = 0
         while position < len(view):
@@ -63,7 +63,7 @@ class S3Upload(io.RawIOBase):
         return len(view)
 
     def finish(self) -> None:
-        """Send the rest, and let the object appear."""
+        """Send the remaining bytes, and complete the upload: the object appears."""
         if self._id is None:
             content = self._waiting
             self._call(lambda: self._s3("put_object", Body=bytes(content)))
@@ -76,22 +76,22 @@ class S3Upload(io.RawIOBase):
         try:
             self._call(lambda: self._s3("complete_multipart_upload", UploadId=self._id, MultipartUpload=parts))
         except FileNotFoundError:
-            # nothing is known of an upload whose completion was carried out and not heard of
+            # the store completed the upload and its answer was lost, so that a second completion finds no upload
             self._fs.invalidate_cache(self._path)
             if self._fs.info(self._path)["size"] != self.written:
                 raise
 
     def abort(self) -> None:
-        """End the upload, so that the store keeps none of its parts, if it can be reached."""
+        """End the upload, so that the store keeps none of its parts, if the store answers."""
         if self._id is None:
             return
-        # a part that arrives after the end would stay
+        # the store would keep a part that arrives after the end
         wait((future for _, future in self._under_way), timeout=_SECONDS_TO_END)
-        with suppress(Exception):  # the error that brought us here says more
+        with suppress(Exception):  # the first error says more
             self._fs.abort_mpu(self._bucket, self._key, self._id, timeout=_SECONDS_TO_END)
 
     def _send(self) -> None:
-        """Begin to send what waits as the next part."""
+        """Begin to send the waiting bytes as the next part."""
         if self._id is None:
             self._id = self._call(lambda: self._s3("create_multipart_upload"))["UploadId"]
         if len(self._under_way) >= AT_ONCE:
@@ -103,25 +103,25 @@ class S3Upload(io.RawIOBase):
             return self._call(lambda: self._s3("upload_part", PartNumber=number, UploadId=self._id, Body=content))
 
         self._under_way.append((number, _in_thread(upload)))
-        if self._grows and self._begun % (_MOST_PARTS // 10) == 0:
+        if self._grows and self._begun % (_MAX_PARTS // 10) == 0:
             self._part *= 2
 
     def _settle_one(self) -> None:
-        """Wait for the oldest part that is under way."""
+        """Wait for the oldest part that is being sent."""
         number, future = self._under_way[0]
         answer = future.result()
         self._under_way.popleft()
-        told = {key: answer[key] for key in ("ETag", "ChecksumSHA256") if key in answer}
-        self._done.append({"PartNumber": number, **told})
+        tags = {key: answer[key] for key in ("ETag", "ChecksumSHA256") if key in answer}
+        self._done.append({"PartNumber": number, **tags})
 
     def _s3(self, method: str, **options: Any) -> Any:
         return self._fs.call_s3(method, Bucket=self._bucket, Key=self._key, **options)
 
 
 def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Return what `function` will return in a thread of its own.
+    """Call `function` in a new thread; return its future result.
 
-    Not one of a pool: a save in the background goes on while the interpreter exits, when pools take nothing more.
+    Not a thread of a pool: a background save continues while the interpreter exits, when pools take no more calls.
     """
     future: Future[Any] = Future()
 

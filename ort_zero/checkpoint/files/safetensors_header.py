@@ -1,4 +1,4 @@
-"""The header of a safetensors file, as shards and aggregated files have it.
+"""Encode and read the header of a safetensors file, for shards and aggregated files.
 
 Eight bytes of length (little endian), then JSON with one entry per tensor, then spaces up to a multiple of 8 bytes.
 """
@@ -31,15 +31,15 @@ class HeaderEntry(NamedTuple):
 
 
 def encode(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], advice: str) -> bytes:
-    """Return the bytes of a header, its length included.
+    """Return the bytes of a header, with its length.
 
     Args:
         entries: the tensors of the file.
-        metadata: texts that are no tensors.
-        advice: what the user can do if there are too many tensors, for the error.
+        metadata: texts for the entry ``__metadata__``.
+        advice: the way out for a file with too many tensors, for the error.
 
     Raises:
-        CheckpointError: it would be longer than :data:`MAX_HEADER_BYTES`.
+        CheckpointError: the header would be longer than :data:`MAX_HEADER_BYTES`.
     """
     table: dict[str, Any] = {_METADATA: metadata}
     for name, dtype, shape, offset, nbytes in entries:
@@ -52,10 +52,10 @@ def encode(entries: Iterable[HeaderEntry], metadata: Mapping[str, str], advice: 
 
 
 class Header(NamedTuple):
-    """The header of a file that was read."""
+    """The content of a file's header."""
 
     metadata: dict[str, Any]
-    """Texts that are no tensors."""
+    """The entry ``__metadata__``: texts by name."""
     entries: dict[str, HeaderEntry]
     """The tensors by name; their offsets count from the start of the file."""
 
@@ -64,9 +64,9 @@ def read(folder: Folder, name: str, size: int) -> Header:
     """Return the header of a file.
 
     Args:
-        folder: where the file lies.
+        folder: folder of the file.
         name: name of the file.
-        size: bytes of the file.
+        size: size of the file in bytes.
 
     Raises:
         CorruptCheckpointError: the file is missing or shorter than `size`.
@@ -85,7 +85,7 @@ def read(folder: Folder, name: str, size: int) -> Header:
         for key, about in table.items():
             begin, end = about["data_offsets"]
             if not (0 <= begin <= end <= size - 8 - length):
-                raise ValueError(f"tensor {key} lies outside of it")
+                raise ValueError(f"tensor {key} lies outside of the file")
             entries[key] = HeaderEntry(key, about["dtype"], tuple(about["shape"]), 8 + length + begin, end - begin)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"its header describes no tensors ({error})") from None

@@ -1,4 +1,4 @@
-"""Room for tensors in a file that is mapped into memory: what does not fit into memory goes to the disk by itself."""
+"""Put tensors into a memory-mapped temporary file, so that the system can move them from memory to the disk."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import tempfile
 import torch
 
 _MAPPED = 64 << 20
-"""Bytes that are mapped at a time: a process has only so many maps, and a model may have more tensors."""
+"""Minimum number of bytes per memory map: the number of maps of a process is limited, so tensors share maps."""
 _ALIGNMENT = 64
-"""Bytes: tensors begin at multiples of it."""
+"""Tensors begin at multiples of this many bytes."""
 
 
 class Scratch:
-    """A temporary file that tensors lie in. It has no name, so nothing of it is left when the process ends.
+    """A temporary file with tensors. The file has no name, so it vanishes when the process ends.
 
     Args:
-        folder: folder of the file system that it lies in; by default the system's for temporary files.
+        folder: a folder on the disk to use; by default the system's folder for temporary files.
     """
 
     def __init__(self, folder: str | None = None):
@@ -28,7 +28,7 @@ class Scratch:
         self._used = 0
 
     def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-D tensor of zeros."""
+        """Return a 1-D tensor of zeros in the file."""
         size = elements * dtype.itemsize
         if not size:
             return torch.empty(0, dtype=dtype)
@@ -43,6 +43,6 @@ class Scratch:
         return torch.frombuffer(self._map, dtype=dtype, count=elements, offset=begin)
 
     def close(self) -> None:
-        """Give the disk's room back once no tensor is used any more."""
+        """Close the file; the system frees its disk space when no tensor uses it."""
         self._map = None
         self._file.close()

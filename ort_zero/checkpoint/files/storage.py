@@ -1,7 +1,7 @@
-"""Reads slices of files and writes files under their final name only when they are complete; local or through fsspec.
+"""Read slices of files, and write files that get their final name when they are complete; locally or through fsspec.
 
-A local folder is read with ``pread`` into buffers that are used again, not through memory maps: a file that is too
-short is then an error with a name and not a SIGBUS, and what was read can be counted.
+A local folder is read with ``pread`` into reused buffers, not through memory maps. So a file that is too short causes
+an error with its name and not a SIGBUS, and the bytes that were read can be counted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ort_zero.utils.atomic_write import partial_name, removed_on_error
 
 __all__ = ["CHUNK", "Folder", "LocalFolder", "open_folder"]
 
-_MOST_OPEN = 256
-"""Maximum number of files of a folder that are held open between reads; systems allow a process 1024 or so."""
+_MAX_OPEN = 256
+"""Maximum number of files of a folder that stay open between reads; many systems allow a process 1024."""
 _SPECIAL = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a FIFO"),
@@ -45,7 +45,7 @@ class LocalFolder(Folder):
             os.close(descriptor)
 
     def names(self) -> list[str]:
-        """List the folder; one that does not exist has no names."""
+        """List the folder with ``os.listdir``; return an empty list if there is no such folder."""
         try:
             return sorted(os.listdir(self._root))
         except (FileNotFoundError, NotADirectoryError):
@@ -54,7 +54,7 @@ class LocalFolder(Folder):
             raise CheckpointError(f"cannot read {self.path()}: {error.strerror or error}") from error
 
     def folders(self) -> list[str]:
-        """List the folders in it; what the user may not read has none."""
+        """List the inner folders with ``os.scandir``; return an empty list for a folder that the user may not read."""
         try:
             with os.scandir(self._root) as entries:
                 return sorted(entry.name for entry in entries if entry.is_dir())
@@ -62,7 +62,7 @@ class LocalFolder(Folder):
             return []
 
     def modified(self, name: str) -> float | None:
-        """Return what the file system says."""
+        """Return the modification time in the file system."""
         try:
             return (self._root / name).stat().st_mtime
         except OSError:
@@ -71,16 +71,16 @@ class LocalFolder(Folder):
     def size(self, name: str) -> int | None:
         """Return the size in bytes that the file system reports, None if there is no such file."""
         try:
-            found = (self._root / name).stat()
+            status = (self._root / name).stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except OSError as error:  # links in a circle, a name that is too long
+        except OSError as error:  # such as circular links, or a name that is too long
             raise self._unreadable(name, error) from error
-        self._refuse_special(name, found)
-        return found.st_size
+        self._refuse_special(name, status)
+        return status.st_size
 
     def exists(self, name: str) -> bool:
-        """Look what the file system has under the name."""
+        """Return True if the file system has a regular file of this name."""
         try:
             return stat.S_ISREG((self._root / name).stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
@@ -88,10 +88,10 @@ class LocalFolder(Folder):
         except OSError as error:
             raise self._unreadable(name, error) from error
 
-    def _refuse_special(self, name: str, found: os.stat_result) -> None:
-        """Raise for what is no regular file: a FIFO or a device would block its reader, or never end."""
-        if not stat.S_ISREG(found.st_mode):
-            kind = next((text for test, text in _SPECIAL if test(found.st_mode)), "not a regular file")
+    def _refuse_special(self, name: str, status: os.stat_result) -> None:
+        """Raise CheckpointError unless `name` is a regular file: a FIFO or a device may block a read or never end."""
+        if not stat.S_ISREG(status.st_mode):
+            kind = next((text for test, text in _SPECIAL if test(status.st_mode)), "not a regular file")
             raise CheckpointError(f"{self.path(name)} is {kind}, where a file is needed; remove it")
 
     def _open_descriptor(self, name: str) -> int:
@@ -111,9 +111,9 @@ class LocalFolder(Folder):
         return descriptor
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` by ``preadv``, over a descriptor that stays open as long as this object lives.
+        """Fill `buffer` by ``preadv``; descriptors of the first :data:`_MAX_OPEN` files stay open with this object.
 
-        Of the first :data:`_MOST_OPEN` files, that is: a universal checkpoint has three for each parameter.
+        Other files are opened for each read: a universal checkpoint has three files per parameter.
         """
         descriptor, stays = self._descriptor(name)
         try:
@@ -126,15 +126,15 @@ class LocalFolder(Folder):
         done = 0
         while done < len(buffer):
             try:
-                got = os.preadv(descriptor, [buffer[done:]], offset + done)
+                count = os.preadv(descriptor, [buffer[done:]], offset + done)
             except OSError as error:
                 raise self._unreadable(name, error) from error
-            if not got:
+            if not count:
                 raise CorruptCheckpointError(
                     f"{self.path(name)} is truncated: it ends at byte {offset + done}, "
                     f"bytes up to {offset + len(buffer)} are needed"
                 )
-            done += got
+            done += count
         self._count(done)
 
     def read_scattered(self, name: str, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -142,27 +142,27 @@ class LocalFolder(Folder):
         total = sum(map(len, buffers))
         descriptor, stays = self._descriptor(name)
         try:
-            got = os.preadv(descriptor, buffers, offset)
+            count = os.preadv(descriptor, buffers, offset)
         except OSError as error:
             raise self._unreadable(name, error) from error
         finally:
             if not stays:
                 os.close(descriptor)
-        if got == total:
-            self._count(got)
+        if count == total:
+            self._count(count)
             return
-        for buffer in buffers:  # the kernel may bring less at a time, and says at which byte a file ends
+        for buffer in buffers:  # the kernel may read less at a time; read_into also reports where a file ends
             self.read_into(name, offset, buffer)
             offset += len(buffer)
 
     def _descriptor(self, name: str) -> tuple[int, bool]:
-        """Return a descriptor of a file, and whether it stays open."""
-        found = self._descriptors.get(name)
-        if found is not None:
-            return found, True
+        """Return a descriptor of a file, and True if the descriptor stays open."""
+        descriptor = self._descriptors.get(name)
+        if descriptor is not None:
+            return descriptor, True
         with self._lock:
             if name not in self._descriptors:
-                if len(self._descriptors) >= _MOST_OPEN:
+                if len(self._descriptors) >= _MAX_OPEN:
                     return self._open_descriptor(name), False
                 self._descriptors[name] = self._open_descriptor(name)
             return self._descriptors[name], True
@@ -171,16 +171,16 @@ class LocalFolder(Folder):
         return CheckpointError(f"cannot read {self.path(name)}: {error.strerror or error}")
 
     def open(self, name: str) -> IO[bytes]:
-        """Open a file of the file system for reading."""
+        """Open a local file for reading."""
         return os.fdopen(self._open_descriptor(name), "rb")
 
     def make(self) -> None:
-        """Make the folder and its parents on the file system; it may exist."""
+        """Make the folder and its parents on the file system; the folder may exist."""
         self._root.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def writing(self, name: str, token: str, durable: bool = False, size: int = 0) -> Iterator[IO[bytes]]:
-        """Give an unbuffered stream into a hidden file beside the final place, which an exception removes."""
+        """Yield an unbuffered stream into a hidden file in this folder; an exception removes the file."""
         path = self._root / partial_name(name, token)
         try:
             with removed_on_error(path, durable=durable, buffering=0) as raw:
@@ -193,7 +193,7 @@ class LocalFolder(Folder):
 
     @contextmanager
     def writing_from(self, name: str, token: str, offset: int, size: int = 0) -> Iterator[IO[bytes]]:
-        """Give an unbuffered stream into the hidden file, which is made if nobody has yet."""
+        """Yield an unbuffered stream into the hidden file, which is made if it does not exist."""
         try:
             descriptor = os.open(self._root / partial_name(name, token), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             with os.fdopen(descriptor, "wb", buffering=0) as raw:
@@ -204,11 +204,11 @@ class LocalFolder(Folder):
             raise CheckpointError(f"cannot write {self.path(name)}: {error.strerror or error}") from error
 
     def publish(self, name: str, token: str, to: str | None = None) -> None:
-        """Rename the hidden file, which replaces what had the name in one step."""
+        """Rename the hidden file, which replaces a file of the final name in one step."""
         os.replace(self._root / partial_name(name, token), self._root / (to or name))
 
     def duplicate(self, name: str, to: str, token: str) -> None:
-        """Link the file a second time, or copy it where the file system has no links."""
+        """Make a hard link to the file, or copy the file if the file system has no hard links."""
         partial = self._root / partial_name(to, token)
         partial.unlink(missing_ok=True)
         try:
@@ -218,7 +218,7 @@ class LocalFolder(Folder):
         os.replace(partial, self._root / to)
 
     def settle(self) -> None:
-        """Call fsync on the folder, so that renames outlive a loss of power."""
+        """Call fsync on the folder, so that renames survive a power failure."""
         descriptor = os.open(self._root, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -226,16 +226,16 @@ class LocalFolder(Folder):
             os.close(descriptor)
 
     def discard(self, name: str, token: str) -> None:
-        """Remove the hidden file that :meth:`writing` left, if there is one."""
+        """Remove the hidden file of :meth:`writing`, if it exists."""
         (self._root / partial_name(name, token)).unlink(missing_ok=True)
 
     def remove(self, name: str) -> None:
-        """Remove a file from the file system; a missing one is fine."""
+        """Remove a file from the file system; a missing file is no error."""
         (self._root / name).unlink(missing_ok=True)
 
 
 class _WholeWrites:
-    """A raw file whose ``write`` writes everything: the kernel may take less at a time (2 GiB at most)."""
+    """A raw file whose ``write`` writes all bytes: one call of the kernel may write fewer, and 2 GiB at most."""
 
     def __init__(self, raw: Any):
         self._raw = raw
@@ -248,7 +248,7 @@ class _WholeWrites:
         return done
 
     def writelines(self, views: Sequence[Any]) -> None:
-        """Write buffers of bytes, 1024 at most, by one call."""
+        """Write at most 1024 buffers of bytes by one call of ``writev``."""
         done = os.writev(self._raw.fileno(), views) if views else 0
         for view in views:
             if done < len(view):
@@ -260,10 +260,10 @@ class _WholeWrites:
 
 
 def open_folder(url: str | os.PathLike) -> Folder:
-    """Return the folder behind a local path or an fsspec URL; it need not exist yet.
+    """Return the folder of a local path or an fsspec URL; the folder need not exist.
 
     Raises:
-        CheckpointError: the path is empty, which would be the root of the file system.
+        CheckpointError: the path is empty, and would become the root of the file system.
     """
     text = os.fspath(url)
     if text.startswith("file://"):

@@ -1,1 +1,1 @@
-"""The format of ort_zero's own checkpoints: the manifest, its schema and what must be in it."""
+"""Define the format of ort_zero's checkpoints: the manifest, its schema and the checks of its content."""

@@ -1,4 +1,4 @@
-"""How DeepSpeed lays parameters out in flat tensors, for a given world size and ZeRO stage. Pure."""
+"""Compute how DeepSpeed lays parameters out in flat tensors, for a world size and a ZeRO stage."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 _ALIGNMENT = 2
-"""DeepSpeed fills a group of ZeRO-1 and 2 up to a multiple of this many elements per rank."""
+"""ZeRO-1 and 2 pad the flat tensor of a parameter group to a multiple of this many elements per rank."""
 
 
 class Place(NamedTuple):
-    """Elements of one parameter in a flat tensor."""
+    """A range of elements of one parameter, and its place in a flat tensor."""
 
     name: str
     start: int
@@ -28,19 +28,19 @@ class FlatGroup(NamedTuple):
     group: int
     """Number of the parameter group."""
     names: tuple[str, ...]
-    """All parameters of the group (of the sub-group for ZeRO-3), on whatever rank they lie."""
+    """All parameters of the group (of the sub-group for ZeRO-3), with elements on any rank."""
     places: tuple[Place, ...]
     size: int
-    """Number of elements, with what fills it up."""
+    """Number of elements, padding included."""
     padding: int
-    """How many of them are behind the last parameter (ZeRO-1 and 2)."""
+    """Number of padding elements behind the last parameter (ZeRO-1 and 2)."""
 
 
 def zero12_groups(
     groups: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]], rank: int, world_size: int
 ) -> list[FlatGroup]:
     """Return the flat tensors of a rank under ZeRO-1 or 2: one per parameter group."""
-    found = []
+    flat_groups = []
     for number, names in enumerate(groups):
         total = sum(math.prod(shapes[name]) for name in names)
         part = -(-total // (_ALIGNMENT * world_size)) * _ALIGNMENT
@@ -53,8 +53,8 @@ def zero12_groups(
                 places.append(Place(name, low - position, high - low, low - first))
             position = end
         padding = min(part, max(0, last - total))
-        found.append(FlatGroup(number, tuple(names), tuple(places), part, padding))
-    return found
+        flat_groups.append(FlatGroup(number, tuple(names), tuple(places), part, padding))
+    return flat_groups
 
 
 def zero3_groups(
@@ -68,12 +68,12 @@ def zero3_groups(
 
     Args:
         groups: names of the parameters of each group.
-        shapes: their shapes.
-        rank: whose tensors.
+        shapes: shape of each parameter by its name.
+        rank: rank that has the flat tensors.
         world_size: number of ranks.
-        sub_group_size: elements of one rank from which a sub-group is full, DeepSpeed's option of that name.
+        sub_group_size: DeepSpeed's option: elements of one rank from which a sub-group is full.
     """
-    found = []
+    flat_groups = []
     for number, names in enumerate(groups):
         members: list[str] = []
         size = 0
@@ -81,9 +81,9 @@ def zero3_groups(
             members.append(name)
             size += -(-math.prod(shapes[name]) // world_size)
             if size >= sub_group_size or name == names[-1]:
-                found.append(_sub_group(number, members, shapes, rank, world_size))
+                flat_groups.append(_sub_group(number, members, shapes, rank, world_size))
                 members, size = [], 0
-    return found
+    return flat_groups
 
 
 def _sub_group(

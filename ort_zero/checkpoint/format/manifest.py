@@ -1,9 +1,9 @@
-"""``manifest.json``: what our sharded checkpoint consists of. A checkpoint exists when its manifest exists.
+"""Build, write and read ``manifest.json``, which lists the files and tensors of a sharded checkpoint of ort_zero.
 
-JSON, one tensor a line. Pieces that lie alike in the files of many ranks are one row (version 2); a manifest without
-such rows is of version 1, which older versions of ort_zero read. Next to what a
-:class:`~ort_zero.checkpoint.records.Source` holds it carries the run and the save it belongs to, and a digest of
-itself, so that a changed bit in it is noticed as well as one in a shard.
+A checkpoint exists when its manifest exists. The file is JSON with one tensor a line. In version 2 one row may stand
+for pieces at the same place in the files of many ranks. A manifest without such rows has version 1, which older
+versions of ort_zero read. Besides the records of a :class:`~ort_zero.checkpoint.records.Source` the manifest has the
+ids of its run and save, and a digest of its own text, which reveals a changed bit.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ LATEST = "latest"
 FORMAT = "ort_zero.checkpoint"
 VERSION = 1
 VERSION_WITH_RUNS = 2
-"""Version of a manifest that has rows for several pieces."""
+"""Version of a manifest in which one row can stand for several pieces."""
 MAX_BYTES = 4 << 30
-"""Maximum size in bytes of a manifest that is read: more than 400 billion parameters on 512 ranks need."""
+"""Maximum size in bytes of a manifest that is read; 400 billion parameters on 512 ranks need less."""
 _MAX_LATEST_BYTES = 4096
 
 
@@ -45,7 +45,7 @@ def build(
     optimizer: Optimizer | None,
     **fields: Any,
 ) -> Manifest:
-    """Return the manifest of these records; `fields` are the other fields of :class:`Manifest`."""
+    """Return the manifest of these tensors and files; `fields` are the other fields of :class:`Manifest`."""
     from ort_zero.checkpoint.format.manifest_schema import (
         Manifest,
         ManifestFile,
@@ -92,14 +92,14 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def parse(data: bytes, path: str) -> Manifest:
-    """Return the validated manifest.
+    """Return the manifest in `data`, validated.
 
     Args:
         data: the content of the file.
-        path: for messages.
+        path: path of the file, for messages.
 
     Raises:
-        CorruptCheckpointError: not JSON, another digest, a wrong type or value, a file name that leads elsewhere.
+        CorruptCheckpointError: no JSON, another digest, a wrong type or value, or a file name that leaves the folder.
         CheckpointError: a format version that this version of ort_zero does not know.
     """
     try:
@@ -131,7 +131,7 @@ def parse(data: bytes, path: str) -> Manifest:
 
 
 def read(folder: Folder) -> Manifest | None:
-    """Return the manifest of a folder, None if it has none.
+    """Return the manifest of a folder, None if the folder has no manifest.
 
     Raises:
         CorruptCheckpointError, CheckpointError: see :func:`parse`.
@@ -142,11 +142,11 @@ def read(folder: Folder) -> Manifest | None:
 
 
 def source_of(manifest: Manifest, root: str) -> Source:
-    """Return the manifest as the records that planning works on.
+    """Return the records of a manifest.
 
     Raises:
-        CorruptCheckpointError: pieces that leave a gap, overlap, lie outside their file, or claim more bytes than it
-            has.
+        CorruptCheckpointError: a file or tensor is listed twice; pieces leave a gap, overlap, lie outside their file,
+            or claim more bytes than the file has.
     """
     files = {f.name: File(name=f.name, size=f.size, xxh3_128=f.xxh3_128) for f in manifest.files}
     _refuse_twice((file.name for file in manifest.files), "file", root)
@@ -196,26 +196,26 @@ def source_of(manifest: Manifest, root: str) -> Source:
     )
 
 
-def _refuse_twice(names: Iterable[str], what: str, root: str) -> None:
-    """Raise CorruptCheckpointError if one of `names` is there twice: readers would differ in which one they take."""
+def _refuse_twice(names: Iterable[str], kind: str, root: str) -> None:
+    """Raise CorruptCheckpointError if a name occurs twice in `names`: readers could use different entries."""
     counts = Counter(names)
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
-        raise CorruptCheckpointError(f"{root}/{NAME}: it lists the {what} {twice[0]} twice")
+        raise CorruptCheckpointError(f"{root}/{NAME}: it lists the {kind} {twice[0]} twice")
 
 
 def tag_in(content: bytes) -> str:
-    """Return the tag that the content of a file ``latest`` names, whichever editor or shell wrote it."""
+    """Return the tag in the content of a file ``latest``, in any encoding that editors and shells write."""
     encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     tag = content.decode(encoding, errors="replace").strip()
     return tag.removeprefix("./").rstrip("/") or tag
 
 
 def resolve_tag(folder: Folder, tag: str | None) -> str:
-    """Return the tag to read in a folder of checkpoints: `tag`, or what ``latest`` names.
+    """Return the tag to read in a folder of checkpoints: `tag`, or the tag that ``latest`` names.
 
     Raises:
-        CheckpointError: no tag given and no ``latest``, or it names a checkpoint that is not there.
+        CheckpointError: neither `tag` nor a file ``latest`` exists, or the folder of the tag does not.
     """
     if tag is None:
         if not folder.exists(LATEST):
@@ -241,17 +241,17 @@ def _tags(folder: Folder) -> list[str]:
 
 
 def open_ours(folder: Folder) -> Source | None:
-    """Return the checkpoint in `folder` if it is of our format, else None.
+    """Return the checkpoint in `folder` if it has ort_zero's format, else None.
 
     Raises:
-        CorruptCheckpointError, CheckpointError: it is, and is damaged.
+        CorruptCheckpointError, CheckpointError: its manifest cannot be read.
     """
     manifest = read(folder)
     return None if manifest is None else source_of(manifest, folder.url)
 
 
 def nothing_at(folder: Folder) -> CheckpointError:
-    """Return the error for a path at which no folder with anything in it is."""
+    """Return the error to raise for a path that is a file, is empty or does not exist."""
     above, _, name = folder.url.rpartition("/")
     try:
         is_file = bool(above and name) and open_folder(above).exists(name)
@@ -263,10 +263,10 @@ def nothing_at(folder: Folder) -> CheckpointError:
 
 
 def locate(path: str, tag: str | None) -> Folder:
-    """Return the folder of one checkpoint: `path` itself if it is one, else the tag's folder in it.
+    """Return the folder of one checkpoint: `path` itself if it holds a checkpoint, else the tag's folder in `path`.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     folder = open_folder(path)
     names = folder.names()

@@ -1,4 +1,4 @@
-"""The types and limits of ``manifest.json``. Imported when a manifest is read or written: pydantic takes a while."""
+"""Define the types and limits of ``manifest.json``. Import this module late: pydantic takes long to import."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _config_name(name: str) -> str:
     return name
 
 
-def _known_dtype(code: str) -> str:
-    if not dtypes.is_known(code):
+def _dtype_code(code: str) -> str:
+    if not dtypes.is_dtype_code(code):
         raise ValueError("unknown dtype")
     return code
 
@@ -48,7 +48,7 @@ def _tag(tag: str) -> str:
 
 
 def _text(text: str) -> str:
-    if not text.isprintable():  # it is shown on terminals, where it could stand for something else
+    if not text.isprintable():  # control characters can make a terminal show another text
         raise ValueError("holds characters that are not printable")
     return text
 
@@ -77,14 +77,14 @@ class ManifestTensor(_Strict):
 
     name: _Name
     kind: _Name
-    dtype: Annotated[str, AfterValidator(_known_dtype)]
+    dtype: Annotated[str, AfterValidator(_dtype_code)]
     shape: Annotated[list[_Size], Field(max_length=64)]
     pieces: list[Annotated[list[Any], Field(min_length=5, max_length=7)]]
-    """[index in `files`, offset in bytes, length in bytes, first element, xxh3-64]; lists, for there are many.
+    """[index in `files`, offset in bytes, length in bytes, first element, xxh3-64]; lists, which are small in JSON.
 
-    In version 2 a row may stand for several pieces, each as long as the others and at the same offset of its file: then
-    the fifth value is base64 of their xxh3-64, 8 bytes each, and two more follow: the number of pieces, and the number
-    of files from the file of one to that of the next. Each piece begins where the one before it ends.
+    In version 2 a row may stand for several pieces of the same length at the same offset of their files. Then the fifth
+    value is base64 of their xxh3-64, 8 bytes each. Two more values follow: the number of pieces, and the step in
+    `files` from one piece to the next. Each piece begins with the element behind the piece before.
     :func:`~ort_zero.checkpoint.format.manifest.source_of` checks their types."""
 
 
@@ -96,7 +96,7 @@ class ManifestGroup(_Strict):
 
 
 class ManifestOptimizer(_Strict):
-    """The optimizer, but for the tensors of its state."""
+    """The optimizer without the tensors of its state."""
 
     class_name: _Name | None
     groups: list[ManifestGroup]
@@ -104,7 +104,7 @@ class ManifestOptimizer(_Strict):
 
 
 class Manifest(_Strict):
-    """The manifest as it is written, but for its digest."""
+    """The content of ``manifest.json`` without its digest."""
 
     format: Literal["ort_zero.checkpoint"] = FORMAT
     version: int = VERSION
@@ -112,8 +112,8 @@ class Manifest(_Strict):
     step: _Size
     world_size: Annotated[int, Field(ge=1)]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
-    dtype: Annotated[str, AfterValidator(_known_dtype)]
-    """Dtype of the module's floating-point weights; they follow from the masters by a cast to it."""
+    dtype: Annotated[str, AfterValidator(_dtype_code)]
+    """Dtype of the module's floating-point weights, which are the masters cast to this dtype."""
     run_id: str
     save_id: str
     versions: dict[str, str]

@@ -1,4 +1,4 @@
-"""The rows of ``manifest.json`` for the pieces of a tensor: one piece a row, or a run of pieces that lie alike."""
+"""Convert the pieces of a tensor to rows of ``manifest.json`` and back: one row per piece, or per run of pieces."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 from ort_zero.checkpoint.piece_runs import CHECK_BYTES, PieceRun, PieceRuns
 from ort_zero.checkpoint.records import File, Piece, Tensor
 
-FEWEST_IN_A_RUN = 8
-"""Number of pieces from which one row stands for all of them."""
+MIN_PIECES_PER_RUN = 8
+"""Minimum number of pieces that one row stands for; fewer pieces get a row each."""
 _CHECK = re.compile("[0-9a-f]{16}")
 _PLAIN, _RUN = 5, 7
-"""Number of values of a row for one piece, and of a row for several."""
+"""Number of values in a row for one piece, and in a row for several pieces."""
 
 
 def rows_of(pieces: Sequence[Piece], index: Mapping[str, int]) -> list[list[Any]]:
-    """Return the rows of one tensor's pieces.
+    """Return the manifest's rows for the pieces of one tensor.
 
     Args:
-        pieces: its pieces.
-        index: the number of each file in the manifest by its name.
+        pieces: pieces of the tensor.
+        index: index in the manifest's file list by file name.
     """
     if not isinstance(pieces, PieceRuns):
         return [[index[p.file], p.offset, p.length, p.start, p.check] for p in pieces]
     rows: list[list[Any]] = []
     for run in pieces.runs:
-        if run.pieces >= FEWEST_IN_A_RUN:
+        if run.pieces >= MIN_PIECES_PER_RUN:
             checks = base64.b64encode(run.checks).decode()
             rows.append([run.file, run.offset, run.length, run.start, checks, run.pieces, run.step])
         else:
@@ -39,16 +39,16 @@ def rows_of(pieces: Sequence[Piece], index: Mapping[str, int]) -> list[list[Any]
 
 
 def pieces_of(rows: Sequence[list[Any]], names: Sequence[str], dtype: str, *, runs: bool) -> Sequence[Piece]:
-    """Return the pieces that the rows of one tensor stand for, in the order of their first elements.
+    """Return the pieces of one tensor from its rows, in the order of their first elements.
 
     Args:
-        rows: its rows.
+        rows: rows of the tensor.
         names: names of the files that the manifest lists.
-        dtype: its dtype, as the code in safetensors.
-        runs: whether this version of the manifest has rows for several pieces.
+        dtype: dtype of the tensor, as its code in safetensors.
+        runs: True if this version of the manifest has rows for several pieces.
 
     Raises:
-        TypeError: a row is not what the version of the manifest has.
+        TypeError: a row does not have the form of this version of the manifest.
         IndexError: a row names a file that is not listed.
     """
     if all(len(row) == _PLAIN for row in rows):
@@ -59,7 +59,7 @@ def pieces_of(rows: Sequence[list[Any]], names: Sequence[str], dtype: str, *, ru
 
 
 def _piece(names: Sequence[str], file: Any, offset: Any, length: Any, start: Any, check: Any) -> Piece:
-    """Return the piece of a row; raise as :func:`pieces_of`."""
+    """Return the piece of a row; raise like :func:`pieces_of`."""
     _refuse_other_numbers(file, offset, length, start)
     if check is not None and not (isinstance(check, str) and _CHECK.fullmatch(check)):
         raise TypeError("the checksum must be 16 hex digits")
@@ -76,7 +76,7 @@ def _run(
     count: Any = None,
     step: Any = 1,
 ) -> PieceRun:
-    """Return the run of a row, of one piece for a row without `count`; raise as :func:`pieces_of`."""
+    """Return the run of a row; without `count` it has one piece; raise like :func:`pieces_of`."""
     _refuse_other_numbers(file, offset, length, start)
     if count is None:
         if not (isinstance(checks, str) and _CHECK.fullmatch(checks)):
@@ -106,10 +106,10 @@ def _refuse_other_numbers(*numbers: Any) -> None:
 
 
 class Extents:
-    """Compares what tensors claim of files with the sizes of the files.
+    """The number of bytes that tensors claim of each file, compared with the sizes of the files.
 
     Args:
-        files: the files of a checkpoint, in the order to which the runs of its tensors refer.
+        files: the files of a checkpoint, in the order of the manifest: runs refer to files by index.
     """
 
     def __init__(self, files: Iterable[File]):
@@ -117,11 +117,11 @@ class Extents:
         self._sizes = {file.name: file.size for file in self._files}
         self._shortest: dict[range, File] = {}
         self._claimed: Counter[str] = Counter()
-        self._claimed_alike: Counter[range] = Counter()
-        """Bytes that runs claim of each file of a range."""
+        self._claimed_by_runs: Counter[range] = Counter()
+        """Bytes that runs claim of each file in a range of file indices."""
 
     def claim(self, tensor: Tensor) -> str | None:
-        """Count the bytes of a tensor, or return what is wrong with a piece that lies outside its file."""
+        """Count the bytes of a tensor's pieces; return a message if a piece lies outside its file, else None."""
         if not isinstance(tensor.pieces, PieceRuns):
             for piece in tensor.pieces:
                 if piece.offset + piece.length > self._sizes[piece.file]:
@@ -134,16 +134,16 @@ class Extents:
                 self._shortest[files] = min((self._files[number] for number in files), key=lambda file: file.size)
             if run.offset + run.length > self._shortest[files].size:
                 return f"a piece lies outside {self._shortest[files].name}"
-            self._claimed_alike[files] += run.length
+            self._claimed_by_runs[files] += run.length
         return None
 
     def claimed_too_much(self) -> str | None:
-        """Return a file of which the tensors claim more bytes than it has, in a sentence, None if there is none.
+        """Return a message that names a file with fewer bytes than the tensors claim, None if there is no such file.
 
-        Else a small file could be read again and again into an output of any size.
+        Without this check a small file could be read again and again into an output of any size.
         """
         claimed = Counter(self._claimed)
-        for files, length in self._claimed_alike.items():
+        for files, length in self._claimed_by_runs.items():
             for number in files:
                 claimed[self._files[number].name] += length
         for name, length in claimed.items():

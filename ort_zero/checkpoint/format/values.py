@@ -1,7 +1,7 @@
-"""Plain values as JSON and back: schedulers' and users' state. Nothing that is read is executed.
+"""Encode Python values as JSON and decode them: state of schedulers and of users. Decoding executes no code.
 
-Tensors and arrays are not part of the JSON: they are in a list that the caller stores as safetensors, and the JSON has
-their indices.
+Tensors and arrays are not part of the JSON: the caller stores them as a list in safetensors, and the JSON has the
+indices in this list.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from ort_zero.utils.json_values import (
 
 
 def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
-    """Return `value` as JSON values; tensors are appended to `tensors`.
+    """Return `value` as JSON values; append its tensors to `tensors`.
 
     Args:
         value: None, bool, number, str, bytes, list, tuple, set, dict, deque, range, path, date, time, UUID, tensor,
             numpy array or scalar, torch dtype, torch device, ``argparse.Namespace``, and containers of these.
-        where: how the message names it, such as ``client_state``.
+        where: name of `value` in messages, such as ``client_state``.
         tensors: list to which the tensors and arrays in `value` are appended, on the CPU and contiguous.
 
     Raises:
@@ -61,14 +61,14 @@ def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
 
 
 def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return what :func:`encode` was given.
+    """Return the Python value of an encoded value.
 
     Args:
-        value: what :func:`encode` returned.
+        value: result of :func:`encode`.
         tensors: the list that :func:`encode` appended to.
 
     Raises:
-        CheckpointError: it is damaged, or has a type that only later versions know.
+        CheckpointError: `value` is damaged, or has a type that only later versions of ort_zero know.
     """
     try:
         return _codec(tensors).decode(value)
@@ -81,7 +81,7 @@ def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def _simplified(value: Any) -> Any:
-    """Return the plain value of a numpy scalar or an instance of a subclass; other values as they are."""
+    """Return a numpy scalar or an instance of a subclass as a plain value, other values unchanged."""
     if isinstance(value, (np.bool_, np.integer, np.floating)):
         return value.item()
     if isinstance(value, str):
@@ -100,14 +100,14 @@ def _simplified(value: Any) -> Any:
 
 
 _FACTORIES = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, bool, str, bytes)}
-"""Default factories that a name tells; with any other one a defaultdict becomes a dict."""
+"""Default factories by their stored names; a defaultdict with another factory is stored as a dict."""
 _KEPT_MAPPINGS = (collections.OrderedDict, collections.defaultdict, collections.Counter)
-_LARGEST_NUMBER = 8
-"""Bytes of the largest number in an array that torch has too: it has nothing like numpy's long double."""
+_MAX_NUMBER_BYTES = 8
+"""Maximum size in bytes of a number in an array: torch has no type for numpy's long double."""
 
 
 def _factory_name(value: Any) -> str | None:
-    """Return the name of a defaultdict's factory, None if it is not in the table; empty for what has no factory."""
+    """Return the name of a defaultdict's factory: None if it cannot be stored, empty if there is no factory."""
     factory = getattr(value, "default_factory", None)
     if factory is None:
         return ""
@@ -115,7 +115,7 @@ def _factory_name(value: Any) -> str | None:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.itemsize <= _LARGEST_NUMBER
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.dtype.itemsize <= _MAX_NUMBER_BYTES
 
 
 def _as_tensor(array: np.ndarray) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _as_tensor(array: np.ndarray) -> torch.Tensor:
 
 
 def _codec(tensors: list[torch.Tensor]) -> JsonCodec:
-    """Return the codec of a checkpoint's values whose tensors are in `tensors`."""
+    """Return the codec for values whose tensors are in `tensors`."""
 
     def index_of(tensor: torch.Tensor) -> dict[str, int]:
         tensors.append(tensor)
@@ -168,7 +168,7 @@ def _write_mapping(value: Any, where: str, encode: Encode) -> dict[str, Any]:
 
 
 def _read_mapping(fields: dict[str, Any], decode: Decode) -> Any:
-    kind = {known.__name__: known for known in _KEPT_MAPPINGS}[fields["kind"]]
+    kind = {mapping.__name__: mapping for mapping in _KEPT_MAPPINGS}[fields["kind"]]
     made: Any = kind() if fields["factory"] is None else collections.defaultdict(_FACTORIES[fields["factory"]])
     made.update(_read_dict(fields, decode))
     return made
@@ -231,4 +231,4 @@ _TYPES = (
         lambda fields, decode: argparse.Namespace(**decode(fields["value"])),
     ),
 )
-"""Types of a checkpoint's values besides JSON's own and tensors."""
+"""Types of values that can be stored, besides the types of JSON and tensors."""

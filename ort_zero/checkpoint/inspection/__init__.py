@@ -1,1 +1,1 @@
-"""Verifies, lists and compares checkpoints."""
+"""Verify, list and compare checkpoints."""

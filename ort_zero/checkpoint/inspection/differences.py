@@ -1,4 +1,4 @@
-"""Compares the tensors of two checkpoints or models, a few chunks in memory at a time, whoever wrote them."""
+"""Compare the tensors of two checkpoints or models of any format, with a few chunks in memory at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from ort_zero.checkpoint.aggregation import safetensors_files
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.files.storage import Folder, open_folder
-from ort_zero.checkpoint.finding import open_found
+from ort_zero.checkpoint.finding import find_source
 from ort_zero.checkpoint.format import manifest
 from ort_zero.checkpoint.opening import format_in
 from ort_zero.checkpoint.reads.reading import ReadRequest, read_range
@@ -30,7 +30,7 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """One tensor that both sides have, and in which they differ."""
+    """One tensor that both sides have, with another dtype, shape or values."""
 
     name: str
     """Name of the parameter or buffer; of optimizer state ``exp_avg/<parameter>``."""
@@ -43,49 +43,49 @@ class TensorDifference:
     different: int | None
     """Number of elements with different values; None if the shapes differ, then no value is compared."""
     max_absolute: float | None
-    """The largest ``|a - b|``; inf where one of them alone is not finite."""
+    """The largest ``|a - b|``; inf where only one of both values is finite."""
     max_relative: float | None
     """The largest ``|a - b| / max(|a|, |b|)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport:
-    """The report of :func:`diff`."""
+    """The result of :func:`diff`."""
 
     a: str
-    """Folder, file or URL."""
+    """Folder, file or URL of the first side."""
     b: str
     format_a: str
-    """Who wrote it: "ort_zero", "deepspeed", or "safetensors" for a model."""
+    """Format: "ort_zero", "deepspeed", or "safetensors" for a model."""
     format_b: str
     compared: int
-    """Number of tensors that both have."""
+    """Number of tensors that both sides have."""
     different: tuple[TensorDifference, ...]
     only_a: tuple[str, ...]
     """Names of the tensors that only A has."""
     only_b: tuple[str, ...]
     notes: tuple[str, ...]
-    """Remarks on what was not compared, one sentence each."""
+    """Remarks, one sentence each, such as on tensors that were not compared."""
     bytes: int
     """Number of bytes that were read."""
     seconds: float
 
     @property
     def same(self) -> bool:
-        """True if both have the same tensors with the same dtypes, shapes and values."""
+        """True if both sides have the same tensors with the same dtypes, shapes and values."""
         return not (self.different or self.only_a or self.only_b)
 
 
 @dataclass
 class _Values:
-    """What is found in one pair of tensors, chunk after chunk."""
+    """The differences between the values of two tensors, summed up chunk by chunk."""
 
     different: int = 0
     absolute: float = 0.0
     relative: float = 0.0
 
     def add(self, a: torch.Tensor, b: torch.Tensor, atol: float, rtol: float) -> None:
-        """Take two equally long ranges of elements."""
+        """Add the differences between two ranges of elements of equal length."""
         if a.dtype is b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
             return
         unlike = _differing(a, b)
@@ -108,7 +108,7 @@ class _Values:
 
 @dataclass
 class _Side:
-    """One of the two that are compared."""
+    """One of the two checkpoints or models that are compared."""
 
     source: Source
     folder: Folder
@@ -117,7 +117,7 @@ class _Side:
 
     @classmethod
     def of(cls, source: Source, with_optimizer: bool) -> _Side:
-        """Return a side with its weights, and the optimizer's state if that is compared."""
+        """Return the side of `source` with its weights, and its optimizer state if `with_optimizer`."""
         stored = source.weights()
         if with_optimizer:
             stored |= {f"{t.kind}/{t.name}": t for t in source.tensors if t.is_optimizer_state}
@@ -126,7 +126,7 @@ class _Side:
         return cls(source, folder, stored, dict(source.aliases))
 
     def resolved(self, name: str) -> str:
-        """Return the name under which the values of `name` are stored here, which may be that of a tied parameter."""
+        """Return the name under which the values of `name` are stored: another name if the parameter is tied."""
         return self.aliases.get(name, name)
 
 
@@ -146,43 +146,43 @@ def diff(
     """Return the tensors in which two checkpoints or models differ. Nothing is written.
 
     Args:
-        a: folder or fsspec URL: a checkpoint of ours or DeepSpeed's, a folder of several, a folder of safetensors, or
-            the path of one such file.
-        b: likewise.
-        tag_a: which checkpoint of several.
-        tag_b: likewise.
+        a: folder or fsspec URL of a checkpoint of ort_zero or DeepSpeed, of several checkpoints, or of safetensors
+            files, or the path of one such file.
+        b: the other side, likewise.
+        tag_a: tag of the checkpoint if `a` holds several.
+        tag_b: tag of the checkpoint if `b` holds several.
         what: "weights" (masters where there are any, and buffers), or "weights+optimizer"; None compares the
-            optimizer's state where both hold any.
+            optimizer's state if both sides have one.
         atol: absolute distance up to which two values are the same.
-        rtol: distance relative to the value in `b` that is added to it.
-        trust_pickle: unpickle whatever DeepSpeed's files hold.
+        rtol: distance relative to the value in `b`, which is added to `atol`.
+        trust_pickle: unpickle any object in DeepSpeed's files, which may run code.
         tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
         progress: show a bar, if stderr is a terminal.
 
     Raises:
-        CheckpointError: one of them cannot be read, or holds no optimizer state although it is wanted.
+        CheckpointError: a side cannot be read, or has no optimizer state although `what` asks for it.
         CorruptCheckpointError: files are missing or damaged.
     """
     if what is not None and what not in WHAT:
         raise CheckpointError(f"what is {what!r}, choose from {', '.join(WHAT)}")
     started = time.perf_counter()
     sources = [open_any(os.fspath(path), tag, trust_pickle, tp_split) for path, tag in ((a, tag_a), (b, tag_b))]
-    holding = [source for source in sources if any(t.is_optimizer_state for t in source.tensors)]
+    with_states = [source for source in sources if any(t.is_optimizer_state for t in source.tensors)]
     notes = [masked(note) for source in sources for note in source.notes]
-    if what == "weights+optimizer" and len(holding) < 2:
-        without = next(source for source in sources if source not in holding)
+    if what == "weights+optimizer" and len(with_states) < 2:
+        without = next(source for source in sources if source not in with_states)
         raise CheckpointError(f"{without.root} holds no optimizer state")
-    if what is None and len(holding) == 1:
-        notes.append(f"only {masked(holding[0].root)} holds optimizer state, which is not compared")
-    one, other = (_Side.of(source, what != "weights" and len(holding) == 2) for source in sources)
+    if what is None and len(with_states) == 1:
+        notes.append(f"only {masked(with_states[0].root)} holds optimizer state, which is not compared")
+    one, other = (_Side.of(source, what != "weights" and len(with_states) == 2) for source in sources)
     pairs, only_a, only_b = _matched(one, other)
     total = sum(x.nbytes + y.nbytes for _, x, y in pairs if x.shape == y.shape)
     different = []
     with bar(total, "diff", shown=progress) as shown:
         for name, x, y in pairs:
-            found = _compare(name, (one.folder, x), (other.folder, y), atol, rtol, shown.update)
-            if found is not None:
-                different.append(found)
+            difference = _compare(name, (one.folder, x), (other.folder, y), atol, rtol, shown.update)
+            if difference is not None:
+                different.append(difference)
     return DiffReport(
         a=masked(sources[0].root),
         b=masked(sources[1].root),
@@ -199,18 +199,18 @@ def diff(
 
 
 def open_any(path: str, tag: str | None = None, trust_pickle: bool = False, tp_split: Sequence[str] = ()) -> Source:
-    """Return the checkpoint or the model of safetensors at `path`.
+    """Return the checkpoint, or the model in safetensors files, at `path`.
 
-    A folder that holds both, as the Trainer's ``checkpoint-N`` does, stands for its checkpoint.
+    From a folder with both, such as the Trainer's ``checkpoint-N``, the checkpoint is returned.
 
     Args:
         path: folder, file of safetensors, or fsspec URL.
-        tag: which checkpoint of several.
-        trust_pickle: unpickle whatever DeepSpeed's files hold.
+        tag: tag of the checkpoint if `path` holds several.
+        trust_pickle: unpickle any object in DeepSpeed's files, which may run code.
         tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
 
     Raises:
-        CheckpointError: neither is there, or it cannot be read.
+        CheckpointError: there is neither a checkpoint nor a model, or it cannot be read.
         CorruptCheckpointError: files are missing or damaged.
     """
     if tag is None:
@@ -220,11 +220,11 @@ def open_any(path: str, tag: str | None = None, trust_pickle: bool = False, tp_s
             is_model = safetensors_files.are_in(folder)
         if is_model:
             return safetensors_files.open_safetensors(path)
-    return open_found(path, tag, trust_pickle, tp_split)
+    return find_source(path, tag, trust_pickle, tp_split)
 
 
 def _matched(one: _Side, other: _Side) -> tuple[list[tuple[str, Tensor, Tensor]], list[str], list[str]]:
-    """Return the pairs of tensors of one name, and the names that only one side has.
+    """Return the pairs of tensors with the same name, and the names that only one side has.
 
     Tied parameters are compared once, whichever of their names is stored.
     """
@@ -238,7 +238,7 @@ def _matched(one: _Side, other: _Side) -> tuple[list[tuple[str, Tensor, Tensor]]
             only[0].append(name)
         elif name in other.tensors:
             only[1].append(name)
-        # else a tied name that the other side does not note: its values are compared under the stored one
+        # else a tied name of one side alone, whose values are compared under the stored name
     matched = {a for a, _ in pairs}, {b for _, b in pairs}
     only_a, only_b = ([n for n in names if n not in seen] for names, seen in zip(only, matched))
     return list(pairs.values()), only_a, only_b
@@ -252,7 +252,7 @@ def _compare(
     rtol: float,
     advance: Callable[[int], object],
 ) -> TensorDifference | None:
-    """Return the difference of one pair, None if there is none."""
+    """Return the difference between two tensors, None if they are the same."""
     x, y = a[1], b[1]
     values = None
     if x.shape == y.shape:
@@ -276,7 +276,7 @@ def _compare(
 
 
 def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return where the values differ: two NaN are alike, whole numbers are compared exactly."""
+    """Return a mask of the values that differ: two NaN are the same, whole numbers are compared exactly."""
     if a.dtype is not b.dtype:
         a, b = a.double(), b.double()
     else:
@@ -288,12 +288,12 @@ def _differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _selectable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the same values that can be compared and indexed: 8-bit floats cannot on older torch."""
+    """Return the values in a dtype that can be compared and indexed: older torch cannot do so with 8-bit floats."""
     return tensor.float() if tensor.element_size() == 1 and tensor.is_floating_point() else tensor
 
 
 def _chunks(folder: Folder, tensor: Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor in row-major order, a chunk at a time; a strided one is read whole."""
+    """Yield the elements of a tensor in row-major order in chunks; a strided tensor is read whole."""
     dtype = dtypes.torch_dtype(tensor.dtype)
     if tensor.strides is not None and tensor.elements:
         (piece,) = tensor.pieces

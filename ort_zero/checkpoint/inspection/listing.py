@@ -1,4 +1,4 @@
-"""Lists the checkpoints in a folder of runs: what each is, how large, how old, and whether it is whole."""
+"""List the checkpoints in a folder of runs: format, size, age, and whether each checkpoint is whole."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ class ListedCheckpoint:
     """One checkpoint in a folder of checkpoints."""
 
     tag: str
-    """Path of its folder from the one that was listed."""
+    """Path of the checkpoint's folder, relative to the folder that was listed."""
     root: str
-    """Its folder or URL."""
+    """Folder or URL of the checkpoint."""
     format: str | None
-    """Who wrote it: "ort_zero" or "deepspeed"; None if a save was interrupted."""
+    """Format: "ort_zero" or "deepspeed"; None if a save was interrupted."""
     latest: bool
-    """True if the file ``latest`` beside it names it."""
+    """True if the file ``latest`` in the folder above names this checkpoint."""
     step: int | None
-    """Global steps of the engine, None if the checkpoint cannot be opened or does not tell."""
+    """Global steps of the engine; None if the checkpoint cannot be opened or does not tell."""
     zero_stage: int | None
     world_size: int | None
     bytes: int
-    """Size of all files in its folder."""
+    """Size of all files in the checkpoint's folder."""
     modified: float | None
-    """When its newest file was written, in seconds since 1970; None where the store does not tell."""
+    """Time at which the newest file was written, in seconds since 1970; None where the store does not tell."""
     age: float | None
-    """Seconds since then."""
+    """Seconds since `modified`."""
     whole: bool | None
     """True: all files are there, with their sizes, and belong together (``ort-zero verify`` reads their bytes too);
-    None: of a kind that cannot be read."""
+    None: a kind of checkpoint that ort_zero cannot read."""
     reason: str | None
-    """Why it is not whole."""
+    """Why `whole` is not True."""
 
 
 def list_checkpoints(
     path: str | os.PathLike, trust_pickle: bool = False, tp_split: Sequence[str] = ()
 ) -> tuple[ListedCheckpoint, ...]:
-    """Return the checkpoints in `path` and in the folders in it; no tensor is read.
+    """Return the checkpoints in `path` and in the folders below; no tensor is read.
 
     Args:
-        path: folder or fsspec URL: of runs, of one run, of checkpoints, or of one.
-        trust_pickle: unpickle whatever DeepSpeed's files hold.
+        path: folder or fsspec URL: of runs, of one run, of checkpoints, or of one checkpoint.
+        trust_pickle: unpickle any object in DeepSpeed's files, which may run code.
         tp_split: rules for how tensor-parallel ranks share tensors, as for ``aggregate``.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     folder = open_folder(path)
     now = time.time()
-    found = tuple(_listed(candidate, now, trust_pickle, tp_split) for candidate in checkpoints_below(folder))
-    if not found:
+    checkpoints = tuple(_listed(candidate, now, trust_pickle, tp_split) for candidate in checkpoints_below(folder))
+    if not checkpoints:
         missing = "does not exist or is empty" if not folder.names() else "holds no checkpoint, nor do folders in it"
         raise CheckpointError(f"{folder.path()} {missing}")
-    return found
+    return checkpoints
 
 
 def _listed(candidate: Candidate, now: float, trust_pickle: bool, tp_split: Sequence[str]) -> ListedCheckpoint:
@@ -88,7 +88,7 @@ def _listed(candidate: Candidate, now: float, trust_pickle: bool, tp_split: Sequ
 
 
 def _is_latest(folder: Folder) -> bool:
-    """Return True if the file ``latest`` in the folder above names this one."""
+    """Return True if the file ``latest`` in the folder above names `folder`."""
     above, _, name = (
         os.path.abspath(folder.url).rpartition("/") if "://" not in folder.url else folder.url.rpartition("/")
     )

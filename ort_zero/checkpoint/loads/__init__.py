@@ -1,1 +1,1 @@
-"""Loads a checkpoint into an engine or an optimizer."""
+"""Load a checkpoint into an engine or an optimizer."""

@@ -1,4 +1,4 @@
-"""Decides whether a checkpoint fits an engine, and which numbers and hyper-parameters its optimizer gets."""
+"""Check that a checkpoint fits an engine, and choose the numbers and hyper-parameters of its optimizer."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from typing import Any
 import torch
 
 from ort_zero import log
-from ort_zero.checkpoint.reads.shard_checks import MOST_STEPS
+from ort_zero.checkpoint.reads.shard_checks import MAX_STEPS
 from ort_zero.checkpoint.records import Source
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 """Maximum number of names that a message lists."""
 _EXTRA_STATE = "_extra_state"
 
 
 def refuse_misfit(state: EngineState, source: Source, strict: bool) -> None:
-    """Raise if names or shapes differ.
+    """Raise if names or shapes of tensors differ between the engine and the checkpoint.
 
     Raises:
-        CheckpointError: lists the first of each.
+        CheckpointError: names the first missing, unexpected and differing tensors.
     """
     stored = source.weights()
     names = {**{n: state.shape(n) for n in state.parameters}, **{n: tuple(b.shape) for n, b in state.buffers()}}
     resolved = {name: source.aliases.get(name, name) for name in names}
     optimized = state.optimized()
     missing = [n for n in names if resolved[n] not in stored and (n in optimized or n not in state.parameters)]
-    known = set(resolved.values())
-    unexpected = [n for n in stored if n not in known and n.rpartition(".")[2] != _EXTRA_STATE]
+    stored_names = set(resolved.values())
+    unexpected = [n for n in stored if n not in stored_names and n.rpartition(".")[2] != _EXTRA_STATE]
     wrong = [
         f"{n}: {list(stored[resolved[n]].shape)} stored, {list(shape)} in the model"
         for n, shape in names.items()
@@ -40,46 +40,46 @@ def refuse_misfit(state: EngineState, source: Source, strict: bool) -> None:
     ]
     problems = []
     if missing:
-        problems.append(f"the checkpoint lacks {shortened(missing, _MOST_NAMED)}")
+        problems.append(f"the checkpoint lacks {shortened(missing, _MAX_NAMED)}")
     if unexpected and strict:
-        problems.append(f"the model lacks {shortened(unexpected, _MOST_NAMED)} (load_module_strict=False ignores them)")
+        problems.append(f"the model lacks {shortened(unexpected, _MAX_NAMED)} (load_module_strict=False ignores them)")
     if wrong:
-        problems.append(f"shapes differ: {shortened(wrong, _MOST_NAMED)}")
+        problems.append(f"shapes differ: {shortened(wrong, _MAX_NAMED)}")
     if problems:
         raise CheckpointError(f"{source.root} does not fit the model: {'; '.join(problems)}")
     _warn_of_differences(state, source, resolved)
 
 
 def _warn_of_differences(state: EngineState, source: Source, resolved: dict[str, str]) -> None:
-    """Warn of what is loaded in another way than the names suggest.
+    """Warn of tensors that stay as they are, lose their tie, or lose their optimizer state.
 
     Args:
         state: state of the engine.
         source: the checkpoint.
-        resolved: the name under which each parameter and buffer is stored, by its own.
+        resolved: stored name of each parameter and buffer by its name in the model.
     """
     stored = source.weights()
-    absent = [name for name, known in resolved.items() if known not in stored]
+    absent = [name for name, stored_name in resolved.items() if stored_name not in stored]
     if absent:
         log.get_logger().warning(
             "%s lacks %s, which the optimizer does not train: they stay as they are",
             source.root,
-            shortened(absent, _MOST_NAMED),
+            shortened(absent, _MAX_NAMED),
         )
-    split = [f"{name} and {known}" for name, known in resolved.items() if name != known and known in state.parameters]
+    split = [f"{name} and {other}" for name, other in resolved.items() if name != other and other in state.parameters]
     if split:
         log.get_logger().warning(
-            "%s holds one tensor for %s, which the model does not tie: both get its values and go on apart",
+            "%s holds one tensor for %s, which the model does not tie: both get its values and are trained apart",
             source.root,
-            shortened(split, _MOST_NAMED),
+            shortened(split, _MAX_NAMED),
         )
     trained = state.optimized()
     thawed = [name for name in resolved if name in trained and resolved[name] in source.frozen]
     if thawed:
         log.get_logger().warning(
-            "%s was saved while %s was not trained: its state of the optimizer starts anew",
+            "%s was saved while %s was not trained: its optimizer state starts empty",
             source.root,
-            shortened(thawed, _MOST_NAMED),
+            shortened(thawed, _MAX_NAMED),
         )
 
 
@@ -88,25 +88,25 @@ def _warn_of_differences(state: EngineState, source: Source, resolved: dict[str,
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """The numbers and hyper-parameters that the engine's optimizer gets; decided before anything is changed."""
+    """The numbers and hyper-parameters for the engine's optimizer, chosen before the engine changes."""
 
     numbers: list[dict[str, float]] = field(default_factory=list)
-    """One value by key, such as ``step``, for each of the engine's flat buffers."""
+    """Numbers by key, such as ``step``, of each flat buffer of the engine."""
     options: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Hyper-parameters by the index of the parameter group."""
 
 
 def optimizer_settings(state: EngineState, source: Source, full: bool) -> OptimizerSettings:
-    """Return what a checkpoint says of the optimizer besides its tensors.
+    """Return the optimizer's numbers and hyper-parameters in a checkpoint.
 
     Args:
         state: state of the engine.
         source: the checkpoint.
-        full: False for settings that change nothing.
+        full: False for empty settings, which change nothing.
 
     Raises:
         CheckpointError: a number differs between parameters that share a flat buffer.
-        CorruptCheckpointError: a number or hyper-parameter that no optimizer can have.
+        CorruptCheckpointError: a number or hyper-parameter has a value that no optimizer can have.
     """
     optimizer = source.optimizer
     settings = OptimizerSettings()
@@ -114,19 +114,19 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
         return settings
     for flat in state.flats():
         numbers = {}
-        alone = state.name_of_key(flat)
-        names = [source.aliases.get(n, n) for n in ([alone] if alone else (s.name for s in flat.spans))]
+        parameter = state.name_of_key(flat)
+        names = [source.aliases.get(n, n) for n in ([parameter] if parameter else (s.name for s in flat.spans))]
         for key, by_name in optimizer.scalars.items():
-            found = {by_name[name] for name in names if name in by_name}
-            if not found and not alone:
-                found = set(by_name.values())  # a rank whose buffer is all padding steps along with the others
-            if len(found) > 1:
+            values = {by_name[name] for name in names if name in by_name}
+            if not values and not parameter:
+                values = set(by_name.values())  # a buffer of padding alone counts the same steps as the others
+            if len(values) > 1:
                 raise CheckpointError(
-                    f"{key} differs between the parameters of one group ({sorted(found)[:3]}): they cannot share a "
+                    f"{key} differs between the parameters of one group ({sorted(values)[:3]}): they cannot share a "
                     "flat buffer; load with load_optimizer_states=False"
                 )
-            for value in found:
-                if not abs(value) < MOST_STEPS:
+            for value in values:
+                if not abs(value) < MAX_STEPS:
                     raise CorruptCheckpointError(f"{source.root}: {key} of the optimizer cannot be {value}")
                 numbers[key] = value
         settings.numbers.append(numbers)
@@ -136,7 +136,8 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
         match = next((options for group, options in stored if group == wanted), None)
         if match is None:
             log.get_logger().warning(
-                "parameter group %d is not one of the checkpoint's; its hyper-parameters stay as configured", index
+                "the checkpoint has no group of the parameters of group %d, whose hyper-parameters stay as configured",
+                index,
             )
             continue
         for key, value in match.items():
@@ -155,7 +156,7 @@ def _is_number(value: Any) -> bool:
 
 
 def restore_numbers(state: EngineState, settings: OptimizerSettings) -> None:
-    """Put the numbers per parameter (``step``) into the optimizer's state."""
+    """Set the numbers per parameter (``step``) in the optimizer's state."""
     kinds = type(state.base_optimizer()).__mro__
     as_tensor = any(kind.__module__.startswith("torch.") and kind is not torch.optim.Optimizer for kind in kinds)
     for flat, numbers in zip(state.flats(), settings.numbers):
@@ -165,7 +166,7 @@ def restore_numbers(state: EngineState, settings: OptimizerSettings) -> None:
 
 
 def _set_number(live: dict[str, Any], key: str, value: float, as_tensor: bool) -> None:
-    """Set a number of the optimizer's state in the form that the optimizer keeps it."""
+    """Set a number in the optimizer's state in the form that the optimizer uses: tensor, int or float."""
     old = live.get(key)
     if torch.is_tensor(old):
         old.fill_(value)

@@ -1,7 +1,7 @@
-"""Loads a checkpoint of ours or DeepSpeed's into an engine of another world size, ZeRO stage or precision.
+"""Load a checkpoint of ort_zero or DeepSpeed into an engine of any world size, ZeRO stage or precision.
 
-What a rank needs is read once, checked on the way, into memory beside the engine; the engine changes when all ranks
-have everything and nothing is wrong with it.
+Each rank reads the bytes that it needs once, into memory beside the engine, and checks them. The engine changes only
+after all ranks have read and checked everything.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ort_zero.checkpoint.saves import saving
 from ort_zero.checkpoint.saves.staged_state import StagedState
 from ort_zero.compat.deepspeed_accumulation import drop_accumulated_gradients, micro_steps_since_step
 from ort_zero.compat.deepspeed_state import EngineState
-from ort_zero.distributed.process_group import RankGroup
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 
-_WHAT = "loading the checkpoint"
+_ACTION = "loading the checkpoint"
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """Engine or checkpoint are of a kind that ort_zero does not load; DeepSpeed's own loader may. Raised on all ranks.
+    """An engine or checkpoint of a kind that ort_zero cannot load, but perhaps DeepSpeed. Raised on all ranks.
 
     Attributes:
         source: the checkpoint, None if it could not be opened.
@@ -56,30 +56,30 @@ def load(
     trust_pickle: bool = False,
     tp_split: Sequence[str] = (),
 ) -> tuple[str, dict[str, Any]]:
-    """Put a checkpoint of ours or of DeepSpeed's into `engine`. All ranks must call.
+    """Load a checkpoint of ort_zero or of DeepSpeed into `engine`. All ranks must call.
 
-    The precision may differ: masters are filled from the most precise values that are stored, and the module's weights
-    follow from them by a cast.
+    The precision may differ: masters are filled from the most precise stored values, and the module's weights are
+    cast from the masters.
 
     Args:
         engine: a DeepSpeed engine, ZeRO-0 to 3, of any world size.
-        path: folder or URL that holds checkpoints, or one of them.
-        tag: which; default the one that ``latest`` names.
-        strict: refuse a checkpoint with parameters or buffers that the model lacks. What the model has and the
-            checkpoint lacks is refused in any case, but for frozen parameters that were left out on purpose.
-        load_optimizer_states: moments, hyper-parameters and loss scale too.
-        load_lr_scheduler_states: the scheduler's state too.
-        load_module_only: weights and buffers, nothing else.
-        trust_pickle: unpickle whatever DeepSpeed's files hold. Only for files that you trust as you trust a program.
+        path: folder or URL of one checkpoint, or of several.
+        tag: tag of the checkpoint; default: the tag that ``latest`` names.
+        strict: refuse a checkpoint with parameters or buffers that the model lacks. A checkpoint without a parameter or
+            buffer of the model is always refused, unless the parameter is frozen.
+        load_optimizer_states: load moments, hyper-parameters and loss scale too.
+        load_lr_scheduler_states: load the scheduler's state too.
+        load_module_only: load weights and buffers, nothing else.
+        trust_pickle: unpickle any object in DeepSpeed's files, which may run code: only for files that you trust.
         tp_split: rules for how DeepSpeed's tensor-parallel ranks share tensors, as for ``aggregate``.
 
     Returns:
-        The path of the checkpoint, and the ``client_state`` that it was saved with.
+        The path of the checkpoint, and its ``client_state``.
 
     Raises:
-        CheckpointError: none there, or it does not fit the model; the engine is unchanged.
-        CorruptCheckpointError: bytes are missing or changed, with the file's name; the engine is unchanged.
-        RankError: it failed on another rank.
+        CheckpointError: there is no checkpoint, or it does not fit the model; the engine is unchanged.
+        CorruptCheckpointError: bytes of the named file are missing or changed; the engine is unchanged.
+        RankError: loading failed on another rank.
     """
     saving.wait(engine)
     ranks = saving.all_ranks()
@@ -91,7 +91,7 @@ def load(
             f"{source.root} is of a run without ZeRO, whose optimizer state ort_zero does not read", source
         )
     saved = _read_training_state(folder, source, trust_pickle, ranks)
-    with ranks.raise_on_all(_WHAT):
+    with ranks.raise_on_all(_ACTION):
         refuse_misfit(state, source, strict)
         check_counters(saved.counters, state, folder.path())
         if full:
@@ -106,7 +106,7 @@ def load(
     in_accumulation = micro_steps_since_step(engine) > 0
     restoration = Restoration(state)
     try:
-        with ranks.raise_on_all(_WHAT):
+        with ranks.raise_on_all(_ACTION):
             restoration.apply(
                 saved,
                 source.world_size,
@@ -119,11 +119,11 @@ def load(
         restoration.undo()
         raise
     with saving.settled(state):
-        with ranks.raise_on_all(_WHAT):
+        with ranks.raise_on_all(_ACTION):
             staged.put()
             restore_numbers(state, settings)
             if in_accumulation:
-                drop_accumulated_gradients(engine)  # they are those of other weights
+                drop_accumulated_gradients(engine)  # gradients of the weights before the load
         state.loaded()
     if ranks.rank == 0:
         for note in source.notes:
@@ -134,53 +134,53 @@ def load(
 def _open(
     engine: Any, path: str, tag: str | None, trust_pickle: bool, tp_split: Sequence[str], ranks: RankGroup
 ) -> tuple[EngineState, Source]:
-    """Return the engine's state, and the checkpoint as rank 0 sees it.
+    """Return the state of `engine`, and the checkpoint that `path` and `tag` lead to.
 
     Raises:
-        UnreadableCheckpointError: one of them is of a kind that is not known, on all ranks.
+        UnreadableCheckpointError: the engine or the checkpoint is of an unknown kind; raised on all ranks.
         CorruptCheckpointError: files are missing, damaged, or do not belong together.
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     state: Any = None
-    found: Any = None
+    source: Any = None
     text = ""
-    with ranks.raise_on_all(_WHAT):
+    with ranks.raise_on_all(_ACTION):
         try:
             state = EngineState(engine)
         except CheckpointError as error:
             text = str(error)
     texts = [other for other in ranks.gather(text) if other]
-    with ranks.raise_on_all(_WHAT):
+    with ranks.raise_on_all(_ACTION):
         folder = manifest.locate(path, tag)
-        format_of_it = format_in(folder)
-        if format_of_it is None:
+        format_name = format_in(folder)
+        if format_name is None:
             raise no_checkpoint(folder)
-        if not texts and (ranks.rank == 0 or format_of_it == "ort_zero"):
+        if not texts and (ranks.rank == 0 or format_name == "ort_zero"):
             try:
-                found = open_checkpoint(folder.url, None, trust_pickle, tp_split)
+                source = open_checkpoint(folder.url, None, trust_pickle, tp_split)
             except CorruptCheckpointError:
                 raise
             except CheckpointError as error:
-                if format_of_it == "ort_zero":
+                if format_name == "ort_zero":
                     raise
                 text = str(error)
     texts = [other for other in ranks.gather(text) if other]
     if texts:
         raise UnreadableCheckpointError(texts[0])
-    # DeepSpeed's files of all ranks are opened by one; the manifest of ours is one file
-    return state, found if format_of_it == "ort_zero" else ranks.broadcast(found)
+    # every rank reads ort_zero's manifest, which is one file; DeepSpeed's many files are opened by rank 0 alone
+    return state, source if format_name == "ort_zero" else ranks.broadcast(source)
 
 
 def _read_training_state(folder: Folder, source: Source, trust_pickle: bool, ranks: RankGroup) -> TrainingState:
-    """Return what this rank saved beside its tensors.
+    """Return the training state that this rank saved beside its tensors.
 
     Raises:
-        UnreadableCheckpointError: a value of DeepSpeed's files is of a class that is not read, on any rank.
-        CorruptCheckpointError: it is missing or changed.
+        UnreadableCheckpointError: a DeepSpeed file of any rank holds an object of a class that is not read.
+        CorruptCheckpointError: the file is missing or changed.
     """
     saved: Any = None
     text = ""
-    with ranks.raise_on_all(_WHAT):
+    with ranks.raise_on_all(_ACTION):
         if source.format == "ort_zero":
             saved = read_training_state(folder, source, ranks.rank)
         else:
@@ -200,31 +200,31 @@ def _read_training_state(folder: Folder, source: Source, trust_pickle: bool, ran
 
 
 def format_of(path: str, tag: str | None) -> str | None:
-    """Return who wrote the checkpoint that `path` (and `tag`, or ``latest``) leads to. All ranks must call.
+    """Return the format of the checkpoint that `path` and `tag` (or ``latest``) lead to. All ranks must call.
 
     Returns:
-        "ort_zero" or "deepspeed"; None for a folder that is missing or holds no checkpoint of either.
+        "ort_zero" or "deepspeed"; None for a folder that is missing or has no checkpoint of either format.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is meant: ``latest`` is missing or names none, the tag is not
-            there, or a save was interrupted; or the ranks see different files.
-        RankError: that holds on another rank only.
+        CheckpointError: there are checkpoints, but ``latest`` is missing or names none of them, or `tag` is not there;
+            a save was interrupted; or the ranks see different files.
+        RankError: one of these errors on another rank only.
     """
     ranks = saving.all_ranks()
     with ranks.raise_on_all("looking for the checkpoint", everywhere=CheckpointError):
-        found = _format_here(path, tag)
-    others = ranks.gather(found)
-    if others != [others[0]] * len(others):
-        seen = ", ".join(f"rank {rank}: {other or 'nothing'}" for rank, other in enumerate(others))
+        format_name = _format_here(path, tag)
+    formats = ranks.gather(format_name)
+    if formats != [formats[0]] * len(formats):
+        seen = ", ".join(f"rank {rank}: {other or 'nothing'}" for rank, other in enumerate(formats))
         raise CheckpointError(
             f"the ranks do not see the same checkpoint in {open_folder(path).path()} ({seen}); put it where all of "
             "them can read it"
         )
-    return found
+    return format_name
 
 
 def _format_here(path: str, tag: str | None) -> str | None:
-    """Return :func:`format_of` as this rank sees it."""
+    """Return the result of :func:`format_of` on this rank alone."""
     folder = open_folder(path)
     try:
         located = manifest.locate(path, tag)
@@ -232,7 +232,7 @@ def _format_here(path: str, tag: str | None) -> str | None:
         if not any(format_in(folder.child(name)) for name in folder.names()):
             return format_in(folder)
         raise
-    found = format_in(located)
-    if found is None:
+    format_name = format_in(located)
+    if format_name is None:
         raise no_checkpoint(located)
-    return found
+    return format_name

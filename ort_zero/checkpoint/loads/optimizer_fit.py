@@ -1,4 +1,4 @@
-"""Decides whether the optimizer's state and the scheduler's in a checkpoint can go on in an engine."""
+"""Check that an engine can continue with the optimizer state and the scheduler state of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ort_zero.errors import CheckpointError
 
 _STEP = "step"
 _VARIANT = re.compile(r"^(mu(?=adam|sgd))?(deepspeed)?(cpu|fused|torch)?")
-"""Matches what tells implementations of one optimizer apart at the beginning of their names in lower case."""
+"""Matches a prefix of a class name in lower case that tells implementations of one optimizer apart."""
 
 
 def refuse_other_optimizer(state: EngineState, source: Source, saved: TrainingState) -> None:
-    """Raise if the engine's optimizer cannot go on from the checkpoint's states; warn of another class with the same.
+    """Raise if the engine's optimizer has other states than the checkpoint's; warn if only the class differs.
 
     Args:
         state: state of the engine.
         source: the checkpoint.
-        saved: what it holds besides; its counters are right.
+        saved: training state of the checkpoint, with checked counters.
 
     Raises:
         CheckpointError: the checkpoint's optimizer has other states than the engine's.
@@ -36,22 +36,22 @@ def refuse_other_optimizer(state: EngineState, source: Source, saved: TrainingSt
     numbers = set(source.optimizer.scalars) if source.optimizer is not None else set()
     steps = saved.counters.get("global_steps", 0) - saved.counters.get("skipped_steps", 0)
     if source.optimizer is not None and not stored and not steps:
-        return  # saved before the first step that was not skipped, which makes the states
+        return  # saved before the first step (skipped steps do not count), so there are no states yet
     live = _live_states(state)
     way_out = "load it with load_optimizer_states=False to take the weights only"
     if source.optimizer is None or (not stored and (live is None or live.elementwise)):
         raise CheckpointError(f"{source.root} holds no optimizer state; {way_out}")
     if live is not None:
-        lacking = live.numbers - numbers - stored - {_STEP}  # what has one element has states with one
+        lacking = live.numbers - numbers - stored - {_STEP}  # states of a parameter with one element count as numbers
         if live.elementwise != stored or lacking:
             raise CheckpointError(
                 f"{source.root} holds the optimizer states {sorted(stored | numbers)} of "
                 f"{source.optimizer.class_name}, the engine's {engine_class} has "
                 f"{sorted(live.elementwise | live.numbers)}; use the same optimizer, or {way_out}"
             )
-    if _other_name(source.optimizer.class_name, engine_class):
+    if _is_other_optimizer(source.optimizer.class_name, engine_class):
         log.get_logger().warning(
-            "%s was saved with the optimizer %s, whose states %s goes on with",
+            "%s was saved with the optimizer %s, whose states %s continues with",
             source.root,
             source.optimizer.class_name,
             engine_class,
@@ -59,20 +59,20 @@ def refuse_other_optimizer(state: EngineState, source: Source, saved: TrainingSt
 
 
 def _live_states(state: EngineState) -> OptimizerStates | None:
-    """Return the states of the engine's optimizer, or those that it will have; None if nobody knows."""
-    found = OptimizerStates(set(), set())
+    """Return the states that the engine's optimizer has or will have; None if they cannot be determined."""
+    states = OptimizerStates(set(), set())
     for flat in state.flats():
         elementwise = state.elementwise(flat)
-        found.elementwise.update(elementwise)
-        found.numbers.update(state.known_state_of(flat).keys() - elementwise.keys())
-    if found.elementwise or found.numbers:
-        return found
+        states.elementwise.update(elementwise)
+        states.numbers.update(state.existing_state_of(flat).keys() - elementwise.keys())
+    if states.elementwise or states.numbers:
+        return states
     device = next((flat.key.device for flat in state.flats()), None)
     return None if device is None else states_after_a_step(state.base_optimizer(), device)
 
 
-def _other_name(stored: str | None, name: str) -> bool:
-    """Return True if two names of classes are not those of implementations of one optimizer."""
+def _is_other_optimizer(stored: str | None, name: str) -> bool:
+    """Return True if two class names belong to different optimizers, not to implementations of one optimizer."""
     if stored in (None, "unknown"):
         return False
 
@@ -83,15 +83,15 @@ def _other_name(stored: str | None, name: str) -> bool:
 
 
 def refuse_other_scheduler(state: EngineState, saved: TrainingState, root: str) -> None:
-    """Raise if the engine's scheduler is of another class than the one whose state was saved; warn if there is none.
+    """Raise if the engine's scheduler cannot load the saved scheduler state; warn if the classes differ.
 
     Args:
         state: state of the engine.
-        saved: what was read.
+        saved: training state of the checkpoint.
         root: folder or URL of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: the states of the two classes are not of the same kind.
+        CheckpointError: the classes differ, and their states have different keys.
     """
     scheduler, stored = state.engine.lr_scheduler, saved.lr_scheduler
     stored_class = saved.lr_scheduler_class
@@ -115,7 +115,7 @@ def refuse_other_scheduler(state: EngineState, saved: TrainingState, root: str) 
             "load_lr_scheduler_states=False to start it anew"
         )
     log.get_logger().warning(
-        "%s was saved with the scheduler %s, whose state %s goes on with", root, stored_class, name
+        "%s was saved with the scheduler %s, whose state %s continues with", root, stored_class, name
     )
 
 

@@ -1,4 +1,4 @@
-"""Puts an aggregated optimizer state into an optimizer of torch, by parameter name."""
+"""Load an aggregated optimizer state into an optimizer of torch, by parameter name."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ort_zero.checkpoint.aggregation.aggregation_plan import OPTIMIZER_FORMAT, O
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import CHUNK, Folder, LocalFolder, open_folder
-from ort_zero.checkpoint.records import MOST_NAMED
+from ort_zero.checkpoint.records import MAX_NAMED
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
 
-_OF_THE_RUN = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Keys of a parameter group that say how this process computes the step, not what the step is."""
+_KEYS_OF_THE_PROCESS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+"""Keys of a parameter group that choose how this process computes a step, not the result of the step."""
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLike, model: torch.nn.Module) -> None:
     """Fill `optimizer` with the state that ``aggregate(..., what="weights+optimizer")`` wrote.
 
     State goes to parameters by their names in `model`, tied names included. The hyper-parameters of a parameter group
-    are restored if all its parameters had the same. Moments take the dtype and device of their parameter, as with
-    ``optimizer.load_state_dict``.
+    are restored if they were the same for all its parameters. Moments take the dtype and device of their parameter, as
+    with ``optimizer.load_state_dict``.
 
     Args:
         optimizer: any optimizer of torch whose state per parameter has the parameter's shape, such as ``AdamW``.
@@ -36,7 +36,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, path: str | os.PathLi
         model: the module whose parameters `optimizer` holds.
 
     Raises:
-        CheckpointError: parameters are missing, unexpected, or of another shape; `optimizer` is as it was.
+        CheckpointError: parameters are missing, unexpected, or of another shape; `optimizer` is unchanged.
         CorruptCheckpointError: the files are damaged.
     """
     folder = open_folder(path)
@@ -63,20 +63,20 @@ def _read_json(folder: Folder) -> dict[str, Any]:
 
 
 class _Stored:
-    """The tensors of the state, read when asked for.
+    """The tensors of the stored optimizer state, each read on request.
 
     Args:
-        folder: where the files are.
-        stack: closes them.
-        source: from which checkpoint ``optimizer.json`` is; None in files of earlier versions.
+        folder: folder of the files.
+        stack: closes the files.
+        source: the checkpoint from which ``optimizer.json`` was made; None in files of earlier versions.
 
     Raises:
-        CorruptCheckpointError: a file is missing, damaged, or of another checkpoint: writing was interrupted.
+        CorruptCheckpointError: a file is missing, damaged, or of another checkpoint since writing was interrupted.
     """
 
     def __init__(self, folder: Folder, stack: ExitStack, source: str | None):
         self._open: dict[str, Any] = {}
-        """Key in the file ("exp_avg/layer.weight") -> the file."""
+        """Open file by the key of a tensor in it ("exp_avg/layer.weight")."""
         for name in self._files(folder):
             if not folder.exists(name):
                 raise CorruptCheckpointError(f"{folder.path(name)} is missing")
@@ -94,8 +94,8 @@ class _Stored:
                 except SafetensorError:
                     continue  # the weights are not read here
 
-    def _refuse_other(self, folder: Folder, name: str, found: str | None, source: str | None) -> None:
-        if None not in (found, source) and found != source:
+    def _refuse_other(self, folder: Folder, name: str, file_source: str | None, source: str | None) -> None:
+        if None not in (file_source, source) and file_source != source:
             raise CorruptCheckpointError(
                 f"{folder.path(name)} and {OPTIMIZER_JSON} are of two checkpoints: writing was interrupted; aggregate "
                 "again"
@@ -116,11 +116,11 @@ class _Stored:
 
     def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """Return the shape of each (state, parameter)."""
-        found = {}
+        shapes = {}
         for key, file in self._open.items():
             state, _, name = key.partition("/")
-            found[state, name] = tuple(file.get_slice(key).get_shape())
-        return found
+            shapes[state, name] = tuple(file.get_slice(key).get_shape())
+        return shapes
 
     def get(self, state: str, name: str) -> torch.Tensor:
         """Return the tensor of one state of one parameter, read from its file now."""
@@ -128,7 +128,7 @@ class _Stored:
 
 
 def _local(folder: Folder, name: str, stack: ExitStack) -> str:
-    """Return the path of a file, of a copy if it is remote."""
+    """Return the path of a local file, or of a local copy of a remote file."""
     if isinstance(folder, LocalFolder):
         return folder.path(name)
     path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="ort_zero_")), name)
@@ -144,7 +144,7 @@ def _names(
     """Return all names of each parameter of the optimizer.
 
     Raises:
-        CheckpointError: a parameter is not of the model.
+        CheckpointError: a parameter of the optimizer is not in the model.
     """
     names: dict[torch.nn.Parameter, set[str]] = {p: set() for p in _parameters(optimizer)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -170,26 +170,26 @@ def _check(
     names: Mapping[torch.nn.Parameter, set[str]],
     folder: Folder,
 ) -> None:
-    """Raise CheckpointError that names what is missing, unexpected, or of another shape."""
-    known = {name for _, name in shapes}
-    known.update(name for values in about["scalars"].values() for name in values)
+    """Raise CheckpointError that names the missing and unexpected parameters and differing shapes."""
+    stored_names = {name for _, name in shapes}
+    stored_names.update(name for values in about["scalars"].values() for name in values)
     owners = {name: parameter for parameter, every in names.items() for name in every}
     grouped = {name for group in about["groups"] for name in group["names"]}
-    missing = [min(every) for p, every in names.items() if p.requires_grad and not every & (known | grouped)]
-    unexpected = sorted(known - set(owners))
+    missing = [min(every) for p, every in names.items() if p.requires_grad and not every & (stored_names | grouped)]
+    unexpected = sorted(stored_names - set(owners))
     wrong = [
         f"{state} of {name} has shape {list(shape)}, the parameter {list(owners[name].shape)}"
         for (state, name), shape in shapes.items()
         if name in owners and tuple(owners[name].shape) != shape
     ]
-    said = []
+    problems = []
     if missing:
-        said.append(f"no state for {shortened(sorted(missing), MOST_NAMED)}")
+        problems.append(f"no state for {shortened(sorted(missing), MAX_NAMED)}")
     if unexpected:
-        said.append(f"state for what the optimizer does not hold: {shortened(unexpected, MOST_NAMED)}")
-    said += wrong[:5]
-    if said:
-        raise CheckpointError(f"{folder.path()} does not fit the optimizer: {'; '.join(said)}")
+        problems.append(f"state for parameters that the optimizer lacks: {shortened(unexpected, MAX_NAMED)}")
+    problems += wrong[:5]
+    if problems:
+        raise CheckpointError(f"{folder.path()} does not fit the optimizer: {'; '.join(problems)}")
 
 
 def _state_dict(
@@ -198,7 +198,7 @@ def _state_dict(
     stored: _Stored,
     names: Mapping[torch.nn.Parameter, set[str]],
 ) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes, by the optimizer's own numbers."""
+    """Return the argument of ``optimizer.load_state_dict``, by the optimizer's numbers of the parameters."""
     value = optimizer.state_dict()
     numbers = {p: n for n, p in enumerate(_parameters(optimizer))}
     owners = {name: parameter for parameter, every in names.items() for name in every}
@@ -222,11 +222,11 @@ def _options(
     return next((options[name] for name in sorted(names[parameter]) if name in options), None)
 
 
-def _restored(old: Mapping[str, Any], had: list[Mapping[str, Any] | None]) -> dict[str, Any]:
-    if not had or had[0] is None or any(other != had[0] for other in had):
+def _restored(old: Mapping[str, Any], stored: list[Mapping[str, Any] | None]) -> dict[str, Any]:
+    if not stored or stored[0] is None or any(other != stored[0] for other in stored):
         return {}
     return {
         key: tuple(new) if isinstance(old[key], tuple) else new
-        for key, new in had[0].items()
-        if key in old and key not in _OF_THE_RUN
+        for key, new in stored[0].items()
+        if key in old and key not in _KEYS_OF_THE_PROCESS
     }

@@ -1,1 +1,1 @@
-"""What makes a folder of weights a model: names, adapters, configuration, code; which tensors are written."""
+"""Select the tensors of a model's folder and their names, and find the model's configuration and Python files."""

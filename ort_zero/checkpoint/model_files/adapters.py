@@ -1,8 +1,8 @@
-"""Takes PEFT's adapters out of a checkpoint, or decides how LoRA is merged into the base weights. Pure.
+"""Select the tensors of a PEFT adapter, or plan how LoRA is merged into the base weights. Opens no files.
 
-In the model that is trained a layer ``q`` with a LoRA adapter ``default`` is ``q.base_layer.weight``,
-``q.lora_A.default.weight`` and ``q.lora_B.default.weight``; all names begin with ``base_model.model.``. In PEFT's files
-the adapter's own name is left out.
+During training, a layer ``q`` with a LoRA adapter ``default`` has the parameters ``q.base_layer.weight``,
+``q.lora_A.default.weight`` and ``q.lora_B.default.weight``; all names begin with ``base_model.model.``. The names in
+PEFT's files do not contain the adapter's name.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _ADAPTER = re.compile(
     r"(?:^|\.)(?:lora_(?:A|B|E|embedding_A|embedding_B|magnitude_vector)|ia3_l|vera_lambda_[bd]|hada_\w+|lokr_\w+"
     rf"|oft_\w+|boft_\w+|{_SAVED})\.([^.]+)(?:\.|$)"
 )
-"""Matches the names of the parameters of an adapter; the adapter's own name."""
+"""Matches the names of an adapter's parameters; group 1 is the name of the adapter."""
 _LORA = re.compile(r"(?P<layer>.+)\.lora_(?P<kind>A|B|embedding_A|embedding_B)\.(?P<adapter>[^.]+)(?P<end>\.\w+)?")
 _MERGED_TYPES = ("LORA",)
-_REFUSED = {
+_UNMERGEABLE = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
     "lora_bias": "biases of LoRA",
@@ -38,13 +38,13 @@ _REFUSED = {
     "arrow_config": "Arrow",
     "layer_replication": "replicated layers (layer_replication)",
 }
-"""Keys of PEFT's configuration under which a merge is something else than W + scale * B @ A."""
-_MOST_NAMED = 5
+"""Keys of PEFT's configuration with which the merged weight is not W + scale * B @ A, and their names in messages."""
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """What is added to one base weight: ``scale * B @ A``, all in float32."""
+    """The LoRA update of one base weight: ``scale * B @ A``, computed in float32."""
 
     base: Tensor
     a: Tensor
@@ -53,25 +53,25 @@ class Merge:
     """Shape [outputs, rank]."""
     scale: float
     transposed: bool
-    """The base weight has the shape [inputs, outputs]."""
+    """True if the base weight has the shape [inputs, outputs]."""
 
 
 def adapter_names(source: Source) -> list[str]:
     """Return the names of the adapters in a checkpoint, in the order in which they occur."""
-    found = (match[1] for name in source.weights() if (match := _ADAPTER.search(name)))
-    return list(dict.fromkeys(found))
+    adapters = (match[1] for name in source.weights() if (match := _ADAPTER.search(name)))
+    return list(dict.fromkeys(adapters))
 
 
 def adapter_part(source: Source, config: Mapping[str, Any], adapter: str | None) -> Source:
-    """Return the tensors of one adapter alone, under the names that PEFT's files have.
+    """Return the checkpoint with the tensors of one adapter only, under their names in PEFT's files.
 
     Args:
         source: the checkpoint of a model with adapters.
         config: content of ``adapter_config.json``.
-        adapter: which of several.
+        adapter: name of the adapter; may be None if there is only one.
 
     Raises:
-        CheckpointError: there is none, it is not clear which, or it is of a kind that is not read.
+        CheckpointError: no adapter has this name, several could be meant, or its ``bias`` setting is not supported.
     """
     chosen = _chosen(source, adapter)
     if config.get("bias", "none") == "lora_only":
@@ -82,52 +82,52 @@ def adapter_part(source: Source, config: Mapping[str, Any], adapter: str | None)
         if match is not None and match[1] == chosen:
             tensors.append(replace(tensor, name=_file_name(tensor.name, chosen)))
         elif match is None and config.get("bias") == "all" and tensor.name.endswith(".bias"):
-            tensors.append(replace(tensor, name=_with_base(tensor.name)))
+            tensors.append(replace(tensor, name=_with_base_prefix(tensor.name)))
     names = {tensor.name for tensor in tensors}
     return replace(source, tensors=tuple(tensors), aliases={}, frozen=source.frozen & names, optimizer=None)
 
 
 def merged(source: Source, config: Mapping[str, Any], adapter: str | None) -> tuple[Source, dict[str, Merge]]:
-    """Return the checkpoint under the base model's names, and what has to be added to which of its weights.
+    """Return the checkpoint under the base model's names, and the LoRA updates by the name of the base weight.
 
     Args:
         source: the checkpoint of a model with LoRA.
         config: content of ``adapter_config.json``.
-        adapter: which of several; the others are left out.
+        adapter: name of the adapter to merge; may be None if there is only one. Other adapters are left out.
 
     Raises:
-        CheckpointError: there is no LoRA, or a kind of it that cannot be merged, named.
+        CheckpointError: there is no LoRA, or a kind of LoRA that cannot be merged; names the kind.
     """
     chosen = _chosen(source, adapter)
-    _refuse(source, config)
+    _refuse_unmergeable(source, config)
     weights = source.weights()
     tensors: list[Tensor] = []
     merges: dict[str, Merge] = {}
     pairs = _pairs(weights, chosen)
-    used: set[str] = set()
+    merged_layers: set[str] = set()
     for tensor in weights.values():
         match = _ADAPTER.search(tensor.name)
         if match is not None:
             if match[1] == chosen and f".{_SAVED}." in tensor.name:
-                tensors.append(replace(tensor, name=_plain(tensor.name.replace(f".{_SAVED}.{chosen}", ""))))
+                tensors.append(replace(tensor, name=_base_name(tensor.name.replace(f".{_SAVED}.{chosen}", ""))))
             continue
         layer, _, end = tensor.name.rpartition(".base_layer.")
         if ".original_module." in tensor.name:
             continue
-        name = _plain(tensor.name.replace(".base_layer.", ".") if layer else tensor.name)
+        name = _base_name(tensor.name.replace(".base_layer.", ".") if layer else tensor.name)
         tensors.append(replace(tensor, name=name))
         if layer and end == "weight" and layer in pairs:
             tied = [alias for alias, stored in source.aliases.items() if stored == tensor.name]
             if tied:
-                raise CheckpointError(f"{source.root}: {tensor.name} has LoRA and is tied to {tied[0]}; not merged")
-            merges[name] = _merge(source, tensor, *pairs[layer], config, _plain(layer))
-            used.add(layer)
-    lost = sorted(pairs.keys() - used)
-    if lost or not merges:
-        missing = f"no base weight for {shortened(lost, _MOST_NAMED)}" if lost else "no LoRA to merge"
+                raise CheckpointError(f"{source.root}: {tensor.name} has LoRA and is tied to {tied[0]}; not mergeable")
+            merges[name] = _merge(source, tensor, *pairs[layer], config, _base_name(layer))
+            merged_layers.add(layer)
+    baseless = sorted(pairs.keys() - merged_layers)
+    if baseless or not merges:
+        missing = f"no base weight for {shortened(baseless, _MAX_NAMED)}" if baseless else "no LoRA to merge"
         raise CheckpointError(f"{source.root} holds {missing}")
     names = {tensor.name for tensor in tensors}
-    aliases = {_plain(alias.replace(".base_layer.", ".")): _plain(name.replace(".base_layer.", "."))
+    aliases = {_base_name(alias.replace(".base_layer.", ".")): _base_name(name.replace(".base_layer.", "."))
                for alias, name in source.aliases.items()}  # fmt: skip
     aliases = {alias: name for alias, name in aliases.items() if name in names and alias not in names}
     changed = replace(source, tensors=tuple(tensors), aliases=aliases, frozen=frozenset(), optimizer=None)
@@ -135,42 +135,42 @@ def merged(source: Source, config: Mapping[str, Any], adapter: str | None) -> tu
 
 
 def _chosen(source: Source, adapter: str | None) -> str:
-    """Return the name of the adapter that is meant, of one or more.
+    """Return the name of the adapter to use: `adapter`, or the only one in the checkpoint.
 
     Raises:
-        CheckpointError: there is none of that name, or it is not clear which.
+        CheckpointError: no adapter has this name, or several could be meant.
     """
-    there = adapter_names(source)
-    if adapter is None and len(there) > 1:
-        raise CheckpointError(f"{source.root} holds several adapters, give one by --adapter: {', '.join(there)}")
-    if adapter is not None and adapter not in there:
-        raise CheckpointError(f"{source.root} holds no adapter {adapter!r}; there are: {', '.join(there)}")
-    return adapter or there[0]
+    names = adapter_names(source)
+    if adapter is None and len(names) > 1:
+        raise CheckpointError(f"{source.root} holds several adapters, give one by --adapter: {', '.join(names)}")
+    if adapter is not None and adapter not in names:
+        raise CheckpointError(f"{source.root} holds no adapter {adapter!r}; there are: {', '.join(names)}")
+    return adapter or names[0]
 
 
-def _refuse(source: Source, config: Mapping[str, Any]) -> None:
+def _refuse_unmergeable(source: Source, config: Mapping[str, Any]) -> None:
     kind = str(config.get("peft_type", "LORA")).upper().rpartition(".")[2]
     if kind not in _MERGED_TYPES:
         raise CheckpointError(f"{source.root}: the adapter is of PEFT's type {kind}, only LORA can be merged")
-    found = [what for key, what in _REFUSED.items() if config.get(key)]
-    if any(f".{_MAGNITUDE}." in name for name in source.weights()) and "DoRA" not in found:
-        found.append("DoRA")
-    if found:
+    features = [feature for key, feature in _UNMERGEABLE.items() if config.get(key)]
+    if any(f".{_MAGNITUDE}." in name for name in source.weights()) and "DoRA" not in features:
+        features.append("DoRA")
+    if features:
         raise CheckpointError(
-            f"{source.root}: {', '.join(found)} cannot be merged here; write the adapter with --what adapter and merge "
-            "it with PEFT's merge_and_unload"
+            f"{source.root}: {', '.join(features)} cannot be merged here; write the adapter with --what adapter and "
+            "merge it with PEFT's merge_and_unload"
         )
 
 
 def _pairs(weights: Mapping[str, Tensor], adapter: str) -> dict[str, tuple[Tensor, Tensor, bool]]:
-    """Return (A, B, is of an embedding) by the name of the layer."""
-    found: dict[str, dict[str, Tensor]] = {}
+    """Return (A, B, True for an embedding) of each layer with LoRA, by the name of the layer."""
+    matrices: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights.items():
         match = _LORA.fullmatch(name)
         if match and match["adapter"] == adapter:
-            found.setdefault(match["layer"], {})[match["kind"]] = tensor
+            matrices.setdefault(match["layer"], {})[match["kind"]] = tensor
     pairs = {}
-    for layer, parts in found.items():
+    for layer, parts in matrices.items():
         start = "embedding_" if "embedding_A" in parts else ""
         a, b = parts.get(f"{start}A"), parts.get(f"{start}B")
         if a is None or b is None:
@@ -182,51 +182,51 @@ def _pairs(weights: Mapping[str, Tensor], adapter: str) -> dict[str, tuple[Tenso
 def _merge(
     source: Source, base: Tensor, a: Tensor, b: Tensor, embedding: bool, config: Mapping[str, Any], layer: str
 ) -> Merge:
-    """Return what is added to one weight.
+    """Return the LoRA update of one base weight.
 
     Raises:
-        CheckpointError: shapes that do not fit, as those of convolutions.
+        CheckpointError: the shapes do not fit, as for convolutions, or the rank differs from the configuration.
     """
-    two = len(base.shape) == len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
-    straight = (b.shape[0], a.shape[-1]) if two else ()
+    fits = len(base.shape) == len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
+    product = (b.shape[0], a.shape[-1]) if fits else ()
     transposed = bool(embedding or config.get("fan_in_fan_out"))
-    if not embedding and base.shape == straight[::-1] != straight:
-        transposed = True  # PEFT corrects the setting for the layer, not always in its configuration
-    elif base.shape == straight != straight[::-1]:
+    if not embedding and base.shape == product[::-1] != product:
+        transposed = True  # PEFT corrects fan_in_fan_out in the layer, but not always in its configuration
+    elif base.shape == product != product[::-1]:
         transposed = False
-    if not two or base.shape != (straight[::-1] if transposed else straight) or base.strides is not None:
+    if not fits or base.shape != (product[::-1] if transposed else product) or base.strides is not None:
         shapes = f"{list(base.shape)}, {list(a.shape)}, {list(b.shape)}"
         raise CheckpointError(f"{source.root}: LoRA of {layer} cannot be merged, shapes of W, A, B: {shapes}")
     rank = a.shape[0]
-    alpha = _of_layer(config.get("alpha_pattern"), layer, config.get("lora_alpha", rank))
-    stated = _of_layer(config.get("rank_pattern"), layer, config.get("r", rank))
-    if stated != rank or not isinstance(alpha, (int, float)):
-        raise CheckpointError(f"{source.root}: LoRA of {layer} has rank {rank}, {CONFIG} says {stated}")
+    alpha = _value_for_layer(config.get("alpha_pattern"), layer, config.get("lora_alpha", rank))
+    configured_rank = _value_for_layer(config.get("rank_pattern"), layer, config.get("r", rank))
+    if configured_rank != rank or not isinstance(alpha, (int, float)):
+        raise CheckpointError(f"{source.root}: LoRA of {layer} has rank {rank}, {CONFIG} says {configured_rank}")
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     return Merge(base=base, a=a, b=b, scale=scale, transposed=transposed)
 
 
-def _of_layer(pattern: Any, layer: str, otherwise: Any) -> Any:
-    """Return the value of the first pattern that the layer's name ends in, as PEFT looks it up."""
+def _value_for_layer(pattern: Any, layer: str, default: Any) -> Any:
+    """Return the value of the first pattern that matches the end of the layer's name, like PEFT."""
     for key, value in pattern.items() if isinstance(pattern, Mapping) else ():
         if re.match(rf"(.*\.)?({key})$", layer):
             return value
-    return otherwise
+    return default
 
 
-def _plain(name: str) -> str:
-    """Return a name as the base model has it."""
+def _base_name(name: str) -> str:
+    """Return the base model's name for a tensor of the model with adapters."""
     return name.removeprefix(_BASE)
 
 
-def _with_base(name: str) -> str:
+def _with_base_prefix(name: str) -> str:
     return name if name.startswith(_BASE) else f"{_BASE}{name}"
 
 
 def _file_name(name: str, adapter: str) -> str:
-    """Return the name that a parameter of an adapter has in PEFT's file."""
+    """Return the name of an adapter's parameter in PEFT's file."""
     text = name.replace(f".{_SAVED}.{adapter}", "") if f".{_SAVED}.{adapter}" in name else name
     if text == name:
         text = name.removesuffix(".weight") if f".{_MAGNITUDE}." in name else name
         text = re.sub(rf"\.{re.escape(adapter)}(?=\.|$)", "", text)
-    return _with_base(text)
+    return _with_base_prefix(text)

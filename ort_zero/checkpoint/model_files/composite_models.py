@@ -1,4 +1,4 @@
-"""Models that other libraries read from more than one folder, or under another name than ``model.safetensors``. Pure.
+"""Return the folders and file names from which diffusers and sentence-transformers read weights. Opens no files.
 
 diffusers reads a model from ``diffusion_pytorch_model.safetensors``, and a pipeline from one folder for each part;
 sentence-transformers reads each module from the folder that ``modules.json`` names, under the module's own names.
@@ -15,17 +15,17 @@ from ort_zero.checkpoint.files.allowed_names import is_module_folder
 from ort_zero.utils.text import shortened
 
 DIFFUSERS_STEM = "diffusion_pytorch_model"
-"""Beginning of the names of the files that ``from_pretrained`` of a model of diffusers reads."""
+"""Beginning of the names of the weight files that ``from_pretrained`` of diffusers reads."""
 MODULES = "modules.json"
 PIPELINE = "model_index.json"
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 
 
 def stem_of(configs: Mapping[str, bytes]) -> str | None:
-    """Return the beginning of the names of the files with weights; None for the usual one.
+    """Return the beginning of the names of the weight files; None for the usual names.
 
     Args:
-        configs: config files by name.
+        configs: contents of the config files by name.
     """
     table = _table(configs, "config.json")
     is_of_diffusers = isinstance(table, dict) and "_class_name" in table and "model_type" not in table
@@ -33,19 +33,19 @@ def stem_of(configs: Mapping[str, bytes]) -> str | None:
 
 
 class Place(NamedTuple):
-    """Where a tensor of a model in several folders is written."""
+    """The folder and name under which a tensor of a model in several folders is written."""
 
     folder: str
-    """Folder of its module, empty for the model's own."""
+    """Folder of the tensor's module, empty for the model's main folder."""
     name: str
     """Name of the tensor in the module's file."""
 
 
 def module_folders(configs: Mapping[str, bytes]) -> list[str]:
-    """Return the folders of modules that ``modules.json`` names, without the model's own.
+    """Return the folders of modules that ``modules.json`` names, without the model's main folder.
 
     Args:
-        configs: config files by name.
+        configs: contents of the config files by name.
     """
     modules = _table(configs, MODULES)
     rows = modules if isinstance(modules, list) else []
@@ -53,31 +53,31 @@ def module_folders(configs: Mapping[str, bytes]) -> list[str]:
 
 
 def places_of(names: Iterable[str], configs: Mapping[str, bytes]) -> dict[str, Place]:
-    """Return where the tensors of a SentenceTransformer are written; empty for another model.
+    """Return the places of the tensors of a SentenceTransformer by name; an empty dict for another model.
 
-    A module that wraps a model of transformers is saved as that model, others as they are.
+    A module that wraps a model of transformers is saved under the names of the wrapped model.
 
     Args:
         names: names of all tensors: ``0.auto_model.embeddings...``, ``2.linear.weight``.
-        configs: config files by name.
+        configs: contents of the config files by name.
     """
     modules = _table(configs, MODULES)
     names = list(names)
     if not isinstance(modules, list) or not all(isinstance(row, dict) for row in modules):
         return {}
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     for number, row in enumerate(modules):
         folder, prefix = row.get("path"), f"{row.get('name', number)}."
         if folder != "" and not is_module_folder(folder):
             return {}
-        own = [name for name in names if name.startswith(prefix)]
-        inner = {name.removeprefix(prefix).partition(".")[0] for name in own}
-        if str(row.get("type", "")).endswith(("Transformer", "CLIPModel")) and inner in _WRAPPED:
-            prefix += f"{next(iter(inner))}."
-        if own and str(row.get("type", "")).endswith("Router"):
-            return {}  # it has folders of its own below
-        found.update({name: Place(str(folder), name.removeprefix(prefix)) for name in own})
-    return found if len(found) == len(names) == len(set(found.values())) else {}
+        module_names = [name for name in names if name.startswith(prefix)]
+        attributes = {name.removeprefix(prefix).partition(".")[0] for name in module_names}
+        if str(row.get("type", "")).endswith(("Transformer", "CLIPModel")) and attributes in _WRAPPED:
+            prefix += f"{next(iter(attributes))}."
+        if module_names and str(row.get("type", "")).endswith("Router"):
+            return {}  # a Router keeps its modules in further folders within its folder
+        places.update({name: Place(str(folder), name.removeprefix(prefix)) for name in module_names})
+    return places if len(places) == len(names) == len(set(places.values())) else {}
 
 
 _WRAPPED = ({"model"}, {"auto_model"})
@@ -85,37 +85,37 @@ _WRAPPED = ({"model"}, {"auto_model"})
 
 
 def notes_on(names: Collection[str], configs: Mapping[str, bytes]) -> list[str]:
-    """Return what the user has to do with a model that is read from several folders, one sentence each.
+    """Return instructions to the user for a model that is read from several folders, one sentence each.
 
     Args:
         names: names of the tensors that are written.
-        configs: config files by name.
+        configs: contents of the config files by name.
     """
-    found = []
+    notes = []
     modules = _table(configs, MODULES)
     if isinstance(modules, list) and not places_of(names, configs):
-        found.append(_on_modules(list(names), modules))
+        notes.append(_note_on_modules(list(names), modules))
     if isinstance(_table(configs, PIPELINE), dict):
-        found.append(
+        notes.append(
             f"{PIPELINE} is of a pipeline of diffusers, which is read from one folder for each part: write the weights "
             "into the folder of the part that was trained (such as PIPELINE/unet), beside its config.json"
         )
-    return found
+    return notes
 
 
-def _on_modules(names: list[str], modules: list[Any]) -> str:
+def _note_on_modules(names: list[str], modules: list[Any]) -> str:
     folders = [str(entry["path"]) for entry in modules if isinstance(entry, dict) and entry.get("path")]
-    there = f"the folders of its modules ({shortened(folders, _MOST_NAMED)})" if folders else "its other files"
+    files = f"the folders of its modules ({shortened(folders, _MAX_NAMED)})" if folders else "its other files"
     text = (
-        f"{MODULES} is of a SentenceTransformer: copy {there} from the folder that its save_pretrained wrote, "
+        f"{MODULES} is of a SentenceTransformer: copy {files} from the folder that its save_pretrained wrote, "
         "aggregate does not write them"
     )
     prefix = next((match[0] for name in names if (match := re.match(r"0\.[A-Za-z_]+\.", name))), None)
     if prefix is not None:
         text += f"; its first module reads names without {prefix!r}, so pass --strip-prefix {prefix}"
-    others = [name for name in names if re.match(r"[1-9]\d*\.", name)]
-    if others:
-        text += f"; {shortened(others, _MOST_NAMED)} belong into the files of the folders"
+    other_names = [name for name in names if re.match(r"[1-9]\d*\.", name)]
+    if other_names:
+        text += f"; {shortened(other_names, _MAX_NAMED)} belong into the files of the folders"
     return text
 
 

@@ -1,4 +1,4 @@
-"""The files beside a checkpoint that ``from_pretrained`` of a model, tokenizer or processor reads."""
+"""Find the files beside a checkpoint that ``from_pretrained`` of a model, tokenizer or processor reads."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from ort_zero.checkpoint.model_files import composite_models, remote_code
 from ort_zero.errors import CheckpointError
 
 MAX_BYTES = 256 << 20
-"""Maximum size in bytes of one of these files; the largest tokenizers take a tenth of it."""
-_OF_A_MODEL = frozenset(("model_type", "architectures", "_class_name", "_diffusers_version", "peft_type", "auto_map"))
-"""Keys of which a model's ``config.json`` has at least one: ``config.json`` is the name of many programs' settings."""
-_OF_A_RUN = ("latest", "trainer_state.json", "zero_to_fp32.py", "scheduler.bin", "random_states_0.pkl")
+"""Maximum size of one config file in bytes; the largest tokenizers have a tenth of this size."""
+_MODEL_KEYS = frozenset(("model_type", "architectures", "_class_name", "_diffusers_version", "peft_type", "auto_map"))
+"""Keys of which a model's ``config.json`` has at least one; many other programs have a ``config.json`` too."""
+_RUN_FILES = ("latest", "trainer_state.json", "zero_to_fp32.py", "scheduler.bin", "random_states_0.pkl")
 """Files that DeepSpeed, the Trainer and Accelerate write beside the folder of a checkpoint."""
-_OF_A_PROCESSOR = frozenset(
+_PROCESSOR_KEYS = frozenset(
     ("processor_class", "image_processor_type", "feature_extractor_type", "video_processor_type", "auto_map")
 )
-_DECIDING = {
-    "config.json": _OF_A_MODEL,
+_IDENTIFYING_KEYS = {
+    "config.json": _MODEL_KEYS,
     "adapter_config.json": frozenset(("peft_type",)),
     "model_index.json": frozenset(("_class_name",)),
     "tokenizer_config.json": frozenset(("tokenizer_class", "model_max_length", "added_tokens_decoder", "auto_map")),
     "tokenizer.json": frozenset(("model",)),
     "tekken.json": frozenset(("vocab",)),
-    "processor_config.json": _OF_A_PROCESSOR,
-    "preprocessor_config.json": _OF_A_PROCESSOR,
-    "video_preprocessor_config.json": _OF_A_PROCESSOR,
+    "processor_config.json": _PROCESSOR_KEYS,
+    "preprocessor_config.json": _PROCESSOR_KEYS,
+    "video_preprocessor_config.json": _PROCESSOR_KEYS,
 }
-"""Files of which one must be there, with one of the keys, before any file is taken from a folder."""
+"""Keys by file: files are taken from a folder only if one of these files is there and has one of its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,115 +43,115 @@ class ConfigFile:
 
     content: bytes
     origin: str
-    """Folder or URL that it comes from."""
+    """Folder or URL from which the file was read."""
 
 
 def config_files_beside(root: str, src: str) -> dict[str, ConfigFile]:
-    """Return the config files in the checkpoint's own folder and in its run's folders; the nearest of each name.
+    """Return the config files in the checkpoint's folder and in its run's folders; of each name the nearest file.
 
-    The run's folders are those from the checkpoint's up to the one that the user named, and the one directly above the
-    checkpoint's if a training framework wrote into it. Nothing is taken from a folder that holds no configuration of a
-    model, tokenizer or processor. Python code is taken only where a configuration in the same folder names it.
+    The run's folders are all folders above the checkpoint's, up to the folder that the user named. The folder directly
+    above also counts if a training framework wrote into it. Folders without a configuration of a model, tokenizer or
+    processor are skipped. Python code is taken only where a configuration in the same folder names it.
 
     Args:
         root: folder or URL of the checkpoint.
-        src: what the user named as the source: `root` or a folder above.
+        src: folder or URL that the user named as the source: `root` or a folder above `root`.
     """
-    found: dict[str, ConfigFile] = {}
+    files: dict[str, ConfigFile] = {}
     for url in dict.fromkeys((root, *_run_folders(root, src))):
         for name, file in _with_modules(open_folder(url)).items():
-            found.setdefault(name, file)
-    return found
+            files.setdefault(name, file)
+    return files
 
 
 def _with_modules(folder: Folder) -> dict[str, ConfigFile]:
-    """Return the config files of a folder and those of the modules that its ``modules.json`` names, by path."""
-    found = config_files_in(folder)
-    for inner in composite_models.module_folders({name: file.content for name, file in found.items()}):
-        place = folder.child(inner)
+    """Return the config files of a folder and of the module folders in its ``modules.json``, by relative path."""
+    files = config_files_in(folder)
+    for module in composite_models.module_folders({name: file.content for name, file in files.items()}):
+        inner = folder.child(module)
         try:
-            for name in place.names():
-                if is_module_config_name(name) and place.exists(name):
-                    found[f"{inner}/{name}"] = ConfigFile(place.read(name, limit=MAX_BYTES), place.path())
+            for name in inner.names():
+                if is_module_config_name(name) and inner.exists(name):
+                    files[f"{module}/{name}"] = ConfigFile(inner.read(name, limit=MAX_BYTES), inner.path())
         except (CheckpointError, OSError):
-            continue  # not ours to read
-    return found
+            continue  # a folder that this process may not read is no part of the model
+    return files
 
 
 def config_files_in(folder: Folder) -> dict[str, ConfigFile]:
-    """Return the config files of one folder, and the remote code that they name; nothing if it is not a model's."""
+    """Return the config files of one folder and the remote code that they name; empty if it is no model's folder."""
     try:
         names = [name for name in folder.names() if is_config_name(name) and folder.exists(name)]
     except CheckpointError:
-        return {}  # not ours to read
+        return {}  # a folder that this process may not read is no part of the model
     try:
-        if not any(name in _DECIDING and _has_key(folder, name) for name in names):
+        if not any(name in _IDENTIFYING_KEYS and _has_key(folder, name) for name in names):
             return {}
         if "config.json" in names and not _has_key(folder, "config.json"):
             names.remove("config.json")
-        found = {name: ConfigFile(folder.read(name, limit=MAX_BYTES), folder.path()) for name in names}
-        texts = {name: file.content for name, file in found.items()}
+        files = {name: ConfigFile(folder.read(name, limit=MAX_BYTES), folder.path()) for name in names}
+        texts = {name: file.content for name, file in files.items()}
         for name, code in remote_code.files_in(folder, texts).items():
-            found[name] = ConfigFile(code, folder.path())
+            files[name] = ConfigFile(code, folder.path())
     except OSError:
-        return {}  # not ours to read
-    return found
+        return {}  # a folder that this process may not read is no part of the model
+    return files
 
 
-def keep_beside(run: Folder, checkpoint: Folder, known: Mapping[str, str], token: str) -> None:
-    """Copy the run's config files into the checkpoint's folder, so that it is complete without the run's.
+def keep_beside(run: Folder, checkpoint: Folder, manifest_configs: Mapping[str, str], token: str) -> None:
+    """Copy the run's config files into the checkpoint's folder, so that this folder is complete by itself.
 
     HF Trainer writes tokenizer and processor into ``checkpoint-N`` before it saves the engine there.
 
     Args:
-        run: folder that holds the checkpoint's.
+        run: folder that contains the checkpoint's folder.
         checkpoint: folder of the checkpoint.
-        known: config files that the manifest itself holds; they are left out.
-        token: tells this writer from others who may write the same names.
+        manifest_configs: texts of the config files in the manifest; files of these names are not copied.
+        token: part of the names of temporary files; differs between processes that write the same files.
 
     Raises:
-        CheckpointError: one cannot be written.
+        CheckpointError: a file cannot be written.
     """
     try:
-        found = _with_modules(run)
-    except CheckpointError:  # a FIFO, or a file of gigabytes: no reason not to save
+        files = _with_modules(run)
+    except CheckpointError:  # a FIFO or a file of gigabytes beside the checkpoint must not fail the save
         return
-    for name, file in found.items():
-        if name not in known:
+    for name, file in files.items():
+        if name not in manifest_configs:
             if "/" in name:
                 checkpoint.child(name.rpartition("/")[0]).make()
             checkpoint.write(name, file.content, token)
 
 
 def _has_key(folder: Folder, name: str) -> bool:
-    """Return True if the file is a JSON object with one of the keys that make it a model's or tokenizer's."""
+    """Return True if the file is a JSON object with one of its keys in `_IDENTIFYING_KEYS`."""
     try:
         table = json_text.loads(folder.read(name, limit=MAX_BYTES))
     except ValueError:
         return False
-    return isinstance(table, dict) and not _DECIDING[name].isdisjoint(table)
+    return isinstance(table, dict) and not _IDENTIFYING_KEYS[name].isdisjoint(table)
 
 
 def _run_folders(root: str, src: str) -> Iterator[str]:
-    """Yield the folders above the checkpoint's that belong to the run, the nearest first."""
+    """Yield the run's folders above the checkpoint's folder, the nearest first."""
     protocol, separator, path = root.rpartition("://")
     path = path.rstrip("/") if separator else os.path.abspath(path)
-    named = src.rpartition("://")[2].rstrip("/") if separator else os.path.abspath(src)
-    above = path.rpartition("/")[0]
-    if above and any(open_folder(f"{protocol}{separator}{above}").exists(name) for name in _OF_A_RUN):
-        yield f"{protocol}{separator}{above}"
-    while above and f"{above}/".startswith(f"{named}/"):
-        yield f"{protocol}{separator}{above}"
-        above = above.rpartition("/")[0]
+    source_path = src.rpartition("://")[2].rstrip("/") if separator else os.path.abspath(src)
+    parent = path.rpartition("/")[0]
+    if parent and any(open_folder(f"{protocol}{separator}{parent}").exists(name) for name in _RUN_FILES):
+        yield f"{protocol}{separator}{parent}"
+    while parent and f"{parent}/".startswith(f"{source_path}/"):
+        yield f"{protocol}{separator}{parent}"
+        parent = parent.rpartition("/")[0]
 
 
 def with_dtype(config: bytes, dtype: str | None) -> bytes:
-    """Return ``config.json`` with the dtype of most of the weights (a code of safetensors), for transformers."""
+    """Return ``config.json`` with the dtype of most weights (a code of safetensors), as transformers reads it."""
     try:
         table = json_text.loads(config)
     except ValueError:
-        return config  # not ours to judge
+        return config  # the library that loads the model reports a broken file
     if dtype is None or not isinstance(table, dict) or ("_class_name" in table and "model_type" not in table):
-        return config  # diffusers has the dtype in the weights alone
+        return config  # diffusers reads the dtype from the weights
     table.pop("torch_dtype", None)
     return (json.dumps({**table, "dtype": name_of(dtype)}, indent=2) + "\n").encode()

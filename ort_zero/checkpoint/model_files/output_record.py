@@ -1,7 +1,7 @@
-"""The record of what an aggregation wrote into a folder: only what it names may be replaced or removed later.
+"""Read and write the record of the files that an aggregation wrote; only these may be replaced or removed later.
 
-Names such as ``model.safetensors`` or ``pytorch_model.bin`` are everybody's, so a name alone does not tell whose a file
-is. The record lies beside the files; a file counts as ours if it is named there with the size that it has.
+Many programs write ``model.safetensors`` or ``pytorch_model.bin``, so a file's name does not tell which program wrote
+the file. The record lies beside the files. ort_zero wrote a file if the record has the file's name and current size.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _MAX_BYTES = 64 << 20
 
 
 def read(folder: Folder) -> dict[str, int | None]:
-    """Return the size in bytes of each file that the record names, None for one that was about to be written.
+    """Return the size in bytes of each file in the record, None for a file that was about to be written.
 
-    A folder without a record, or with one that cannot be read, has none of ours: an empty table.
+    The result is empty for a folder without a record, and for a record that cannot be read.
     """
     if not folder.exists(NAME):
         return {}
@@ -43,19 +43,19 @@ def write(folder: Folder, files: Mapping[str, int | None], token: str) -> None:
     """Write the record.
 
     Args:
-        folder: folder of the files.
+        folder: folder of the files and the record.
         files: size in bytes by name; None for a file that is about to be written.
-        token: tells this writer from others.
+        token: part of the name of the temporary file; differs between processes that write into the folder.
     """
     table = {"format": _FORMAT, "version": 1, "files": dict(sorted(files.items()))}
     folder.write(NAME, (json.dumps(table, indent=1) + "\n").encode(), token)
 
 
-def ours_among(folder: Folder, names: Iterable[str]) -> frozenset[str]:
-    """Return those of `names` that the record of the folder names, with the size that they have."""
-    known = read(folder)
-    found = {NAME}
+def recorded_among(folder: Folder, names: Iterable[str]) -> frozenset[str]:
+    """Return the `names` of files that an aggregation wrote: the record has each name and the file's current size."""
+    recorded_sizes = read(folder)
+    recorded = {NAME}
     for name in names:
-        if name in known and known[name] in (None, folder.size(name)):
-            found.add(name)
-    return frozenset(found)
+        if name in recorded_sizes and recorded_sizes[name] in (None, folder.size(name)):
+            recorded.add(name)
+    return frozenset(recorded)

@@ -1,4 +1,4 @@
-"""Gives the tensors of a checkpoint other names: without a wrapper's prefix, or as the user's patterns say."""
+"""Rename the tensors of a checkpoint: remove the prefix of a wrapper, or apply the user's patterns."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _WRAPPERS = (
     ("_checkpoint_wrapped_module.", "activation checkpointing", r"--rename '_checkpoint_wrapped_module\.='"),
     ("_fsdp_wrapped_module.", "FSDP", r"--rename '_fsdp_wrapped_module\.='"),
 )
-"""What wrappers put into the names of parameters, who does, and what takes it out."""
-_MOST_NAMED = 3
+"""(part of parameter names, wrapper that inserts the part, option that removes the part)."""
+_MAX_NAMED = 3
 """Maximum number of names that a message shows."""
 _PREFIXES = ("module.", "model.", "network.", "net.")
-"""Attributes that hold the whole model in other people's classes; their names are everybody's."""
+"""Usual prefixes of names where a user's class keeps the whole model in one attribute."""
 
 
 def renamed(source: Source, prefixes: Sequence[str] = (), patterns: Sequence[str] = ()) -> Source:
-    """Return the checkpoint with other names of its tensors, those in its optimizer included.
+    """Return the checkpoint with renamed tensors, in the model and in the optimizer.
 
     Args:
         source: the checkpoint.
-        prefixes: taken from the beginning of each name that has it, one after the other.
-        patterns: ``FROM=TO``, applied after that and in order: each match of the regular expression FROM (everything
+        prefixes: prefixes to remove, one after the other, from each name that begins with the prefix.
+        patterns: ``FROM=TO``, applied in order after the prefixes: each match of the regular expression FROM (all text
             up to the first ``=``) is replaced by TO, in which ``\\1`` is FROM's first group.
 
     Raises:
-        CheckpointError: a prefix or pattern that no name has, that is malformed, or that gives two tensors one name.
+        CheckpointError: a prefix or pattern matches no name, is malformed, or gives two tensors the same name.
     """
     changes = [_without_prefix(prefix) for prefix in prefixes] + [_replacement(pattern) for pattern in patterns]
     for text, change in zip((*prefixes, *patterns), changes):
@@ -42,21 +42,21 @@ def renamed(source: Source, prefixes: Sequence[str] = (), patterns: Sequence[str
 
 
 def hints(source: Source, has_config: bool) -> list[str]:
-    """Return advice for names that a wrapper has changed, one sentence for each.
+    """Return advice on names that a wrapper has changed, one sentence for each wrapper.
 
     Args:
         source: the checkpoint.
-        has_config: the model's configuration is known, so that a common prefix is the model's own.
+        has_config: True if there is a configuration of the model; a common prefix then belongs to the model.
     """
     names = [*source.weights(), *source.aliases]
-    found = []
-    for part, who, cure in _WRAPPERS:
+    advice = []
+    for part, wrapper, option in _WRAPPERS:
         if any(part in name for name in names):
-            found.append(f"names hold {part!r} of {who}; {cure} takes it out")
-    for prefix in () if has_config or found else _PREFIXES:
+            advice.append(f"names contain {part!r} of {wrapper}; {option} removes it")
+    for prefix in () if has_config or advice else _PREFIXES:
         if names and all(name.startswith(prefix) for name in names):
-            found.append(f"all names begin with {prefix!r}; --strip-prefix {prefix} takes it off")
-    return found
+            advice.append(f"all names begin with {prefix!r}; --strip-prefix {prefix} removes it")
+    return advice
 
 
 def _without_prefix(prefix: str) -> Callable[[str], str]:
@@ -64,23 +64,23 @@ def _without_prefix(prefix: str) -> Callable[[str], str]:
 
 
 def _replacement(pattern: str) -> Callable[[str], str]:
-    wanted, separator, to = pattern.partition("=")
-    if not separator or not wanted:
+    regex, separator, to = pattern.partition("=")
+    if not separator or not regex:
         raise CheckpointError(f"--rename {pattern!r} is not FROM=TO")
     try:
-        compiled = re.compile(wanted)
+        compiled = re.compile(regex)
         compiled.sub(to, "")
-        re.compile(f"{wanted}|").sub(to, "")  # a TO with a group that FROM has not is found without a match too
+        re.compile(f"{regex}|").sub(to, "")  # raises for a group in TO that FROM lacks, even if no name matches FROM
     except (re.error, IndexError) as error:
         raise CheckpointError(f"--rename {pattern!r} is no regular expression with its replacement: {error}") from None
     return lambda name: compiled.sub(to, name)
 
 
 def _with_names(source: Source, change: Callable[[str], str], text: str) -> Source:
-    """Return the checkpoint with each name changed by one function.
+    """Return the checkpoint with each name changed by `change`.
 
     Raises:
-        CheckpointError: it changes none, leaves one empty, or makes two the same.
+        CheckpointError: `change` changes no name, makes a name empty, or makes two names the same.
     """
     names = list(dict.fromkeys((*(tensor.name for tensor in source.tensors), *source.aliases)))
     table = {name: change(name) for name in names}
@@ -112,4 +112,4 @@ def _renamed_optimizer(optimizer: Optimizer, change: Callable[[str], str]) -> Op
 
 
 def _some(names: Iterable[str]) -> str:
-    return shortened(sorted(names), _MOST_NAMED)
+    return shortened(sorted(names), _MAX_NAMED)

@@ -1,4 +1,4 @@
-"""Decides which tensors of a checkpoint an aggregation writes, and under which names. Reads configurations only."""
+"""Select the tensors of a checkpoint that an aggregation writes, and their names. Opens no files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ort_zero.errors import CheckpointError
 
 ADAPTER = "adapter"
 """The value of ``--what`` for the files of PEFT."""
-_OF_BASE = ("config.json", "generation_config.json")
+_BASE_MODEL_CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the user asked for."""
+    """The user's options of an aggregation."""
 
     what: str = "weights"
     strip_prefix: Sequence[str] = ()
@@ -31,31 +31,31 @@ class Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """What is written of a checkpoint."""
+    """The part of a checkpoint that an aggregation writes."""
 
     source: Source
     """The checkpoint with the tensors that are written, under their new names."""
     stem: str | None = None
-    """Beginning of the names of the files; None for the usual one."""
+    """Beginning of the names of the weight files; None for the usual names."""
     places: Mapping[str, Place] = field(default_factory=dict)
-    """Where tensors are written that do not lie in the model's own folder, or have another name there."""
+    """Folders and names, by tensor, for tensors outside the model's main folder or under another name."""
     merges: Mapping[str, Merge] = field(default_factory=dict)
-    """What is added to weights, by name."""
+    """LoRA updates by the name of the base weight."""
     left_out: tuple[str, ...] = ()
-    """Config files that do not belong beside what is written."""
+    """Names of config files that do not belong beside the written weights."""
 
 
 def select(source: Source, choices: Choices, configs: Mapping[str, bytes]) -> Selected:
-    """Return what is written.
+    """Return the part of a checkpoint that the user's options select.
 
     Args:
         source: the checkpoint.
-        choices: of the user.
-        configs: config files of the model and those beside the checkpoint, by name.
+        choices: the user's options.
+        configs: contents of the config files of the model and beside the checkpoint, by name.
 
     Raises:
-        CheckpointError: choices that exclude each other, a name or adapter that is not there, or no
-            ``adapter_config.json``.
+        CheckpointError: options exclude each other, a name or adapter does not exist, or ``adapter_config.json`` is
+            missing.
     """
     if choices.merge_lora and choices.what != "weights":
         raise CheckpointError(f"merge_lora writes weights; it does not go with what={choices.what!r}")
@@ -66,7 +66,7 @@ def select(source: Source, choices: Choices, configs: Mapping[str, bytes]) -> Se
     if choices.what == ADAPTER:
         part = adapters.adapter_part(source, _config(source, configs), choices.adapter)
         notes = renaming.hints(part, True)
-        return Selected(source=_noted(part, notes), stem="adapter_model", left_out=_OF_BASE)
+        return Selected(source=_noted(part, notes), stem="adapter_model", left_out=_BASE_MODEL_CONFIGS)
     notes += composite_models.notes_on(source.weights(), configs)
     stem = composite_models.stem_of(configs)
     if choices.merge_lora:
@@ -76,20 +76,20 @@ def select(source: Source, choices: Choices, configs: Mapping[str, bytes]) -> Se
         return Selected(source=_noted(whole, notes), merges=merges, stem=stem, places=places, left_out=left_out)
     if adapters.adapter_names(source):
         notes.append(
-            "it holds adapters of PEFT: --what adapter writes them alone, --merge-lora adds LoRA to the weights"
+            "it holds adapters of PEFT: --what adapter writes only an adapter, --merge-lora adds LoRA to the weights"
         )
     places = composite_models.places_of(source.weights(), configs)
     return Selected(source=_noted(source, notes), stem=stem, places=places)
 
 
 def _config(source: Source, configs: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return PEFT's configuration.
+    """Return the content of PEFT's ``adapter_config.json``.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the file is missing or is no JSON object.
     """
     if adapters.CONFIG not in configs:
-        raise CheckpointError(f"no {adapters.CONFIG} is in or beside {source.root}; put the one that PEFT saves there")
+        raise CheckpointError(f"no {adapters.CONFIG} is in or beside {source.root}; copy PEFT's file there")
     try:
         table = json_text.loads(configs[adapters.CONFIG])
     except ValueError as error:

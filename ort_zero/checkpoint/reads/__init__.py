@@ -1,1 +1,1 @@
-"""Reads tensors and training state of a checkpoint, and checks their bytes."""
+"""Read tensors and training state of a checkpoint, and check their bytes."""

@@ -1,8 +1,8 @@
-"""Reads ranges of stored tensors into memory, each byte once, and compares them with their checksums on the way.
+"""Read ranges of stored tensors into memory, each byte once, and compare the bytes with their checksums.
 
-Neighbouring ranges of a file are read together. A piece with a checksum of its own is read whole, since the checksum
-covers all of it; what is not wanted of it may be kept for the next read. Where a format checks whole records (the zip
-of ``torch.save``), the CRC of what was read is kept, and the ranks together check the records, see
+Neighbouring ranges of a file are read together. A piece with its own checksum is read whole, since the checksum covers
+the whole piece; its other bytes may be kept for the next read. Where a format has checksums of whole records (the zip
+of ``torch.save``), each rank keeps the CRC of the bytes that it read. The ranks then check the records together, see
 :func:`check_records_of`.
 """
 
@@ -22,47 +22,47 @@ from ort_zero.checkpoint.reads.leftovers import Leftovers
 from ort_zero.checkpoint.reads.reading import ReadRequest, overlaps
 from ort_zero.checkpoint.reads.record_checks import Part, check_record
 from ort_zero.checkpoint.records import File, Piece, Tensor
-from ort_zero.distributed.process_group import RankGroup
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CorruptCheckpointError
 from ort_zero.utils.crc32 import crc32
 
-_GAP = 64 << 10
-"""Number of unneeded bytes that are read to save a call, at most."""
+_MAX_GAP = 64 << 10
+"""Maximum number of unneeded bytes that are read to save a call."""
 _SMALL_GAP = 4096
 _NEEDED_PER_GAP = 32
-"""What is needed of a batch is at least so many times what is read in vain, small gaps aside."""
+"""Minimum ratio of a batch's bytes to the next gap, if the gap is larger than `_SMALL_GAP`."""
 
 
 class WantedBytes(NamedTuple):
-    """Elements of one piece, and where they go."""
+    """A range of elements of one piece, and the memory into which it is read."""
 
     tensor: Tensor
     piece: Piece
     low: int
     """First byte in the file that has to be read."""
     high: int
-    """Byte behind the last one."""
+    """End of the bytes that have to be read, exclusive."""
     begin: int
-    """First byte in the file that goes to the target."""
+    """First byte in the file that is copied to `target`."""
     target: torch.Tensor
     """1-D and contiguous, in CPU memory, of any dtype."""
 
     @property
     def wanted(self) -> int:
-        """Number of bytes in the file that go to the target."""
+        """Number of bytes in the file that are copied to `target`."""
         return self.target.numel() * dtypes.itemsize(self.tensor.dtype)
 
 
 class CheckedReader:
-    """Fills targets from the files of one checkpoint.
+    """A reader that fills targets from the files of one checkpoint.
 
     Args:
         folder: folder of the checkpoint.
         files: its files by name.
-        leftovers: keeps the ends of pieces that are read for their checksum alone; later reads take them from there.
+        leftovers: keeps the ends of pieces that are read for their checksum alone, for later reads.
 
     Attributes:
-        parts: what was read of records that have a CRC.
+        parts: the parts that were read of records with a CRC.
     """
 
     parts: list[Part]
@@ -76,7 +76,7 @@ class CheckedReader:
         self.parts = []
 
     def read(self, requests: Iterable[ReadRequest]) -> None:
-        """Fill the targets of `requests`, which are 1-D and contiguous in CPU memory, cast to their dtypes.
+        """Read `requests` into their targets, 1-D and contiguous in CPU memory, cast to the targets' dtypes.
 
         Raises:
             CorruptCheckpointError: bytes are missing or do not match their checksum.
@@ -95,7 +95,7 @@ class CheckedReader:
             self._read_file(name, items)
 
     def _taken(self, item: WantedBytes) -> bool:
-        """Fill a target with bytes that an earlier read has left, if it has."""
+        """Fill the target of `item` with bytes that an earlier read kept; return False if there are none."""
         if self._leftovers is None or item.piece.check is None:
             return False
         kept = self._leftovers.take(item.piece, item.begin, item.wanted)
@@ -106,7 +106,7 @@ class CheckedReader:
         return True
 
     def _room(self, item: WantedBytes) -> memoryview | None:
-        """Return room for what is read of a piece behind the wanted bytes, None if nobody wants it."""
+        """Return memory for the bytes of a piece behind the wanted bytes, None if no later read wants them."""
         if self._leftovers is None or item.piece.check is None:
             return None
         return self._leftovers.room(item.piece, item.begin + item.wanted)
@@ -116,7 +116,7 @@ class CheckedReader:
         end = 0
         for item in items:
             large = item.high - item.low > self._block
-            gap = min(_GAP, max(_SMALL_GAP, (end - batch[0].low) // _NEEDED_PER_GAP)) if batch else 0
+            gap = min(_MAX_GAP, max(_SMALL_GAP, (end - batch[0].low) // _NEEDED_PER_GAP)) if batch else 0
             if batch and (large or item.low > end + gap or max(end, item.high) - batch[0].low > self._block):
                 self._read_batch(name, batch, end)
                 batch = []
@@ -129,20 +129,20 @@ class CheckedReader:
             self._read_batch(name, batch, end)
 
     def _read_batch(self, name: str, batch: list[WantedBytes], end: int) -> None:
-        """Read neighbours at once."""
+        """Read neighbouring ranges with one call."""
         start = batch[0].low
         view = self._bring(name, start, end, self._buffer[: end - start])
         for item in batch:
             if item.piece.check is not None:
-                own = view[item.low - start : item.high - start]
-                self._compare(item, xxhash.xxh3_64_hexdigest(own))
+                piece_bytes = view[item.low - start : item.high - start]
+                self._compare(item, xxhash.xxh3_64_hexdigest(piece_bytes))
             wanted_end = item.begin - start + item.wanted
             _put(item, view[item.begin - start : wanted_end], 0)
             if (room := self._room(item)) is not None:
                 room[:] = view[wanted_end : item.high - start]
 
     def _read_large(self, name: str, item: WantedBytes) -> None:
-        """Read one piece block by block, straight into its target where that takes the bytes as they are."""
+        """Read one piece block by block, directly into its target where no cast is needed."""
         digest = xxhash.xxh3_64()
         size, room = item.wanted, self._room(item)
         straight = _bytes_of(item)
@@ -170,7 +170,7 @@ class CheckedReader:
             self._compare(item, digest.hexdigest())
 
     def _read_strided(self, request: ReadRequest) -> None:
-        """Read a tensor that is not row-major; it lies in one piece."""
+        """Read a tensor that is not row-major and lies in one piece."""
         assert request.target is not None and request.tensor.strides is not None
         (piece,) = request.tensor.pieces
         data = bytearray(piece.length)
@@ -188,7 +188,7 @@ class CheckedReader:
         return view
 
     def _note(self, name: str, offset: int, view: memoryview) -> None:
-        """Keep the CRC of a range that was read, cut at the borders of records, joined with the part before it."""
+        """Keep the CRC of a range that was read: one part per record, joined with the part directly before."""
         records = self._records[name]
         end = offset + len(view)
         for start, length, _ in records[max(0, bisect.bisect_right(records, (offset, math.inf)) - 1) :]:
@@ -216,8 +216,8 @@ class CheckedReader:
 
 
 def wanted_of(request: ReadRequest) -> Iterable[WantedBytes]:
-    """Yield what has to be read of each piece that holds a part of the range: all of it if it has a checksum."""
-    assert request.target is not None, "the request has a target"
+    """Yield the bytes to read of each piece in the range; a piece with a checksum is read whole."""
+    assert request.target is not None, "the request needs a target"
     size = dtypes.itemsize(request.tensor.dtype)
     for piece, first, length in overlaps(request):
         begin = piece.offset + first * size
@@ -227,7 +227,7 @@ def wanted_of(request: ReadRequest) -> Iterable[WantedBytes]:
 
 
 def _bytes_of(item: WantedBytes) -> memoryview | None:
-    """Return the target as bytes, None if the stored values have another dtype."""
+    """Return the target of `item` as bytes, None if the stored values have another dtype."""
     if item.target.dtype != dtypes.torch_dtype(item.tensor.dtype):
         return None
     return item.target.view(torch.uint8).numpy().data
@@ -246,24 +246,24 @@ def _put(item: WantedBytes, view: memoryview, position: int) -> None:
 
 
 def check_records_of(folder: Folder, files: Mapping[str, File], parts: list[Part], ranks: RankGroup) -> None:
-    """Check the records of which any rank has read a part; each rank takes a share of them. All ranks must call.
+    """Check each record of which any rank has read a part, shared among the ranks. All ranks must call.
 
     Args:
         folder: folder of the checkpoint.
         files: its files by name.
-        parts: what this rank has read.
+        parts: parts that this rank has read.
         ranks: all ranks that read.
 
     Raises:
-        CorruptCheckpointError: a record is not what was saved.
-        RankError: another rank found one.
+        CorruptCheckpointError: a record has another CRC than at the save.
+        RankError: another rank checked a damaged record.
     """
     if not any(file.records for file in files.values()):
-        return  # a format whose pieces have checksums of their own
+        return  # in this format the pieces have checksums
     read: dict[tuple[str, int], list[Part]] = {}
     for part in (part for some in ranks.gather(parts) for part in some):
         read.setdefault((part.file, part.record), []).append(part)
-    with ranks.raise_on_all("checking what was read"):
+    with ranks.raise_on_all("checking the records that were read"):
         for number, (name, start) in enumerate(sorted(read)):
             if number % ranks.size == ranks.rank:
                 record: Any = next(r for r in files[name].records if r[0] == start)

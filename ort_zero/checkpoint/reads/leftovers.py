@@ -1,7 +1,7 @@
-"""Keeps what is read of pieces for their checksum alone, for whoever wants it next.
+"""Keep bytes that are read only for the checksum of their piece, for the next rank that needs them.
 
-A piece is checked as a whole. Where a new cut goes through it, its bytes belong to two ranks or more of a checkpoint
-that is converted; without this each of them would read all of it.
+A piece is checked as a whole. When a checkpoint is converted for another world size, the bytes of one piece can belong
+to several ranks; without the kept bytes the piece would be read whole for each of these ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class _Kept:
     begin: int
     """First byte in the file."""
     data: torch.Tensor
-    """The bytes up to the end of the piece."""
+    """The bytes from `begin` to the end of the piece."""
     scratch: Scratch
 
 
 class Leftovers:
-    """Bytes of pieces that have been read and checked, in temporary files.
+    """The bytes of pieces that have been read and checked, kept in temporary files.
 
     Args:
-        folder: folder of the file system that they lie in; by default the system's for temporary files.
+        folder: folder of the temporary files; default: the system's folder for temporary files.
     """
 
     def __init__(self, folder: str | None = None):
@@ -36,16 +36,16 @@ class Leftovers:
         self._users: dict[Scratch, int] = {}
         self._scratch: Scratch | None = None
         self.wanted = True
-        """False where nobody will take what is read from now on."""
+        """False if no later read will take bytes that are read from now on."""
 
     def next_file(self) -> None:
-        """Put what comes from now on into a file of its own, which goes when all of it has been taken."""
+        """Put the next bytes into a new file; a file is deleted when all its bytes have been taken."""
         self._scratch = None
 
     def room(self, piece: Piece, begin: int) -> memoryview | None:
-        """Return room for the bytes of a piece from `begin` on, a position in the file; None if they are not wanted.
+        """Return memory for the bytes of a piece from file position `begin` on; None if they are not wanted.
 
-        They count as kept at once: whoever gets no right bytes into it must give the conversion up.
+        The bytes count as kept at once: a caller that cannot fill the memory must give up the conversion.
         """
         size = piece.offset + piece.length - begin
         before = self._kept.get((piece.file, piece.offset))
@@ -61,7 +61,7 @@ class Leftovers:
         return data.numpy().data
 
     def take(self, piece: Piece, begin: int, size: int) -> memoryview | None:
-        """Return bytes of a piece, None if they are not kept. Those up to the end of the piece are given away."""
+        """Return bytes of a piece, None if they are not kept; bytes up to the piece's end are kept no longer."""
         kept = self._kept.get((piece.file, piece.offset))
         if kept is None or begin < kept.begin:
             return None
@@ -74,12 +74,12 @@ class Leftovers:
         self._users[scratch] -= 1
         if not self._users[scratch]:
             del self._users[scratch]
-            scratch.close()  # what is mapped of it stays readable
+            scratch.close()  # its mapped memory stays readable
             if scratch is self._scratch:
                 self._scratch = None
 
     def close(self) -> None:
-        """Give everything back."""
+        """Delete all temporary files."""
         for scratch in self._users:
             scratch.close()
         self._kept.clear()

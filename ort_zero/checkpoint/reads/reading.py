@@ -1,4 +1,4 @@
-"""Reads ranges of stored tensors: checks their bytes, copies them into memory of any floating-point dtype."""
+"""Read ranges of stored tensors: check their bytes, copy them into memory of any floating-point dtype."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class ReadRequest:
     length: int
     """Number of elements."""
     target: torch.Tensor | None
-    """1-D, of `length` elements; None while only the bytes are checked."""
+    """1-D, of `length` elements; None if the bytes are only checked."""
 
 
 def overlaps(request: ReadRequest) -> Iterator[tuple[Piece, int, int]]:
-    """Yield (piece, first element in it, elements) of the pieces that hold a part of the range."""
+    """Yield (piece, first element in the piece, number of elements) for each piece that overlaps the range."""
     size = dtypes.itemsize(request.tensor.dtype)
     end = request.start + request.length
     pieces = request.tensor.pieces
@@ -43,10 +43,10 @@ def overlaps(request: ReadRequest) -> Iterator[tuple[Piece, int, int]]:
 
 
 def check_range(folder: Folder, request: ReadRequest) -> None:
-    """Read every byte of the pieces that `request` touches, and compare with their checksums.
+    """Read all pieces that `request` touches, and compare their bytes with the checksums.
 
     Raises:
-        CorruptCheckpointError: they differ, or the file ends early.
+        CorruptCheckpointError: a checksum differs, or a file ends early.
     """
     buffer = memoryview(bytearray(min(CHUNK, request.tensor.nbytes)))
     for piece, _, _ in overlaps(request):
@@ -64,7 +64,7 @@ def check_range(folder: Folder, request: ReadRequest) -> None:
 
 def read_range(folder: Folder, request: ReadRequest) -> None:
     """Read the range into its target, cast to the target's dtype."""
-    assert request.target is not None, "the request is for writing"
+    assert request.target is not None, "the request needs a target"
     size = dtypes.itemsize(request.tensor.dtype)
     dtype = dtypes.torch_dtype(request.tensor.dtype)
     step = CHUNK // size

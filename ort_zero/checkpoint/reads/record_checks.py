@@ -1,4 +1,4 @@
-"""Checks records of ``torch.save``'s zip by the CRC-32 of the parts that were read, in any order and by any rank."""
+"""Check records of ``torch.save``'s zip by the CRC-32 of parts, which any rank has read in any order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ort_zero.utils.crc32 import crc32, crc32_combine
 
 
 class Part(NamedTuple):
-    """Bytes of a record that were read, with their CRC-32."""
+    """A range of bytes of a record that was read, with its CRC-32."""
 
     file: str
     record: int
@@ -26,24 +26,24 @@ class Part(NamedTuple):
 
 
 class RecordChecks:
-    """Computes CRC-32s while one thread reads; what follows where it read last goes on with the same CRC.
+    """The CRC-32s of the bytes that one thread reads; bytes that follow the last read extend its part.
 
     Args:
-        files: the files of the checkpoint; those without records are not checked.
+        files: the files of the checkpoint; files without records are not checked.
     """
 
     def __init__(self, files: Iterable[File]):
         self._records = {file.name: sorted(file.records) for file in files if file.records}
         self._starts = {name: [start for start, _, _ in records] for name, records in self._records.items()}
         self._last: dict[str, tuple[int, int, int]] = {}
-        """The record of each file that was looked for last."""
+        """The record of each file that was looked up last."""
         self._open: dict[tuple[str, int], Part] = {}
         self._closed: list[Part] = []
 
     def place_of(self, name: str, offset: int) -> tuple[int | None, int | None]:
-        """Return where the record ends that holds the byte `offset`, and where reading ended in it before `offset`.
+        """Return the end of the record at byte `offset`, and the end of the bytes that were read of it before `offset`.
 
-        None for a file without records, and for a record of which nothing was read before.
+        Both are positions in the file; None without a record, or without earlier bytes.
         """
         record = self._record(name, offset)
         if record is None:
@@ -53,7 +53,7 @@ class RecordChecks:
         return record[0] + record[1], before
 
     def add(self, name: str, offset: int, views: Iterable[Any]) -> None:
-        """Take bytes that were read: `views`, one after the other from `offset` on, within one record."""
+        """Add bytes of one record that were read: `views`, one after the other from `offset` on."""
         record = self._record(name, offset)
         if record is None:
             return
@@ -71,7 +71,7 @@ class RecordChecks:
         self._open[key] = Part(name, record[0], begin, position - begin, crc)
 
     def parts(self) -> list[Part]:
-        """Return what was read."""
+        """Return the parts that were read."""
         return [*self._closed, *self._open.values()]
 
     def _record(self, name: str, offset: int) -> tuple[int, int, int] | None:
@@ -95,13 +95,13 @@ def check_record(source: Folder, file: File, record: tuple[int, int, int], parts
     """Compare one record with its CRC-32, reading only the bytes that no part covers.
 
     Raises:
-        CorruptCheckpointError: the record is not what was saved.
+        CorruptCheckpointError: the CRC-32 differs.
     """
     start, length, wanted = record
     position, crc = start, 0
     for part in sorted(set(parts), key=lambda p: (p.offset, -p.length)):
         if part.offset < position:
-            continue  # an overlap; what it holds beyond the last part is read as a gap
+            continue  # an overlap; its bytes beyond the last part are read again as a gap
         crc = _crc_of_gap(source, file.name, position, part.offset, crc)
         crc = crc32_combine(crc, part.crc, part.length)
         position = part.offset + part.length

@@ -1,4 +1,4 @@
-"""Checks one file of our format against the manifest: its size, its checksum, and to which save and rank it belongs."""
+"""Check one file of ort_zero's format against the manifest: its size, checksum, save and rank."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _OF_A_SAVE = re.compile(r"rank_\d{5}_(master|optimizer|extra)(\.[0-9a-f]{8})?\.(
 _EXTRA = re.compile(r"_extra(\.[0-9a-f]{8})?\.safetensors$")
 EXTRA_KEYS = ("tensor_shapes", "counters", "client_state", "lr_scheduler", "loss_scaler", "extra_state")
 """Keys of a rank's JSON file that loading needs."""
-MOST_STEPS = 1 << 53
-"""Bound of what a count of steps or samples can be: beyond it a float is no exact count."""
+MAX_STEPS = 1 << 53
+"""Bound of a number of steps or samples, exclusive: beyond it a float is no exact count."""
 MAX_EXTRA_BYTES = 1 << 30
 """Maximum size in bytes of a rank's JSON file that is read; tensors are not in it."""
-_MOST_NAMED = 3
+_MAX_NAMED = 3
 """Maximum number of damaged tensors of one file that a message names."""
 _buffers = threading.local()
 
@@ -39,22 +39,21 @@ def problems_of_shard(
     pieces: list[tuple[Tensor, Piece]],
     advance: Callable[[int], Any],
 ) -> Iterator[str]:
-    """Yield what is wrong with one file. Every byte is read.
+    """Yield the problems of one file. Every byte is read.
 
-    Its bytes are compared with their checksum, and what it says of itself (tensors, dtypes, places, step, tag, world
-    size, rank) with what the manifest says, so that a manifest that was edited is noticed as well as a file.
+    The bytes are compared with their checksum. The header (tensors, dtypes, places, step, tag, world size, rank) is
+    compared with the manifest, which also reveals an edited manifest.
 
     Args:
         folder: folder of the checkpoint.
-        file: as the manifest lists it.
+        file: the file as the manifest lists it.
         manifest: manifest of the checkpoint.
-        pieces: what the manifest says lies in the file, see
-            :class:`~ort_zero.checkpoint.piece_runs.PiecesByFile`.
-        advance: called with the bytes that were read.
+        pieces: pieces of the file in the manifest, see :class:`~ort_zero.checkpoint.piece_runs.PiecesByFile`.
+        advance: called with the number of bytes of each read.
 
     Raises:
-        CorruptCheckpointError: the file becomes shorter meanwhile.
-        CheckpointError: it cannot be read.
+        CorruptCheckpointError: the file becomes shorter while it is read.
+        CheckpointError: the file cannot be read.
     """
     path, size = folder.path(file.name), folder.size(file.name)
     if size is None:
@@ -80,7 +79,7 @@ def problems_of_shard(
         damaged = checks.damaged()
         if digest.hexdigest() == file.xxh3_128:
             if damaged:
-                yield f"{path} and the manifest disagree: the checksum differs of {shortened(damaged, _MOST_NAMED)}"
+                yield f"{path} and the manifest disagree: the checksum differs of {shortened(damaged, _MAX_NAMED)}"
             else:
                 yield from disagreements(folder, file, manifest, pieces)
             return
@@ -91,18 +90,18 @@ def problems_of_shard(
         kind = "is truncated: it" if size < file.size else "is too long: it"
         yield f"{path} {kind} has {size} bytes, the manifest says {file.size}"
     else:
-        where = f", in {shortened(damaged, _MOST_NAMED)}" if damaged else ", outside of its tensors"
+        where = f", in {shortened(damaged, _MAX_NAMED)}" if damaged else ", outside of its tensors"
         yield f"{path} is damaged: its content does not match its xxh3-128{where}"
 
 
 def is_of_another_save(folder: Folder, name: str, manifest: Manifest) -> bool:
-    """Return True for a rank's file that a save of the same tag wrote whose manifest is not there.
+    """Return True for a rank's file of another save of the same tag, of which there is no manifest.
 
-    A tag that is saved anew has both saves' files for a while: the new ones before its manifest, the old ones after it.
+    While a tag is saved again, its folder has files of both saves: new files before the new manifest, old ones after.
 
     Args:
         folder: folder of the checkpoint.
-        name: a file that the manifest does not list.
+        name: name of a file that the manifest does not list.
         manifest: manifest of the checkpoint.
     """
     if not _OF_A_SAVE.fullmatch(name):
@@ -115,12 +114,12 @@ def is_of_another_save(folder: Folder, name: str, manifest: Manifest) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Return True for a number of steps or samples: a whole number below :data:`MOST_STEPS`."""
-    return type(value) is int and 0 <= value < MOST_STEPS
+    """Return True for a number of steps or samples: a whole number below :data:`MAX_STEPS`."""
+    return type(value) is int and 0 <= value < MAX_STEPS
 
 
 def thread_buffer(folder: Folder) -> memoryview:
-    """Return a buffer that belongs to this thread and is used again, as large as what is best read of `folder`."""
+    """Return a buffer that this thread reuses, of the best size for a read from `folder`."""
     size = max(CHUNK, folder.block)
     if len(getattr(_buffers, "chunk", b"")) < size:
         _buffers.chunk = memoryview(bytearray(size))
@@ -128,7 +127,7 @@ def thread_buffer(folder: Folder) -> memoryview:
 
 
 def _chunks(folder: Folder, name: str, offset: int, length: int) -> Iterator[memoryview]:
-    """Yield `length` bytes of a file from `offset` on, a chunk or less at a time, in a buffer that is used again."""
+    """Yield `length` bytes of a file from `offset` on in chunks, in a buffer that is reused."""
     buffer = thread_buffer(folder)
     for done in range(0, length, len(buffer)):
         part = buffer[: min(len(buffer), length - done)]
@@ -137,7 +136,7 @@ def _chunks(folder: Folder, name: str, offset: int, length: int) -> Iterator[mem
 
 
 class _PieceChecks:
-    """Computes the checksum of each piece while its file is read from start to end."""
+    """The checksums of the pieces of one file, computed while it is read from start to end."""
 
     def __init__(self, pieces: list[tuple[Tensor, Piece]]):
         self._pieces = pieces
@@ -146,7 +145,7 @@ class _PieceChecks:
         self._damaged: list[str] = []
 
     def update(self, position: int, part: memoryview) -> None:
-        """Take the bytes of the file from `position` on."""
+        """Add bytes of the file from `position` on."""
         end = position + len(part)
         for index in range(self._first, len(self._pieces)):
             tensor, piece = self._pieces[index]
@@ -163,12 +162,12 @@ class _PieceChecks:
                     self._first += 1
 
     def damaged(self) -> list[str]:
-        """Return the tensors whose bytes do not have the checksum that the manifest gives them."""
+        """Return the tensors whose bytes do not match the checksum in the manifest."""
         return self._damaged
 
 
 def disagreements(folder: Folder, file: File, manifest: Manifest, pieces: list[tuple[Tensor, Piece]]) -> Iterator[str]:
-    """Yield where a file, whose bytes are those that were written, says something else than the manifest."""
+    """Yield one sentence per contradiction between an undamaged file and the manifest."""
     path = folder.path(file.name)
     try:
         metadata, entries = _read(folder, file.name, file.size)
@@ -181,7 +180,7 @@ def disagreements(folder: Folder, file: File, manifest: Manifest, pieces: list[t
         return
     for key, stated in (("step", manifest.step), ("tag", manifest.tag), ("world_size", manifest.world_size)):
         if str(metadata.get(key, stated)) != str(stated):
-            yield f"{path} and the manifest disagree: {key} is {metadata[key]} there, {stated} in the manifest"
+            yield f"{path} and the manifest disagree: {key} is {metadata[key]} in the file, {stated} in the manifest"
     if file.name.endswith(".json"):
         yield from (f"{path} lacks {key!r}" for key in EXTRA_KEYS if key not in metadata)
         counters = metadata.get("counters")
@@ -194,29 +193,29 @@ def disagreements(folder: Folder, file: File, manifest: Manifest, pieces: list[t
             if place not in listed:
                 yield f"{path} holds {name}, which the manifest does not list"
             elif listed[place][0] != dtype or name not in listed[place][1]:
-                wanted = max(listed[place][1], key=len)
-                yield f"{path} and the manifest disagree: {name} ({dtype}) there, {wanted} ({listed[place][0]}) here"
+                wanted = f"{max(listed[place][1], key=len)} ({listed[place][0]})"
+                yield f"{path} and the manifest disagree: {name} ({dtype}) in the file, {wanted} in the manifest"
         for place in listed.keys() - stored.keys():
             yield f"{path} holds no tensor at byte {place[0]}, where {max(listed[place][1], key=len)} should be"
 
 
 def _wrong_extent(folder: Folder, file: File) -> str | None:
-    """Return why a file cannot have the size that it has: said before terabytes of nothing are read."""
+    """Return a message if a file cannot have its size, else None; checked before terabytes of zeros are read."""
     if file.name.endswith(".json"):
         return None if file.size <= MAX_EXTRA_BYTES else f"{file.size} bytes are too many for it"
     try:
         entries = safetensors_header.read(folder, file.name, file.size).entries.values()
     except (ValueError, CorruptCheckpointError):
-        return None  # its checksum says more
+        return None  # the check of the file's bytes gives a better message
     end = max((entry.offset + entry.nbytes for entry in entries), default=file.size)
     return None if end == file.size else f"its tensors end at byte {end}, it has {file.size}"
 
 
 def _read(folder: Folder, name: str, size: int) -> safetensors_header.Header:
-    """Return what a file says of itself; a JSON file's values stand for its metadata.
+    """Return the header of a file; the metadata of a JSON file are its values.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the header cannot be read.
     """
     if not name.endswith(".json"):
         return safetensors_header.read(folder, name, size)
@@ -227,7 +226,7 @@ def _read(folder: Folder, name: str, size: int) -> safetensors_header.Header:
 
 
 def _metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
-    """Return what a file says of the save and the rank it belongs to; empty if it says nothing that can be read."""
+    """Return the metadata of a file, such as its save and rank; empty if they cannot be read."""
     try:
         return _read(folder, name, size).metadata
     except (ValueError, CorruptCheckpointError):
@@ -235,14 +234,14 @@ def _metadata(folder: Folder, name: str, size: int) -> dict[str, Any]:
 
 
 def _other_owner(metadata: dict[str, Any], name: str, manifest: Manifest) -> str | None:
-    """Return to what else a file belongs, None if to this very checkpoint and rank."""
+    """Return which other run, save or rank a file belongs to; None for this checkpoint and rank."""
     run, save, rank = (metadata.get(key) for key in ("run_id", "save_id", "rank"))
     if run is not None and run != manifest.run_id:
         return "belongs to another run"
     if save is not None and save != manifest.save_id:
-        known = [f"{key} {metadata[key]}" for key in ("step", "tag") if key in metadata]
-        return "belongs to another save" + (f" ({', '.join(known)})" if known else "")
-    mine = _RANK.match(name)
-    if rank is not None and mine and str(rank).isdigit() and int(rank) != int(mine.group(1)):
+        details = [f"{key} {metadata[key]}" for key in ("step", "tag") if key in metadata]
+        return "belongs to another save" + (f" ({', '.join(details)})" if details else "")
+    name_match = _RANK.match(name)
+    if rank is not None and name_match and str(rank).isdigit() and int(rank) != int(name_match.group(1)):
         return f"is rank {int(rank)}'s file"
     return None

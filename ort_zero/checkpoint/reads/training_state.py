@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the tensors of the model and its optimizer: counters, scheduler, the user's state."""
+"""Read and restore the training state of a checkpoint: counters, scheduler, loss scaler, the user's state."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ort_zero.errors import CorruptCheckpointError
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """The state of a run that is no tensor of the model, as one rank saved it."""
+    """The state of a run besides the tensors of model and optimizer, as one rank saved it."""
 
     counters: dict[str, int]
-    """Steps and samples by the names of the engine's attributes."""
+    """Numbers of steps and samples by the names of the engine's attributes."""
     client_state: dict[str, Any]
-    """The values that the user gave to the save."""
+    """Values that the user passed to the save."""
     lr_scheduler: dict[str, Any] | None = None
     lr_scheduler_class: str | None = None
-    """Name of the scheduler's class, None if it is not known."""
+    """Name of the scheduler's class, None if the checkpoint does not tell."""
     loss_scaler: dict[str, Any] | None = None
     """``{"class": name, "state": attributes}``."""
     extra_state: dict[str, Any] = field(default_factory=dict)
-    """What ``get_extra_state`` of a module returned, by the name of the module."""
+    """Result of each module's ``get_extra_state`` by the name of the module."""
     data_sampler: dict[str, Any] | None = None
     """State of the sampler of DeepSpeed's curriculum learning."""
     random_ltd: dict[str, Any] | None = None
@@ -45,10 +45,10 @@ OPTIONAL_KEYS = ("data_sampler", "random_ltd", "lr_scheduler_class")
 
 
 def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingState:
-    """Return what `rank` saved in our format; a rank that did not exist then gets rank 0's.
+    """Return the state that `rank` saved in ort_zero's format; a rank that did not exist then gets rank 0's.
 
     Raises:
-        CorruptCheckpointError: the file is missing or changed.
+        CorruptCheckpointError: a file of the rank is missing or changed.
     """
     rank = rank if rank < source.world_size else 0
     names = {kind: _named(source, rank, f"_extra{end}") for kind, end in (("json", ".json"), ("st", ".safetensors"))}
@@ -67,38 +67,38 @@ def read_training_state(folder: Folder, source: Source, rank: int) -> TrainingSt
         from safetensors.torch import load as from_bytes
 
         try:
-            found = from_bytes(_read_checked(folder, source, names["st"]))
-            tensors = [found[f"extra/{i}"].view(shape) for i, shape in enumerate(document["tensor_shapes"])]
+            stored = from_bytes(_read_checked(folder, source, names["st"]))
+            tensors = [stored[f"extra/{i}"].view(shape) for i, shape in enumerate(document["tensor_shapes"])]
         except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
             raise CorruptCheckpointError(f"{path} and {names['st']} do not belong together: {error}") from None
     wanted = [key for key in EXTRA_KEYS if key != "tensor_shapes"]
     wanted += [key for key in OPTIONAL_KEYS if key in document]
     try:
-        found_state = {key: values.decode(document[key], tensors) for key in wanted}
+        fields = {key: values.decode(document[key], tensors) for key in wanted}
     except KeyError as error:
         raise CorruptCheckpointError(f"{path} lacks {error}") from None
     except (ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path} holds a value that cannot be read: {error}") from None
-    for key, value in found_state.items():
+    for key, value in fields.items():
         if value is None and key in ("counters", "client_state", "extra_state"):
-            found_state[key] = {}
+            fields[key] = {}
         elif value is not None and not isinstance(value, str if key == "lr_scheduler_class" else dict):
             raise CorruptCheckpointError(f"{path}: {key} cannot be a {type(value).__name__}")
-    return TrainingState(**found_state)
+    return TrainingState(**fields)
 
 
 def _named(source: Source, rank: int, end: str) -> str | None:
-    """Return the name of a rank's file of a kind; a save over another one puts its id before the extension."""
+    """Return the name of a rank's file with `end`; a save over another save adds its id before the extension."""
     stem, _, extension = end.rpartition(".")
     start = f"rank_{rank:05d}{stem}"
     return next((n for n in source.files if n.startswith(f"{start}.") and n.endswith(f".{extension}")), None)
 
 
 def _read_checked(folder: Folder, source: Source, name: str, limit: int | None = None) -> bytes:
-    """Return a whole file, of JSON if it has a limit of its bytes.
+    """Return the bytes of a file; with a `limit` in bytes the file must be JSON.
 
     Raises:
-        CorruptCheckpointError: it is missing, or not what the manifest says.
+        CorruptCheckpointError: the file is missing, or has another size or checksum than the manifest says.
     """
     size, stated = folder.size(name), source.files[name].size
     if size is not None and size != stated:
@@ -113,15 +113,15 @@ def _read_checked(folder: Folder, source: Source, name: str, limit: int | None =
 
 
 def check_counters(counters: Any, state: EngineState, root: str) -> None:
-    """Raise CorruptCheckpointError unless `counters` are whole numbers under the names that an engine has."""
-    known = state.counters().keys()
-    right = isinstance(counters, dict) and counters.keys() <= known
+    """Raise CorruptCheckpointError unless `counters` are whole numbers by the names of the engine's counters."""
+    names = state.counters().keys()
+    right = isinstance(counters, dict) and counters.keys() <= names
     if not right or not all(is_count(value) for value in counters.values()):
         raise CorruptCheckpointError(f"{root}: the counters cannot be {str(counters)[:200]}")
 
 
 class Restoration:
-    """Puts a :class:`TrainingState` into an engine, and can take it back.
+    """The changes that a :class:`TrainingState` makes in an engine, which can be undone.
 
     Args:
         state: state of the engine.
@@ -141,15 +141,15 @@ class Restoration:
         with_scheduler: bool,
         module_only: bool,
     ) -> None:
-        """Put everything in that is asked for; what raises leaves its part to :meth:`undo`.
+        """Put the requested parts of `saved` into the engine; after an exception call :meth:`undo`.
 
         Args:
-            saved: what was read.
+            saved: training state of the checkpoint.
             world_size: number of ranks that saved.
             options: hyper-parameters by the index of the parameter group.
-            full: with the optimizer's state, and so with the loss scaler's.
-            with_scheduler: with the scheduler's state.
-            module_only: only what belongs to modules.
+            full: restore the loss scaler's state too.
+            with_scheduler: restore the scheduler's state too.
+            module_only: restore only hyper-parameters and the extra state of modules.
         """
         engine = self._state.engine
         for index, values_of_group in options.items():
@@ -176,7 +176,7 @@ class Restoration:
         self._attributes(engine, {"loaded_checkpoint_dp_world_size": world_size, "loaded_checkpoint_mp_world_size": 1})
 
     def undo(self) -> None:
-        """Give everything that was changed its old values."""
+        """Restore the old value of everything that was changed."""
         while self._undo:
             self._undo.pop()()
 
@@ -195,13 +195,13 @@ class Restoration:
         put(value)
 
     def _attributes(self, target: Any, new: dict[str, Any]) -> None:
-        own = vars(target)
-        old = {key: own[key] for key in new if key in own}
+        attributes = vars(target)
+        old = {key: attributes[key] for key in new if key in attributes}
 
         def put_back() -> None:
             for key in new:
-                own.pop(key, None)
-            own.update(old)
+                attributes.pop(key, None)
+            attributes.update(old)
 
         self._undo.append(put_back)
-        own.update(new)
+        attributes.update(new)

@@ -1,6 +1,6 @@
-"""Reads a pickle without importing or calling anything that it names.
+"""Read a pickle without importing or calling anything that the pickle names.
 
-:mod:`.machine` runs the opcodes, and makes records of the classes, calls and objects, which :mod:`.values` defines;
-:mod:`.rebuild` makes tensors and values of the records, :mod:`.classes` those of harmless classes. What neither knows
-stays a record.
+:mod:`.machine` interprets the opcodes and returns records of classes, calls and objects; :mod:`.values` defines the
+records. :mod:`.rebuild` turns records of torch's tensors and constants into values, :mod:`.classes` records of other
+harmless classes. The records of all other objects stay records.
 """

@@ -1,7 +1,7 @@
-"""The harmless classes of Python and numpy whose pickled objects are rebuilt, and the functions that are refused.
+"""Rebuild pickled objects of harmless classes of Python and numpy, and list the functions to refuse.
 
-Each class has a function here that takes what the pickle says of an object, checks its types and sizes, and returns the
-value. What does not fit stays a record.
+Each class has a builder here: a function that takes the record of an object, checks its types and sizes, and returns
+the value. A record that fails a check stays a record.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from ort_zero.checkpoint.restricted_pickle.values import ClassReference, OpaqueObject
 
 UNKNOWN = object()
-"""Returned for an object that stays a record."""
+"""Result of a builder for an object that stays a record."""
 
 _HOSTILE_MODULES = frozenset(
     "os posix nt sys subprocess _posixsubprocess pty socket shutil ctypes importlib runpy code codeop pdb bdb timeit "
@@ -49,58 +49,58 @@ _HOSTILE = re.compile(
 
 
 def is_hostile(name: str) -> bool:
-    """Return True for a function or class that acts on the machine or runs code, and that no checkpoint has to call.
+    """Return True if a function or class acts on the machine or runs code, and no checkpoint needs to call it.
 
-    Nothing is called in either case. A file that wants it called does harm wherever else it is loaded, and is named.
+    ort_zero calls nothing in either case. But a file with a hostile call does harm where ``torch.load`` unpickles it.
 
     Args:
-        name: full name.
+        name: full name of the function or class.
     """
     if name in _HARMLESS or _EXCEPTION.fullmatch(name):
         return False
     return name.partition(".")[0] in _HOSTILE_MODULES or _HOSTILE.fullmatch(name) is not None
 
 
-def rebuilt(made: OpaqueObject) -> Any:
-    """Return the value of an object of a class in the table, :data:`UNKNOWN` for others and for what does not fit."""
-    build = _TABLE.get(made.class_name)
+def rebuilt(record: OpaqueObject) -> Any:
+    """Return the value that a record describes, :data:`UNKNOWN` for other classes and for unexpected contents."""
+    build = _BUILDERS.get(record.class_name)
     if build is None:
         return UNKNOWN
     try:
-        return build(made)
+        return build(record)
     except (TypeError, ValueError, ArithmeticError, IndexError, KeyError, AttributeError):
         return UNKNOWN
 
 
-# ---- Python's ------------------------------------------------------------------------------------------------------
+# ---- classes of Python ----------------------------------------------------------------------------------------------
 
 
-def _only_args(made: OpaqueObject) -> bool:
-    return not (made.kwargs or made.state or made.items or made.entries)
+def _only_args(record: OpaqueObject) -> bool:
+    return not (record.kwargs or record.state or record.items or record.entries)
 
 
-def _encoded(made: OpaqueObject) -> Any:
-    """Return bytes, which protocol 2 writes as text that is encoded."""
-    text, codec = made.args
+def _encoded(record: OpaqueObject) -> Any:
+    """Return bytes, which protocol 2 writes as text with a codec: _codecs.encode(text, "latin1")."""
+    text, codec = record.args
     return text.encode("latin1") if type(text) is str and codec in ("latin1", "latin-1") else UNKNOWN
 
 
-def _bytes(made: OpaqueObject) -> Any:
-    return b"" if not made.args and _only_args(made) else UNKNOWN
+def _bytes(record: OpaqueObject) -> Any:
+    return b"" if not record.args and _only_args(record) else UNKNOWN
 
 
-def _bytearray(made: OpaqueObject) -> Any:
-    if not made.args:
+def _bytearray(record: OpaqueObject) -> Any:
+    if not record.args:
         return bytearray()
-    content = made.args[0]
-    if type(content) is str and made.args[1:] == ("latin-1",):
+    content = record.args[0]
+    if type(content) is str and record.args[1:] == ("latin-1",):
         content = content.encode("latin1")
     return bytearray(content) if type(content) is bytes else UNKNOWN
 
 
-def _ordered_dict(made: OpaqueObject) -> Any:
-    pairs = made.args[0] if made.args else ()  # before Python 2.7; since then the entries follow
-    return collections.OrderedDict([*((key, value) for key, value in pairs), *made.entries])
+def _ordered_dict(record: OpaqueObject) -> Any:
+    pairs = record.args[0] if record.args else ()  # before Python 2.7; later versions pickle the pairs as entries
+    return collections.OrderedDict([*((key, value) for key, value in pairs), *record.entries])
 
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
@@ -108,130 +108,130 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def _default_dict(made: OpaqueObject) -> Any:
-    (factory,) = made.args or (None,)
+def _default_dict(record: OpaqueObject) -> Any:
+    (factory,) = record.args or (None,)
     if factory is not None:
         if type(factory) is not ClassReference or factory.name not in _FACTORIES:
             return UNKNOWN
         factory = _FACTORIES[factory.name]
-    return collections.defaultdict(factory, made.entries)
+    return collections.defaultdict(factory, record.entries)
 
 
-def _counter(made: OpaqueObject) -> Any:
-    (counts,) = made.args or ({},)
+def _counter(record: OpaqueObject) -> Any:
+    (counts,) = record.args or ({},)
     return collections.Counter(counts) if type(counts) is dict else UNKNOWN
 
 
-def _deque(made: OpaqueObject) -> Any:
-    items, most = (*made.args, None, None)[:2]
-    if not (items is None or type(items) in (list, tuple)) or not (most is None or type(most) is int):
+def _deque(record: OpaqueObject) -> Any:
+    items, max_length = (*record.args, None, None)[:2]
+    if not (items is None or type(items) in (list, tuple)) or not (max_length is None or type(max_length) is int):
         return UNKNOWN
-    return collections.deque([*(items or ()), *made.items], most)
+    return collections.deque([*(items or ()), *record.items], max_length)
 
 
 def _container(kind: type) -> Callable[[OpaqueObject], Any]:
-    def build(made: OpaqueObject) -> Any:
-        (items,) = made.args or ((),)
-        return kind(items) if type(items) in (list, tuple) and _only_args(made) else UNKNOWN
+    def build(record: OpaqueObject) -> Any:
+        (items,) = record.args or ((),)
+        return kind(items) if type(items) in (list, tuple) and _only_args(record) else UNKNOWN
 
     return build
 
 
-def _of_numbers(kind: Callable[..., Any]) -> Callable[[OpaqueObject], Any]:
-    def build(made: OpaqueObject) -> Any:
-        fit = all(type(a) in (int, float, bool, type(None)) for a in made.args)
-        return kind(*made.args) if fit and _only_args(made) else UNKNOWN
+def _from_numbers(kind: Callable[..., Any]) -> Callable[[OpaqueObject], Any]:
+    def build(record: OpaqueObject) -> Any:
+        fit = all(type(a) in (int, float, bool, type(None)) for a in record.args)
+        return kind(*record.args) if fit and _only_args(record) else UNKNOWN
 
     return build
 
 
-def _of_text(kind: Callable[[str], Any]) -> Callable[[OpaqueObject], Any]:
-    def build(made: OpaqueObject) -> Any:
-        (text,) = made.args
-        return kind(text) if type(text) is str and len(text) < 1000 and _only_args(made) else UNKNOWN
+def _from_text(kind: Callable[[str], Any]) -> Callable[[OpaqueObject], Any]:
+    def build(record: OpaqueObject) -> Any:
+        (text,) = record.args
+        return kind(text) if type(text) is str and len(text) < 1000 and _only_args(record) else UNKNOWN
 
     return build
 
 
-def _fraction(made: OpaqueObject) -> Any:
-    if len(made.args) == 2 and all(type(number) is int for number in made.args):
-        return fractions.Fraction(*made.args)
-    (text,) = made.args
-    # no exponent: the numbers are to be no longer than the text
+def _fraction(record: OpaqueObject) -> Any:
+    if len(record.args) == 2 and all(type(number) is int for number in record.args):
+        return fractions.Fraction(*record.args)
+    (text,) = record.args
+    # no exponent: a short text such as 1e999999999 would make a huge number
     return fractions.Fraction(text) if re.fullmatch(r"-?\d{1,999}(/\d{1,999})?", text) else UNKNOWN
 
 
 def _path(kind: type[pathlib.PurePath]) -> Callable[[OpaqueObject], Any]:
-    def build(made: OpaqueObject) -> Any:
-        return kind(*made.args) if all(type(a) is str for a in made.args) and _only_args(made) else UNKNOWN
+    def build(record: OpaqueObject) -> Any:
+        return kind(*record.args) if all(type(a) is str for a in record.args) and _only_args(record) else UNKNOWN
 
     return build
 
 
-def _namespace(made: OpaqueObject) -> Any:
-    state = made.state or {}
-    if made.args or type(state) is not dict or not all(type(key) is str for key in state):
+def _namespace(record: OpaqueObject) -> Any:
+    state = record.state or {}
+    if record.args or type(state) is not dict or not all(type(key) is str for key in state):
         return UNKNOWN
     namespace = argparse.Namespace()
     vars(namespace).update(state)
     return namespace
 
 
-def _of_time(kind: type) -> Callable[[OpaqueObject], Any]:
+def _from_packed_time(kind: type) -> Callable[[OpaqueObject], Any]:
     """Return the builder of a class of :mod:`datetime`, whose pickled form is bytes and a time zone."""
 
-    def build(made: OpaqueObject) -> Any:
-        packed, *zone = made.args
+    def build(record: OpaqueObject) -> Any:
+        packed, *zone = record.args
         fit = type(packed) is bytes and len(packed) <= 10
         fit = fit and len(zone) <= 1 and all(type(z) is datetime.timezone for z in zone)
-        return kind(packed, *zone) if fit and _only_args(made) else UNKNOWN
+        return kind(packed, *zone) if fit and _only_args(record) else UNKNOWN
 
     return build
 
 
-def _time_zone(made: OpaqueObject) -> Any:
-    fit = made.args and type(made.args[0]) is datetime.timedelta and all(type(a) is str for a in made.args[1:])
-    return datetime.timezone(*made.args) if fit and _only_args(made) else UNKNOWN
+def _time_zone(record: OpaqueObject) -> Any:
+    fit = record.args and type(record.args[0]) is datetime.timedelta and all(type(a) is str for a in record.args[1:])
+    return datetime.timezone(*record.args) if fit and _only_args(record) else UNKNOWN
 
 
-def _uuid(made: OpaqueObject) -> Any:
-    number = made.attribute("int")
+def _uuid(record: OpaqueObject) -> Any:
+    number = record.attribute("int")
     return uuid.UUID(int=number) if type(number) is int else UNKNOWN
 
 
-# ---- numpy's -------------------------------------------------------------------------------------------------------
+# ---- classes of numpy -----------------------------------------------------------------------------------------------
 
 _NUMPY_TYPE = re.compile(r"b1|[iu][1248]|f[248]|c(8|16)")
 
 
-def _numpy_dtype(made: OpaqueObject) -> Any:
-    """Return a numeric dtype: dtype("f4", False, True) with the state (version, byte order, ...)."""
+def _numpy_dtype(record: OpaqueObject) -> Any:
+    """Return a numeric dtype, pickled as dtype("f4", False, True) with the state (version, byte order, ...)."""
     import numpy as np
 
-    text, state = made.args[0], made.state
+    text, state = record.args[0], record.state
     order: Any = state[1] if type(state) is tuple and len(state) > 1 else "="
     if type(text) is not str or not _NUMPY_TYPE.fullmatch(text) or order not in ("<", ">", "|", "="):
         return UNKNOWN
     return np.dtype(text).newbyteorder(order)
 
 
-def _numpy_scalar(made: OpaqueObject) -> Any:
+def _numpy_scalar(record: OpaqueObject) -> Any:
     import numpy as np
 
-    dtype, raw = made.args
+    dtype, raw = record.args
     fit = isinstance(dtype, np.dtype) and type(raw) is bytes and len(raw) == dtype.itemsize
     return np.frombuffer(raw, dtype)[0] if fit else UNKNOWN
 
 
-def _numpy_array(made: OpaqueObject) -> Any:
-    """Return an array: _reconstruct(ndarray, (0,), b"b") with the state (version, shape, dtype, order, bytes)."""
-    _, shape, dtype, columns_first, raw = made.state
+def _numpy_array(record: OpaqueObject) -> Any:
+    """Return an array, pickled as _reconstruct(ndarray, (0,), b"b"); state: (version, shape, dtype, order, bytes)."""
+    _, shape, dtype, columns_first, raw = record.state
     return _array_of(raw, dtype, shape, "F" if columns_first else "C")
 
 
-def _numpy_buffer(made: OpaqueObject) -> Any:
-    """Return an array as protocol 5 writes it: _frombuffer(bytes, dtype, shape, order)."""
-    raw, dtype, shape, order = made.args[:4]
+def _numpy_buffer(record: OpaqueObject) -> Any:
+    """Return an array, pickled by protocol 5 as _frombuffer(bytes, dtype, shape, order)."""
+    raw, dtype, shape, order = record.args[:4]
     return _array_of(raw, dtype, shape, order)
 
 
@@ -244,26 +244,26 @@ def _array_of(raw: Any, dtype: Any, shape: Any, order: Any) -> Any:
     return np.frombuffer(bytearray(raw), dtype).reshape(shape, order=order)
 
 
-_TABLE: dict[str, Callable[[OpaqueObject], Any]] = {
+_BUILDERS: dict[str, Callable[[OpaqueObject], Any]] = {
     "_codecs.encode": _encoded,
     "builtins.bytes": _bytes,
     "builtins.bytearray": _bytearray,
     "builtins.set": _container(set),
     "builtins.frozenset": _container(frozenset),
-    "builtins.complex": _of_numbers(complex),
-    "builtins.range": _of_numbers(range),
-    "builtins.slice": _of_numbers(slice),
+    "builtins.complex": _from_numbers(complex),
+    "builtins.range": _from_numbers(range),
+    "builtins.slice": _from_numbers(slice),
     "collections.OrderedDict": _ordered_dict,
     "collections.defaultdict": _default_dict,
     "collections.Counter": _counter,
     "collections.deque": _deque,
     "argparse.Namespace": _namespace,
-    "datetime.datetime": _of_time(datetime.datetime),
-    "datetime.date": _of_time(datetime.date),
-    "datetime.time": _of_time(datetime.time),
-    "datetime.timedelta": _of_numbers(datetime.timedelta),
+    "datetime.datetime": _from_packed_time(datetime.datetime),
+    "datetime.date": _from_packed_time(datetime.date),
+    "datetime.time": _from_packed_time(datetime.time),
+    "datetime.timedelta": _from_numbers(datetime.timedelta),
     "datetime.timezone": _time_zone,
-    "decimal.Decimal": _of_text(decimal.Decimal),
+    "decimal.Decimal": _from_text(decimal.Decimal),
     "fractions.Fraction": _fraction,
     "uuid.UUID": _uuid,
     "numpy.dtype": _numpy_dtype,
@@ -289,4 +289,4 @@ _TABLE: dict[str, Callable[[OpaqueObject], Any]] = {
         }.items()
     },
 }
-"""How objects of Python and numpy are rebuilt, by the full name of the class or function."""
+"""Builders for objects of Python and numpy, by the full name of the pickled class or function."""

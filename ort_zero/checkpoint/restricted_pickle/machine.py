@@ -1,8 +1,8 @@
-"""Runs the opcodes of a pickle over data only: a name stays a name, a call stays a record of the call.
+"""Interpret the opcodes of a pickle as data only: a name stays a name, a call stays a record of the call.
 
-Python's own unpickler imports what a pickle names and calls it. This one has neither. Each length in the pickle is
-compared with the bytes that are left before anything is allocated, and no value is larger than the pickle allows:
-every opcode makes at most one object.
+Python's unpickler imports and calls the functions that a pickle names. This interpreter imports and calls nothing. It
+compares each length in the pickle with the number of bytes left before it allocates memory. Every opcode makes at most
+one object, so the size of the pickle limits the size of its values.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 from ort_zero.checkpoint.restricted_pickle.values import ClassReference, OpaqueObject
 
-_MOST_INTEGER_BYTES = 1024
-"""Longest integer: Python refuses to print those of more than 4300 digits."""
+_MAX_INTEGER_BYTES = 1024
+"""Maximum size of an integer in bytes: Python refuses to print integers of more than 4300 digits."""
 
 
 class MalformedPickleError(ValueError):
-    """The pickle is no sequence of opcodes that the pickler of Python 3 writes."""
+    """The error for a pickle that the pickler of Python 3 cannot have written."""
 
 
 class HostilePickleError(Exception):
-    """The pickle calls a function that acts on the machine of whoever loads it, or one that it makes itself.
+    """The error for a pickle that calls a function acting on the machine, or calls the result of another call.
 
     Attributes:
         name: full name of the function.
@@ -35,7 +35,7 @@ class HostilePickleError(Exception):
 
 
 class PersistentId:
-    """The place of something that is stored beside the pickle, for torch a storage."""
+    """A reference from the pickle to data beside it in the file; for torch, to a storage."""
 
     __slots__ = ("value",)
 
@@ -44,19 +44,19 @@ class PersistentId:
 
 
 def interpret(data: bytes) -> Any:
-    """Return the value that a pickle of protocol 2 to 5 describes, with nothing of it executed.
+    """Return the value that a pickle of protocol 2 to 5 describes, without executing any code of the pickle.
 
     Args:
         data: the whole pickle.
 
     Returns:
         Python's plain values and containers; a :class:`~.values.ClassReference` for each name, an
-        :class:`~.values.OpaqueObject` for each call or object, a :class:`PersistentId` for each storage. Containers may
-        hold themselves, and be held several times.
+        :class:`~.values.OpaqueObject` for each call or object, a :class:`PersistentId` for each storage. A
+        container may contain itself, and may occur in several containers.
 
     Raises:
-        MalformedPickleError: it ends early, or holds an opcode that is not known or does not fit.
-        HostilePickleError: it calls what another call returns.
+        MalformedPickleError: the pickle ends early, or has an unknown or misplaced opcode.
+        HostilePickleError: the pickle calls the result of another call.
     """
     machine = _Machine(data)
     try:
@@ -68,7 +68,7 @@ def interpret(data: bytes) -> Any:
 
 
 class _Machine:
-    """The stack and memo of one pickle."""
+    """The interpreter of one pickle, with its stack and memo."""
 
     def __init__(self, data: bytes):
         self._data = data
@@ -79,7 +79,7 @@ class _Machine:
         self._references: dict[str, ClassReference] = {}
         self._version = 2
         self.position = 0
-        """Bytes that were read so far."""
+        """Number of bytes that were read so far."""
 
     def run(self) -> Any:
         """Run all opcodes up to STOP and return the value on top of the stack."""
@@ -87,7 +87,7 @@ class _Machine:
         while True:
             code = data[self.position]
             self.position += 1
-            # the four most frequent opcodes need no call
+            # the most frequent opcodes are handled here, which saves a function call for each
             if code == 0x71:  # BINPUT
                 memo[data[self.position]] = self._stack[-1]
                 self.position += 1
@@ -136,10 +136,10 @@ class _Machine:
     # ---- names, calls and objects -----------------------------------------------------------------------------------
 
     def _reference(self, module: str, name: str) -> ClassReference:
-        if self._version < 3:  # which has the names of Python 2
+        if self._version < 3:  # protocol 2 has Python 2's names of modules
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        full = f"{module}.{name}"
-        return self._references.setdefault(full, ClassReference(full))
+        full_name = f"{module}.{name}"
+        return self._references.setdefault(full_name, ClassReference(full_name))
 
     def _global(self) -> None:
         module = self._line()
@@ -148,16 +148,16 @@ class _Machine:
     def _stack_global(self) -> None:
         name, module = self._stack.pop(), self._stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise MalformedPickleError(f"a name at byte {self.position} is no text")
+            raise MalformedPickleError(f"a name at byte {self.position} is no string")
         self._stack.append(self._reference(module, name))
 
     def _object(self, callee: Any, args: Any, kwargs: Any, called: bool) -> None:
         if type(callee) is OpaqueObject:
-            raise HostilePickleError(_described(callee))
+            raise HostilePickleError(_name_of_result(callee))
         if type(callee) is not ClassReference:
-            raise MalformedPickleError(f"what is called at byte {self.position} has no name")
+            raise MalformedPickleError(f"the call at byte {self.position} is not of a named function or class")
         if type(args) is not tuple or type(kwargs) is not dict:
-            raise MalformedPickleError(f"the arguments of {callee.name} are no arguments")
+            raise MalformedPickleError(f"the arguments of {callee.name} are no tuple, or its keyword arguments no dict")
         self._stack.append(OpaqueObject(callee.name, args, kwargs, called=called))
 
     def _reduce(self) -> None:
@@ -175,7 +175,7 @@ class _Machine:
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if type(target) is not OpaqueObject:
-            raise MalformedPickleError(f"a value at byte {self.position} that has no attributes is given some")
+            raise MalformedPickleError(f"attributes are set at byte {self.position} on a value that has none")
         target.state = state
 
     def _persistent(self) -> None:
@@ -212,7 +212,7 @@ class _Machine:
         elif type(target) is OpaqueObject:
             target.items.extend(items)
         else:
-            raise MalformedPickleError(f"something is appended to no list at byte {self.position}")
+            raise MalformedPickleError(f"items are appended at byte {self.position} to a value that is no list")
 
     def _append_one(self) -> None:
         item = self._stack.pop()
@@ -225,7 +225,7 @@ class _Machine:
         elif type(target) is OpaqueObject:
             target.entries.extend(pairs)
         else:
-            raise MalformedPickleError(f"a key is set in no dict at byte {self.position}")
+            raise MalformedPickleError(f"a key is set at byte {self.position} in a value that is no dict")
 
     def _set_one(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
@@ -235,24 +235,24 @@ class _Machine:
         items = self._to_mark()
         target = self._stack[-1]
         if type(target) is not set:
-            raise MalformedPickleError(f"something is added to no set at byte {self.position}")
+            raise MalformedPickleError(f"items are added at byte {self.position} to a value that is no set")
         target.update(items)
 
-    # ---- the rest ---------------------------------------------------------------------------------------------------
+    # ---- protocol, frames, memo and stack ---------------------------------------------------------------------------
 
     def _protocol(self) -> None:
         self._version = self._take(1)[0]
         if not 2 <= self._version <= pickle.HIGHEST_PROTOCOL:
-            raise MalformedPickleError(f"it has protocol {self._version}, 2 to {pickle.HIGHEST_PROTOCOL} are known")
+            raise MalformedPickleError(f"its protocol is {self._version}, not 2 to {pickle.HIGHEST_PROTOCOL}")
 
     def _frame(self) -> None:
         length = self._number(_U64)
         if length > self._end - self.position:
-            raise MalformedPickleError(f"a frame of {length} bytes at byte {self.position} leads out of it")
+            raise MalformedPickleError(f"a frame of {length} bytes at byte {self.position} ends behind the pickle")
 
     def _integer(self, length: int) -> None:
-        if length > _MOST_INTEGER_BYTES:
-            raise MalformedPickleError(f"an integer at byte {self.position} has {length} bytes")
+        if length > _MAX_INTEGER_BYTES:
+            raise MalformedPickleError(f"an integer at byte {self.position} is too long: {length} bytes")
         self._stack.append(int.from_bytes(self._take(length), "little", signed=True))
 
     def _memoize(self) -> None:
@@ -274,11 +274,11 @@ class _Machine:
         self._stack.append(value)
 
 
-def _described(callee: OpaqueObject) -> str:
-    """Return a name for what a call returns: of an attribute its own."""
+def _name_of_result(callee: OpaqueObject) -> str:
+    """Return a name for the result of a call; for a call of ``getattr``, the full name of the attribute."""
     if callee.class_name == "builtins.getattr" and len(callee.args) > 1 and type(callee.args[0]) is ClassReference:
         return f"{callee.args[0].name}.{callee.args[1]}"
-    return f"what {callee.class_name} returns"
+    return f"the result of {callee.class_name}"
 
 
 def _pairs(items: list[Any]) -> list[tuple[Any, Any]]:

@@ -1,7 +1,7 @@
-"""The values that a pickle of ``torch.save`` is read into besides Python's own: records that do nothing.
+"""Define the records that stand for values of a pickle of ``torch.save`` that are not plain Python values.
 
-A tensor is a record of where its elements lie. An object of a class that is not known is a record of the name of its
-class and of its state. None of them imports, calls or allocates anything.
+The record of a tensor says where its elements lie in the file. The record of an object of an unknown class has the name
+of the class and the state. No record imports, calls or allocates anything.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class StoredTensor:
     """A dense tensor whose elements are still in the file."""
 
     offset: int
-    """Bytes from the start of the file to its first element."""
+    """Bytes from the start of the file to the first element."""
     dtype: str
-    """Name of its dtype as torch has it, without the module: "float32"."""
+    """Name of torch's dtype, without the module: "float32"."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Distance between neighbours along each axis, in elements."""
+    """Distance between neighbours along each axis, in elements of the storage."""
     storage_offset: int
-    """Bytes from the start of the file to the storage it is a view of."""
+    """Bytes from the start of the file to the storage of which the tensor is a view."""
 
     @property
     def itemsize(self) -> int:
@@ -39,9 +39,9 @@ class StoredStorage:
     offset: int
     """Bytes from the start of the file."""
     length: int
-    """Number of bytes."""
+    """Size of the storage in bytes."""
     dtype: str | None
-    """Name of the dtype of its elements; None for a storage without one."""
+    """Name of the dtype of the elements; None for a storage without a dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,20 @@ class TorchConstant:
     kind: str
     """"dtype", "device" or "layout"."""
     name: str
-    """What ``str()`` gives for it, without the module: "bfloat16", "cuda:0", "strided"."""
+    """Result of ``str()`` without the module: "bfloat16", "cuda:0", "strided"."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassReference:
-    """The name of a class or function, which was not imported."""
+    """A class or function that the pickle names; it was not imported."""
 
     name: str
-    """Its full name: "collections.OrderedDict"."""
+    """Full name: "collections.OrderedDict"."""
 
 
 @dataclass(frozen=True, slots=True)
 class FragmentAddress:
-    """The place of a part of a parameter in a flat tensor, as DeepSpeed's files have it."""
+    """The place of a part of a parameter in a flat tensor, in elements, as DeepSpeed's files note it."""
 
     numel: int
     start: int
@@ -72,25 +72,25 @@ class FragmentAddress:
 
 @dataclass(slots=True, eq=False)
 class OpaqueObject:
-    """An object whose class is not known here: what the pickle says of it. Compared by identity."""
+    """The pickle's record of an object whose class is not imported; compared by identity."""
 
     class_name: str
-    """Full name of the class, or of the function that would have made the object."""
+    """Full name of the class, or of the function that unpickling would call to make the object."""
     args: tuple = ()
-    """The arguments of the class or function."""
+    """Arguments of the class or function."""
     kwargs: dict = field(default_factory=dict)
     state: Any = None
-    """What would have become its attributes: a dict by name unless the class has its own way."""
+    """State that unpickling would set: a dict of attributes by name, unless the class defines another form."""
     items: list = field(default_factory=list)
-    """What would have been appended to it."""
+    """Items that unpickling would append to the object."""
     entries: list[tuple[Any, Any]] = field(default_factory=list)
-    """(key, value) of what would have been set in it."""
+    """(key, value) pairs that unpickling would set in the object."""
     called: bool = False
-    """True if a function or class was to be called for it; False for an object that was made without a call."""
+    """True if unpickling would call a function or class; False if it would make the object without a call."""
 
     def __repr__(self) -> str:
         return f"<{self.class_name}>"
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Return what would have been the attribute `name`, or `default`."""
+        """Return the attribute `name` that unpickling would set, or `default`."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default

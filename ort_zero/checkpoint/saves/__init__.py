@@ -1,1 +1,1 @@
-"""Saves an engine's shards, at once or in the background."""
+"""Save an engine's shards, at once or in the background."""

@@ -1,4 +1,4 @@
-"""What one rank contributes to a checkpoint: ranges of tensors, and values that are no tensors of the model."""
+"""Collect the part of one rank in a checkpoint: ranges of tensors, and values that are no tensors of the model."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from ort_zero.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The part of one rank. The tensors are live, or a copy of them."""
+    """The part of one rank in a checkpoint. Its tensors are the live tensors or copies."""
 
     weights: list[ShardEntry]
     """Masters, parameters without master, buffers."""
     moments: list[ShardEntry]
-    """States of the optimizer that have one value per element."""
+    """States of the optimizer with one value per element."""
     extra: dict[str, Any]
     """JSON values: counters, scheduler, loss scaler, the user's state."""
     extra_tensors: list[torch.Tensor]
     scalars: dict[str, dict[str, float]]
-    """Numbers per parameter that this rank knows, such as ``step``."""
+    """Numbers of this rank's parameters, such as ``step``: parameter name to number, by key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +48,14 @@ class Model:
     config: dict[str, str] = field(default_factory=dict)
 
     def optimizer(self, scalars: Mapping[str, Mapping[str, float]]) -> Optimizer | None:
-        """Return the optimizer's record with the numbers that the ranks know together."""
+        """Return the optimizer's record with the numbers of all ranks."""
         if self.optimizer_class is None:
             return None
         return Optimizer(class_name=self.optimizer_class, groups=tuple(self.groups), scalars=scalars)
 
 
 def describe(state: EngineState, exclude_frozen: bool) -> Model:
-    """Return what the manifest says of the model."""
+    """Return the facts about the model that the manifest stores."""
     optimized = state.optimized()
     frozen = [name for name in state.parameters if name not in optimized]
     kept = [name for name in state.parameters if name in optimized or not exclude_frozen]
@@ -83,10 +83,10 @@ def describe(state: EngineState, exclude_frozen: bool) -> Model:
 
 
 def shard_of(state: EngineState, rank: int, size: int, client_state: Mapping[str, Any], exclude_frozen: bool) -> Shard:
-    """Return what `rank` of `size` has to write; the tensors are views of the live ones.
+    """Return the part that `rank` of `size` ranks writes; its tensors are views of the live tensors.
 
     Raises:
-        CheckpointError: optimizer state that belongs to no range of a parameter; a value that cannot be stored.
+        CheckpointError: an optimizer state belongs to no range of a parameter, or a value cannot be stored.
     """
     weights: list[ShardEntry] = []
     moments: list[ShardEntry] = []
@@ -95,7 +95,7 @@ def shard_of(state: EngineState, rank: int, size: int, client_state: Mapping[str
         if flat.spans:
             _add_flat(flat, state, weights, moments, scalars)
     if not exclude_frozen:
-        weights += _held(state, rank, size)
+        weights += _without_master(state, rank, size)
     if rank == 0:
         weights += [
             ShardEntry(name=name, kind=BUFFER, start=0, tensor=buffer.detach().contiguous().view(-1))
@@ -130,14 +130,14 @@ def _add_flat(
             )
 
 
-def _held(state: EngineState, rank: int, size: int) -> list[ShardEntry]:
-    """Return the parameters without master: partitions as they are, whole ones in turn by rank."""
+def _without_master(state: EngineState, rank: int, size: int) -> list[ShardEntry]:
+    """Return the parameters without master: this rank's partitions; of whole parameters every `size`-th."""
     entries = []
-    for index, held in enumerate(state.held()):
-        if not held.length or (not state.partitioned and index % size != rank):
+    for index, part in enumerate(state.local_parts()):
+        if not part.length or (not state.partitioned and index % size != rank):
             continue
-        tensor = held.tensor.detach().contiguous().view(-1).narrow(0, 0, held.length)
-        entries.append(ShardEntry(name=held.name, kind=WEIGHT, start=held.start, tensor=tensor))
+        tensor = part.tensor.detach().contiguous().view(-1).narrow(0, 0, part.length)
+        entries.append(ShardEntry(name=part.name, kind=WEIGHT, start=part.start, tensor=tensor))
     return entries
 
 
@@ -157,7 +157,7 @@ def _extra(state: EngineState, client_state: Mapping[str, Any]) -> dict[str, Any
 
 
 def _parts_with_state(state: EngineState) -> dict[str, Any]:
-    """Return the parts of the engine besides the scheduler that keep a state, None for those that it has not."""
+    """Return the engine's parts besides the scheduler that keep a state; None for a part that the engine lacks."""
     return {"data_sampler": state.data_sampler(), "random_ltd": state.random_ltd_scheduler()}
 
 
@@ -166,7 +166,7 @@ def _numbers(scaler: Any) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True for a hyper-parameter that JSON has a value for; others are the configuration's."""
+    """Return True for a hyper-parameter that JSON can store; the others come from the configuration."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str)) or torch.is_tensor(value)
@@ -180,8 +180,8 @@ def _plain(value: Any) -> Any:
 
 
 def _model_config(module: torch.nn.Module) -> dict[str, str]:
-    """Return the texts that ``from_pretrained`` wants beside the weights, if the model is of transformers' kind."""
-    found = {}
+    """Return the files that ``from_pretrained`` needs beside the weights: content by name, empty for other models."""
+    files = {}
     for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
         to_json = getattr(getattr(module, attribute, None), "to_json_string", None)
         if to_json is not None:
@@ -189,15 +189,15 @@ def _model_config(module: torch.nn.Module) -> dict[str, str]:
             if attribute == "config":
                 table.setdefault("architectures", None)
                 table["architectures"] = table["architectures"] or [type(module).__name__]
-            found[name] = json.dumps(table, indent=2) + "\n"
-    own = getattr(module, "to_json_string", None)
-    if "config.json" not in found and callable(own) and getattr(module, "config_name", None) == "config.json":
-        found["config.json"] = str(own())  # diffusers': its configuration is a table
-    return found | _adapter_config(module)
+            files[name] = json.dumps(table, indent=2) + "\n"
+    to_json = getattr(module, "to_json_string", None)
+    if "config.json" not in files and callable(to_json) and getattr(module, "config_name", None) == "config.json":
+        files["config.json"] = str(to_json())  # diffusers, whose `config` is a table without this method
+    return files | _adapter_config(module)
 
 
 def _adapter_config(module: torch.nn.Module) -> dict[str, str]:
-    """Return PEFT's configuration of the adapter that is trained, if the model has any and JSON has words for it."""
+    """Return PEFT's configuration of the trained adapter, if the model has one and JSON can store it."""
     configs = getattr(module, "peft_config", None)
     if not isinstance(configs, Mapping) or not configs:
         return {}
@@ -209,5 +209,5 @@ def _adapter_config(module: torch.nn.Module) -> dict[str, str]:
     table = {key: sorted(value) if isinstance(value, set) else value for key, value in to_dict().items()}
     try:
         return {"adapter_config.json": json.dumps({**table, "inference_mode": True}, indent=2, sort_keys=True) + "\n"}
-    except TypeError:  # it is then needed beside the checkpoint
+    except TypeError:  # JSON cannot store it: the user has to keep it beside the checkpoint
         return {}

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: every rank its shards, then rank 0 the manifest, which makes the checkpoint exist."""
+"""Write a checkpoint: every rank its shards, then rank 0 the manifest, which makes the checkpoint exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ort_zero.checkpoint.saves.capture import Model, Shard
 from ort_zero.checkpoint.saves.manifest_parts import Parts, pack, unpack
 from ort_zero.checkpoint.saves.shard_writer import ShardEntry, WrittenPiece, write_shard
 from ort_zero.checkpoint.zero_to_fp32 import SCRIPT_NAME, write_script
-from ort_zero.distributed.process_group import RankGroup
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.errors import CheckpointError
 from ort_zero.utils.atomic_write import PARTIAL
 from ort_zero.utils.garbage import collection_paused
@@ -28,17 +28,17 @@ from ort_zero.utils.garbage import collection_paused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """One save on one rank, with nothing of the engine left in it but tensors."""
+    """One save on one rank; tensors are all that it shares with the engine."""
 
     path: str
     tag: str
     save_id: str
     run_id: str
     suffix: str
-    """Part of the file names where a tag is saved anew: the old manifest's files stay until the new one is there."""
+    """Part of the file names if a tag is saved again: the old manifest's files stay until the new manifest exists."""
     save_latest: bool
     durable: bool
-    """Wait for the disk itself before files get their final names."""
+    """Flush files to the disk before they get their final names."""
     model: Model
     shard: Shard
 
@@ -47,12 +47,12 @@ def write_checkpoint(job: SaveJob, ranks: RankGroup) -> None:
     """Write this rank's files, publish them, and let rank 0 write the manifest. All ranks must call.
 
     Args:
-        job: what this rank has to write.
+        job: the save on this rank.
         ranks: all ranks of the engine.
 
     Raises:
-        CheckpointError: a file cannot be written, or a rank is gone; what existed before is as it was.
-        RankError: it failed on another rank.
+        CheckpointError: a file cannot be written, or a rank is gone; earlier checkpoints are unchanged.
+        RankError: the save failed on another rank.
     """
     folder = open_folder(job.path).child(job.tag)
     names: list[str] = []
@@ -70,7 +70,7 @@ def write_checkpoint(job: SaveJob, ranks: RankGroup) -> None:
             if ranks.rank == 0:
                 _publish_manifest(folder, job, packed)
     except BaseException:
-        # With another rank gone nobody but rank 0 knows whether it is just about to write the manifest.
+        # With another rank gone only rank 0 knows whether it is about to write the manifest.
         unknown = rank_0_may_publish and ranks.broken and ranks.rank != 0
         keep = unknown or _may_be_published(folder, job.save_id)
         for name in names:
@@ -82,18 +82,18 @@ def write_checkpoint(job: SaveJob, ranks: RankGroup) -> None:
 
 
 def _may_be_published(folder: Folder, save_id: str) -> bool:
-    """Return False only if the folder's manifest, if there is one, can be read and is of another save."""
+    """Return False only if the folder has no manifest, or a readable manifest of another save."""
     try:
-        found = manifest.read(folder)
+        document = manifest.read(folder)
     except (CheckpointError, OSError):
         return True
-    return found is not None and found.save_id == save_id
+    return document is not None and document.save_id == save_id
 
 
 def write_rank_files(
     folder: Folder, job: SaveJob, rank: int, size: int, names: list[str]
 ) -> tuple[list[File], list[WrittenPiece]]:
-    """Write the files of `rank` of `size` under partial names; `names` gets their final ones as they are begun.
+    """Write the files of `rank` of `size` ranks under partial names; append each final name to `names` first.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -135,7 +135,7 @@ def file_name(rank: int, kind: str, extension: str, suffix: str = "") -> str:
     """Return the name of one of a rank's files: ``"rank_00003_master.safetensors"``.
 
     Args:
-        rank: whose.
+        rank: rank that writes the file.
         kind: "master", "optimizer" or "extra".
         extension: without its dot.
         suffix: see :attr:`SaveJob.suffix`.
@@ -144,7 +144,7 @@ def file_name(rank: int, kind: str, extension: str, suffix: str = "") -> str:
 
 
 def _write_json(folder: Folder, name: str, value: Any, token: str, durable: bool) -> File:
-    """Write a JSON file under its partial name; return its record."""
+    """Write a JSON file under its partial name and return the record of the file."""
     data = (json.dumps(value, indent=1) + "\n").encode()
     with folder.writing(name, token, durable) as stream:
         stream.write(data)
@@ -152,16 +152,16 @@ def _write_json(folder: Folder, name: str, value: Any, token: str, durable: bool
 
 
 def manifest_of(folder: Folder, job: SaveJob, packed: Sequence[bytes], *, all_here: bool = False) -> manifest.Manifest:
-    """Return the manifest of what each rank wrote.
+    """Return the manifest of the files of all ranks.
 
     Args:
         folder: folder of the checkpoint.
         job: the save, as rank 0 has it.
         packed: the packed part of each rank.
-        all_here: look whether the files of each rank are in `folder`.
+        all_here: check that the files of each rank are in `folder`.
 
     Raises:
-        CheckpointError: the pieces leave a gap or overlap, or a file is not there.
+        CheckpointError: the pieces leave a gap or overlap, or a file is missing.
     """
     parts = Parts(job.model)
     for rank, data in enumerate(packed):
@@ -191,18 +191,18 @@ def manifest_of(folder: Folder, job: SaveJob, packed: Sequence[bytes], *, all_he
 
 
 def _publish_manifest(folder: Folder, job: SaveJob, packed: Sequence[bytes]) -> None:
-    """Write the manifest of what each rank wrote, and what comes after it."""
+    """Write the manifest and ``latest``, and remove files of replaced and interrupted saves."""
     with collection_paused():
         document = manifest_of(folder, job, packed, all_here=isinstance(folder, LocalFolder))
         content = manifest.dump(document)
     if job.durable:
-        folder.settle()  # a manifest that outlives a loss of power must find its files
+        folder.settle()  # after a loss of power a manifest must not lack files
     write_script(job.path, job.save_id, job.durable)
     keep_beside(open_folder(job.path), folder, job.model.config, job.save_id)
     folder.write(manifest.NAME, content, job.save_id, durable=job.durable)
     _remove_left_overs(folder, {file.name for file in document.files})
     run = open_folder(job.path)
-    for name in run.names():  # what saves that were killed left of files beside the tags
+    for name in run.names():  # partial files beside the tags that killed saves left
         if name.startswith((f".{manifest.LATEST}.", f".{SCRIPT_NAME}.")) and name.endswith(PARTIAL):
             run.remove_if_possible(name)
     if job.save_latest:
@@ -210,18 +210,18 @@ def _publish_manifest(folder: Folder, job: SaveJob, packed: Sequence[bytes]) -> 
 
 
 def _check_that_files_are_here(folder: Folder, rank: int, files: Sequence[File]) -> None:
-    """Raise CheckpointError if `rank` wrote its files into another folder than this rank sees."""
+    """Raise CheckpointError if this rank does not see the files that `rank` wrote."""
     for file in files:
         if folder.size(file.name) != file.size:
             raise CheckpointError(
                 f"{folder.path(file.name)} of rank {rank} is not there: the ranks do not write into one folder "
-                "(a relative path in another working directory, or a disk of each machine's own); give one that "
+                "(a relative path in another working directory, or a local disk of each machine); give one that "
                 "all of them share. The checkpoint was not made"
             )
 
 
 def _remove_left_overs(folder: Folder, ours: set[str]) -> None:
-    """Remove what an interrupted save left, and the files of the manifest that was replaced."""
+    """Remove the files of interrupted saves and of the replaced manifest."""
     for name in folder.names():
         stale = name.startswith("rank_") and name not in ours and name.endswith((".safetensors", ".json"))
         if stale or _is_left_over(name):
@@ -230,7 +230,7 @@ def _remove_left_overs(folder: Folder, ours: set[str]) -> None:
 
 
 def _is_left_over(name: str) -> bool:
-    """Return whether a name is that of a file of a rank, or of the manifest, that is not complete."""
+    """Return whether a file is an incomplete file of a rank or an incomplete manifest."""
     return name.startswith((".rank_", f".{manifest.NAME}.")) and name.endswith(PARTIAL)
 
 

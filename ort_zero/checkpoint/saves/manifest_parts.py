@@ -1,7 +1,7 @@
-"""What each rank tells rank 0 of the files that it wrote, and the tensors that the parts of all ranks make up.
+"""Pack the lists of files and pieces that each rank wrote for rank 0, and merge them into tensors.
 
-With hundreds of ranks the parts are what a save exchanges most of, so they are packed, go to rank 0 alone, and are
-taken apart one after the other.
+With hundreds of ranks these parts are most of the data that a save exchanges. So they are packed, sent to rank 0
+alone, and unpacked one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ort_zero.checkpoint.format.piece_rows import FEWEST_IN_A_RUN
+from ort_zero.checkpoint.format.piece_rows import MIN_PIECES_PER_RUN
 from ort_zero.checkpoint.piece_runs import RunCollector
 from ort_zero.checkpoint.records import WEIGHT, File, Tensor
 from ort_zero.checkpoint.saves.capture import Model
@@ -19,23 +19,23 @@ from ort_zero.checkpoint.saves.shard_writer import WrittenPiece
 from ort_zero.errors import CheckpointError
 
 _FAST = 1
-"""Level of compression: half of the bytes go in a few milliseconds, and more time takes few more away."""
+"""Compression level: it saves half of the bytes in a few milliseconds; higher levels save little more."""
 
 
 class Part(NamedTuple):
-    """What one rank wrote."""
+    """The files and pieces that one rank wrote."""
 
     files: list[File]
     names: list[str]
-    """Names of the tensors of which it wrote pieces."""
+    """Names of the tensors of which the rank wrote pieces."""
     rows: list[tuple[int, str, str, int, int, int, int, bytes]]
-    """Its pieces: (index in `names`, kind, dtype, index in `files`, offset, length, first element, xxh3-64)."""
+    """The pieces: (index in `names`, kind, dtype, index in `files`, offset, bytes, first element, xxh3-64)."""
     scalars: Mapping[str, Mapping[str, float]]
-    """Numbers per parameter that it knows, such as ``step``."""
+    """Numbers of the rank's parameters, such as ``step``: parameter name to number, by key."""
 
 
 def pack(files: Sequence[File], written: Iterable[WrittenPiece], scalars: Mapping[str, Mapping[str, float]]) -> bytes:
-    """Return what one rank wrote as bytes for rank 0."""
+    """Return the part of one rank as bytes for rank 0."""
     names: dict[str, int] = {}
     index = {file.name: number for number, file in enumerate(files)}
     rows = []
@@ -57,19 +57,19 @@ def pack(files: Sequence[File], written: Iterable[WrittenPiece], scalars: Mappin
 
 
 def unpack(data: bytes) -> Part:
-    """Return the part that :func:`pack` has packed on a rank of the same run."""
+    """Return the part in bytes that :func:`pack` made on a rank of the same run."""
     return pickle.loads(zlib.decompress(data))
 
 
 class Parts:
-    """Puts the parts of all ranks together, in the order of the ranks.
+    """The merged parts of all ranks, which are added in the order of the ranks.
 
     Args:
-        model: what the ranks saved.
+        model: facts about the model that the ranks saved.
 
     Attributes:
-        files: the files of the ranks that were added.
-        scalars: their numbers per parameter.
+        files: the files of the added ranks.
+        scalars: the numbers per parameter of the added ranks.
     """
 
     def __init__(self, model: Model):
@@ -80,7 +80,7 @@ class Parts:
         """Dtype and pieces by kind and name."""
 
     def add(self, part: Part) -> None:
-        """Take the part of the next rank."""
+        """Add the part of the next rank."""
         base = len(self.files)
         self.files += part.files
         for number, kind, dtype, file, offset, length, start, check in part.rows:
@@ -93,24 +93,24 @@ class Parts:
             self.scalars.setdefault(scalar, {}).update(by_name)
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that the parts make up, weights first, in the order of the model.
+        """Return the tensors of all parts, weights first, in the order of the model.
 
         Raises:
             CheckpointError: no rank wrote a piece of a parameter or buffer.
         """
         shapes = self._model.shapes
         names = [file.name for file in self.files]
-        found = []
+        tensors = []
         for (kind, name), (dtype, collector) in self._collectors.items():
-            pieces = collector.pieces(names, dtype, FEWEST_IN_A_RUN)
-            found.append(Tensor(name=name, kind=kind, dtype=dtype, shape=shapes[name], pieces=pieces))
-        known = {name for _, name in self._collectors}
-        empty = [name for name, shape in shapes.items() if 0 in shape and name not in known]
-        found += [Tensor(name=n, kind=WEIGHT, dtype=self._model.dtype, shape=shapes[n], pieces=()) for n in empty]
-        missing = set(shapes) - known - set(empty)
+            pieces = collector.pieces(names, dtype, MIN_PIECES_PER_RUN)
+            tensors.append(Tensor(name=name, kind=kind, dtype=dtype, shape=shapes[name], pieces=pieces))
+        written = {name for _, name in self._collectors}
+        empty = [name for name, shape in shapes.items() if 0 in shape and name not in written]
+        tensors += [Tensor(name=n, kind=WEIGHT, dtype=self._model.dtype, shape=shapes[n], pieces=()) for n in empty]
+        missing = set(shapes) - written - set(empty)
         if missing:
             raise CheckpointError(f"no rank holds {', '.join(sorted(missing))}; the checkpoint was not made")
         order = {name: number for number, name in enumerate(shapes)}
         return sorted(
-            found, key=lambda t: (t.is_optimizer_state, t.kind if t.is_optimizer_state else "", order[t.name])
+            tensors, key=lambda t: (t.is_optimizer_state, t.kind if t.is_optimizer_state else "", order[t.name])
         )

@@ -1,7 +1,6 @@
-"""Saves an engine as shards, at once or in the background: every rank writes what it owns, the manifest comes last.
+"""Save an engine as shards, at once or in the background: every rank writes its part, rank 0 the manifest at the end.
 
-An interruption at any moment leaves the checkpoints that existed as they were, and at most files that no manifest
-names.
+An interruption at any moment leaves earlier checkpoints unchanged, and at most files that no manifest lists.
 """
 
 from __future__ import annotations
@@ -30,15 +29,16 @@ from ort_zero.checkpoint.saves.checkpoint_writer import SaveJob, write_checkpoin
 from ort_zero.checkpoint.saves.staging import Staging
 from ort_zero.compat.deepspeed_accumulation import micro_steps_since_step
 from ort_zero.compat.deepspeed_state import EngineState
-from ort_zero.distributed.process_group import RankGroup, interrupts_held
+from ort_zero.distributed.raise_on_all_ranks import RankGroup
 from ort_zero.distributed.side_channel import SideChannelGroup
+from ort_zero.distributed.sigint import interrupts_deferred
 from ort_zero.errors import CheckpointError
 from ort_zero.masking import masked
 
 _RUN_ID = uuid.uuid4().hex
 _running: list[_BackgroundSave] = []
 _unreported: set[_BackgroundSave] = set()
-"""Saves that failed and whose error nobody has been given."""
+"""Failed saves whose error no caller has received yet."""
 _pending: weakref.WeakKeyDictionary[Any, _BackgroundSave] = weakref.WeakKeyDictionary()
 _staging: weakref.WeakKeyDictionary[Any, Staging] = weakref.WeakKeyDictionary()
 
@@ -49,9 +49,9 @@ def _side_channel_beside(default_group: Any) -> SideChannelGroup:
 
 
 def all_ranks() -> SideChannelGroup:
-    """Return all ranks, over one connection for each default process group. All ranks must call.
+    """Return the group of all ranks, with one connection for each default process group. All ranks must call.
 
-    Waits for whatever is saved in the background, of any engine: two threads cannot talk over one connection.
+    Waits for the background saves of all engines: two threads cannot use one connection at a time.
     """
     for save in list(_running):
         save.wait()
@@ -59,27 +59,27 @@ def all_ranks() -> SideChannelGroup:
 
 
 class _BackgroundSave(threading.Thread):
-    """A save that goes on in the background. Not a daemon: the interpreter waits for it at exit."""
+    """A save that runs in the background. Not a daemon: the interpreter waits for it at exit."""
 
     def __init__(self, job: SaveJob, ranks: RankGroup, finish_copy: Callable[[], None]):
         super().__init__(name=f"ort_zero save {job.tag}", daemon=False)
         self._job, self._ranks, self._finish_copy = job, ranks, finish_copy
         self.copied = threading.Event()
         self.step_hook: Any = None
-        """Makes the optimizer's step wait for :attr:`copied`; None if everything is copied already."""
+        """The hook by which the optimizer's step waits for :attr:`copied`; None if steps cannot wait."""
         self.error: BaseException | None = None
         self._finished = threading.Event()
 
     def wait(self) -> None:
-        """Wait until nothing is left to do.
+        """Wait until the save is complete or has failed.
 
-        Not by ``join()``: Python 3.10 to 3.12 take a thread for ended whose ``join()`` was interrupted
-        (``threading.Thread._wait_for_tstate_lock``), and at its exit the interpreter would cut the save off.
+        Without ``join()``: Python 3.10 to 3.12 mark a thread as ended if its ``join()`` was interrupted
+        (``threading.Thread._wait_for_tstate_lock``). At exit the interpreter would then cut the save off.
         """
         self._finished.wait()
 
     def run(self) -> None:
-        """Copy, write and publish; keep the error for whoever waits."""
+        """Copy the state, write and publish the files; keep the error for :func:`wait`."""
         try:
             with self._ranks.raise_on_all(f"copying the state for {self._job.tag}"):
                 try:
@@ -114,27 +114,27 @@ def save(
     Args:
         engine: a DeepSpeed engine, ZeRO-0 to 3.
         path: folder or fsspec URL for checkpoints; made if missing.
-        tag: name of this one, the same on every rank; default ``global_step<N>``.
-        async_save: copy and write in the background (one copy of this rank's part in CPU memory, kept for the next
-            time). The optimizer's next step waits until the copy is done; until then masters and moments must not be
-            changed by other means, such as ``safe_set_full_fp32_param``. The next save or load waits for the whole
-            save, as :func:`wait` does, and the exit of the process. Such a save also waits for the disk itself, so
-            that what it published outlives a loss of power; a synchronous one, where training would wait too, leaves
-            that to the operating system, as DeepSpeed does.
+        tag: name of this checkpoint, the same on every rank; default ``global_step<N>``.
+        async_save: copy and write in the background. The copy of this rank's part in CPU memory is reused by later
+            saves. The optimizer's next step waits until the copy is done; until then do not change masters and moments
+            by other means, such as ``safe_set_full_fp32_param``. The next save or load, :func:`wait` and the exit of
+            the process wait for the whole save. A background save also flushes its files to the disk, so that the
+            checkpoint survives a loss of power. A synchronous save leaves that to the operating system, as DeepSpeed
+            does, since training would have to wait.
         client_state: values to get back from :func:`~ort_zero.checkpoint.load`.
-        save_latest: let ``path/latest`` name this tag.
-        exclude_frozen_parameters: leave parameters out that the optimizer does not train.
+        save_latest: write this tag into ``path/latest``.
+        exclude_frozen_parameters: leave out parameters that the optimizer does not train.
 
     Returns:
         The tag.
 
     Raises:
-        CheckpointError: what cannot be stored, a disk that is full, tags that differ; earlier checkpoints are intact.
-        RankError: it failed on another rank.
+        CheckpointError: a value cannot be stored, the disk is full, or tags differ; earlier checkpoints are unchanged.
+        RankError: the save failed on another rank.
     """
     wait(engine)
     ranks = all_ranks()
-    with interrupts_held():
+    with interrupts_deferred():
         return _save(
             engine, path, tag, async_save, ranks, dict(client_state or {}), save_latest, exclude_frozen_parameters
         )
@@ -150,15 +150,15 @@ def _save(
     save_latest: bool,
     exclude_frozen: bool,
 ) -> str:
-    """Carry out :func:`save`, with interrupts held back between the exchanges."""
+    """Run :func:`save`; the caller delays interrupts while ranks exchange messages."""
     with ranks.raise_on_all("preparing the checkpoint"):
         state = EngineState(engine)
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         check_tag(tag)
     if micro_steps_since_step(engine):
         log.get_logger().warning(
-            "%s is saved %d micro-steps after the optimizer's last step: no checkpoint holds gradients, a run that "
-            "resumes accumulates them anew",
+            "%s is saved %d micro-steps after the optimizer's last step: a checkpoint holds no gradients, "
+            "so a resumed run accumulates them again",
             tag,
             micro_steps_since_step(engine),
         )
@@ -195,12 +195,12 @@ def _save(
 
 @contextmanager
 def settled(state: EngineState) -> Iterator[None]:
-    """Write masters and partitions in the block. All ranks must enter."""
+    """Let the block write into the engine's masters and partitions. All ranks must enter."""
     state.settle()
     try:
         yield
     except BaseException:
-        with suppress(RuntimeError):  # with a rank gone DeepSpeed's part fails too, and says less
+        with suppress(RuntimeError):  # with a rank gone DeepSpeed's part fails too, with a less clear error
             state.resume()
         raise
     state.resume()
@@ -210,7 +210,7 @@ def wait(engine: Any) -> None:
     """Wait for the background save of this engine, if there is one. All ranks must call.
 
     Raises:
-        CheckpointError, RankError: it failed; no checkpoint of its tag was made.
+        CheckpointError, RankError: the save failed and made no checkpoint.
     """
     thread = _pending.pop(engine, None)
     if thread is not None:
@@ -223,10 +223,10 @@ def wait(engine: Any) -> None:
 
 
 def _fail_at_exit() -> None:
-    """End the process with status 1 if a background save failed and nobody was there any more to hear of it.
+    """End the process with status 1 if a background save failed and no caller has received its error.
 
-    An exception in an exit handler leaves the status at 0, and whoever waits for the job would take the checkpoint for
-    written. The handlers that were registered before this one do not run.
+    An exception in an exit handler leaves the status at 0, and a job scheduler would take the checkpoint for complete.
+    Exit handlers that were registered before this function do not run.
     """
     if _unreported:
         names = ", ".join(sorted(thread.name.removeprefix("ort_zero save ") for thread in _unreported))
@@ -244,13 +244,13 @@ def _agree(ranks: RankGroup, path: str, tag: str) -> tuple[str, str, str]:
     """Return save id, run id and suffix, the same on all ranks.
 
     Raises:
-        CheckpointError: the ranks were given different folders or tags.
+        CheckpointError: the ranks save to different folders or tags.
     """
-    given = ranks.gather((str(path), tag))
-    for rank, other in enumerate(given):
-        if other != given[0]:
+    targets = ranks.gather((str(path), tag))
+    for rank, other in enumerate(targets):
+        if other != targets[0]:
             raise CheckpointError(
-                f"rank 0 saves to {given[0][0]!r} as {given[0][1]!r}, rank {rank} to {other[0]!r} as {other[1]!r}; "
+                f"rank 0 saves to {targets[0][0]!r} as {targets[0][1]!r}, rank {rank} to {other[0]!r} as {other[1]!r}; "
                 "all ranks must give the same"
             )
     save_id = uuid.uuid4().hex[:16]
@@ -268,7 +268,7 @@ def _agree(ranks: RankGroup, path: str, tag: str) -> tuple[str, str, str]:
 
 
 def _stage(engine: Any, shard: Shard) -> Staging:
-    """Return the engine's memory for a copy of its shard, large enough for `shard`."""
+    """Return the memory for copies of the engine's shards, large enough for `shard`."""
     staging = _staging.setdefault(engine, Staging())
     staging.reserve(shard)
     return staging

@@ -1,4 +1,4 @@
-"""Writes one shard: a safetensors file made from live tensors, hashed while it is written, never copied whole."""
+"""Write one shard: a safetensors file of live tensors, hashed while it is written, never copied whole."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ort_zero.errors import CheckpointError
 _BLOCK = 512 << 10
 """Number of bytes that are hashed and written at a time: the kernel copies them from the processor's cache.
 
-A write ends at a multiple of it in the file, since a page of the file's cache is as large as its position is aligned.
+A write ends at a multiple of `_BLOCK` in the file: the kernel caches aligned writes to a file in larger pages.
 """
-_MOST_BUFFERS = 1000
-"""Maximum number of buffers of one write; the kernel takes 1024."""
+_MAX_BUFFERS = 1000
+"""Maximum number of buffers of one write; the kernel accepts 1024."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +36,18 @@ class ShardEntry:
 
     @property
     def key(self) -> str:
-        """Name in the safetensors header: masters and weights by their own, others as ``kind/name``."""
+        """Key in the safetensors header: the name of masters and weights, ``kind/name`` of others."""
         return self.name if self.kind in (MASTER, WEIGHT) else f"{self.kind}/{self.name}"
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the range takes in the file."""
+        """Size of the range in the file, in bytes."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenPiece:
-    """A piece that is on disk, and the tensor it is a piece of."""
+    """A piece on disk, with the name, kind and dtype of its tensor."""
 
     name: str
     kind: str
@@ -66,49 +66,49 @@ def write_shard(
     """Write a safetensors file under its partial name; :meth:`Folder.publish` with `token` makes it visible.
 
     Args:
-        folder: where.
+        folder: folder of the checkpoint.
         name: final name of the file.
-        entries: what it holds; wider types are put first, so that every tensor is aligned to its type.
-        metadata: goes into the header.
-        token: tells this save from others.
-        durable: have the bytes on the disk itself at the end.
+        entries: content of the file; wider dtypes are written first, so that every tensor is aligned to its dtype.
+        metadata: metadata of the header.
+        token: id of the save, part of the partial name.
+        durable: flush the file to the disk at the end.
 
     Returns:
-        The record of the file, and one of each piece in it.
+        The record of the file, and the pieces in the file.
 
     Raises:
         CheckpointError: the file cannot be written (disk full, no permission), or holds more tensors than a header can
-            name; nothing is left of it.
+            name; the file is removed.
     """
     ordered = sorted(entries, key=lambda e: -e.tensor.element_size())
     header, size = _header(ordered, metadata)
-    whole = xxhash.xxh3_128(header)
+    file_hash = xxhash.xxh3_128(header)
     written = []
     position = len(header)
     with folder.writing(name, token, durable, size) as stream:
         unwritten = [memoryview(header)]
         for entry in ordered:
-            own = xxhash.xxh3_64()
+            piece_hash = xxhash.xxh3_64()
             end = position
             for block in _blocks(entry.tensor, position):
-                own.update(block)
-                whole.update(block)
+                piece_hash.update(block)
+                file_hash.update(block)
                 unwritten.append(block)
                 end += len(block)
-                if end % _BLOCK == 0 or len(unwritten) == _MOST_BUFFERS:
+                if end % _BLOCK == 0 or len(unwritten) == _MAX_BUFFERS:
                     stream.writelines(unwritten)
                     unwritten = []
-            piece = Piece(name, position, entry.nbytes, entry.start, own.hexdigest())
+            piece = Piece(name, position, entry.nbytes, entry.start, piece_hash.hexdigest())
             written.append(
                 WrittenPiece(name=entry.name, kind=entry.kind, dtype=dtypes.code_of(entry.tensor.dtype), piece=piece)
             )
             position += entry.nbytes
         stream.writelines(unwritten)
-    return File(name=name, size=size, xxh3_128=whole.hexdigest()), written
+    return File(name=name, size=size, xxh3_128=file_hash.hexdigest()), written
 
 
 def _header(entries: Sequence[ShardEntry], metadata: dict[str, str]) -> tuple[bytes, int]:
-    """Return the header of a shard and the bytes of the whole file."""
+    """Return the header of a shard, and the size of the whole file in bytes."""
     rows, position = [], 0
     for entry in entries:
         try:
@@ -122,11 +122,11 @@ def _header(entries: Sequence[ShardEntry], metadata: dict[str, str]) -> tuple[by
 
 
 def _blocks(tensor: torch.Tensor, position: int) -> Iterator[memoryview]:
-    """Yield the bytes of a 1-D tensor as views where it lies in CPU memory, else as copies of one chunk at a time.
+    """Yield the bytes of a 1-D tensor: views of CPU memory, or copies from a device one chunk at a time.
 
     Args:
         tensor: the elements.
-        position: where they begin in the file, in bytes; no block goes beyond a multiple of :data:`_BLOCK` there.
+        position: bytes from the start of the file; no block crosses a multiple of :data:`_BLOCK` in the file.
     """
     step = tensor.numel() if tensor.device.type == "cpu" else CHUNK // tensor.element_size()
     for start in range(0, tensor.numel(), max(1, step)):

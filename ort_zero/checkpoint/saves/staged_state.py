@@ -1,7 +1,7 @@
-"""Memory into which a checkpoint is read before anything of the engine changes, and the way from there into the engine.
+"""Stage the tensors of a checkpoint in CPU memory before the engine changes, then put them into the engine.
 
-The optimizer's moments are two thirds of the bytes: where they lie in plain CPU memory the tensors that were read take
-the place of the engine's, instead of being copied.
+The optimizer's moments are two thirds of the bytes: where the engine has them in plain CPU memory, the staged tensors
+replace the engine's tensors instead of being copied.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ort_zero.utils.host_memory import FilledHostMemory
 
 
 class StagedState:
-    """The tensors of a checkpoint that this rank needs, outside of the engine.
+    """The tensors of a checkpoint that this rank needs, in memory outside of the engine.
 
     Args:
         state: state of the engine.
         source: the checkpoint; it fits the engine.
-        full: with the optimizer's states.
+        full: include the optimizer's states.
     """
 
     def __init__(self, state: EngineState, source: Source, full: bool):
@@ -32,25 +32,25 @@ class StagedState:
         kinds = [t.kind for t in source.tensors if t.is_optimizer_state] if full else []
         self._moments = {kind: source.by_name(kind) for kind in dict.fromkeys(kinds)}
         self._starts_anew = full and not kinds
-        """True for a checkpoint from before the first step: the optimizer has no state then."""
+        """True for a checkpoint from before the first step, without optimizer state."""
         self._memory = FilledHostMemory()
         self._masters: dict[int, torch.Tensor] = {}
-        """By the index of the flat buffer; from its first element that belongs to a parameter to its last."""
+        """Masters by the index of the flat buffer, from the first element of a parameter to the last."""
         self._states: dict[tuple[int, str], torch.Tensor] = {}
-        """States of the optimizer, by the index of the flat buffer and kind."""
-        self._held: dict[str, torch.Tensor] = {}
+        """States of the optimizer by the index of the flat buffer and by kind."""
+        self._weights: dict[str, torch.Tensor] = {}
         self._buffers: dict[str, torch.Tensor] = {}
 
     def requests(self) -> Iterator[ReadRequest]:
-        """Yield what has to be read, and where to; the memory is made on the way."""
+        """Yield the requests for all tensors; the memory of their targets is allocated on the way."""
         for index, flat in enumerate(self._state.flats()):
             if flat.spans:
                 yield from self._requests_of_flat(index, flat)
-        for held in self._state.held():
-            name = self._name(held.name)
-            if name in self._stored and held.length:
-                self._held[held.name] = self._memory.tensor(held.length, held.tensor.dtype)
-                yield _request(self._stored[name], held.start, held.length, self._held[held.name])
+        for part in self._state.local_parts():
+            name = self._name(part.name)
+            if name in self._stored and part.length:
+                self._weights[part.name] = self._memory.tensor(part.length, part.tensor.dtype)
+                yield _request(self._stored[name], part.start, part.length, self._weights[part.name])
         for name, buffer in self._state.buffers():
             if buffer.numel():
                 self._buffers[name] = self._memory.tensor(buffer.numel(), buffer.dtype)
@@ -68,15 +68,15 @@ class StagedState:
     def _requests_of_state(
         self, index: int, flat: Flat, kind: str, by_name: dict[str, Tensor]
     ) -> Iterator[ReadRequest]:
-        """Yield those of one state of the optimizer; parameters of which none is stored start at zero."""
-        live = self._state.known_state_of(flat).get(kind)
+        """Yield the requests for one optimizer state; it starts at zero for parameters without stored state."""
+        live = self._state.existing_state_of(flat).get(kind)
         origin, end = (0, flat.master.numel()) if self._may_replace(flat, live) else _extent(flat)
         staged = self._memory.tensor(end - origin, live.dtype if torch.is_tensor(live) else flat.key.dtype)
         self._states[index, kind] = staged
         position = 0
         for span in flat.spans:
             offset = span.offset - origin
-            staged[position:offset] = 0  # what fills up the buffer
+            staged[position:offset] = 0  # padding of the buffer
             target = staged.narrow(0, offset, span.length)
             tensor = by_name.get(self._name(span.name))
             if tensor is None:
@@ -87,13 +87,13 @@ class StagedState:
         staged[position:] = 0
 
     def _may_replace(self, flat: Flat, live: object) -> bool:
-        """Return True if a tensor that was read may stand in the place of the engine's state `live`."""
+        """Return True if a staged tensor may replace the engine's state `live`."""
         if not self._state.states_can_be_replaced() or flat.key.device.type != "cpu":
             return False
         return live is None or (torch.is_tensor(live) and live.device.type == "cpu" and not live.is_pinned())
 
     def put(self) -> None:
-        """Give the engine what was read; nothing in here can fail but a device that runs out of memory."""
+        """Put the staged tensors into the engine; only a device that is out of memory makes this fail."""
         with torch.no_grad():
             for index, flat in enumerate(self._state.flats()):
                 if index in self._masters:
@@ -104,13 +104,13 @@ class StagedState:
                     self._state.state_of(flat).clear()
                 for kind in () if without else self._moments:
                     self._put_state(index, flat, kind)
-            for held in self._state.held():
-                if held.name in self._held:
-                    held.tensor.view(-1).narrow(0, 0, held.length).copy_(self._held[held.name])
+            for part in self._state.local_parts():
+                if part.name in self._weights:
+                    part.tensor.view(-1).narrow(0, 0, part.length).copy_(self._weights[part.name])
             for name, buffer in self._state.buffers():
                 if name in self._buffers:
                     read = self._buffers[name].view(buffer.shape)
-                    if _repeats_elements(buffer):  # it cannot be written into
+                    if _repeats_elements(buffer):  # torch cannot write into it
                         buffer.data = read.to(buffer.device)
                     else:
                         buffer.data.copy_(read)
@@ -127,7 +127,7 @@ class StagedState:
             _copy_spans(staged, _extent(flat)[0], live[kind].view(-1), flat.spans)
 
     def _had_no_gradient(self, flat: Flat) -> bool:
-        """Return True for a parameter that an optimizer without ZeRO has, and of which it kept no state yet."""
+        """Return True for a parameter of an optimizer without ZeRO that has no state in the checkpoint."""
         name = self._state.name_of_key(flat)
         stored = self._moments.values()
         return name is not None and all(self._name(name) not in by_name for by_name in stored) and bool(stored)
@@ -138,17 +138,17 @@ class StagedState:
 
 
 def _repeats_elements(tensor: torch.Tensor) -> bool:
-    """Return True if elements of a tensor share memory, as those of an expanded one do."""
+    """Return True if elements of a tensor share memory, as in an expanded tensor."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
 
 
 def _extent(flat: Flat) -> tuple[int, int]:
-    """Return the first element of a flat buffer that belongs to a parameter, and the one behind the last."""
+    """Return the range of a flat buffer from the first element of a parameter to the last, end exclusive."""
     return min(s.offset for s in flat.spans), max(s.offset + s.length for s in flat.spans)
 
 
 def _copy_spans(staged: torch.Tensor, first: int, live: torch.Tensor, spans: tuple[Span, ...]) -> None:
-    """Copy the elements of parameters, neighbours at once; `staged` begins at element `first` of `live`."""
+    """Copy the elements of `spans`, neighbours at once; `staged` begins at element `first` of `live`."""
     begin = end = spans[0].offset
     for span in (*spans, None):
         if span is not None and span.offset == end:

@@ -1,7 +1,7 @@
-"""The copy of a rank's shard from which a background save writes, while training changes the original.
+"""Copy a rank's shard, so that a background save can write it while training changes the original.
 
-Masters and moments change in the optimizer's step and nowhere else, so they are copied in the background too, and only
-that step waits for it, if it comes before the copy is done (the idea: CheckFreq, Mohan et al., FAST 2021).
+Masters and moments change only in the optimizer's step, so they are copied in the background too. A step that comes
+before the copy is done waits for the copy (the idea: CheckFreq, Mohan et al., FAST 2021).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ALIGN = 64
 
 
 class Staging:
-    """Memory for one copy of a shard, kept from save to save: fresh pages cost three times what the copy costs."""
+    """Memory for one copy of a shard, reused by later saves: fresh pages take three times as long as the copy."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         """The reserved memory, a uint8 tensor [bytes]."""
 
     def reserve(self, shard: Shard) -> None:
-        """Have room for `shard`; what was copied before is lost.
+        """Reserve memory for `shard`; an earlier copy is lost.
 
         Args:
             shard: this rank's part, as it lies in the engine.
@@ -38,16 +38,16 @@ class Staging:
         """
         needed = max(1, sum(_padded(entry) for entry in (*shard.weights, *shard.moments)))
         if self._bytes.numel() < needed:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # not beside the new ones
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # never hold old and new memory at once
             self._bytes = host_memory(needed, torch.uint8)
 
     def begin(self, shard: Shard, may_wait: bool) -> tuple[Shard, Callable[[], None]]:
-        """Return `shard` with its tensors in the reserved memory, and what has to be called to bring the rest there.
+        """Return `shard` with its tensors in the reserved memory, and a function that finishes the copy.
 
         Args:
-            shard: this rank's part, for which there is room.
-            may_wait: masters and moments may be copied later, before the optimizer's next step. The others (buffers
-                change in a forward, frozen weights whenever the user likes) are copied at once.
+            shard: this rank's part, for which memory is reserved.
+            may_wait: copy masters and moments later, before the optimizer's next step. The others are copied at once:
+                buffers change in a forward, and users may change frozen weights at any time.
         """
         position = 0
         parts: list[list[ShardEntry]] = []

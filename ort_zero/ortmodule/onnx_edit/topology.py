@@ -12,7 +12,7 @@ from itertools import chain
 
 import onnx
 
-from ort_zero.errors import BridgeError
+from ort_zero.errors import GraphEditError
 
 RANDOM_OPERATORS = frozenset(
     ("Dropout", "BitmaskDropout", "BiasDropout", "BitmaskBiasDropout", "Bernoulli", "Multinomial",
@@ -87,7 +87,7 @@ def topological_order(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto] | 
         nodes: to be sorted; None for those of `graph`.
 
     Raises:
-        BridgeError: the graph has a cycle, or a node reads a value that nothing makes.
+        GraphEditError: the graph has a cycle, or a node reads a value that nothing makes.
     """
     nodes = list(graph.node if nodes is None else nodes)
     made_by = {name: i for i, node in enumerate(nodes) for name in node.output if name}
@@ -103,9 +103,9 @@ def topological_order(graph: onnx.GraphProto, nodes: Sequence[onnx.NodeProto] | 
                 source = made_by.get(name)
                 if source is None:
                     if name not in known:
-                        raise BridgeError(f"node {nodes[index].name!r} reads {name!r}, which nothing makes")
+                        raise GraphEditError(f"node {nodes[index].name!r} reads {name!r}, which nothing makes")
                 elif state[source] == 1:
-                    raise BridgeError(f"the graph has a cycle through {nodes[source].name!r}")
+                    raise GraphEditError(f"the graph has a cycle through {nodes[source].name!r}")
                 elif state[source] == 0:
                     stack.append((source, iter(input_names(nodes[source]))))
                     break

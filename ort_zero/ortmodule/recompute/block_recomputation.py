@@ -2,7 +2,7 @@
 
 ::
 
-    gradient graph with marks -> ORT optimizes it -> blocks found, marks taken out -> copies -> (bridge)
+    gradient graph with marks -> ORT optimizes it -> blocks found, marks taken out -> copies -> (gathers)
         -> order of execution -> prediction
 """
 
@@ -60,7 +60,7 @@ class BlockRecomputation:
 
         Args:
             manager: manager of the training mode.
-            model: gradient graph with the marks of the trace, before the bridge.
+            model: gradient graph with the marks of the trace, before gathers and reduces are put in.
             info: what ORT knows of it.
             sizes: size of each named dimension.
             partitioned: weights that no rank holds in whole.

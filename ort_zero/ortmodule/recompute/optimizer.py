@@ -3,7 +3,7 @@
 ::
 
     gradient graph -> ORT optimizes it -> ORT's table -> ORT applies all of it -> search -> what is wanted is left
-        -> (bridge) -> order of execution -> prediction
+        -> (gathers) -> order of execution -> prediction
 
 The prediction is made of the very graph that will run.
 """
@@ -124,7 +124,7 @@ class MemoryOptimizer:
 
         Args:
             manager: manager of the training mode.
-            model: gradient graph, before the bridge.
+            model: gradient graph, before gathers and reduces are put in.
             info: what ORT knows of it.
             sizes: size of each named dimension.
             partitioned: weights that no rank holds in whole: what reads them cannot be computed again.

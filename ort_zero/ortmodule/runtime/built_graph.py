@@ -75,7 +75,7 @@ class BuiltGraph:
     executor: gather_reduce.CollectiveExecutor | None
     digest: str
     """Digest of the collectives in the graph; ranks with equal digests perform the same ones in one order."""
-    bridge: str | None
+    collectives: str | None
     """Description of the collectives in the graph for messages; None for a graph without any."""
     nodes: int
     python_ops: int

@@ -27,12 +27,12 @@ from ort_zero.ortmodule.runtime.call_effects import carry_out
 from ort_zero.ortmodule.runtime.error_messages import explain
 from ort_zero.ortmodule.runtime.export import pytree
 from ort_zero.ortmodule.runtime.export.advanced_iterators import unmoved
-from ort_zero.ortmodule.runtime.export.buffer_states import BufferStates
 from ort_zero.ortmodule.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.ortmodule.runtime.export.part_states import PartStates
 from ort_zero.ortmodule.runtime.export.plain_lookups import plain_lookups
 from ort_zero.ortmodule.runtime.export.pytorch_calls import CALLS
 from ort_zero.ortmodule.runtime.export.random_states import GlobalStates, preserved
+from ort_zero.ortmodule.runtime.export.restored_buffers import BufferStates
 from ort_zero.ortmodule.runtime.export_retries import ExportRetries
 from ort_zero.ortmodule.runtime.fused_loss.lazy_logits import put_logits
 from ort_zero.ortmodule.runtime.gradients_of_gradients import gradients_in_torch

@@ -37,6 +37,7 @@ from ort_zero.ortmodule.runtime.export.autograd_functions import AutogradFunctio
 from ort_zero.ortmodule.runtime.export.callables import callables_in
 from ort_zero.ortmodule.runtime.export.captured_output import CapturedOutput
 from ort_zero.ortmodule.runtime.export.checkpoint_marks import CheckpointedCalls
+from ort_zero.ortmodule.runtime.export.dropout_seeds import seed_dropout
 from ort_zero.ortmodule.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.ortmodule.runtime.export.fake_weights import fake_weights, unchanged_buffers
 from ort_zero.ortmodule.runtime.export.post_export_passes import (
@@ -46,7 +47,6 @@ from ort_zero.ortmodule.runtime.export.post_export_passes import (
     divide_sums,
     keep_ranges_as_indices,
     remove_casts_to_the_same_type,
-    seed_dropout,
     separate_repeated_inputs,
 )
 from ort_zero.ortmodule.runtime.export.tracer import Tracer

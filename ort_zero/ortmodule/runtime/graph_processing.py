@@ -64,8 +64,9 @@ from ort_zero.ortmodule.runtime.zero3.collective_plan import CollectivePlan, Wei
 from ort_zero.ortmodule.runtime.zero3.gather_memory import GatherMemory, slab_of
 from ort_zero.ortmodule.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.ortmodule.runtime.zero3.insert_collectives import insert_collectives
-from ort_zero.ortmodule.runtime.zero3.kept_weights import GatherLimits, KeptWeights
+from ort_zero.ortmodule.runtime.zero3.kept_weights import KeptWeights
 from ort_zero.ortmodule.runtime.zero3.node_names import TRIGGER
+from ort_zero.ortmodule.runtime.zero3.prefetch_limits import GatherLimits
 from ort_zero.ortmodule.statistics import graph_readers
 from ort_zero.utils.progress import Steps
 from ort_zero.utils.sizes import binary_size
@@ -150,13 +151,13 @@ class GraphProcessor:
             with self.timed("memory plan"):
                 graph, decision = self._recomputed(self.memory, graph, exported, process, sizes, parameters)
         model, info, kernels = graph.model, graph.info, graph.kernels
-        executor, bridge, digest, gradient = None, None, "no bridge", None
+        executor, collectives, digest, gradient = None, None, "no collectives", None
         training = ort_compat.has_gradients(model)
         plan = self._plan(model, parameters, training)
         if plan is not None:
-            with self.timed("bridge"):
+            with self.timed("collectives"):
                 executor, model, gradient = self._rewritten(model, plan, parameters, training)
-            bridge, digest = str(plan), plan.digest()
+            collectives, digest = str(plan), plan.digest()
         if exported.readers:
             graph_readers.register(ort_compat.register_function)
             graph_readers.insert_readers(model)
@@ -185,7 +186,7 @@ class GraphProcessor:
             executor=executor,
             # numbers may be inputs on one rank only, and those of other ranks need no guards
             digest=f"{digest}, {sum(not read.of_attribute for _, read in exported.effects.guards)} guards",
-            bridge=bridge,
+            collectives=collectives,
             nodes=len(model.graph.node),
             python_ops=sum(node.op_type == "PythonOp" for node in model.graph.node),
             memory=decision,

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ort_zero.distributed import collectives
-from ort_zero.errors import BridgeError, ExportError, RankError
+from ort_zero.errors import ExportError, GraphEditError, RankError
 from ort_zero.ortmodule.runtime import rank_protocol
 from ort_zero.ortmodule.runtime.rank_protocol import (
     Action,
@@ -121,14 +121,14 @@ class RankAgreement:
             digest: checksum of the names of the gradients.
 
         Raises:
-            BridgeError: they do not.
+            GraphEditError: they do not.
         """
         if self._stage != 2 or collectives.world_size(self._group) == 1:
             return
         votes = self._votes(Vote(Ballot.BACKWARD, digest))
         odd = [rank for rank, vote in enumerate(votes) if vote != votes[0]]
         if odd:
-            raise BridgeError(
+            raise GraphEditError(
                 f"ranks {odd} have gradients of other parameters than rank 0 in this backward, and ZeRO-2 would mix "
                 "them up: let every rank use the same parameters, or use ZeRO-1"
             )

@@ -19,9 +19,9 @@ from ort_zero.ortmodule.compat import torch_ddp
 from ort_zero.ortmodule.compat.torch_autograd import has_backward_hooks
 from ort_zero.ortmodule.compat.torch_modules import buffer_table, is_batch_norm, versions_of
 from ort_zero.ortmodule.runtime.built_graph import BuiltGraph
-from ort_zero.ortmodule.runtime.export.buffer_states import BufferStates
 from ort_zero.ortmodule.runtime.export.excluded_modules import ExcludedModules
 from ort_zero.ortmodule.runtime.export.random_states import GlobalStates
+from ort_zero.ortmodule.runtime.export.restored_buffers import BufferStates
 from ort_zero.ortmodule.runtime.gradients_of_gradients import refused
 from ort_zero.ortmodule.runtime.operators import torch_fallback
 from ort_zero.ortmodule.runtime.result_dependencies import ResultDependencies, inputs_of_backward

@@ -139,7 +139,7 @@ def _graphs_of(
         "inputs": len(current.info.onnx_graph_input_names) if current else 0,
         "seconds": round(built[-1].seconds, 3) if built else 0.0,
         "kernels": dict(sorted(current.kernels.items())) if current else {},
-        "bridge": current.bridge if current else None,
+        "collectives": current.collectives if current else None,
         "gather_memory": current.executor.memory.status()
         if current and current.executor is not None and current.executor.memory is not None
         else None,

@@ -337,13 +337,13 @@ class GraphTransitionManager:
         verb = "re-processed"
         if done.transition.action is Action.EXPORT:
             verb = "exported" if "export" in done.steps else "shares an export" if SHARED in done.steps else "loaded"
-        bridge = f", {graph.bridge}" if graph.bridge else ""
+        collectives = f", {graph.collectives}" if graph.collectives else ""
         cache = f"; export cache {done.cache}" if done.cache else ""
         shared = f"; shared export {done.shared}" if SHARED in done.steps else ""
         parts = ", ".join(f"{step} {seconds:.1f}" for step, seconds in done.steps.items() if seconds >= 0.05)
         parts = f"; seconds: {parts}" if parts else ""
         log.info("%s: %s in %.1f s (%s); %d nodes, %d PythonOps%s", name, verb, done.seconds, why,
-                 graph.nodes, graph.python_ops, f"{bridge}{parts}{cache}{shared}")  # fmt: skip
+                 graph.nodes, graph.python_ops, f"{collectives}{parts}{cache}{shared}")  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,1 +1,1 @@
-"""Measures the tensors of a running model, in PyTorch by module hooks, in ONNX Runtime by nodes that read them."""
+"""Measure the tensors of a running model: with module hooks in PyTorch, with extra graph nodes in ONNX Runtime."""

@@ -1,4 +1,4 @@
-"""Computes the statistics of tensors by operators of torch, where a tensor is on a device that kernels cannot read."""
+"""Compute the statistics of tensors on a GPU or another device with operators of torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ort_zero.statistics.records import FIRST, SKETCH
 
 
 def row_by_torch(values: torch.Tensor, offset: int) -> torch.Tensor:
-    """Return the row of statistics of values on their device, float64 [:data:`~ort_zero.statistics.rows.WIDTH`].
+    """Compute the statistics of values on their device: a row, float64 [:data:`~ort_zero.statistics.rows.WIDTH`].
 
     Args:
         values: One-dimensional and float64.
-        offset: Flat index of the first value within the tensor that the values are a part of.
+        offset: Flat index of the first value within the whole tensor.
     """
     nan, inf = values.isnan(), values.isinf()
     finite = ~(nan | inf)
     count = finite.sum()
     some = count.clamp(min=1)
-    known = torch.where(finite, values, 0.0)
+    finite_values = torch.where(finite, values, 0.0)
     unknown = torch.full((), math.nan, dtype=torch.float64, device=values.device)
-    mean = torch.where(count > 0, known.sum() / some, unknown)
-    deviation = torch.where(finite, known - mean, 0.0)
+    mean = torch.where(count > 0, finite_values.sum() / some, unknown)
+    deviation = torch.where(finite, finite_values - mean, 0.0)
     std = torch.where(count > 0, (deviation.square().sum() / some).sqrt(), unknown)
     if values.numel():
         low = torch.where(finite, values, math.inf).min()
@@ -34,10 +34,11 @@ def row_by_torch(values: torch.Tensor, offset: int) -> torch.Tensor:
         low = high = unknown
     numbers = [torch.full_like(unknown, values.numel())]
     numbers += [torch.where(count > 0, low, unknown), torch.where(count > 0, high, unknown), mean, std]
-    numbers += [known.abs().sum() / some, known.square().sum().sqrt()]
-    numbers += [(known < 0).sum(), (known > 0).sum(), (finite & (known == 0)).sum(), nan.sum(), inf.sum()]
+    numbers += [finite_values.abs().sum() / some, finite_values.square().sum().sqrt()]
+    numbers += [(finite_values < 0).sum(), (finite_values > 0).sum(), (finite & (finite_values == 0)).sum()]
+    numbers += [nan.sum(), inf.sum()]
     first = torch.cat([values[:FIRST], unknown.expand(max(FIRST - values.numel(), 0))])
-    return torch.cat([torch.stack([n.double() for n in numbers]), first, _sketch(known, offset)])
+    return torch.cat([torch.stack([n.double() for n in numbers]), first, _sketch(finite_values, offset)])
 
 
 def _sketch(values: torch.Tensor, offset: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Whose a run's folder is: the first rank that arrives claims it for its run, and only what is ours is deleted.
+"""Claim a run's folder for one run; files that ort_zero did not write are never deleted.
 
-Ranks do not communicate here: they find the claim of their own run, or that of another one.
+The first rank of a run writes the run's id into ``run.json``. Ranks do not communicate here: the other ranks compare
+the id in that file with the id of their run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def refuse_used(folder: Path) -> None:
     """Raise if a rank's folder has statistics in it.
 
     Raises:
-        StatisticsError: it has; the message says how to go on.
+        StatisticsError: the folder has statistics; the message says how to go on.
     """
     if (folder / FILE).exists():
         raise _taken(folder)
@@ -33,20 +34,20 @@ def refuse_used(folder: Path) -> None:
 
 @contextmanager
 def taken_over(output: Path, rank: int, world_size: int, *, run_id: str, override: bool = False) -> Iterator[Path]:
-    """Make the run's folder this run's, and an empty folder for the rank in it; no other rank does so meanwhile.
+    """Claim the folder for this run and create an empty folder for the rank, while other ranks wait for the lock.
 
     Args:
-        output: the run's folder, the same for all its ranks; it is made if need be.
+        output: the run's folder, the same for all its ranks; it is created if it does not exist.
         rank: number of this rank.
         world_size: number of ranks.
-        run_id: name of this run, the same on all its ranks, and of no other run.
-        override: empty the folder if it belongs to another run; what is not ours stays or is refused.
+        run_id: unique id of this run, the same on all its ranks.
+        override: delete the statistics of another run in the folder; files of other programs are an error.
 
     Yields:
-        The rank's folder, which is to be filled in the block.
+        The empty folder of the rank; the caller creates the rank's files in the block.
 
     Raises:
-        StatisticsError: another run has the folder, or something in it is not ours.
+        StatisticsError: another run has the folder, or the folder has files that ort_zero did not write.
         OSError: the folder cannot be written.
     """
     output.mkdir(parents=True, exist_ok=True)
@@ -60,10 +61,10 @@ def taken_over(output: Path, rank: int, world_size: int, *, run_id: str, overrid
 
 
 def _claim(output: Path, run_id: str, override: bool) -> None:
-    """Make the folder this run's, for all its ranks; with `override` empty it if it is another run's.
+    """Write this run's id into ``run.json``; with `override`, delete the statistics of another run first.
 
-    A run that lost the folder to a later one stays out of it: else two runs that start at the same moment would take
-    it from each other rank by rank.
+    The claim lists the runs that lost the folder to a later run. A rank of such a run raises: else two runs that start
+    at the same moment would take the folder from each other, rank by rank.
     """
     claim = _read_claim(output)
     if claim is None and not rank_folders(output):
@@ -101,8 +102,8 @@ def _locked(output: Path) -> Iterator[None]:
     except Timeout:
         raise StatisticsError(f"{output / LOCK} has been locked for {_LOCK_SECONDS} s by another process") from None
     except NotImplementedError:
-        # a file system without locks: claims still appear whole, only two starts within milliseconds may collide,
-        # and the reader notices that by their run ids
+        # a file system without locks: only runs that start within milliseconds of each other may mix their files, and
+        # the reader detects the mixture by the run ids
         yield
         return
     try:
@@ -143,7 +144,7 @@ def _remove_ranks(output: Path, beyond: int) -> None:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raise if anything in a rank's folder may be somebody else's."""
+    """Raise if ort_zero did not write all files in a rank's folder."""
     if folder.is_symlink() or not folder.is_dir():
         raise StatisticsError(f"{folder} is not a folder of ort_zero's statistics, and is not deleted")
     for path in sorted(folder.iterdir()):

@@ -1,10 +1,10 @@
-"""The compiled loops that add the values of a tensor to its row of statistics. Importing this module imports numba.
+"""Compile the loops that add the values of a tensor to its row of statistics. Importing this module imports numba.
 
-While a row is filled, its MEAN is that of the values so far, STD holds the sum of the squares of their deviations from
-it, and ABS_MEAN the sum of magnitudes.
+A row that is not complete holds sums: MEAN is the mean of the values so far, STD the sum of squared deviations from
+MEAN, ABS_MEAN the sum of magnitudes.
 
-Values are read in blocks of :data:`~.sketch_signs.BLOCK`, which stay in the L1 cache; most of each block by the loop of
-:mod:`.vector_loop`.
+Values are read in blocks of :data:`~.sketch_signs.BLOCK`, which stay in the L1 cache. The loop of :mod:`.vector_loop`
+reads most of each block.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ with extra.required():
     from ort_zero.statistics.collect.vector_loop import accumulate
 
 Kernel = Callable[[np.ndarray, int, np.ndarray, np.ndarray, bool, bool], None]
-"""``kernel(values, offset, row, table, begins, ends)``: add values, of which the first one has the flat index `offset`
-within its tensor, to a row. `begins` clears the row before; `ends` turns its sums into statistics."""
+"""``kernel(values, offset, row, table, begins, ends)``: add values to a row. `offset` is the flat index of the first
+value within its tensor, `begins` clears the row first, `ends` turns the sums into statistics at the end."""
 
 TABLE_32 = TABLE.astype(np.float32).reshape(-1)
-"""The signs within a block, float32 and flat as the kernels take them."""
+"""The signs within a block, float32 [BLOCK]."""
 _ONE = np.uint64(1)
 _mixed = numba.njit(nogil=True)(splitmix64)
 
 
 @numba.njit(nogil=True)
 def _begin(row):
-    """Make a row that of no values."""
+    """Clear a row: the statistics of zero values."""
     row[:] = 0.0
     row[MIN] = np.inf
     row[MAX] = -np.inf
@@ -61,7 +61,7 @@ def _begin(row):
 
 @numba.njit(nogil=True)
 def _end(row):
-    """Turn the sums of a row into its statistics."""
+    """Turn the sums in a row into statistics."""
     count = row[ELEMENTS] - row[NAN] - row[INF]
     row[POSITIVE] = count - row[NEGATIVE] - row[ZERO]
     if count == 0:
@@ -74,10 +74,10 @@ def _end(row):
 
 @numba.njit(nogil=True)
 def _scan(x, start, centre, table, columns):
-    """Return sums over values of one block, of which x[0] is at ``start``, and write their sketch into ``columns``.
+    """Return sums over values of one block, and write their sketch into ``columns``.
 
-    The sums are of deviations from the centre, of their squares and of magnitudes; then come minimum, maximum, the
-    number of negative values and that of zeros.
+    Position ``start`` of the block holds ``x[0]``. The results are the sums of deviations from the centre, of squared
+    deviations and of magnitudes, then minimum, maximum, the number of negative values and the number of zeros.
     """
     head = min(x.size, -start % SKETCH)
     rows = (x.size - head) // SKETCH
@@ -104,15 +104,15 @@ def _scan(x, start, centre, table, columns):
 
 
 @numba.njit(nogil=True)
-def _add(count, centre, found, sketch, word, row):
+def _add(count, centre, sums, sketch, word, row):
     """Add the sums over a block of ``count`` finite values to a row (Chan, Golub, LeVeque 1979)."""
-    total, squares, magnitude, low, high, negative, zero = found
+    total, squares, magnitude, low, high, negative, zero = sums
     before = row[ELEMENTS] - row[NAN] - row[INF]
     delta = centre + total / count - row[MEAN]
     part = count / (before + count)
     row[MEAN] += delta * part
     row[STD] += max(squares - total * total / count, 0.0) + delta * delta * before * part
-    # without a change of sign it follows from sums about the centre, which round less
+    # if all values have one sign, the magnitudes follow from the deviations, whose sum has a smaller rounding error
     row[ABS_MEAN] += abs(centre * count + total) if low >= 0 or high <= 0 else magnitude
     row[MIN] = min(row[MIN], low)
     row[MAX] = max(row[MAX], high)
@@ -126,8 +126,8 @@ def _add(count, centre, found, sketch, word, row):
 
 @numba.njit(nogil=True)
 def _add_careful(x, start, word, table, row):
-    """Add a block to a row in float64, NaN and inf counted and left out."""
-    # parts of the mean, for a sum of large values would overflow
+    """Add a block to a row in float64; NaN and inf are counted and left out."""
+    # the mean is summed from values / size, as the sum of large values would overflow
     count, centre, part = 0, 0.0, 1.0 / x.size
     for k in range(x.size):
         if math.isnan(x[k]):
@@ -160,31 +160,30 @@ def _add_careful(x, start, word, table, row):
 
 @numba.njit(nogil=True)
 def _add_block(x, start, word, table, columns, row):
-    """Add a block to a row, in the precision of ``x`` if that will do."""
+    """Add a block to a row, in the precision of ``x`` where that is exact enough, else in float64."""
     some = min(x.size, SKETCH)
     centre = x.dtype.type(0)
     for k in range(some):
         centre += x[k]
     centre = centre / x.dtype.type(some)
     for attempt in range(2):
-        found = _scan(x, start, centre, table, columns)
-        total, squares, magnitude, low, high, negative, zero = found
-        # the limits are those of float32: no sum overflows, and no square that counts underflows; false with NaN and
-        # inf
+        sums = _scan(x, start, centre, table, columns)
+        total, squares, magnitude, low, high, negative, zero = sums
+        # within these limits no float32 sum overflows and no relevant square underflows; False with NaN and inf
         fits = squares <= 1e37 and (squares >= 1e-32 * x.size or low == high)
         if not fits:
             _add_careful(x, start, word, table, row)
             return
         if attempt == 1 or total * total <= 0.5 * squares * x.size:
-            _add(x.size, np.float64(centre), found, columns, word, row)
+            _add(x.size, np.float64(centre), sums, columns, word, row)
             return
-        # most of the squares would cancel
+        # scan again about the mean: with this centre most digits of the variance would cancel
         centre = x.dtype.type(centre + total / x.size)
 
 
 @numba.njit(nogil=True)
 def _add_values(x, offset, table, row):
-    """Add values to a row, by the blocks of the sketch."""
+    """Add values to a row, block by block of the sketch."""
     seen = int(row[ELEMENTS])
     for k in range(min(FIRST - seen, x.size)):
         row[FIRST_AT + seen + k] = x[k]
@@ -207,7 +206,7 @@ def _of_floats(values, offset, row, table, begins, ends):
 
 
 def _of_bfloat16(halves, offset, row, table, begins, ends):
-    """Add bfloat16 values, given as int16, to a row: they are the upper halves of float32 values."""
+    """Add bfloat16 values to a row; their bits arrive as int16, the upper halves of float32 values."""
     if begins:
         _begin(row)
     bits = np.empty(BLOCK, np.uint32)
@@ -215,7 +214,7 @@ def _of_bfloat16(halves, offset, row, table, begins, ends):
     at = 0
     while at < halves.size:
         size = min(halves.size - at, BLOCK - (offset + at) % BLOCK)
-        # of a slice, for an index that is a sum might be negative, and the loop is not vectorised
+        # a slice, as numba checks an index that is a sum for negative values and then does not vectorise the loop
         part = halves[at : at + size]
         for k in range(size):
             bits[k] = np.uint32(np.uint16(part[k])) << np.uint32(16)
@@ -233,11 +232,11 @@ _SOURCES: dict[str, tuple[Any, Any]] = {
 
 
 def compiled(dtype: str) -> Kernel:
-    """Return the compiled kernel for ``"float32"``, ``"float64"`` or ``"bfloat16"``, whose values it takes as int16.
+    """Return the compiled kernel for ``"float32"``, ``"float64"`` or ``"bfloat16"`` (the kernel reads these as int16).
 
-    The machine code is stored for other processes if there is a folder that can be written. It contains the constants
-    of this module, of :mod:`~ort_zero.statistics.rows` and of :mod:`.vector_loop`, and numba uses it until this file
-    changes.
+    Numba stores the machine code for other processes if numba's cache folder is writable. The code contains constants
+    of this module, of :mod:`~ort_zero.statistics.rows` and of :mod:`.vector_loop`, but numba compiles again only when
+    this file changes.
     """
     function, element = _SOURCES[dtype]
     values = types.Array(element, 1, "C", readonly=False, aligned=True)
@@ -248,10 +247,10 @@ def compiled(dtype: str) -> Kernel:
         try:
             kernel.compile(signature)
         except OSError:
-            # a disk that is full: what was compiled cannot be stored, but is there
+            # the disk is full: the compiled code cannot be stored, but it can run
             if not kernel.signatures:
                 raise
         return kernel
     except Exception:
-        # no folder that can be written, or code in it that cannot be read back
+        # no cache folder is writable, or stored code is unreadable: compile without the cache
         return numba.njit([signature], nogil=True)(function)

@@ -1,4 +1,4 @@
-"""What the manifest of a run says of the run and of its model."""
+"""Build the manifest of a run: the run's id, backend and settings, and the parameters of its model."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _PACKAGES = ("torch", "onnxruntime-training", "deepspeed", "transformers", "nump
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return (rank, world size) of the default process group, before there is one of the launcher's variables."""
+    """Return (rank, world size) of the default process group, or of the launcher's variables if there is no group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return env.rank(), env.world_size()
 
 
 def owned_parameters(model: torch.nn.Module) -> list[tuple[str, str, torch.nn.Parameter]]:
-    """Return (path of the owner, name, parameter) in the order of ``named_parameters()``; a shared one comes once."""
-    found = []
+    """Return (path of the module, name, parameter) in the order of ``named_parameters()``; shared parameters once."""
+    parameters = []
     for full, parameter in model.named_parameters():
         path, _, name = full.rpartition(".")
-        found.append((clean_path(path), name, parameter))
-    return found
+        parameters.append((clean_path(path), name, parameter))
+    return parameters
 
 
 def manifest_of(subscribed: SubscribedModel, start_step: int, end_step: int | None, parameters: str) -> dict[str, Any]:
-    """Return what a reader wants to know of a run."""
+    """Return the manifest of a run; each rank adds its number later."""
     model = subscribed.root
     assert model is not None, "its forward runs"
     shapes = {}

@@ -1,4 +1,4 @@
-"""Numbers what a step of a model meets: the tree of module calls, and the tensors that go in and come out of them."""
+"""Number the module calls of a step, and the tensors that go into the calls and come out of them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class ModuleCall:
     number: int
     """Number of the call within the step, from 0; the root's call is 0."""
     caller: int
-    """Number of the call within which it happens, -1 for the root."""
+    """Number of the enclosing call, -1 for the root."""
     module_ref: weakref.ref[Module]
     path: str
     """Path of the module from the root, without the names that wrappers add; empty for the root."""
     occurrence: int
-    """Number of the call among those of the module in the step, from 1."""
+    """Number of the call, counted from 1 among the calls of the same module in the step."""
 
     @property
     def module(self) -> Module | None:
-        """The module that is called; None once it is gone."""
+        """The module that is called; None after the module was deleted."""
         return self.module_ref()
 
 
@@ -42,10 +42,10 @@ class TensorSlot:
     kind: str
     """Kind of the tensor: ``"input"``, ``"output"`` or ``"inspect"``."""
     name: str
-    """Name of the tensor among those of its kind: ``""`` for a single one, ``"[0]"``, ``".logits"``; the name given to
-    ``inspect_activation``."""
+    """Position of the tensor among the tensors of its kind: ``""`` for a single tensor, ``"[0]"``, ``".logits"``; the
+    name passed to ``inspect_activation``."""
     source: int
-    """Order of the slot where this very tensor was seen first, -1 if it is here."""
+    """Order of the first slot of the same tensor in the step; -1 if this slot is the first."""
 
     @property
     def module(self) -> Module | None:
@@ -59,7 +59,7 @@ def clean_path(path: str) -> str:
 
 
 class CallTracker:
-    """Follows the calls of the modules below one root and numbers calls and tensors, one step at a time."""
+    """The running numbers of module calls and tensors below one root module, one step at a time."""
 
     def __init__(self, root: Module):
         self._root = weakref.ref(root)
@@ -67,7 +67,7 @@ class CallTracker:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Number calls and tensors from 0 again, with nothing seen before."""
+        """Restart the numbers of calls and tensors at 0, and forget the tensors of the last step."""
         self.slots: list[TensorSlot] = []
         self._open: list[ModuleCall] = []
         self._calls = 0
@@ -76,21 +76,21 @@ class CallTracker:
 
     @property
     def running(self) -> ModuleCall | None:
-        """The innermost call that has begun and not ended."""
+        """The innermost call that has begun and not ended; None outside of calls."""
         return self._open[-1] if self._open else None
 
     def path_of(self, module: Module) -> str:
-        """Return the path of a module below the root; that of its type if it is not below."""
-        found = self._paths.get(module)
-        if found is None:
+        """Return the path of a module from the root, or the name of its class if it is not below the root."""
+        path = self._paths.get(module)
+        if path is None:
             root = self._root()
             for name, part in root.named_modules() if root is not None else ():
                 self._paths[part] = clean_path(name)
-            found = self._paths.setdefault(module, type(module).__name__)
-        return found
+            path = self._paths.setdefault(module, type(module).__name__)
+        return path
 
     def enter(self, module: Module) -> ModuleCall:
-        """Return the call of a module that begins now."""
+        """Begin a call of a module, and return the call."""
         path = self.path_of(module)
         self._occurrences[path] = occurrence = self._occurrences.get(path, 0) + 1
         caller = self._open[-1].number if self._open else -1
@@ -100,9 +100,9 @@ class CallTracker:
         return call
 
     def leave(self, module: Module) -> ModuleCall | None:
-        """Return the call of a module that ends now, None if it never began.
+        """End the innermost call of a module, and return the call; None if no call of the module has begun.
 
-        Calls within it that an exception ended end too.
+        Calls inside of it that an exception interrupted end too.
         """
         if all(call.module is not module for call in self._open):
             return None
@@ -115,7 +115,7 @@ class CallTracker:
         """Return a new slot for a tensor that the code has reached.
 
         Args:
-            tensor: its `source` is the slot where the same memory, shape and version was seen before in this step.
+            tensor: the tensor; an earlier tensor of this step with equal memory, shape and version is the same tensor.
             call: the call that the tensor goes into or comes out of.
             kind: ``"input"``, ``"output"`` or ``"inspect"``.
             name: see :attr:`TensorSlot.name`.
@@ -130,23 +130,23 @@ class CallTracker:
         return slot
 
     def set_tensor(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
-        """Treat `tensor` as the one of `slot` from now on."""
+        """Treat `tensor` as the tensor of `slot` from now on."""
         self._remember(_identity(tensor), slot, tensor)
 
     def set_same(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
-        """Treat `other` as the same as `tensor`, where that was seen in this step."""
+        """Treat `other` as the same tensor as `tensor`, if `tensor` has a slot in this step."""
         seen = self._seen.get(_identity(tensor))
         if seen is not None and not seen[1].expired():
             with torch.no_grad():
                 self._seen[_identity(other)] = (seen[0], StorageWeakRef(other.untyped_storage()))
 
     def slots_by_tensor(self) -> dict[int, list[TensorSlot]]:
-        """Return all slots of each tensor of the step, by the order of the first of them."""
-        found = {slot.order: [slot] for slot in self.slots if slot.source < 0}
+        """Return all slots of each tensor of the step, by the order of the tensor's first slot."""
+        slots = {slot.order: [slot] for slot in self.slots if slot.source < 0}
         for slot in self.slots:
             if slot.source >= 0:
-                found[slot.source].append(slot)
-        return found
+                slots[slot.source].append(slot)
+        return slots
 
     def _remember(self, key: tuple, slot: TensorSlot, tensor: torch.Tensor) -> None:
         with torch.no_grad():
@@ -154,7 +154,7 @@ class CallTracker:
 
 
 def _identity(tensor: torch.Tensor) -> tuple:
-    """Return what two Python objects share that are the same values: an identity that autograd made anew counts."""
+    """Return a key that is equal for two Python objects with the same memory, layout and version, such as views."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
     memory = tensor.untyped_storage().data_ptr() or id(tensor)

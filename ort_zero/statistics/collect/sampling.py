@@ -1,4 +1,4 @@
-"""Evenly spaced samples of tensors, the same whether a tensor is whole or in shards."""
+"""Take evenly spaced samples of tensors; the samples of shards make up the sample of the whole tensor."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 def sampled(
     tensor: torch.Tensor, limit: int = 4096, offset: int = 0, total: int | None = None
 ) -> tuple[torch.Tensor, int]:
-    """Return at most ``limit`` evenly spaced elements of a tensor, and the index of the first of them in the sample.
+    """Return evenly spaced elements of a tensor or shard, and the index of the first element in the whole sample.
 
-    The elements are those whose flat index is a multiple of a stride that depends on ``total`` and ``limit`` alone, so
-    the samples of shards make up the sample of the whole. Give the index to :func:`~.tensor_statistics.measure_into` as
-    its ``offset``. A tensor that is not larger than ``limit`` is returned itself.
+    An element is in the sample if its flat index is a multiple of a stride, which depends on ``total`` and ``limit``
+    alone. Pass the index to :func:`~.tensor_statistics.measure_into` as ``offset``. A tensor of at most ``limit``
+    elements is returned unchanged.
 
     Args:
-        tensor: The whole tensor, or a shard that is contiguous in it.
-        limit: Elements in the sample of the whole.
-        offset: Flat index of the tensor's first element in the whole.
-        total: Elements of the whole; by default the tensor is the whole.
+        tensor: The whole tensor, or a contiguous shard of the flattened tensor.
+        limit: Maximum number of elements in the sample of the whole tensor.
+        offset: Flat index of the shard's first element in the whole tensor.
+        total: Number of elements of the whole tensor; by default of `tensor`.
 
     Raises:
         ValueError: The tensor is not strided, or its memory was released.
@@ -44,10 +44,10 @@ def sampled(
 
 
 def require_memory(tensor: torch.Tensor) -> None:
-    """Raise if the values cannot be read: torch itself would do so at the address 0, and end the process.
+    """Raise if a tensor's values are not in memory: torch would read them at address 0 and crash the process.
 
     Raises:
-        ValueError: The tensor has no memory of its own, or its memory was released.
+        ValueError: The tensor has no storage, or its memory was released.
     """
     try:
         size = tensor.untyped_storage().nbytes()
@@ -59,9 +59,9 @@ def require_memory(tensor: torch.Tensor) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _stride(total: int, limit: int) -> int:
-    """Return 1 if everything fits, else the least odd prime that leaves at most ``limit`` elements of ``total``.
+    """Return 1 if ``total <= limit``, else the least odd prime stride with at most ``limit`` elements in the sample.
 
-    A prime, for a stride that shares a factor with the sizes of the tensor would meet few of its columns.
+    A stride that shares a factor with the sizes of the tensor would sample few of its columns.
     """
     if total <= limit:
         return 1
@@ -75,7 +75,7 @@ def _stride(total: int, limit: int) -> int:
 def _sampled_elements(
     shape: tuple[int, ...], strides: tuple[int, ...], start: int, stride: int
 ) -> tuple[torch.Tensor, int]:
-    """Return where every ``stride``-th element is, counted from the first one's memory, and how far they reach."""
+    """Return the memory offsets of every ``stride``-th element, and the extent of the tensor, both in elements."""
     positions = np.arange(start, math.prod(shape), stride)
     indices = np.unravel_index(positions, shape)
     elements = sum(along * step for along, step in zip(indices, strides))

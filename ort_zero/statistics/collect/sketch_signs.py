@@ -1,4 +1,4 @@
-"""The signs of the sketch of a tensor.
+"""Compute the signs of the elements in the sketch of a tensor.
 
 The element with flat index ``i`` (in row-major order) is in block ``b = i // BLOCK`` and column ``j = i % SKETCH``. It
 is added to number ``j`` of the sketch times ``T[i % BLOCK]`` times ``B(b, j)``, where
@@ -18,8 +18,7 @@ import numpy as np
 from ort_zero.statistics.records import SKETCH
 
 BLOCK = 4096
-"""Number of elements whose signs in the sketch come from a table; few enough that they and the table stay in the L1
-cache."""
+"""Number of elements in a block, whose signs come from one table: a block and the table fit into the L1 cache."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -28,7 +27,7 @@ _ONE = np.uint64(1)
 
 
 def splitmix64(number: Any) -> Any:
-    """Return the pseudo-random 64 bits that belong to an unsigned 64-bit number, or to each one of an array."""
+    """Return the 64 pseudo-random bits of an unsigned 64-bit number, or of each number in an array."""
     mixed = number + _STEP
     mixed = (mixed ^ (mixed >> _SHIFT_1)) * _MIX_1
     mixed = (mixed ^ (mixed >> _SHIFT_2)) * _MIX_2
@@ -36,13 +35,13 @@ def splitmix64(number: Any) -> Any:
 
 
 def signs_of(words: np.ndarray) -> np.ndarray:
-    """Return the signs that 64-bit words stand for, float64 [words, SKETCH]: -1 where a bit is set, from the lowest."""
+    """Turn the bits of 64-bit words into signs, float64 [words, SKETCH], lowest bit first: -1 for a set bit, else 1."""
     bits = (words[:, None] >> np.arange(SKETCH, dtype=np.uint64)) & _ONE
     return 1 - 2 * bits.astype(np.float64)
 
 
 def signs_of_blocks(first: int, count: int) -> np.ndarray:
-    """Return ``B(b, j)`` for `count` blocks from `first` on, float64 [count, SKETCH]."""
+    """Return ``B(b, j)`` for `count` blocks, beginning with block `first`, float64 [count, SKETCH]."""
     return signs_of(splitmix64(np.arange(first, first + count, dtype=np.uint64)))
 
 

@@ -1,7 +1,7 @@
-"""One model with its subscribers: counts its steps, and calls the subscribers' actions on modules and tensors.
+"""Count the steps of a model that has subscribers, and call the subscribers' actions on modules and tensors.
 
-Where PyTorch runs the model, module hooks do it. Where ONNX Runtime does, the graph has nodes that show the values
-(see :mod:`ort_zero.ortmodule.statistics.graph_readers`), and the runtime calls :meth:`SubscribedModel.begin_step` and
+In PyTorch, module hooks call the actions. In ONNX Runtime, extra graph nodes pass the values to the actions (see
+:mod:`ort_zero.ortmodule.statistics.graph_readers`), and the runtime calls :meth:`SubscribedModel.begin_step` and
 :meth:`SubscribedModel.end_step`.
 """
 
@@ -25,24 +25,24 @@ from ort_zero.zero3_hooks.hook_manager import is_paused
 
 _by_root: weakref.WeakKeyDictionary[Module, SubscribedModel] = weakref.WeakKeyDictionary()
 running: list[SubscribedModel] = []
-"""Models whose forward runs in PyTorch at the moment, innermost last."""
+"""Models whose forward is running in PyTorch, innermost last."""
 _to_close: weakref.WeakSet[SubscriberBase] = weakref.WeakSet()
 
 
 def subscribed_model_of(root: Module) -> SubscribedModel | None:
-    """Return the subscribers of a user's module, None if it has none."""
+    """Return a user's module with its subscribers, None if it has no subscribers."""
     return _by_root.get(root)
 
 
 def subscribed_models_in(module: Module) -> list[SubscribedModel]:
-    """Return those of a module and of the modules below it that have subscribers."""
+    """Return each module with subscribers among `module` and its submodules."""
     if not _by_root:
         return []
     return [model for part in module.modules() if (model := _by_root.get(part)) is not None]
 
 
 def subscribe(root: Module, subscribers: Sequence[SubscriberBase]) -> SubscribedModel:
-    """Add subscribers to a user's module and return all that it has."""
+    """Add subscribers to a user's module, and return the module with all its subscribers."""
     model = _by_root.get(root)
     if model is None:
         model = _by_root[root] = SubscribedModel(root)
@@ -51,41 +51,41 @@ def subscribe(root: Module, subscribers: Sequence[SubscriberBase]) -> Subscribed
 
 
 class SubscribedModel:
-    """The subscribers of one model, and the step that the model is in.
+    """The subscribers of one model, and the number of the model's step.
 
     Args:
         root: the user's module.
     """
 
     def __init__(self, root: Module):
-        # weakly, and hooks hold this object weakly: neither keeps the other alive
+        # weak references in both directions: neither the model nor this object keeps the other alive
         self._root = weakref.ref(root)
         self.subscribers: tuple[SubscriberBase, ...] = ()
         self.active: tuple[SubscriberBase, ...] = ()
-        """The subscribers that act in the step that runs."""
+        """The subscribers whose actions run in the current step."""
         self._for_gradients: tuple[SubscriberBase, ...] = ()
         """The active subscribers that act on gradients."""
         self.step = -1
-        """The step that runs, or that ran last."""
+        """Number of the current step, between steps of the last one; -1 before the first."""
         self.backend = "torch"
-        """The backend that runs the step: ``"torch"`` or ``"onnxruntime"``."""
+        """The backend of the step: ``"torch"`` or ``"onnxruntime"``."""
         self.calls = CallTracker(root)
         self._handles: list[RemovableHandle] = []
 
     @property
     def root(self) -> Module | None:
-        """The user's module; None once it is gone."""
+        """The user's module; None after the module was deleted."""
         return self._root()
 
     def add(self, subscribers: Sequence[SubscriberBase]) -> None:
-        """Add subscribers; the first ones put hooks on the modules."""
+        """Add subscribers, and hook the modules if these are the first subscribers."""
         self.subscribers += tuple(subscribers)
         _to_close.update(subscribers)
         if not self._handles:
             self._register_hooks()
 
     def remove(self) -> None:
-        """Remove all hooks and close the subscribers. May come twice."""
+        """Remove all hooks and close the subscribers. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -98,7 +98,7 @@ class SubscribedModel:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, backend: str = "torch") -> None:
-        """Begin the forward of a step in ``"torch"`` or ``"onnxruntime"``; close subscribers whose steps are over."""
+        """Begin a step in ``"torch"`` or ``"onnxruntime"``; close subscribers whose `end_step` is reached."""
         self.step += 1
         self.backend = backend
         self.active = tuple(s for s in self.subscribers if s.is_active(self.step))
@@ -124,12 +124,12 @@ class SubscribedModel:
         """Show the active subscribers a tensor.
 
         Args:
-            slot: where the tensor is seen.
-            tensor: its value.
-            gradient: also show its gradient, once backward has computed it.
+            slot: the slot of the tensor.
+            tensor: the tensor.
+            gradient: also show the tensor's gradient when backward has computed it.
 
         Returns:
-            What the subscribers put in its place, None if they left it.
+            The tensor that subscribers returned as a replacement, None if no subscriber replaced the tensor.
         """
         shown = tensor
         for subscriber in self.active:
@@ -151,7 +151,7 @@ class SubscribedModel:
     def _expect_gradient(self, step: int, slot: TensorSlot, tensor: torch.Tensor) -> None:
         subscribers = self._for_gradients
 
-        # not this object: it leads to the model, and the hook lives as long as the graph
+        # the hook lives as long as the autograd graph: it must not refer to self, which refers to the model
         def arrived(gradient: torch.Tensor) -> None:
             for subscriber in subscribers:
                 subscriber.gradient_slot_apply(step, slot, gradient)
@@ -159,7 +159,7 @@ class SubscribedModel:
         tensor.register_hook(arrived)
 
     def inspect(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Show a tensor that the code of a module names itself, and return what is to be used in its place."""
+        """Show a tensor passed to ``inspect_activation``, and return the tensor or its replacement."""
         call = self.calls.running
         if not self.active or call is None:
             return tensor
@@ -172,7 +172,7 @@ class SubscribedModel:
         reference, root = weakref.ref(self), self.root
         assert root is not None
 
-        # functions that hold this object weakly: a copy of the module must not copy it
+        # functions with a weak reference to self: a deep copy of the module must not copy this object
         def before(module: Module, args: tuple, kwargs: dict) -> Any:
             here = reference()
             return None if here is None or is_paused() else here._before(module, args, kwargs)
@@ -182,11 +182,11 @@ class SubscribedModel:
             return None if here is None or is_paused() else here._after(module, args, outputs)
 
         for module in root.modules():
-            # before the hooks of others: ZeRO-3 sends inputs through a Function of its own, and what flows back there
-            # is only what the module itself gives back
+            # run before all other hooks: ZeRO-3's pre-forward hook wraps inputs in an autograd Function, whose output
+            # has only the gradient from this module
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))
-        # a forward that raises leaves nothing open that the next one would take for its caller
+        # after a forward that raised, no call may stay open: the next forward would take that call for its caller
         ended = functools.partial(_forward_ended, reference)
         self._handles.append(root.register_forward_hook(ended, always_call=True))
 
@@ -199,14 +199,14 @@ class SubscribedModel:
         if not self.active or not (module is self.root or self.calls.running):
             return None
         call = self.calls.enter(module)
-        given = args, kwargs
+        old_args, old_kwargs = args, kwargs
         for subscriber in self.active:
             result = subscriber.pre_forward_module_apply(module, args)
             args = args if result is None else result
         args, kwargs = map_arguments(
             lambda name, tensor: self.show_tensor(self.calls.slot_of(tensor, call, "input", name), tensor), args, kwargs
         )
-        same = args is given[0] and all(kwargs[key] is given[1][key] for key in kwargs)
+        same = args is old_args and all(kwargs[key] is old_kwargs[key] for key in kwargs)
         return None if same else (args, kwargs)
 
     def _after(self, module: Module, args: tuple, outputs: Any) -> Any:
@@ -216,7 +216,7 @@ class SubscribedModel:
         if call is None:
             self._expect_recomputed(module, outputs)
             return None
-        given = outputs
+        old_outputs = outputs
         for subscriber in self.active:
             result = subscriber.post_forward_module_apply(module, args, outputs)
             outputs = outputs if result is None else result
@@ -225,12 +225,12 @@ class SubscribedModel:
         )
         if module is self.root:
             self.end_step(outputs)
-        return None if outputs is given else outputs
+        return None if outputs is old_outputs else outputs
 
     def _expect_recomputed(self, module: Module, outputs: Any) -> None:
-        """Await the gradients of a module that activation checkpointing runs again within the backward.
+        """Hook the gradients of a module that activation checkpointing runs again within the backward.
 
-        Where the first run kept no graph, as in reentrant checkpointing, gradients flow through these tensors.
+        Reentrant checkpointing keeps no autograd graph of the first run, so gradients flow through the new tensors.
         """
         if not torch.is_grad_enabled():
             return

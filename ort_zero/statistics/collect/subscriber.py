@@ -1,4 +1,4 @@
-"""Collects the statistics of every activation and gradient of a model, step by step, into one file per rank."""
+"""Collect the statistics of every activation and gradient of a model, step by step, into one file per rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ort_zero.compat.deepspeed import held_part
+from ort_zero.compat.deepspeed import local_part
 from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.errors import StatisticsError
 from ort_zero.log import get_logger
@@ -25,30 +25,30 @@ from ort_zero.statistics.collect.writer import StatisticsWriter
 from ort_zero.statistics.records import Phase
 from ort_zero.statistics.run_folder import rank_name
 
-_MOST_PENDING = 8
-"""Maximum number of steps that wait for their backward."""
+_MAX_PENDING = 8
+"""Maximum number of steps in memory that wait for their backward."""
 
 
 class StatisticsSubscriber(SubscriberBase):
-    """Writes what every module gets and returns, and the gradients there, as numbers that two runs can be compared by.
+    """A subscriber that writes statistics of module inputs, outputs and their gradients, for comparing two runs.
 
-    In ONNX Runtime the values are those that the graph computes. A step is one call of the whole model; it is written
-    when the next one begins, and at exit. Nothing that happens on the disk ends the training run.
+    In ONNX Runtime the values come from the running graph. A step is one call of the whole model. A step is written
+    when the next step begins, and at exit. Errors of the disk never end the training run.
 
     Args:
-        output_dir: folder of the run, the same on all ranks; each writes into one of its own, ``rank_00000`` and so on.
-        start_step: first step to collect, from 0.
-        end_step: step before which collection ends; None: with the run.
-        override_output_dir: empty the folder if another run left its statistics there.
-        run_on_cpu: copy tensors to the CPU and measure them there; else where they are. On a GPU this spares its
-            memory and costs time.
-        bucket_size: at most so many elements are copied or converted at a time.
-        parameters: ``"sample"``: at most 4,096 elements of each parameter before, and of its gradient after;
-            ``"full"``: all elements; ``"off"``. Under ZeRO-3 each rank measures its own part; a gradient is the one
-            that this rank computed, before it is reduced or added up.
+        output_dir: folder of the run, the same on all ranks; each rank writes into a subfolder, ``rank_00000`` etc.
+        start_step: first step to collect; the first step of a model is 0.
+        end_step: step before which collection ends; None: collect until the run ends.
+        override_output_dir: delete the statistics of another run in the folder.
+        run_on_cpu: copy tensors to the CPU and measure them there, which saves GPU memory and costs time. By default
+            tensors are measured on their device.
+        bucket_size: maximum number of elements that are copied or converted at a time.
+        parameters: ``"sample"`` measures at most 4,096 elements of each parameter before the step, and of its gradient;
+            ``"full"`` measures all elements, ``"off"`` none. Under ZeRO-3 each rank measures its shards. Gradients
+            are measured on each rank before they are reduced or accumulated.
 
     Raises:
-        StatisticsError: the folder holds another run's statistics, or a value makes no sense.
+        StatisticsError: the folder holds another run's statistics, or an argument is invalid.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class StatisticsSubscriber(SubscriberBase):
         self._pending: list[CollectedStep] = []
         self._rows = 128
         self._gradient_handles: dict[int, Any] = {}
-        """Handles of the gradients' hooks by the parameter's number; a parameter may be unfrozen in mid-training."""
+        """Handles of the gradients' hooks, by parameter number; hooks are added when a parameter is unfrozen."""
         if start_step < 0 or (end_step is not None and end_step <= start_step):
-            raise StatisticsError(f"start_step {start_step}, end_step {end_step}: no step is between them")
+            raise StatisticsError(f"start_step {start_step}, end_step {end_step}: need 0 <= start_step < end_step")
         if bucket_size < 1:
             raise StatisticsError(f"bucket_size is {bucket_size}, must be at least 1")
         if parameters not in ("sample", "full", "off"):
@@ -80,16 +80,16 @@ class StatisticsSubscriber(SubscriberBase):
         self.parameters = parameters
         if not override_output_dir:
             refuse_used(Path(self.output_dir, rank_name(rank_and_size()[0])))
-        tensor_statistics.measure(torch.zeros(1))  # compiled now, not within the first step
+        tensor_statistics.measure(torch.zeros(1))  # compiles the kernel now, not within the first step
 
-    # -- what the subscribed model calls -----------------------------------------------------------------------------
+    # -- actions that the subscribed model calls ---------------------------------------------------------------------
 
     def is_active(self, step: int) -> bool:
         """Return True if the actions run in `step`."""
         return not self._failed and super().is_active(step)
 
     def pre_forward_model_apply(self, step: int, model: torch.nn.Module) -> None:
-        """Begin a step: write what is over, and measure the parameters."""
+        """Begin a step: write finished steps, and measure the parameters."""
         self._flush(all_of_them=False)
         if self._writer is None and not self._open(model):
             return
@@ -102,7 +102,7 @@ class StatisticsSubscriber(SubscriberBase):
             self._listen_to_gradients(owned)
 
     def forward_slot_apply(self, step: int, slot: TensorSlot, tensor: torch.Tensor) -> None:
-        """Measure one tensor, or note where it was measured."""
+        """Measure one tensor, or record the earlier row of the same tensor."""
         current = self._step(step)
         if current is None:
             return
@@ -120,7 +120,7 @@ class StatisticsSubscriber(SubscriberBase):
         )  # fmt: skip
 
     def gradient_slot_apply(self, step: int, slot: TensorSlot, gradient: torch.Tensor) -> None:
-        """Measure the gradient of one tensor; a second one of the same tensor is left out."""
+        """Measure the gradient of one tensor; a second gradient of the same tensor is ignored."""
         current = self._step(step)
         key = (int(Phase.BACKWARD), slot.order)
         if current is None or key in current.with_gradient:
@@ -134,15 +134,15 @@ class StatisticsSubscriber(SubscriberBase):
         )  # fmt: skip
 
     def close(self) -> None:
-        """Write what is left and end the file."""
+        """Write the remaining steps and end the file."""
         self._flush(all_of_them=True)
         self._stop_listening()
         if self._writer is not None:
             self._writer.close()
-            self._failed = True  # nothing more can be added
+            self._failed = True  # no step can be added to a closed file
 
     def __del__(self) -> None:
-        with suppress(Exception):  # at the end of the interpreter anything may be missing
+        with suppress(Exception):  # when the interpreter exits, modules may be gone
             self.close()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
@@ -157,18 +157,18 @@ class StatisticsSubscriber(SubscriberBase):
         try:
             tensor_statistics.measure_into(row, tensor, self.bucket_size, on_cpu=self.run_on_cpu, offset=offset)
         except ValueError:
-            # a kind of tensor without values: its shape and type still count
+            # the tensor has no readable values: the row keeps its shape and dtype
             row[:] = 0
 
     def _flush(self, *, all_of_them: bool) -> None:
-        """Write steps whose backward has come, in order; a step without one waits for a while."""
+        """Write steps in order; the first step without gradients waits until :data:`_MAX_PENDING` steps are pending."""
         while self._pending and self._writer is not None:
             step = self._pending[0]
-            waits = step.awaits_gradients and not step.with_gradient and len(self._pending) < _MOST_PENDING
+            waits = step.awaits_gradients and not step.with_gradient and len(self._pending) < _MAX_PENDING
             if waits and not all_of_them:
                 return
             self._pending.pop(0)
-            self._rows = max(step.used, 1)  # the next step is most likely as long
+            self._rows = max(step.used, 1)  # the next step likely has as many rows
             self._writer.append(step.number, step.finished())
             if not self._writer.alive:
                 self._failed = True
@@ -186,7 +186,7 @@ class StatisticsSubscriber(SubscriberBase):
                 manifest=manifest_of(subscribed, self.start_step, self.end_step, self.parameters),
             )
         except StatisticsError as error:
-            # a run of hours is worth more than its statistics
+            # an error here must not end a training run of hours
             get_logger().error("no statistics are collected, training goes on: %s", error)
             self._failed = True
             return False
@@ -194,7 +194,7 @@ class StatisticsSubscriber(SubscriberBase):
 
     def _measure_parameters(self, current: CollectedStep, owned: list[tuple[str, str, torch.nn.Parameter]]) -> None:
         for order, (path, name, parameter) in enumerate(owned):
-            part, offset, total, partitioned = held_part(parameter)
+            part, offset, total, partitioned = local_part(parameter)
             if self.parameters == "sample":
                 part, offset = sampled(part, offset=offset, total=total)
             self._measure(current.next_row(), part, offset)
@@ -213,8 +213,8 @@ class StatisticsSubscriber(SubscriberBase):
 
         def arrived(gradient: torch.Tensor | None) -> None:
             if gradient is None:
-                return  # a Function, as ORTModule's, may give a weight no gradient
-            # the newest step first: backward of a sum of two losses begins with the one that was computed last
+                return  # an autograd Function, such as ORTModule's, may return None for a parameter
+            # the newest step first: backward of a sum of two losses begins with the loss that was computed last
             current = next((step for step in reversed(self._pending) if key not in step.with_gradient), None)
             if current is None:
                 return

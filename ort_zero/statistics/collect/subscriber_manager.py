@@ -1,4 +1,4 @@
-"""The calls by which users subscribe to a model, wrapped or not, and show subscribers tensors of their own."""
+"""Subscribe to a model, wrapped or not, and show tensors inside a ``forward`` to subscribers."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from ort_zero.zero3_hooks.hook_manager import is_paused
 
 _zero_stages: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
 inspect_in_trace: list[Callable[[str, torch.Tensor], torch.Tensor]] = []
-"""What :func:`inspect_activation` does while a graph is traced; :mod:`.reader_marks` puts a function here."""
+"""The function that :func:`inspect_activation` calls while :mod:`ort_zero.ortmodule.statistics` traces; else empty."""
 
 
 class GlobalSubscriberManager:
-    """Subscribes to the modules of a whole model, wrapped or not."""
+    """The entry point to subscribe to a whole model, wrapped or not."""
 
     @staticmethod
     def subscribe(model: Module, subscribers: Iterable[SubscriberBase]) -> SubscribedModel:
-        """Have `subscribers` act in every step of `model` from now on. Every rank that wants to be seen must call.
+        """Call `subscribers` in every step of `model` from now on. Each rank whose values are wanted must call.
 
         Args:
-            model: a module, an ORTModule, DistributedDataParallel or DeepSpeed engine around one; the module inside is
-                meant. A second call adds to the first.
-            subscribers: what acts; each for one model.
+            model: a module, or an ORTModule, DistributedDataParallel or DeepSpeed engine around a module. A second call
+                for the same module adds subscribers.
+            subscribers: instances of :class:`SubscriberBase`, each for one model only.
 
         Returns:
-            The model with its subscribers; :meth:`SubscribedModel.remove` removes all of them again.
+            The model with its subscribers; :meth:`SubscribedModel.remove` removes all subscribers.
         """
         return subscribed_model.subscribe(unwrapped(model), tuple(subscribers))
 
 
 def unwrapped(model: Any) -> Module:
-    """Return the user's own module inside the wrappers of ORTModule, DDP, DeepSpeed and ``torch.compile``."""
+    """Return the user's module inside of ORTModule, DistributedDataParallel, DeepSpeed's engine, ``torch.compile``."""
     while True:
         kind = {base.__name__ for base in type(model).__mro__}
         if kind & {"ORTModule", "DistributedDataParallel", "DeepSpeedEngine", "DataParallel"}:
@@ -51,7 +51,7 @@ def unwrapped(model: Any) -> Module:
 
 
 def remember_zero_stage(model: Module, stage: int) -> None:
-    """Remember the ZeRO stage of the engine around a model, for those who subscribe to the model alone."""
+    """Remember the ZeRO stage of the engine around a model, for subscriptions to the model without its engine."""
     _zero_stages[unwrapped(model)] = stage
 
 
@@ -61,11 +61,11 @@ def zero_stage_of(root: Module) -> int:
 
 
 def inspect_activation(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Show subscribers a tensor within a ``forward``; use the returned one from there on, it is the same.
+    """Show a tensor inside a ``forward`` to subscribers; the code must use the returned tensor from there on.
 
     Args:
-        name: what it is called in the records, the same in every run that is to be compared.
-        tensor: any tensor; its gradient is shown too if it has one.
+        name: name of the tensor in the records; use the same name in all runs that are compared.
+        tensor: any tensor; its gradient is shown too, if backward computes one.
     """
     if inspect_in_trace:
         return inspect_in_trace[-1](name, tensor)

@@ -1,11 +1,11 @@
-"""Computes the statistics of tensors, in one pass over their memory and without copies of whole tensors.
+"""Compute the statistics of tensors, in one pass over their memory and without copies of whole tensors.
 
-The numbers of one tensor are a *row*, see :mod:`ort_zero.statistics.rows`; its sketch is that of :mod:`.sketch_signs`.
+The statistics of one tensor are a *row*, see :mod:`ort_zero.statistics.rows`; :mod:`.sketch_signs` defines the sketch.
 
-**Precision.** Sums of at most :data:`~.sketch_signs.BLOCK` values are formed in the tensor's own precision (float32 for
-shorter ones) about a centre near their mean; all else is float64. Blocks that are beyond the range of float32's squares
-are summed in float64. Float64 values beyond 1e150 or below 1e-150 leave the range of their own squares: ``std`` and
-``l2`` become inf or 0.
+**Precision.** Sums of at most :data:`~.sketch_signs.BLOCK` deviations from a centre near the mean have the tensor's
+precision, at least float32; everything else is float64. Blocks whose squares leave the range of float32 are summed in
+float64. Float64 values beyond 1e150 or below 1e-150 leave the range of float64 when squared: ``std`` and ``l2`` become
+inf or 0.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from ort_zero.statistics.collect.kernels import Kernel
 
 BUCKET = 1 << 22
-"""Maximum number of elements of a tensor that are copied at a time, unless the caller says otherwise."""
+"""Default of the maximum number of elements of a tensor that are copied at a time."""
 _CHUNK = 1 << 16
-"""Number of elements converted or made contiguous at a time: they stay in the L2 cache until they are measured."""
+"""Number of elements converted or made contiguous at a time, which fit into the L2 cache."""
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _kernels: dict[torch.dtype, Kernel] = {}
 _table: np.ndarray = np.zeros(0, np.float32)
-"""The table of signs that kernels take; empty until the first kernel is compiled."""
+"""The table of signs for the kernels; empty until the first kernel is compiled."""
 _lock = threading.Lock()
 
 
 def measure(tensor: torch.Tensor, bucket_size: int = BUCKET, *, on_cpu: bool = False, offset: int = 0) -> Statistics:
-    """Return the statistics of a tensor; the arguments are those of :func:`measure_into`."""
+    """Return the statistics of a tensor; for the arguments see :func:`measure_into`."""
     return statistics_of(measure_raw(tensor, bucket_size, on_cpu=on_cpu, offset=offset))
 
 
 def measure_raw(
     tensor: torch.Tensor, bucket_size: int = BUCKET, *, on_cpu: bool = False, offset: int = 0
 ) -> np.ndarray:
-    """Return the statistics of a tensor as a new row; the arguments are those of :func:`measure_into`."""
+    """Return the statistics of a tensor as a new row; for the arguments see :func:`measure_into`."""
     row = np.empty(WIDTH)
     measure_into(row, tensor, bucket_size, on_cpu=on_cpu, offset=offset)
     return row
@@ -56,21 +56,21 @@ def measure_into(
     """Write the statistics of a tensor into a row.
 
     Args:
-        row: One-dimensional, contiguous, float64, of length :data:`~.rows.WIDTH`; what it held is overwritten.
-        tensor: Of any dtype and strides, on any device. Of a sparse tensor the values are measured, coalesced.
-        bucket_size: At most so many elements are copied at a time, where something must be copied at all.
-        on_cpu: Copy a tensor of another device to the CPU in buckets, and measure it there.
-        offset: Flat index of the tensor's first element within the tensor it is a part of.
+        row: float64 [:data:`~.rows.WIDTH`], contiguous; all values are overwritten.
+        tensor: A tensor of any dtype and strides, on any device. Of a sparse tensor the coalesced values are measured.
+        bucket_size: Maximum number of elements that are copied at a time.
+        on_cpu: Copy a tensor on another device to the CPU in buckets, and measure it there.
+        offset: Flat index of the tensor's first element within the whole tensor; 0 unless `tensor` is a shard.
 
     Raises:
-        ValueError: The tensor has no values that could be read: it is of the device meta, fake, quantized, nested, of
-            another subclass with its own dispatch, or its memory was released.
+        ValueError: The tensor has no readable values: it is a meta, fake, quantized or nested tensor, of a subclass
+            with its own ``__torch_dispatch__``, or its memory was released.
     """
     if len(row) != WIDTH:
         raise ValueError(f"a row has length {WIDTH}, not {len(row)}")
     if bucket_size < 1:
         raise ValueError(f"bucket_size must be at least 1, not {bucket_size}")
-    # most tensors end here, some hundred in a training step
+    # the fast path: some hundred tensors in a training step are plain CPU tensors
     if type(tensor) in _PLAIN_TYPES and tensor.is_cpu and tensor.layout is torch.strided:
         kernel = _kernels.get(tensor.dtype)
         if kernel is not None and not tensor.is_neg() and not tensor.is_nested:
@@ -95,14 +95,14 @@ def measure_into(
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor with the values of one of any layout, or say why there are none to be read."""
+    """Return the values of a tensor of any layout as a dense tensor, or raise with the reason if none are readable."""
     if type(tensor) not in _PLAIN_TYPES:
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             name = type(tensor).__qualname__
             raise ValueError(f"a tensor of type {name} cannot be measured: it has its own dispatch")
         tensor = tensor.as_subclass(torch.Tensor)
-    for kind, found in (("nested", tensor.is_nested), ("quantized", tensor.is_quantized), ("meta", tensor.is_meta)):
-        if found:
+    for kind, is_kind in (("nested", tensor.is_nested), ("quantized", tensor.is_quantized), ("meta", tensor.is_meta)):
+        if is_kind:
             raise ValueError(f"a {kind} tensor cannot be measured: it has no plain values")
     if tensor.layout is torch.sparse_coo:
         return tensor.detach().coalesce().values()
@@ -130,21 +130,21 @@ def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 
 def _real(piece: torch.Tensor) -> torch.Tensor:
-    """Return the numbers of a piece as they read: parts of complex numbers apart, pending signs applied."""
+    """Return a piece as real numbers: complex numbers split into two, pending conjugations and signs applied."""
     if piece.is_complex():
         piece = torch.view_as_real(piece.resolve_conj())
     return piece.resolve_neg()
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that values of another one are measured in, which holds them exactly but for large integers."""
+    """Return the dtype in which values of `dtype` are measured; the conversion is exact except for large integers."""
     if dtype in (torch.float32, torch.float64, torch.bfloat16):
         return dtype
     return torch.float32 if dtype.is_floating_point else torch.float64
 
 
 def _converted(piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a contiguous piece of the dtype."""
+    """Convert a piece to a dtype and make it contiguous."""
     try:
         return piece.to(dtype).contiguous()
     except (RuntimeError, NotImplementedError) as error:
@@ -152,7 +152,7 @@ def _converted(piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _by_kernel(row: np.ndarray, tensor: torch.Tensor, bucket_size: int, offset: int) -> None:
-    """Measure a tensor on the CPU, copying it there in buckets if it is elsewhere."""
+    """Measure a tensor on the CPU; a tensor on another device is copied in buckets."""
     begins = True
     for bucket in [tensor] if tensor.is_cpu else _pieces(tensor, bucket_size):
         for piece in _prepared(bucket.cpu(), min(bucket_size, _CHUNK)):
@@ -188,7 +188,7 @@ def _array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def _prepared(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Yield a tensor of the CPU in parts that a kernel can read, of at most ``limit`` elements where it is copied."""
+    """Yield a CPU tensor in parts that a kernel can read; copied parts have at most ``limit`` elements."""
     lazy = tensor.is_conj() or tensor.is_neg()
     if tensor.is_complex():
         if not lazy:
@@ -204,7 +204,7 @@ def _prepared(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 
 def _by_torch(row: np.ndarray, tensor: torch.Tensor, bucket_size: int, offset: int) -> None:
-    """Measure a tensor on its device, by operators of torch in float64; one copy to the host at the end."""
+    """Measure a tensor on its device with operators of torch in float64, and copy the row to the host at the end."""
     rows = []
     for piece in _pieces(tensor, max(bucket_size // 2, 1) if tensor.is_complex() else bucket_size):
         values = _converted(_real(piece), torch.float64).view(-1)

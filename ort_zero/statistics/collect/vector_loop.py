@@ -1,6 +1,6 @@
-"""The loop over a block of values that the kernels run, written as vector instructions.
+"""Generate the kernels' loop over a block of values as vector instructions.
 
-Plain loops of numba take about twice its time, with which collecting statistics costs more than a tenth of a step.
+A plain numba loop takes about twice the time; collecting statistics would then cost more than a tenth of a step.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from numba.extending import intrinsic
 def _accumulate(typing, address, table, columns, rows, centre):
     """Return the sums, extremes and counts over rows of 64 values, and store their sketch.
 
-    Called from compiled code alone. Numba does not notice changes here: :mod:`.kernels` has to change with this module.
+    Only compiled code calls this function. Numba does not detect changes here: edit :mod:`.kernels` in the same commit.
 
     Args:
         typing: numba's typing context.
-        address: int64, of the first value, float32 or float64 like `centre`.
+        address: int64, address of the first value; values are float32 or float64 like `centre`.
         table: int64, address of the float32 sign of the first value.
         columns: int64, address of the 64 numbers of the sketch, of the values' type.
-        rows: int64, how many rows of 64 values there are.
-        centre: what is subtracted from values before they are summed and squared.
+        rows: int64, number of rows of 64 values.
+        centre: number to subtract from values before they are summed and squared.
 
     Returns:
-        float64: the sums of deviations, of their squares and of magnitudes; minimum, maximum; how many are negative, 0.
+        Seven float64: sums of deviations, of squares, of magnitudes; minimum; maximum; numbers of negatives, of zeros.
     """
 
     def generate(context, builder, signature, arguments):
-        found = _VectorLoop(builder, signature.args[4] == types.float64, *arguments).generate()
-        return context.make_tuple(builder, signature.return_type, found)
+        results = _VectorLoop(builder, signature.args[4] == types.float64, *arguments).generate()
+        return context.make_tuple(builder, signature.return_type, results)
 
     number = types.int64
     return types.UniTuple(types.float64, 7)(number, number, number, number, centre), generate
 
 
 accumulate: Any = intrinsic(_accumulate)
-"""What compiled code calls, with the arguments of :func:`_accumulate` but `typing`."""
+"""The intrinsic for compiled code, with the arguments of :func:`_accumulate` except `typing`."""
 
 
 class _VectorLoop:
-    """Writes the loop over rows of 64 values as vector instructions.
+    """The LLVM code of the loop over rows of 64 values, as vector instructions.
 
-    Numba's own compilation leaves such a loop scalar, for it sums up, compares and counts at once: ten times slower.
-    Vectors wider than the processor's are split by LLVM.
+    Numba compiles this loop to scalar code, ten times slower, as the loop sums, compares and counts at once. LLVM
+    splits vectors that are wider than the processor's.
     """
 
     SUMS, EXTREMES, COUNTS = slice(0, 3), slice(3, 5), slice(5, 7)
@@ -66,11 +66,11 @@ class _VectorLoop:
         self.zeros = ir.Constant(self.vector, [0.0] * self.lanes)
 
     def number(self, value):
-        """Return an index that is constant."""
+        """Return a constant index."""
         return self.ir.Constant(self.index, value)
 
     def whole(self, value):
-        """Return a vector of one constant integer."""
+        """Return a vector with one constant integer in all lanes."""
         return self.ir.Constant(self.integers, [value] * self.lanes)
 
     def splat(self, value):
@@ -86,41 +86,41 @@ class _VectorLoop:
         return self.builder.inttoptr(address, kind.as_pointer())
 
     def values(self, place):
-        """Return the values at so many bytes from the first."""
+        """Load a vector of values, `place` bytes behind the first value."""
         return self.builder.load(self.place(self.builder.add(self.address, place), self.vector), align=self.bytes)
 
     def signs(self, place):
-        """Return the table's signs, which are float32, at so many bytes from the first one's."""
+        """Load a vector of float32 signs, `place` bytes behind the first sign of the table."""
         kind = self.ir.VectorType(self.ir.FloatType(), self.lanes)
         signs = self.builder.load(self.place(self.builder.add(self.table, place), kind), align=4)
         return self.widened(signs) if self.double else signs
 
     def multiply_add(self, a, b, c):
-        """Return a * b + c, rounded once where the processor can."""
+        """Return a * b + c, rounded once if the processor has such an instruction."""
         flags = ("contract",)
         return self.builder.fadd(self.builder.fmul(a, b, flags=flags), c, flags=flags)
 
     def magnitude(self, value):
-        """Return the values without their signs."""
+        """Return the absolute values of a vector."""
         bits = self.builder.bitcast(value, self.integers)
         return self.builder.bitcast(self.builder.and_(bits, self.whole((1 << (8 * self.bytes - 1)) - 1)), self.vector)
 
     def extreme(self, sign, a, b):
-        """Return the lesser (``"<"``) or the greater values (``">"``) of two vectors; of NaN, anything."""
+        """Return the lesser (``"<"``) or greater (``">"``) values of two vectors; undefined where a value is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(sign, a, b), a, b)
 
     def counted(self, condition, count):
-        """Return the counts, raised by one where the condition holds."""
+        """Return a vector of counts, plus one in each lane where the condition is true."""
         return self.builder.select(condition, self.builder.add(count, self.whole(1)), count)
 
     def summed(self, vectors):
-        """Return the sum of vectors, by pairs: a chain of additions would round more often, and wait for each."""
+        """Sum vectors pairwise: a chain of additions would round more often, and each would wait for the last."""
         while len(vectors) > 1:
             vectors = [self.builder.fadd(a, b) for a, b in zip(vectors[::2], vectors[1::2])]
         return vectors[0]
 
     def taken(self, values, state):
-        """Return the sums, extremes and counts with the vectors of a row added."""
+        """Return the sums, extremes and counts after adding the vectors of a row."""
         total, squares, magnitude, low, high, negative, zero = state
         deviations = [self.builder.fsub(value, self.centre) for value in values]
         square = self.zeros
@@ -141,7 +141,7 @@ class _VectorLoop:
         ]
 
     def generate(self):
-        """Write the loop and return its seven results as float64; the sketch is stored."""
+        """Generate the loop, which stores the sketch, and return its seven results as float64."""
         ir, builder = self.ir, self.builder
         parts = 64 // self.lanes
         far = [ir.Constant(self.vector, [edge] * self.lanes) for edge in (math.inf, -math.inf)]
@@ -189,8 +189,8 @@ class _VectorLoop:
         ir, module, element = self.ir, self.builder.module, vector.type.element
         letters = f"f{64 if element == self.float64 else 32}" if name[0] == "f" else str(element)
         full = f"llvm.vector.reduce.{name}.v{self.lanes}{letters}"
-        given = [ir.Constant(element, 0.0), vector] if name == "fadd" else [vector]
+        arguments = [ir.Constant(element, 0.0), vector] if name == "fadd" else [vector]
         function = module.globals.get(full)
         if function is None:
-            function = ir.Function(module, ir.FunctionType(element, [value.type for value in given]), full)
-        return self.builder.call(function, given, fastmath=("reassoc",) if name == "fadd" else ())
+            function = ir.Function(module, ir.FunctionType(element, [value.type for value in arguments]), full)
+        return self.builder.call(function, arguments, fastmath=("reassoc",) if name == "fadd" else ())

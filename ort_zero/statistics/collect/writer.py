@@ -1,4 +1,4 @@
-"""Appends the statistics of one rank to its file, step by step."""
+"""Append the statistics of one rank to its file, step by step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ort_zero.statistics.run_folder import local_folder, rank_name, write_json
 
 
 class StatisticsWriter:
-    """Appends the steps of one rank. Nothing that happens to the disk while training goes on raises.
+    """The open statistics file of one rank. After the start, errors of the disk are logged and never raised.
 
     Attributes:
         folder: the rank's folder.
         alive: False after :meth:`close`, or once a step could not be written; the file then ends at a full step.
-        steps: how many steps were written.
-        size: bytes of the file.
+        steps: number of steps in the file.
+        size: size of the file in bytes.
     """
 
     def __init__(
@@ -36,18 +36,18 @@ class StatisticsWriter:
         override: bool = False,
         manifest: Mapping[str, Any],
     ):
-        """Make the rank's folder and its files.
+        """Create the rank's folder and its files.
 
         Args:
-            output_dir: the run's folder, the same for all its ranks; it is made if need be.
+            output_dir: the run's folder, the same for all its ranks; it is created if it does not exist.
             rank: number of this rank.
             world_size: number of ranks.
-            override: empty the folder if it belongs to another run; what is not ours stays or is refused.
-            manifest: ``run_id`` (of all ranks of this run, and of no other), ``backend``, ``zero_stage``, ``dtype``,
-                ``model``, ``model_digest``, ``parameters``, and whatever else a reader may want.
+            override: delete the statistics of another run in the folder; files of other programs are an error.
+            manifest: ``run_id`` (unique, the same on all ranks of the run), ``backend``, ``zero_stage``, ``dtype``,
+                ``model``, ``model_digest``, ``parameters``, and other values for the reader.
 
         Raises:
-            StatisticsError: another run has the folder, or it cannot be written.
+            StatisticsError: another run has the folder, or the folder cannot be written.
         """
         output = local_folder(output_dir)
         self.folder = output / rank_name(rank)
@@ -72,7 +72,7 @@ class StatisticsWriter:
         try:
             _write_all(self._descriptor, HEADER)
             content = {"format": FORMAT, "format_version": FORMAT_VERSION, **self._manifest}
-            # the manifest comes last: where there is one, there is a file with a header
+            # the manifest is written last: a folder with a manifest has a statistics file with a header
             write_json(self.folder / MANIFEST, content)
         except BaseException:
             self._close_descriptor()
@@ -80,14 +80,14 @@ class StatisticsWriter:
         self.alive, self.size = True, len(HEADER)
 
     def append(self, step: int, rows: StepRows) -> None:
-        """Write one whole step; on an error of the file system warn once, and write nothing from then on.
+        """Write one whole step; after an error of the file system warn once, and ignore all further steps.
 
         Raises:
-            ValueError: `step` is not above the last one, or the columns do not have one length.
+            ValueError: `step` is not larger than the last step, or the columns have different lengths.
         """
         if step <= self._last:
             raise ValueError(f"step {step} comes after step {self._last}")
-        # a child that was forked has the descriptor too, but not the file
+        # a forked child shares the descriptor, but only the parent may write
         if not self.alive or os.getpid() != self._owner:
             return
         data = encode_step(step, rows)
@@ -103,11 +103,11 @@ class StatisticsWriter:
         self.steps += 1
 
     def _give_up(self, step: int, error: OSError) -> None:
-        with suppress(OSError):  # readers leave out a step that is not whole
+        with suppress(OSError):  # readers ignore an incomplete last step
             os.ftruncate(self._descriptor, self.size)
         self.alive = False
         self._close_descriptor()
-        # other ranks' warnings are not shown, and this may be the only rank whose disk is full
+        # warnings of ranks other than 0 are not shown, and the disk may be full on this rank alone
         tell = get_logger().warning if env.rank() == 0 else get_logger().error
         tell(
             f"statistics end before step {step}, training goes on: cannot write {self.folder / FILE}: "
@@ -131,7 +131,7 @@ class StatisticsWriter:
     def _close_descriptor(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with suppress(OSError):  # a network file system may tell only now
+            with suppress(OSError):  # a network file system may report write errors only at close
                 os.close(descriptor)
 
     def __enter__(self) -> StatisticsWriter:
@@ -146,7 +146,7 @@ class StatisticsWriter:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    """Write everything; a nearly full disk takes a part first, and fails then."""
+    """Write all bytes; a nearly full disk accepts a part first, and then raises."""
     done = os.write(descriptor, data)
     while done < len(data):
         done += os.write(descriptor, data[done:])

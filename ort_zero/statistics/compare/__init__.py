@@ -1,1 +1,1 @@
-"""Compares the statistics of two runs and names the first divergence; needs neither torch nor onnxruntime."""
+"""Compare the statistics of two runs and name the first divergence, without torch and onnxruntime."""

@@ -1,4 +1,4 @@
-"""Pairs the records of two runs: which row of one table is which row of the other."""
+"""Pair the rows of two runs' tables that belong to the same tensor of a step."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from ort_zero.statistics.records import Phase
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Rows that both tables have, in the first run's order of execution, and rows that one lacks."""
+    """The pairs of rows of two tables, in the first run's order of execution, and the rows without a partner."""
 
     a: Layout
     b: Layout
     row_a: np.ndarray
     row_b: np.ndarray
     measured_a: np.ndarray
-    """For each pair the row of the first table that has the statistics, -1 without."""
+    """For each pair, the row of the first table with its statistics; -1 if there are none."""
     measured_b: np.ndarray
-    own: np.ndarray
-    """True where the value came into being here; False where both runs refer to one and the same earlier pair."""
+    new_value: np.ndarray
+    """True where the pair's tensor is new in the step; False where both runs refer to the same earlier pair."""
     reference: np.ndarray
-    """The pair that stands for each pair's value: itself, or an earlier one."""
+    """For each pair, the first pair with the same tensor: itself, or an earlier pair."""
     comparable: np.ndarray
-    """False for gradients that are sums over different uses in the two runs, and where statistics are lacking."""
+    """False for gradients that are sums over different uses in the two runs, and for pairs without statistics."""
     gradient: np.ndarray
-    """For each pair of the forward phase the pair of its gradient, -1 without."""
+    """For each pair of the forward phase, the pair of its gradient; -1 if there is none."""
     missing: np.ndarray
-    """Rows of the first table that the second one lacks, in order of execution."""
+    """Rows of the first table without a partner in the second table, in order of execution."""
     extra: np.ndarray
-    """Rows of the second table that the first one lacks."""
+    """Rows of the second table without a partner in the first table, in order of execution."""
     reordered: np.ndarray
-    """Pairs of the forward phase that come in another order."""
+    """Pairs of the forward phase whose order differs between the runs."""
 
     def __len__(self) -> int:
         return len(self.row_a)
@@ -56,9 +56,9 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairedTables:
-    """The numbers of one step in two runs, with what says which row of one is which row of the other.
+    """The tables of one step in two runs, and the pairs of their rows.
 
-    The tables have the layouts of `pairs`, but may be of a later step than the tables in those.
+    The tables have the layouts of `pairs`, but may belong to a later step than the tables in `pairs`.
     """
 
     pairs: Pairs
@@ -66,11 +66,11 @@ class PairedTables:
     b: Table
 
     def larger_norm(self) -> np.ndarray:
-        """Return for each pair the larger of the two l2 norms of what was measured."""
+        """Return for each pair the larger of the two measured l2 norms."""
         return np.maximum(self.a.l2[self.pairs.measured_a], self.b.l2[self.pairs.measured_b])
 
     def unsampled(self) -> np.ndarray:
-        """Return how many times larger the norm of a whole tensor is than that of the sample that was measured."""
+        """Return for each pair the expected ratio of the whole tensor's norm to the norm of the measured sample."""
         covered = self.a.elements[self.pairs.measured_a]
         shapes = [self.a.shape[row] for row in self.pairs.row_a.tolist()]
         whole = np.fromiter((math.prod(shape) for shape in shapes), float, len(shapes))
@@ -78,7 +78,7 @@ class PairedTables:
 
 
 def pair(a: Layout, b: Layout) -> Pairs:
-    """Return what two tables have in common."""
+    """Pair the rows of two tables by their keys."""
     in_b = {key: row for row, key in enumerate(b.keys)}
     row_a, row_b, missing = [], [], []
     for row in a.sequence.tolist():
@@ -92,15 +92,15 @@ def pair(a: Layout, b: Layout) -> Pairs:
     in_a = np.zeros(len(b.keys), bool)
     in_a[rows_b] = True
     extra = b.sequence[~in_a[b.sequence]]
-    own, reference = _references(a, b, rows_a, rows_b)
+    new_value, reference = _references(a, b, rows_a, rows_b)
     measured_a, measured_b = a.measured[rows_a], b.measured[rows_b]
     pair_of_a = inverse(rows_a, len(a.keys))
     gradients = a.gradient[rows_a]
     backward = a.table.phase[rows_a] == Phase.BACKWARD
-    # a gradient is the sum over all uses of a tensor: comparable where the same uses belong to the same row
+    # a gradient is the sum over all uses of a tensor: comparable if both runs measured the tensor in the same row
     forward_pair = np.where(backward, pair_of_a[a.forward[rows_a]], -1)
-    both_own = (a.measured[rows_a] == rows_a) & (b.measured[rows_b] == rows_b)
-    partial = backward & (forward_pair >= 0) & ~both_own[forward_pair]
+    both_measured = (a.measured[rows_a] == rows_a) & (b.measured[rows_b] == rows_b)
+    partial = backward & (forward_pair >= 0) & ~both_measured[forward_pair]
     return Pairs(
         a=a,
         b=b,
@@ -108,29 +108,29 @@ def pair(a: Layout, b: Layout) -> Pairs:
         row_b=rows_b,
         measured_a=measured_a,
         measured_b=measured_b,
-        own=own,
+        new_value=new_value,
         reference=reference,
         comparable=(measured_a >= 0) & (measured_b >= 0) & ~partial,
         gradient=np.where(gradients >= 0, pair_of_a[gradients], -1),
-        missing=_without_partial(a, np.array(missing, np.int64), pair_of_a, both_own),
-        extra=_without_partial(b, extra, inverse(rows_b, len(b.keys)), both_own),
+        missing=_without_partial(a, np.array(missing, np.int64), pair_of_a, both_measured),
+        extra=_without_partial(b, extra, inverse(rows_b, len(b.keys)), both_measured),
         reordered=_reordered(b, rows_a, rows_b, a.table.phase),
     )
 
 
-def _without_partial(layout: Layout, lone: np.ndarray, pair_of: np.ndarray, both_own: np.ndarray) -> np.ndarray:
-    """Return rows of one table alone, but for gradients at tensors that one run measures and the other refers to."""
+def _without_partial(layout: Layout, lone: np.ndarray, pair_of: np.ndarray, both_measured: np.ndarray) -> np.ndarray:
+    """Return the rows `lone` without gradients of tensors that only one of the two runs measured in this row."""
     forward = layout.forward[lone]
     number = np.where(forward >= 0, pair_of[forward], -1)
-    partial = (number >= 0) & ~both_own[number]
+    partial = (number >= 0) & ~both_measured[number]
     return lone[~partial]
 
 
 def inverse(rows: np.ndarray, length: int) -> np.ndarray:
-    """Return the pair of each row, -1 without."""
-    found = np.full(length, -1, np.int64)
-    found[rows] = np.arange(len(rows))
-    return found
+    """Return the number of the pair of each row; -1 for rows without a pair."""
+    pairs = np.full(length, -1, np.int64)
+    pairs[rows] = np.arange(len(rows))
+    return pairs
 
 
 def _references(a: Layout, b: Layout, row_a: np.ndarray, row_b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

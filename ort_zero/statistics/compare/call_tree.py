@@ -1,4 +1,4 @@
-"""The tree of the module calls of a step."""
+"""Navigate the tree of a step's module calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ort_zero.statistics.records import Phase
 
 
 class CallTree:
-    """The tree of the module calls of a table."""
+    """The tree of the module calls in one step's table."""
 
     def __init__(self, layout: Layout):
         table = layout.table
@@ -22,18 +22,18 @@ class CallTree:
         self.callers = {int(table.caller[row]) for row in rows}
 
     def name(self, call: int, fallback: str = "") -> tuple[str, int]:
-        """Return the module and the occurrence of a call."""
+        """Return the module and the occurrence of a call; `fallback` and 1 for a call without records."""
         about = self.about.get(call)
         return about[:2] if about else (fallback, 1)
 
     def chain(self, call: int) -> list[int]:
-        """Return a call and those around it, the root last."""
-        found = []
-        while call >= 0 and call not in found:
-            found.append(call)
+        """Return a call and its enclosing calls, the root last."""
+        calls: list[int] = []
+        while call >= 0 and call not in calls:
+            calls.append(call)
             call = self.about[call][2] if call in self.about else -1
-        return found
+        return calls
 
     def is_leaf(self, call: int) -> bool:
-        """Return True if no module is called inside."""
+        """Return True if no module is called inside of a call."""
         return call not in self.callers

@@ -1,9 +1,8 @@
-"""Compares two runs step by step and names the first record that differs for a reason of its own.
+"""Compare two runs step by step, and name the first record whose error does not come from its inputs.
 
-Runs are streamed: of each rank one step is in memory at a time, besides the numbers of a dozen steps for the report. A
-step takes one way: :mod:`.side_by_side` reads it, :mod:`.rank_comparison` makes a
-:class:`~.step_comparison.StepComparison` of it, and that record is handed on to :mod:`.first_divergence`, to the counts
-here and to :mod:`.series`.
+Runs are streamed: one step of each rank is in memory at a time, and the errors of a dozen steps for the report.
+:mod:`.side_by_side` reads a step, and :mod:`.rank_comparison` compares it. The resulting
+:class:`~.step_comparison.StepComparison` goes to :mod:`.first_divergence`, to the counts here and to :mod:`.series`.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from ort_zero.statistics.compare.step_comparison import StepComparison
 from ort_zero.statistics.compare.structure_notes import note_on_parameters, notes_on_samples, structure_notes
 from ort_zero.statistics.reader import Run, open_run
 
-MOST_DIFFERENCES = 1000
-MOST_STEPS = 12
-"""Maximum number of steps whose errors are kept for the report; three of them are the first divergence's step and its
-neighbours."""
+MAX_DIFFERENCES = 1000
+MAX_STEPS = 12
+"""Maximum number of steps whose errors are kept for the report; three of them are the step of the first divergence and
+its neighbours."""
 
 
 def compare(
     a: str, b: str, *, rtol: float | Literal["auto"] = "auto", reference: str | None = None, progress: bool = False
 ) -> Comparison:
-    """Return how two runs differ, and the first divergence.
+    """Compare two runs: count their differences and find the first divergence.
 
     Args:
-        a: folder of the run that is right.
-        b: folder of the other one.
-        rtol: relative error that counts as a difference; ``"auto"``: what rounding, in the runs' dtype and magnified by
-            what was computed, does not explain.
-        reference: folder of a second run of `a`: what differs between these two is noise.
-        progress: show a bar.
+        a: folder of the correct run.
+        b: folder of the run to check.
+        rtol: relative error from which a record differs; ``"auto"``: errors larger than rounding in the runs' dtype
+            can explain at this point of the model.
+        reference: folder of a repetition of run `a`; differences between these two runs are noise.
+        progress: show a progress bar.
 
     Raises:
         StatisticsError: the runs cannot be compared.
@@ -58,7 +57,7 @@ def compare(
 def compare_runs(
     a: Run, b: Run, reference: Run | None = None, *, rtol: float | Literal["auto"] = "auto", progress: bool = False
 ) -> Comparison:
-    """Return how two open runs differ; the arguments are those of :func:`compare`."""
+    """Compare two open runs; for the arguments see :func:`compare`."""
     steps = common_steps(a, b)
     notes = [*a.notes, *b.notes, *notes_on(a, b, steps)]
     runs = [a, b]
@@ -78,17 +77,17 @@ class _Result:
     """The result of a comparison, gathered step by step.
 
     Args:
-        rtol: relative error that counts as a difference; None: what rounding does not explain.
-        steps: the steps that are compared, in ascending order.
+        rtol: relative error from which a record differs; None: errors that rounding does not explain.
+        steps: numbers of the compared steps, in ascending order.
     """
 
     def __init__(self, rtol: float | None, steps: tuple[int, ...]):
         self.rtol, self.steps = rtol, steps
         self.divergence: FirstDivergence | None = None
         self.pair = -1
-        """Number of the pair behind the first divergence."""
+        """Number of the pair of the first divergence; -1 before."""
         self.parameter_error = 0.0
-        """Relative error of the parameters as the runs diverged: what comes later is its consequence."""
+        """Relative error of the parameters when the runs diverged; a larger error later is a consequence."""
         self.records = 0
         self.counts: Counter[str] = Counter()
         self.differences: list[Difference] = []
@@ -97,10 +96,10 @@ class _Result:
         self.series: dict[int, list[Series]] = {}
         self._planned = _evenly_spaced(steps)
         self._last: list[StepComparison] = []
-        """The comparisons of the step before, without sketches."""
+        """The comparisons of the previous step, without sketches."""
 
     def add(self, compared: list[StepComparison], ranks: list[RankComparison]) -> None:
-        """Take in one step of all ranks."""
+        """Add the comparison of one step on all ranks."""
         diverged_before = self.divergence is not None
         if not diverged_before:
             self._look_for_divergence(compared, ranks)
@@ -114,13 +113,13 @@ class _Result:
         self._last = slim
 
     def _look_for_divergence(self, compared: list[StepComparison], ranks: list[RankComparison]) -> None:
-        found = None
+        divergence = None
         if self.rtol is None:
             for rank, one in zip(ranks, compared):
-                found = found or find_update_divergence(rank.previous, one)
-        found = found or find_divergence(compared, self.rtol)
-        if found:
-            self.divergence, self.pair = found
+                divergence = divergence or find_update_divergence(rank.previous, one)
+        divergence = divergence or find_divergence(compared, self.rtol)
+        if divergence:
+            self.divergence, self.pair = divergence
             self.parameter_error = compared[0].growth.total if not compared[0].is_first else 0.0
 
     # -- counts -----------------------------------------------------------------------------------------------------
@@ -143,11 +142,11 @@ class _Result:
         slim = step.without_sketches()
         for number in np.flatnonzero(over).tolist():
             self.counts[KIND_NAMES[step.distances.kind[number]]] += 1
-            if len(self.differences) < MOST_DIFFERENCES:
+            if len(self.differences) < MAX_DIFFERENCES:
                 self.differences.append(difference_of(slim, number, float(tolerance[number])))
 
     def _over(self, step: StepComparison) -> np.ndarray:
-        """Return the pairs that differ; the one behind the first divergence is one of them."""
+        """Return True for the pairs that differ, among them the pair of the first divergence."""
         over = (step.distances.error > self._tolerance(step)) & (step.distances.kind != SAME)
         first = self.divergence.difference if self.divergence is not None else None
         if first is not None and (first.step, first.rank) == (step.step, step.rank):
@@ -162,7 +161,7 @@ class _Result:
     # -- series -----------------------------------------------------------------------------------------------------
 
     def _keep_series(self, compared: list[StepComparison], diverged_before: bool) -> None:
-        """Keep the errors of planned steps, of the first divergence's step and of its neighbours."""
+        """Keep the errors of planned steps, of the first divergence's step and of its two neighbours."""
         diverges = self.divergence is not None and not diverged_before
         if diverges:
             self._add_series(self._last)
@@ -192,10 +191,10 @@ class _Result:
         """Return the step of the first divergence, None if there is none."""
         return self.divergence.difference.step if self.divergence and self.divergence.difference else None
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    # -- result -----------------------------------------------------------------------------------------------------
 
     def comparison(self, a: Run, b: Run, rtol: str, notes: list[str]) -> Comparison:
-        """Return the comparison of the steps that were added."""
+        """Return the comparison of all added steps."""
         step = self._first_step()
         first = self.steps.index(self.steps[0] if step is None else step)
         around = sorted(self.series, key=lambda step: (abs(self.steps.index(step) - first) > 1, step))
@@ -214,8 +213,8 @@ class _Result:
 
 
 def _evenly_spaced(steps: tuple[int, ...]) -> frozenset[int]:
-    """Return the steps for the report: all of a short run, else evenly spaced ones that leave room for three more."""
-    if len(steps) <= MOST_STEPS:
+    """Return the steps for the report: all steps of a short run, else evenly spaced steps with room for three more."""
+    if len(steps) <= MAX_STEPS:
         return frozenset(steps)
-    indices = np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS - 3)).round().astype(int)
+    indices = np.linspace(0, len(steps) - 1, min(len(steps), MAX_STEPS - 3)).round().astype(int)
     return frozenset(steps[index] for index in indices)

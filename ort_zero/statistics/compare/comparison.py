@@ -1,4 +1,4 @@
-"""What comparing two runs results in, as plain values: for the command line, the report and tests."""
+"""Define the result of a comparison of two runs, as plain values for the command line and the report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ort_zero.statistics.records import Phase, RunInfo
 
 KINDS = ("missing", "extra", "reordered", "shape", "dtype", "nan", "numeric")
-"""How a record may differ; ``missing``: the second run lacks it, ``extra``: the first one does."""
+"""The kinds of differences; ``missing``: only the first run has the record, ``extra``: only the second run has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,10 @@ class Difference:
     kind: str
     """Kind of the difference, one of :data:`KINDS`."""
     error: float
-    """l2 norm of the difference, relative to the larger of the two tensors' (NaN where it has none)."""
+    """l2 norm of the difference of the tensors, relative to the larger norm; NaN if the difference has no norm."""
     tolerance: float
     inherited: float
-    """Largest relative error among what the value was computed from."""
+    """Largest relative error among the inputs of the computation."""
     a: Mapping[str, Any] | None
     """Shape, dtype and statistics in the first run."""
     b: Mapping[str, Any] | None
@@ -38,19 +38,19 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstDivergence:
-    """The first divergence of two runs, or that they are the same."""
+    """The first divergence of two runs, or the verdict that the runs are the same."""
 
     same: bool
     module: str = ""
-    """Path of the module that adds the error; empty for the root."""
+    """Path of the module whose code adds the error; empty for the root."""
     occurrence: int = 1
     direction: str = ""
-    """``"forward"``, ``"backward"``, ``"input"`` (the model was given other data) or ``"update"`` (parameters changed
+    """``"forward"``, ``"backward"``, ``"input"`` (the runs got different data) or ``"update"`` (parameters changed
     differently from one step to the next)."""
     difference: Difference | None = None
-    """The first record that differs for a reason of its own."""
+    """The first record whose error does not come from its inputs."""
     text: str = ""
-    """The whole finding in a sentence or two."""
+    """The divergence described in one or two sentences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Series:
     rank: int
     phase: Phase
     modules: list[str]
-    """Path of each record's module, with ``#2`` and so on where a module is called several times."""
+    """Path of each record's module, with the number of the call, ``#2``, if the module is called several times."""
     tensors: list[str]
     errors: list[float]
     tolerances: list[float]
@@ -78,11 +78,11 @@ class Comparison:
     a: RunInfo
     b: RunInfo
     rtol: str
-    """Relative tolerance: ``"auto"`` or the number given."""
+    """Relative tolerance: ``"auto"`` or a number."""
     verdict: FirstDivergence
     """The first divergence of the runs, under its name in the output of ``--json``."""
     steps: tuple[int, ...]
-    """Steps that both runs have, and that were compared."""
+    """Numbers of the compared steps, which both runs have."""
     records: int
     """Number of pairs of records that were compared."""
     counts: Mapping[str, int]
@@ -90,6 +90,6 @@ class Comparison:
     differences: list[Difference]
     """The first differences in execution order, at most 1,000."""
     notes: list[str] = field(default_factory=list)
-    """Remarks for the reader: records that only one run has without consequences, ranks left out, cut files."""
+    """Remarks for the user: harmless records that only one run has, ranks left out, cut files."""
     series: list[Series] = field(default_factory=list)
-    """Errors of at most a dozen steps for the report, those around the first divergence first."""
+    """Errors of at most a dozen steps for the report; the steps around the first divergence come first."""

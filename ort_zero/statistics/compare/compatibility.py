@@ -1,4 +1,4 @@
-"""Whether two runs can be compared, and what of them is left out."""
+"""Check that two runs can be compared, and note the steps and ranks that are left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def common_steps(a: Run, b: Run) -> tuple[int, ...]:
     """Return the steps that both runs have.
 
     Raises:
-        StatisticsError: there is nothing to compare.
+        StatisticsError: the runs have different models or numbers of ranks, or no rank or step in common.
     """
     one, two = a.info, b.info
     if a.model_digest != b.model_digest:
@@ -24,13 +24,13 @@ def common_steps(a: Run, b: Run) -> tuple[int, ...]:
         )
     if one.world_size != two.world_size:
         raise StatisticsError(
-            f"{one.path} is a run of {one.world_size} ranks, {two.path} one of {two.world_size}: each rank sees data "
-            "of its own, collect both with the same number of ranks"
+            f"{one.path} is a run of {one.world_size} ranks, {two.path} a run of {two.world_size}: each rank gets "
+            "different data, collect both runs with the same number of ranks"
         )
     if not set(a.ranks) & set(b.ranks):
         raise StatisticsError(
             f"{one.path} has ranks {number_list(a.ranks)}, {two.path} {number_list(b.ranks)}: put the same ranks into "
-            "both"
+            "both folders"
         )
     for info in (one, two):
         if not info.steps:
@@ -39,7 +39,7 @@ def common_steps(a: Run, b: Run) -> tuple[int, ...]:
     if not steps:
         raise StatisticsError(
             f"{one.path} and {two.path} have no step in common ({number_list(one.steps)} and "
-            f"{number_list(two.steps)}): collect the same steps, start_step and end_step say which"
+            f"{number_list(two.steps)}): collect the same steps, with equal start_step and end_step"
         )
     return tuple(steps)
 
@@ -61,7 +61,7 @@ def _model_difference(a: Run, b: Run) -> str:
 
 
 def notes_on(a: Run, b: Run, steps: Sequence[int]) -> list[str]:
-    """Return what a reader should know: what only one run has, and different dtypes."""
+    """Return notes on steps and ranks that only one run has, and on different dtypes."""
     notes = []
     for run, other in ((a, b), (b, a)):
         rest = sorted(set(run.info.steps) - set(steps))
@@ -71,18 +71,18 @@ def notes_on(a: Run, b: Run, steps: Sequence[int]) -> list[str]:
         if ranks:
             notes.append(f"ranks that only {run.info.path} has are left out: {number_list(ranks)}")
     if a.info.dtype != b.info.dtype:
-        notes.append(f"the runs have different dtypes, {a.info.dtype} and {b.info.dtype}: the coarser one counts")
+        notes.append(f"the runs have dtypes {a.info.dtype} and {b.info.dtype}: tolerances follow the coarser dtype")
     return notes
 
 
 def notes_on_reference(a: Run, reference: Run, steps: Sequence[int]) -> list[str]:
-    """Return what a reader should know of a second run of `a`.
+    """Return notes on steps that the reference, a repetition of run `a`, lacks.
 
     Raises:
-        StatisticsError: it cannot be compared with `a`.
+        StatisticsError: the reference cannot be compared with `a`.
     """
     common_steps(a, reference)
     rest = sorted(set(steps) - set(reference.info.steps))
     if rest:
-        return [f"the reference {reference.info.path} lacks steps {number_list(rest)}: there the widest spread counts"]
+        return [f"the reference {reference.info.path} lacks steps {number_list(rest)}: noise of earlier steps is used"]
     return []

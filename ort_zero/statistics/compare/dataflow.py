@@ -1,9 +1,8 @@
-"""What each value of a step was computed from, as index arrays.
+"""Find the inputs of each value of a step, as index arrays.
 
-The code of a module that runs between its children is called a frame here; a frame is known by the number of its call.
-A value made in a frame was computed from what came into the frame before: its inputs, the outputs of the children that
-ran earlier, and the module's own parameters. Gradients flow the other way, through every frame in which the tensor was
-there to be used.
+A *frame* is the code of one module call that runs between the calls of its children; frames are numbered by call.
+A frame computes a value from the inputs of the call, the outputs of the children that ran earlier, and the parameters
+of the module. Gradients flow the other way, through every frame that can use the tensor.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from ort_zero.statistics.compare.layout import INPUT, INSPECT, OUTPUT
 from ort_zero.statistics.records import Phase
 
 _STRIDE = 16.0
-"""Distance between the values of neighbouring frames, larger than any error: running maxima of all frames are taken at
-once by lifting each frame above the one before."""
-_MOST_SIBLINGS = 8
+"""Offset between the values of neighbouring frames, larger than any error: with the offsets, one running maximum over
+all frames restarts at each frame."""
+_MAX_SIBLINGS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrameEntries:
-    """Pairs in frames, ordered by frame and then by time."""
+    """The pairs in frames, ordered by frame and then by time."""
 
     frame: np.ndarray
     order: np.ndarray
@@ -33,17 +32,17 @@ class FrameEntries:
 
     @classmethod
     def of(cls, *parts: tuple[np.ndarray, np.ndarray, np.ndarray]) -> FrameEntries:
-        """Return the entries of several unordered (frames, orders, pairs)."""
+        """Merge several (frames, orders, pairs) into ordered entries."""
         frame, order, pair = (np.concatenate(columns) for columns in zip(*parts))
         by_time = np.lexsort((order, frame))
         return cls(frame[by_time], order[by_time], pair[by_time])
 
     def before(self, frames: np.ndarray, orders: np.ndarray) -> np.ndarray:
-        """Return for each query the number of entries up to the last one of `frames` earlier than `orders`."""
+        """Return for each query the index behind the last entry of its frame in `frames` and before its order."""
         return self._search(frames, orders, "left")
 
     def after(self, frames: np.ndarray, orders: np.ndarray) -> np.ndarray:
-        """Return for each query the first entry of `frames` later than `orders`."""
+        """Return for each query the index of the first entry of its frame in `frames` and after its order."""
         return self._search(frames, orders, "right")
 
     def _search(self, frames: np.ndarray, orders: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:
@@ -51,40 +50,40 @@ class FrameEntries:
         return np.searchsorted(self.frame * span + self.order, frames * span + orders, side)
 
     def running(self, values: np.ndarray) -> np.ndarray:
-        """Return the largest of each entry and the earlier ones of its frame."""
+        """Return for each entry the largest value among the entry and the earlier entries of its frame."""
         lifted = self.frame * _STRIDE
         return np.maximum.accumulate(values + lifted) - lifted if len(values) else values
 
     def remaining(self, values: np.ndarray) -> np.ndarray:
-        """Return the largest of each entry and the later ones of its frame."""
+        """Return for each entry the largest value among the entry and the later entries of its frame."""
         lifted = -self.frame * _STRIDE
         return np.maximum.accumulate((values + lifted)[::-1])[::-1] - lifted if len(values) else values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Uses:
-    """Tensors that are there to be used in frames; three arrays of one length."""
+    """The tensors that frames can use; three arrays of one length."""
 
     pair: np.ndarray
     """The pair of the tensor."""
     frame: np.ndarray
-    """The frame in which it can be used."""
+    """The frame that can use the tensor."""
     after: np.ndarray
-    """The first entry among what frames compute that can depend on it."""
+    """Index of the first entry among the computed values that can depend on the tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FurtherOutputs:
-    """Outputs besides the first one of their call, such as attention's weights.
+    """The outputs of calls after the first output, such as attention's weights.
 
-    What the call computed before it returned may have been computed from them, not they from it.
+    Values that the call computed before it returned may depend on a further output.
     """
 
     pair: np.ndarray
     last: np.ndarray
-    """For each output the number of entries of ``Dataflow.computed_first`` up to the last one of its call."""
+    """For each output, the index behind the last entry of its call in ``Dataflow.computed_first``."""
     siblings: np.ndarray
-    """[n, 2]: outputs of one call, of which the second may be computed from the first or the other way round."""
+    """[n, 2]: pairs of outputs of one call, each of which may be computed from the other."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +97,7 @@ class Owners:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataflow:
-    """The values that each value of a step was computed from, as index arrays."""
+    """The inputs of each value of a step, as index arrays."""
 
     pairs: Pairs
     frames: int
@@ -106,31 +105,31 @@ class Dataflow:
     forward: np.ndarray
     """Pairs of the forward phase, in the order of time."""
     order: np.ndarray
-    """Order of each pair of the forward phase among the records of the phase."""
+    """Order of each pair of the forward phase in its phase; -1 for other pairs."""
     frame: np.ndarray
-    """For each pair of the forward phase the frame whose code computed it; -1 for the model's own inputs."""
+    """For each pair of the forward phase, the frame whose code computed it; -1 for the model's inputs."""
     frame_of_call: dict[int, int]
-    known: FrameEntries
-    """The values that a frame knows: its inputs, children's outputs, what it computed."""
+    readable: FrameEntries
+    """The values that a frame can read: its inputs, its children's outputs, values that it computed."""
     computed: FrameEntries
-    """The values that a frame computed: inputs of children, and its outputs, as far as they are new."""
+    """The new values that a frame computed: inputs of its children, and its outputs."""
     computed_first: FrameEntries
-    """The values that a frame computed, without further outputs."""
+    """The new values that a frame computed, without further outputs."""
     uses: Uses
-    """Every tensor in each frame where it can be used, with `after` among :attr:`computed`."""
+    """Every tensor in each frame that can use it, with `after` among :attr:`computed`."""
     passed: Uses
     """The values that frames computed and passed to children, with `after` among :attr:`computed_first`."""
     returned: np.ndarray
-    """Pairs that the model returns."""
+    """The pairs that the model returns."""
     further: FurtherOutputs
     owners: Owners
 
-    def largest_known(self, values: np.ndarray) -> np.ndarray:
-        """Return for each frame the largest number among those of what it knows, of a number for each pair."""
-        return _largest(self.frames, self.known.frame, values[self.pairs.reference][self.known.pair])
+    def largest_readable(self, values: np.ndarray) -> np.ndarray:
+        """Return for each frame the largest of `values`, a number for each pair, over all tensors that it can read."""
+        return _largest(self.frames, self.readable.frame, values[self.pairs.reference][self.readable.pair])
 
     def largest_input(self, values: np.ndarray) -> np.ndarray:
-        """Return for each frame the largest number among those of its inputs, of a number for each pair; at least 0."""
+        """Return for each frame the largest of `values`, a number for each pair, over its inputs; at least 0."""
         taken, frames = self.inputs()
         return _largest(self.frames, frames, values[self.pairs.reference][taken])
 
@@ -141,39 +140,39 @@ class Dataflow:
         return taken, np.array([self.frame_of_call[call] for call in calls], int)
 
     def largest_around(self, of_frames: np.ndarray) -> np.ndarray:
-        """Return for each pair the largest number among those of the frames in which it is there to be used."""
-        found = _largest(len(self.pairs), self.uses.pair, of_frames[self.uses.frame])
-        np.maximum.at(found, self.passed.pair, of_frames[self.passed.frame])
-        return found
+        """Return for each pair the largest of `of_frames`, a number for each frame, over the frames that can use it."""
+        largest = _largest(len(self.pairs), self.uses.pair, of_frames[self.uses.frame])
+        np.maximum.at(largest, self.passed.pair, of_frames[self.passed.frame])
+        return largest
 
     def largest_gradient(self, of_gradients: np.ndarray) -> np.ndarray:
-        """Return for each frame the largest number among those of the gradients that come in.
+        """Return for each frame the largest number of the gradients that flow into its backward.
 
-        They come in at what the frame computed or returns.
+        Gradients flow in at the values that the frame computed or returned.
 
         Args:
             of_gradients: a number for the gradient of each pair of the forward phase.
         """
-        found = _largest(self.frames, self.computed.frame, of_gradients[self.computed.pair])
+        largest = _largest(self.frames, self.computed.frame, of_gradients[self.computed.pair])
         outputs = self.forward[self.pairs.kind[self.forward] == OUTPUT]
-        np.maximum.at(found, self.frame[outputs], of_gradients[self.pairs.reference[outputs]])
-        return found
+        np.maximum.at(largest, self.frame[outputs], of_gradients[self.pairs.reference[outputs]])
+        return largest
 
     def owners_of_gradients(self) -> Owners:
-        """Return the frames that use each parameter, by the pair of the parameter's gradient."""
+        """Return the frames that use each parameter, with the pairs of the parameters' gradients."""
         at = self.pairs.phase[self.owners.pair] == Phase.PARAMETER_GRADIENT
         return Owners(self.owners.pair[at], self.owners.frame[at])
 
 
 def _largest(length: int, indices: np.ndarray, values: np.ndarray) -> np.ndarray:
-    found = np.zeros(length)
-    np.maximum.at(found, indices, values)
-    return found
+    largest = np.zeros(length)
+    np.maximum.at(largest, indices, values)
+    return largest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Positions:
-    """Where and when the values of the forward phase come into being; arrays over all pairs, -1 for other phases."""
+    """The order and the frames of the values of the forward phase; arrays over all pairs, -1 for other phases."""
 
     pairs: Pairs
     forward: np.ndarray
@@ -183,7 +182,7 @@ class _Positions:
     inside: np.ndarray
     """The frame of the call that takes or returns the value."""
     outside: np.ndarray
-    """The frame around that call."""
+    """The frame of the enclosing call."""
     frame: np.ndarray
     """The frame whose code computed the value."""
 
@@ -193,14 +192,14 @@ class _Positions:
 
 
 def dataflow_of(pairs: Pairs) -> Dataflow:
-    """Return what is computed from what in a step."""
+    """Find the inputs of each value of a step."""
     at = _positions(pairs)
     kind = pairs.kind
-    given = at.select((kind == OUTPUT) & (at.outside >= 0))
-    # what the model returns is used outside, where only its own error is known
+    from_children = at.select((kind == OUTPUT) & (at.outside >= 0))
+    # the model's outputs are used outside of the model, where nothing is recorded
     returned = at.select((kind == OUTPUT) & (at.outside < 0))
-    passed = at.select(pairs.own & (kind == INPUT) & (at.outside >= 0))
-    new = at.select(pairs.own & (at.frame >= 0))
+    passed = at.select(pairs.new_value & (kind == INPUT) & (at.outside >= 0))
+    new = at.select(pairs.new_value & (at.frame >= 0))
     further = _further_outputs(at)
     computed = FrameEntries.of((at.frame[new], at.order[new], new))
     first = np.setdiff1d(new, further)
@@ -212,10 +211,10 @@ def dataflow_of(pairs: Pairs) -> Dataflow:
         order=at.order,
         frame=at.frame,
         frame_of_call=at.frame_of_call,
-        known=_known(at, given, passed),
+        readable=_readable(at, from_children, passed),
         computed=computed,
         computed_first=computed_first,
-        uses=_uses(at, computed, given, returned),
+        uses=_uses(at, computed, from_children, returned),
         passed=Uses(passed, at.frame[passed], computed_first.after(at.outside[passed], at.order[passed])),
         returned=np.unique(pairs.reference[returned]),
         further=FurtherOutputs(
@@ -238,10 +237,10 @@ def _positions(pairs: Pairs) -> _Positions:
 
 
 def _frames(pairs: Pairs, forward: np.ndarray) -> dict[int, int]:
-    """Return the frame of each call, numbered from 0.
+    """Return the number of the frame of each call; frames are numbered from 0.
 
-    A call without inputs that both runs have (a wrapper that only one has, a module that reads an object) sees what its
-    caller sees.
+    A call whose inputs are not in both runs shares its caller's frame: a wrapper of one run alone, or a module that
+    reads tensors from an object.
     """
     table = pairs.a.table
     rows = np.flatnonzero(table.phase == Phase.FORWARD)
@@ -258,20 +257,20 @@ def _frames(pairs: Pairs, forward: np.ndarray) -> dict[int, int]:
     return frame_of_call
 
 
-def _known(at: _Positions, given: np.ndarray, passed: np.ndarray) -> FrameEntries:
-    """Return what frames know: what goes into them or is inspected, children's outputs, what they pass to children."""
+def _readable(at: _Positions, from_children: np.ndarray, passed: np.ndarray) -> FrameEntries:
+    """Return the values that frames can read: inputs, inspected tensors, children's outputs, children's inputs."""
     return FrameEntries.of(
         (at.inside[at.forward], at.order[at.forward], at.forward),
-        (at.outside[given], at.order[given], given),
+        (at.outside[from_children], at.order[from_children], from_children),
         (at.outside[passed], at.order[passed], passed),
     )
 
 
-def _uses(at: _Positions, computed: FrameEntries, given: np.ndarray, returned: np.ndarray) -> Uses:
-    """Return where tensors can be used: inside the call that takes them, around the call that returns or takes them."""
+def _uses(at: _Positions, computed: FrameEntries, from_children: np.ndarray, returned: np.ndarray) -> Uses:
+    """Return the frames that can use each tensor: of the call that takes the tensor, and of the caller that gets it."""
     entering = at.select(at.pairs.kind != OUTPUT)
-    used = np.concatenate([entering, given, returned])
-    frames = np.concatenate([at.inside[entering], at.outside[given], at.inside[returned]])
+    used = np.concatenate([entering, from_children, returned])
+    frames = np.concatenate([at.inside[entering], at.outside[from_children], at.inside[returned]])
     return Uses(at.pairs.reference[used], frames, computed.after(frames, at.order[used]))
 
 
@@ -281,26 +280,26 @@ def _further_outputs(at: _Positions) -> np.ndarray:
     _, first = np.unique(pairs.a.table.call[pairs.row_a[outputs]], return_index=True)
     later = np.ones(len(outputs), bool)
     later[first] = False
-    return outputs[later & pairs.own[outputs]]
+    return outputs[later & pairs.new_value[outputs]]
 
 
 def _siblings(pairs: Pairs, forward: np.ndarray) -> np.ndarray:
     by_call: dict[int, list[int]] = {}
-    outputs = forward[(pairs.kind[forward] == OUTPUT) & pairs.own[forward]]
+    outputs = forward[(pairs.kind[forward] == OUTPUT) & pairs.new_value[forward]]
     for number, call in zip(outputs.tolist(), pairs.a.table.call[pairs.row_a[outputs]].tolist()):
         by_call.setdefault(call, []).append(number)
-    found = [
+    siblings = [
         (one, other)
         for group in by_call.values()
-        for one in group[:_MOST_SIBLINGS]
-        for other in group[:_MOST_SIBLINGS]
+        for one in group[:_MAX_SIBLINGS]
+        for other in group[:_MAX_SIBLINGS]
         if one != other
     ]
-    return np.array(found, np.int64).reshape(-1, 2)
+    return np.array(siblings, np.int64).reshape(-1, 2)
 
 
 def _owners(pairs: Pairs, frame_of_call: dict[int, int]) -> Owners:
-    """Return the frames that use each parameter: those of its module's calls, else of the nearest module around it."""
+    """Return the frames that use each parameter: the calls of its module, else of the nearest enclosing module."""
     table = pairs.a.table
     frames: dict[str, set[int]] = {}
     for row in np.flatnonzero(table.phase == Phase.FORWARD).tolist():

@@ -1,4 +1,4 @@
-"""Records that differ, as values of their own."""
+"""Describe a record that differs, with its statistics in both runs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ort_zero.statistics.rows import COLUMNS
 
 
 class RecordView(Mapping):
-    """Shape, dtype and statistics of one record, looked up on demand."""
+    """The shape, dtype and statistics of one record, read from its table on demand."""
 
     __slots__ = ("_table", "_key", "_row")
     NAMES = ("shape", "dtype", *COLUMNS, "first")
 
     def __init__(self, table: Table, key: int, row: int):
-        """Show a record.
+        """Refer to a record.
 
         Args:
-            table: where it is.
+            table: the table of the record's step.
             key: row of the record.
-            row: row that has its statistics.
+            row: row with the statistics of the record.
         """
         self._table, self._key, self._row = table, key, row
 
@@ -52,10 +52,10 @@ class RecordView(Mapping):
 
 
 def difference_of(step: StepComparison, index: int, tolerance: float) -> Difference:
-    """Return a pair as a value of its own."""
-    pairs, found = step.pairs, step.distances
+    """Return the pair with the number `index` as a :class:`~.comparison.Difference`."""
+    pairs, distances = step.pairs, step.distances
     table, row = pairs.a.table, int(pairs.row_a[index])
-    kind = KIND_NAMES[found.kind[index]] or "dtype"
+    kind = KIND_NAMES[distances.kind[index]] or "dtype"
     return Difference(
         step=step.step,
         rank=step.rank,
@@ -65,7 +65,7 @@ def difference_of(step: StepComparison, index: int, tolerance: float) -> Differe
         occurrence=int(table.occurrence[row]),
         tensor=tensor_name(table.kind[row], table.slot[row]),
         kind=kind,
-        error=float("nan") if found.error[index] >= NO_NUMBER else float(found.error[index]),
+        error=float("nan") if distances.error[index] >= NO_NUMBER else float(distances.error[index]),
         tolerance=tolerance,
         inherited=float(step.inherited[index]),
         a=RecordView(step.a, row, int(pairs.measured_a[index])),

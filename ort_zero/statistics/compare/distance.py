@@ -1,4 +1,4 @@
-"""How far the two values of a pair of records are apart."""
+"""Compute the error of each pair of records: the distance of its two tensors."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from ort_zero.statistics.compare.align import PairedTables
 from ort_zero.statistics.file_format import Table
 
 NO_NUMBER = 4.0
-"""Stands for the error where there is none, NaN against numbers for one; larger than any (at most 2)."""
+"""The error of a pair without a number, such as NaN in one run alone; larger than all errors (at most 2)."""
 SAME, SHAPE, NAN, NUMERIC = range(4)
 KIND_NAMES = ("", "shape", "nan", "numeric")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distances:
-    """How far the values of all pairs of a step are apart."""
+    """The distances of all pairs of a step."""
 
     error: np.ndarray
-    """l2 norm of the difference relative to the larger norm; :data:`NO_NUMBER` where there is none."""
+    """l2 norm of the difference relative to the larger norm; :data:`NO_NUMBER` if the shapes differ or one has NaN."""
     norm: np.ndarray
-    """Difference of the norms, relative to the larger one."""
+    """Difference of the norms, relative to the larger norm."""
     kind: np.ndarray
-    """How the pair differs if it differs; ``SAME`` if there is nothing to compare."""
+    """Kind of the difference, ``SHAPE``, ``NAN`` or ``NUMERIC``; ``SAME`` for pairs that are not compared."""
     dtype: np.ndarray
     """True where the dtypes differ."""
     sampled: np.ndarray
-    """True where the numbers cover different parts of a tensor and cannot be compared."""
+    """True where the two runs sampled different elements of a tensor, which cannot be compared."""
 
 
 def distances(tables: PairedTables) -> Distances:
-    """Return how far the values of all pairs are apart."""
+    """Compute the distances of all pairs of a step."""
     pairs, a, b = tables.pairs, tables.a, tables.b
     rows_a, rows_b = pairs.measured_a, pairs.measured_b
     error = sketch_errors(a, b, rows_a, rows_b)
@@ -57,13 +57,13 @@ def sketch_errors(a: Table, b: Table, rows_a: np.ndarray, rows_b: np.ndarray) ->
     """Return the estimated l2 norms of the differences of pairs of tensors, relative to the larger norm.
 
     Args:
-        a: where the first tensors are.
-        b: where the others are.
-        rows_a: int64 [pairs], rows that have statistics.
-        rows_b: the same of the others.
+        a: table of the first tensors.
+        b: table of the second tensors.
+        rows_a: int64 [pairs], rows of `a` with the statistics.
+        rows_b: int64 [pairs], rows of `b` with the statistics.
 
     Returns:
-        float64 [pairs]; 0 where both norms are.
+        float64 [pairs]; 0 where both norms are 0.
     """
     gap = a.sketch[rows_a] - b.sketch[rows_b]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -78,5 +78,5 @@ def _of_larger_norm(difference: np.ndarray, a: Table, b: Table, rows_a: np.ndarr
 
 
 def unequal(a: Sequence, b: Sequence, rows_a: np.ndarray, rows_b: np.ndarray) -> np.ndarray:
-    """Return where two lists differ, row by row."""
+    """Return True for each pair of rows where two lists differ."""
     return np.fromiter((a[i] != b[j] for i, j in zip(rows_a.tolist(), rows_b.tolist())), bool, len(rows_a))

@@ -1,4 +1,4 @@
-"""How far the parameters of two runs are apart as a step begins, also where only samples of them were measured."""
+"""Estimate the error of the parameters of two runs at the beginning of a step, also from samples of the parameters."""
 
 from __future__ import annotations
 
@@ -12,52 +12,51 @@ from ort_zero.statistics.compare.distance import NO_NUMBER, SAME, Distances
 from ort_zero.statistics.records import Phase
 
 UNKNOWN_ERROR = 1e-2
-"""Error of parameters at later steps where they were not collected, or not the same samples of them."""
+"""Error of parameters after step 0 if they were not collected, or were sampled differently."""
 UNSEEN = 4.0
-"""Factor on sqrt(x) in the relative error that is assumed of the changes of parameters outside of the samples, where
-gradients agree to a fraction x. Adam turns a gradient that is nothing but noise into a whole step, and about the
-share x of the elements has such a gradient: the changes of a parameter then differ by about sqrt(x) of their size,
-in so few elements that a sample may have none of them."""
+"""Factor on sqrt(x) in the assumed relative error of the changes of parameter elements outside of the samples, if the
+gradients' relative error is x. Adam turns a gradient element that is only noise into a whole step. About the share x
+of the elements has such a gradient: the changes of a parameter then differ by about sqrt(x) of their size, in so few
+elements that a sample may contain none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreviousStep:
-    """The parameters and gradients of a step, kept for the next one."""
+    """The parameters and gradient errors of a step, kept for the next step."""
 
     step: int
     sketch_a: np.ndarray
     """Sketches of the pairs that are parameters in the first run, float64 [pairs, SKETCH]."""
     sketch_b: np.ndarray
     gradient_errors: np.ndarray
-    """Relative error of the gradient of each of these pairs; the median where there is no gradient."""
+    """Relative error of the gradient of each of these pairs; the median for parameters without a gradient."""
     gradient_error: float
     """Median of the gradients' relative errors; NaN if there are no gradients."""
     unseen: np.ndarray
-    """Norms of the differences that may have come about outside of the samples."""
+    """Estimated norms of the differences of the parameters outside of the samples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ErrorGrowth:
-    """How far the parameters of two runs are apart as a step begins, as relative errors."""
+    """The relative errors of the parameters of two runs at the beginning of a step."""
 
     total: float
     """Relative error of all parameters together."""
     of_frames: np.ndarray
-    """Relative error that each frame's own parameters bring, at least the total (tied parameters have one owner
-    alone)."""
+    """Relative error of each frame's parameters, at least the total: only one module owns tied parameters."""
     unseen: np.ndarray
-    """Norms of differences outside of the samples, see :class:`PreviousStep`."""
+    """Estimated norms of differences outside of the samples, see :class:`PreviousStep`."""
 
 
-def remember(tables: PairedTables, found: Distances, growth: ErrorGrowth) -> PreviousStep:
-    """Return what the next step needs of this one."""
+def remember(tables: PairedTables, distances: Distances, growth: ErrorGrowth) -> PreviousStep:
+    """Return the parameters and gradient errors of a step, for the comparison of the next step."""
     pairs = tables.pairs
     rows = parameters_of(pairs)
-    gradients = np.flatnonzero((pairs.phase == Phase.PARAMETER_GRADIENT) & (found.kind != SAME))
-    errors = {pairs.a.keys[pairs.row_a[i]][1:]: found.error[i] for i in gradients.tolist()}
+    gradients = np.flatnonzero((pairs.phase == Phase.PARAMETER_GRADIENT) & (distances.kind != SAME))
+    errors = {pairs.a.keys[pairs.row_a[i]][1:]: distances.error[i] for i in gradients.tolist()}
     if not len(gradients):
-        gradients = np.flatnonzero((pairs.phase == Phase.BACKWARD) & (found.kind != SAME))
-    median = float(np.median(found.error[gradients])) if len(gradients) else np.nan
+        gradients = np.flatnonzero((pairs.phase == Phase.BACKWARD) & (distances.kind != SAME))
+    median = float(np.median(distances.error[gradients])) if len(gradients) else np.nan
     keys = [pairs.a.keys[row][1:] for row in pairs.row_a[rows].tolist()]
     return PreviousStep(
         step=tables.a.step,
@@ -75,18 +74,18 @@ def parameters_of(pairs: Pairs) -> np.ndarray:
 
 
 def error_growth(
-    dataflow: Dataflow, tables: PairedTables, found: Distances, previous: PreviousStep | None
+    dataflow: Dataflow, tables: PairedTables, distances: Distances, previous: PreviousStep | None
 ) -> ErrorGrowth:
-    """Return how far the parameters are apart.
+    """Estimate the relative errors of the parameters at the beginning of a step.
 
-    A parameter's error counts as much as its norm has among those of its module: a bias near 0 has a large relative
-    error and next to no effect.
+    The error of a frame is relative to the frame's largest parameter norm: a bias near 0 has a large relative error
+    and almost no effect.
 
     Args:
-        dataflow: which frames use which parameters.
-        tables: the numbers of both runs.
-        found: the errors of all pairs.
-        previous: the step before; None at the first.
+        dataflow: the frames that use each parameter.
+        tables: the tables of both runs.
+        distances: the distances of all pairs.
+        previous: the previous step; None for the first step.
     """
     pairs, unknown = tables.pairs, UNKNOWN_ERROR if tables.a.step else 0.0
     rows = parameters_of(pairs)
@@ -95,7 +94,7 @@ def error_growth(
     scale = tables.unsampled()[rows]
     norm = np.maximum(tables.a.l2[pairs.row_a[rows]], tables.b.l2[pairs.row_b[rows]]) * scale
     unseen = _unseen(tables, rows, scale, previous)
-    error = np.where(found.kind[rows] == SAME, unknown, found.error[rows])
+    error = np.where(distances.kind[rows] == SAME, unknown, distances.error[rows])
     gap = np.maximum(error * norm, unseen)
     whole = np.sqrt((norm**2).sum())
     total = float(np.sqrt((gap**2).sum()) / whole) if whole else 0.0
@@ -104,8 +103,8 @@ def error_growth(
     at = parameter >= 0
     np.maximum.at(absolute, dataflow.owners.frame[at], gap[parameter[at]])
     np.maximum.at(largest, dataflow.owners.frame[at], norm[parameter[at]])
-    own = np.divide(absolute, largest, out=np.zeros(dataflow.frames), where=largest > 0)
-    return ErrorGrowth(total, np.maximum(np.minimum(own, NO_NUMBER), total), unseen)
+    of_frames = np.divide(absolute, largest, out=np.zeros(dataflow.frames), where=largest > 0)
+    return ErrorGrowth(total, np.maximum(np.minimum(of_frames, NO_NUMBER), total), unseen)
 
 
 def _unseen(tables: PairedTables, rows: np.ndarray, scale: np.ndarray, previous: PreviousStep | None) -> np.ndarray:

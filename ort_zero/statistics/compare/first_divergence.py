@@ -1,4 +1,4 @@
-"""Finds the first record that differs for a reason of its own, and the module whose code computed it."""
+"""Find the first record with a local error (see :mod:`.local_errors`), and the module whose code computed it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from ort_zero.statistics.compare.call_tree import CallTree
 from ort_zero.statistics.compare.comparison import Difference, FirstDivergence
 from ort_zero.statistics.compare.differences import difference_of
 from ort_zero.statistics.compare.layout import INPUT, OUTPUT
-from ort_zero.statistics.compare.own_errors import pairs_with_own_error
+from ort_zero.statistics.compare.local_errors import pairs_with_local_error
 from ort_zero.statistics.compare.step_comparison import StepComparison
 from ort_zero.statistics.compare.wording import full_name, how_it_differs, sentence_of, spoken, what_differs
 from ort_zero.statistics.records import Phase
 
 
 def find_divergence(of_ranks: Sequence[StepComparison], rtol: float | None) -> tuple[FirstDivergence, int] | None:
-    """Return the first divergence in a step and the number of the pair behind it; None if all ranks agree."""
-    found = []
+    """Return the first divergence in a step and the number of its pair; None if all ranks agree."""
+    by_rank = []
     for step in of_ranks:
-        numbers = pairs_with_own_error(step, rtol)
+        numbers = pairs_with_local_error(step, rtol)
         if len(numbers):
-            found.append((int(numbers[0]), step.rank, step, numbers))
-    if not found:
+            by_rank.append((int(numbers[0]), step.rank, step, numbers))
+    if not by_rank:
         return None
-    number, _, step, numbers = min(found, key=lambda item: item[:2])
-    return _divergence_at(step, number, numbers, len(found) == len(of_ranks)), number
+    number, _, step, numbers = min(by_rank, key=lambda item: item[:2])
+    return _divergence_at(step, number, numbers, len(by_rank) == len(of_ranks)), number
 
 
 def _divergence_at(step: StepComparison, number: int, numbers: np.ndarray, everywhere: bool) -> FirstDivergence:
@@ -71,7 +71,7 @@ def _behind_value(step: StepComparison, calls: CallTree, number: int) -> tuple[s
     if step.distances.error[number] <= step.tolerance[number]:
         norm, limit = step.distances.norm[number], step.norm_tolerance[number]
         return "forward", module, occurrence, (
-            f"all of it moves one way, as rounding does not: the norm differs by {norm:.1e} (tolerance {limit:.1e})"
+            f"all elements are scaled, which is not rounding: the norm differs by {norm:.1e} (tolerance {limit:.1e})"
         )  # fmt: skip
     if _is_dropout(step, number, module):
         return "forward", module, occurrence, (
@@ -82,7 +82,7 @@ def _behind_value(step: StepComparison, calls: CallTree, number: int) -> tuple[s
 
 
 def _is_dropout(step: StepComparison, number: int, module: str) -> bool:
-    """Return True if an output looks like its input with different elements dropped."""
+    """Return True if the two runs' outputs look like one input with different elements dropped."""
     if "drop" in module.rpartition(".")[2].lower():
         return step.distances.error[number] > 0
     pairs, a, b = step.pairs, step.a, step.b
@@ -103,27 +103,27 @@ def _is_dropout(step: StepComparison, number: int, module: str) -> bool:
 
 
 def _lone_inputs(pairs: Pairs, call: int) -> str:
-    """Return a hint if one run alone gives the call a tensor."""
+    """Return a hint if a call has a tensor input in one run alone."""
     table = pairs.a.table
     rows = np.flatnonzero((table.phase == Phase.FORWARD) & (table.call == call))
     if not len(rows):
         return ""
     name = table.module[rows[0]], int(table.occurrence[rows[0]])
-    found = []
+    hints = []
     for side, layout, lone in (("first", pairs.a, pairs.missing), ("second", pairs.b, pairs.extra)):
         for row in lone.tolist():
             if layout.kind[row] == INPUT and (layout.table.module[row], int(layout.table.occurrence[row])) == name:
-                found.append(f"input{layout.table.slot[row]} is a tensor in the {side} run alone")
-    return ", ".join(found[:3])
+                hints.append(f"input{layout.table.slot[row]} is a tensor in the {side} run alone")
+    return ", ".join(hints[:3])
 
 
 def _lost_gradient(step: StepComparison, value: int) -> tuple[int, str, str] | None:
-    """Return where backward first came to in one run alone, before it came to a value: the value, its name, which run.
+    """Return the first tensor whose gradient one run lacks before backward reaches `value`: pair, name, the run.
 
-    A graph that was cut off gives what is behind the cut no gradient at all, and the wrong one shows further on.
+    If one run cut the autograd graph, the tensor at the cut has no gradient there, and later gradients are wrong.
     """
     pairs = step.pairs
-    found = []
+    lost = []
     for layout, table, rows, lone, which in (
         (pairs.a, step.a, pairs.row_a, pairs.missing, "second"),
         (pairs.b, step.b, pairs.row_b, pairs.extra, "first"),
@@ -135,23 +135,23 @@ def _lost_gradient(step: StepComparison, value: int) -> tuple[int, str, str] | N
             if forward >= 0 and pair_of[forward] > value:
                 kind = "output" if layout.kind[row] == OUTPUT else "input"
                 name = f"{table.module[row]}'s {kind}{table.slot[row]}"
-                found.append((int(pair_of[forward]), name, which))
-    return max(found, default=None)
+                lost.append((int(pair_of[forward]), name, which))
+    return max(lost, default=None)
 
 
 def _behind_gradient(pairs: Pairs, calls: CallTree, value: int, numbers: np.ndarray) -> tuple[str, int, str]:
-    """Return module, occurrence and a hint for the gradient of a value: whose backward computed it."""
+    """Return module, occurrence and a hint for the call whose backward computed the gradient of a value."""
     table = pairs.a.table
     row = int(pairs.row_a[value])
     seen = np.flatnonzero((pairs.reference == value) & (pairs.phase == Phase.FORWARD))
     rows = pairs.row_a[seen]
     takers, givers = (set(table.call[rows[pairs.a.kind[rows] == kind]].tolist()) for kind in (INPUT, OUTPUT))
-    # who returns the very tensor that it was given, as dropout of 0 does, computes nothing
+    # a call that returns its input, as dropout with p=0 does, computes nothing
     candidates = sorted(takers - givers)
     leaves = [call for call in candidates if calls.is_leaf(call)]
     if len(leaves) > 1:
-        with_own_error = {table.module[pairs.row_a[i]] for i in numbers if pairs.phase[i] == Phase.PARAMETER_GRADIENT}
-        wrong = [call for call in leaves if calls.name(call)[0] in with_own_error]
+        with_error = {table.module[pairs.row_a[i]] for i in numbers if pairs.phase[i] == Phase.PARAMETER_GRADIENT}
+        wrong = [call for call in leaves if calls.name(call)[0] in with_error]
         if len(wrong) == 1:
             return *calls.name(wrong[0]), ""
         chains = [calls.chain(call)[1:] for call in leaves]
@@ -167,7 +167,7 @@ def _behind_gradient(pairs: Pairs, calls: CallTree, value: int, numbers: np.ndar
 
 
 def _only_in_one(pairs: Pairs, number: int) -> tuple[str, str, int] | None:
-    """Return kind, module and occurrence of a call of one run alone that a value was computed from."""
+    """Return kind, module and occurrence of a call in one run alone, directly before the value of a pair."""
     before = number - 1
     for kind, layout, rows, measured, lone in (
         ("missing", pairs.a, pairs.row_a, pairs.measured_a, pairs.missing),
@@ -214,7 +214,7 @@ def _runs_in_one(difference: Difference, kind: str, module: str, occurrence: int
 
 
 def no_divergence(steps: Sequence[int], records: int) -> FirstDivergence:
-    """Return what is said of two runs that agree."""
+    """Return the verdict for two runs that agree."""
     numbers = list(steps)
     span = f"step {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} steps, {numbers[0]} to {numbers[-1]}"
     return FirstDivergence(same=True, text=f"same: {records:,} records of {span} agree")

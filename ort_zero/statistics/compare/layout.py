@@ -1,6 +1,6 @@
-"""The structure of one step: which row is what, which row has its statistics, which rows are a value and its gradient.
+"""Find the structure of one step: the key of each row, the row with its statistics, and the row of its gradient.
 
-The structure of a step hardly ever changes from one step to the next, so that it is made once and used again.
+The structure rarely changes between steps, so one structure is used for many steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import Phase
 
 Key = tuple[int, str, int, str, str, int]
-"""Phase, module, occurrence, kind, slot; the last number distinguishes equal ones."""
+"""Phase, module, occurrence, kind, slot, and a number from 0 that distinguishes otherwise equal keys."""
 INPUT, OUTPUT, INSPECT, PARAMETER = range(4)
 KIND_CODES = {"input": INPUT, "output": OUTPUT, "inspect": INSPECT, "parameter": PARAMETER}
 _COLUMNS = ("phase", "order", "call", "caller", "occurrence", "source")
@@ -30,17 +30,17 @@ class Layout:
     keys: list[Key]
     kind: np.ndarray
     measured: np.ndarray
-    """For each row the row that has its statistics; -1 if there is none."""
+    """For each row, the row with its statistics; -1 if there is none."""
     sequence: np.ndarray
-    """All rows in the order in which the values came into being."""
+    """All rows in the order of execution."""
     gradient: np.ndarray
-    """For each row of the forward phase the row of its gradient, -1 without."""
+    """For each row of the forward phase, the row of its gradient; -1 if there is none."""
     forward: np.ndarray
-    """For each row of a gradient its row of the forward phase, -1 without."""
+    """For each row of a gradient, its row of the forward phase; -1 if there is none."""
 
 
 def layout_of(table: Table) -> Layout:
-    """Return the structure of a table."""
+    """Find the structure of a table."""
     row_of = {}
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         orders = table.order[table.phase == phase]
@@ -69,17 +69,17 @@ def layout_of(table: Table) -> Layout:
 
 
 def same_layout(a: Table, b: Table) -> bool:
-    """Return True if two tables of one run differ in numbers alone."""
+    """Return True if two tables of one run differ only in statistics."""
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in _COLUMNS) and all(
         getattr(a, name) is getattr(b, name) or getattr(a, name) == getattr(b, name) for name in _LISTS
     )
 
 
 def _look_up(at: np.ndarray, orders: np.ndarray) -> np.ndarray:
-    found = np.full(len(orders), -1, np.int64)
-    known = orders < len(at)
-    found[known] = at[orders[known]]
-    return found
+    rows = np.full(len(orders), -1, np.int64)
+    in_range = orders < len(at)
+    rows[in_range] = at[orders[in_range]]
+    return rows
 
 
 def _keys(table: Table) -> list[Key]:
@@ -93,7 +93,7 @@ def _keys(table: Table) -> list[Key]:
 
 
 def check_references(table: Table, name: str) -> None:
-    """Raise if rows refer to rows that are not there."""
+    """Raise if a row refers to a row that the table does not have."""
     rows = np.flatnonzero((table.phase == Phase.FORWARD) & (table.source >= 0))
     orders = table.order[table.phase == Phase.FORWARD]
     if not np.isin(table.source[rows], orders).all():

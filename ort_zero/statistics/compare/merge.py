@@ -1,4 +1,4 @@
-"""Lays two runs side by side, record by record: text files for people, and one table for a spreadsheet or pandas."""
+"""Merge two runs side by side, record by record, into text files and one CSV file for a spreadsheet or pandas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ort_zero.utils.progress import bar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeReport:
-    """The report of a merge of two runs: what it wrote, and what it left out."""
+    """The report of a merge of two runs: counts of written records and files, and notes on left out records."""
 
     pt_dir: str
     ort_dir: str
@@ -30,7 +30,7 @@ class MergeReport:
     steps: tuple[int, ...]
     ranks: tuple[int, ...]
     records: int
-    """Number of lines of the summary."""
+    """Number of records in the summary."""
     only_pt: int
     only_ort: int
     files: int
@@ -47,17 +47,17 @@ def merge_activation_summary(
     overwrite: bool = False,
     progress: bool = False,
 ) -> MergeReport:
-    """Write both runs side by side: ``step_N/rank_R.txt`` in the order of execution, and ``summary.csv`` with all.
+    """Write two runs side by side: ``step_N/rank_R.txt`` in the order of execution, ``summary.csv`` with all records.
 
     Args:
-        pt_dir: folder of the PyTorch run (any run, really: its columns are called ``pt``).
+        pt_dir: folder of the PyTorch run. Any run will do; its columns are called ``pt``.
         ort_dir: folder of the ONNX Runtime run.
-        output_dir: folder to write into.
-        overwrite: replace what an earlier merge wrote there.
-        progress: show a bar on stderr if that is a terminal.
+        output_dir: folder for the files.
+        overwrite: delete the files of an earlier merge in `output_dir`.
+        progress: show a progress bar on stderr if stderr is a terminal.
 
     Raises:
-        StatisticsError: a run cannot be read, they have no step in common, or `output_dir` is not empty.
+        StatisticsError: a run cannot be read, the runs have no step in common, or `output_dir` is not empty.
     """
     begin = time.perf_counter()
     runs = (open_run(pt_dir), open_run(ort_dir))

@@ -1,4 +1,4 @@
-"""The folder into which two runs are merged: made, or emptied of an earlier merge, and of nothing else."""
+"""Prepare the output folder of a merge: create it, or delete the files of an earlier merge and no other files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ort_zero.errors import StatisticsError
 
 SUMMARY = "summary.csv"
 MARKER = "merge.json"
-"""Name of the file that says that a folder is ours."""
+"""Name of the file that marks a folder as the output of a merge."""
 FORMAT = "ort_zero merged statistics"
 _STEP_NAME = re.compile(r"step_\d+")
 _TEXT_NAME = re.compile(r"rank_\d+\.txt")
 
 
 def prepare_folder(output: Path, overwrite: bool) -> None:
-    """Leave an empty folder with our marker, or raise and change nothing."""
+    """Prepare an empty folder with the marker file, or raise and change nothing."""
     output.mkdir(parents=True, exist_ok=True)
     entries = sorted(output.iterdir())
     if entries:
@@ -42,18 +42,18 @@ def _is_ours(output: Path) -> bool:
 
 
 def _our_files(entry: Path) -> list[Path]:
-    """Return the files at or in an entry of the folder, all of which an earlier merge wrote.
+    """Return the entry itself if it is a file, or the files in it, after checking that a merge wrote all of them.
 
     Raises:
-        StatisticsError: something else is there.
+        StatisticsError: a file was not written by a merge.
     """
     files = [entry]
     if entry.is_dir() and not entry.is_symlink() and _STEP_NAME.fullmatch(entry.name):
         files = sorted(entry.iterdir())
-        known = [file.is_file() and _is_our_name(file.name) for file in files]
+        ours = [file.is_file() and _is_our_name(file.name) for file in files]
     else:
-        known = [not entry.is_symlink() and entry.is_file() and entry.name in (SUMMARY, MARKER)]
-    for file, is_ours in zip(files, known):
+        ours = [not entry.is_symlink() and entry.is_file() and entry.name in (SUMMARY, MARKER)]
+    for file, is_ours in zip(files, ours):
         if not is_ours:
             raise StatisticsError(f"{file} was not written by merge: nothing is deleted; choose another output_dir")
     return files

@@ -1,4 +1,4 @@
-"""Merged records as text for people and as lines of a table."""
+"""Write merged records as text, and as lines of the summary table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RATIO_LINE = "%13.2e" * len(_NUMBERS)
 
 
 def write_head(text: TextIO, runs: tuple[Run, Run], step: int, rank: int) -> None:
-    """Write what stands above the records of a step and rank."""
+    """Write the head of the text file of a step and rank: the two runs, and the meaning of the columns."""
     text.write(f"step {step}, rank {rank}\n")
     for side, run in zip(SIDES, runs):
         info = run.info
@@ -34,7 +34,7 @@ def write_head(text: TextIO, runs: tuple[Run, Run], step: int, rank: int) -> Non
 
 
 def write_phase(text: TextIO, phase: Phase, records: list[MergedRecord], tables: tuple[Table, Table]) -> None:
-    """Write the records of a phase, each with a line for either run."""
+    """Write the records of a phase, each with one line per run."""
     names = [(record.module, record.tensor) for record in records]
     widths = [max(len(name[i]) for name in names) for i in range(2)]
     text.write(f"\n=== {_TITLES[phase]}\n{'':12}{_HEAD}\n")
@@ -54,7 +54,7 @@ def write_phase(text: TextIO, phase: Phase, records: list[MergedRecord], tables:
 
 
 def _what(record: MergedRecord, tables: tuple[Table, Table]) -> str:
-    """Return shape and dtype, of both where they differ."""
+    """Return shape and dtype of a record, of both runs if they differ."""
     shown = [
         f"{_shape(table.shape[row])} {table.dtype[row]}" for table, row in zip(tables, record.rows) if row is not None
     ]
@@ -79,10 +79,10 @@ def summary_row(step: int, rank: int, record: MergedRecord, tables: tuple[Table,
     """Return one record as a line of the summary."""
     phase, module, occurrence = record.key[:3]
     line = [step, rank, Phase(phase).name.lower(), module, occurrence, record.tensor, record.state, record.error]
-    there = list(zip(tables, record.rows))
-    line += ["" if row is None else int(table.order[row]) for table, row in there]
-    line += ["" if row is None else _shape(table.shape[row]) for table, row in there]
-    line += ["" if row is None else table.dtype[row] for table, row in there]
+    sides = list(zip(tables, record.rows))
+    line += ["" if row is None else int(table.order[row]) for table, row in sides]
+    line += ["" if row is None else _shape(table.shape[row]) for table, row in sides]
+    line += ["" if row is None else table.dtype[row] for table, row in sides]
     nothing = ("",) * len(COLUMNS)
     columns = (nothing if part is None else part for part in (*record.numbers, record.differences))
     line += [value for three in zip(*columns) for value in three]

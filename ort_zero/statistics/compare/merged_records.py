@@ -1,4 +1,4 @@
-"""The records of one step of two runs side by side."""
+"""Merge the records of one step of two runs."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.PARAMETER, Phase.PARAMETER_GRADI
 
 @dataclass(slots=True)
 class MergedRecord:
-    """One record of both runs; a side that lacks it has None."""
+    """One record of two runs; the fields of a run without the record are None."""
 
     key: Key
     rows: tuple[int | None, int | None]
     numbers: list[tuple | None]
     differences: tuple | None
-    """Differences of the numbers, each relative to the larger one; None where a side has none."""
+    """Differences of the numbers, each relative to the larger number; None if a run has no numbers."""
     error: float | None
-    """l2 norm of the tensors' difference, estimated, relative to the larger norm; None where shapes differ."""
+    """Estimated l2 norm of the tensors' difference, relative to the larger norm; None if the shapes differ."""
     same_as: str
-    """The earlier record that has the same tensor in both runs; empty if there is none."""
+    """Name of the earlier record of the same tensor in both runs; empty if there is none."""
 
     @property
     def state(self) -> str:
-        """``"both"``, ``"only pt"`` or ``"only ort"``."""
+        """The runs that have the record: ``"both"``, ``"only pt"`` or ``"only ort"``."""
         return "both" if None not in self.rows else "only pt" if self.rows[1] is None else "only ort"
 
     @property
     def module(self) -> str:
-        """The module's name, with the number of a later call."""
+        """The module's name, with the number of the call from the second call on."""
         return _module_of(self.key)
 
     @property
     def tensor(self) -> str:
-        """The tensor's name, with the number of a later one of that name."""
+        """The tensor's name, with a number from the second tensor of the same name on."""
         return _tensor_of(self.key)
 
 
@@ -58,7 +58,7 @@ def _module_of(key: Key) -> str:
 
 
 def in_both_orders(a: list[Key], b: list[Key]) -> Iterator[Key]:
-    """Yield all keys in the order of `a`, those that only `b` has after what comes before them there."""
+    """Yield the keys of `a` in order; a key of `b` alone follows the key of `a` that precedes it in `b`."""
     in_a = set(a)
     after: dict[Key | None, list[Key]] = {}
     last = None
@@ -74,7 +74,7 @@ def in_both_orders(a: list[Key], b: list[Key]) -> Iterator[Key]:
 
 
 def records_by_phase(layouts: tuple[Layout, Layout]) -> Iterator[tuple[Phase, list[MergedRecord]]]:
-    """Yield each phase with its records in order of execution."""
+    """Yield each phase with its merged records in order of execution."""
     ordered = [[layout.keys[row] for row in layout.sequence.tolist()] for layout in layouts]
     rows = [{key: row for row, key in enumerate(layout.keys)} for layout in layouts]
     for phase in _PHASES:
@@ -85,28 +85,28 @@ def records_by_phase(layouts: tuple[Layout, Layout]) -> Iterator[tuple[Phase, li
 
 def _records(layouts: tuple[Layout, Layout], keys: list[Key], rows: list[list[int]]) -> list[MergedRecord]:
     at = [np.array(side, np.int64) for side in rows]
-    own = [np.where(side >= 0, layout.measured[side], -1) for side, layout in zip(at, layouts)]
-    numbers = [_numbers(layout.table, side) for layout, side in zip(layouts, own)]
-    known = (own[0] >= 0) & (own[1] >= 0)
-    columns = [[getattr(layout.table, name)[side] for layout, side in zip(layouts, own)] for name in COLUMNS]
+    measured = [np.where(side >= 0, layout.measured[side], -1) for side, layout in zip(at, layouts)]
+    numbers = [_numbers(layout.table, side) for layout, side in zip(layouts, measured)]
+    comparable = (measured[0] >= 0) & (measured[1] >= 0)
+    columns = [[getattr(layout.table, name)[side] for layout, side in zip(layouts, measured)] for name in COLUMNS]
     differences = list(zip(*(relative(*column).tolist() for column in columns)))
-    errors = sketch_errors(layouts[0].table, layouts[1].table, own[0], own[1]).tolist()
-    found = []
-    for i, (key, one, other, compared) in enumerate(zip(keys, *rows, known.tolist())):
+    errors = sketch_errors(layouts[0].table, layouts[1].table, measured[0], measured[1]).tolist()
+    records = []
+    for i, (key, one, other, compared) in enumerate(zip(keys, *rows, comparable.tolist())):
         shapes = compared and layouts[0].table.shape[one] == layouts[1].table.shape[other]
-        repeats = compared and own[0][i] != one and own[1][i] != other and errors[i] == 0
-        first = layouts[0].keys[own[0][i]] if repeats else None
-        found.append(
+        repeats = compared and measured[0][i] != one and measured[1][i] != other and errors[i] == 0
+        first = layouts[0].keys[measured[0][i]] if repeats else None
+        records.append(
             MergedRecord(
                 key=key,
                 rows=(None if one < 0 else one, None if other < 0 else other),
-                numbers=[None if own[side][i] < 0 else numbers[side][i] for side in (0, 1)],
+                numbers=[None if measured[side][i] < 0 else numbers[side][i] for side in (0, 1)],
                 differences=differences[i] if compared else None,
                 error=errors[i] if shapes else None,
                 same_as=f"{_module_of(first)} {_tensor_of(first)}" if first else "",
             )
         )
-    return found
+    return records
 
 
 def _numbers(table: Table, rows: np.ndarray) -> list[tuple]:
@@ -114,7 +114,7 @@ def _numbers(table: Table, rows: np.ndarray) -> list[tuple]:
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return differences relative to the larger number: 0 for equal ones, inf where only one is NaN or infinite."""
+    """Return differences relative to the larger number: 0 for equal numbers, inf if only one is NaN or infinite."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         ratio = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))

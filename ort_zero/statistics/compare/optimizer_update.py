@@ -1,4 +1,4 @@
-"""Whether the optimizer is what two runs differ in: parameters changed differently though the gradients agree."""
+"""Detect that two runs differ in the optimizer: parameters changed differently although the gradients agree."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ort_zero.statistics.compare.step_comparison import StepComparison
 from ort_zero.statistics.compare.tolerance import epsilons
 from ort_zero.statistics.compare.wording import full_name
 
-MOST_UPDATES = 0.5
-"""Share of parameters that must have changed differently for the optimizer to be named."""
+MIN_SHARE = 0.5
+"""Share of the parameters; the runs differ in the optimizer if a larger share changed differently."""
 UPDATE_GAP = 0.03
-"""Smallest relative difference of updates that counts; where gradients differ, :data:`UPDATE_SPREAD` raises it."""
+"""Minimum relative difference of two updates that differ; :data:`UPDATE_SPREAD` raises it if the gradients differ."""
 UPDATE_SPREAD = 30.0
-"""Factor on sqrt(x), by which changes of parameters may differ where gradients agree to a fraction x; see
+"""Factor on sqrt(x) in the relative difference that two updates may have if the gradients' relative error is x; see
 :data:`~.error_growth.UNSEEN`."""
 GRADIENTS_AGREE = 1e3
-"""Maximum median gradient error, in epsilons, with which gradients count as equal."""
+"""Maximum median error of gradients that agree, in epsilons of the dtype."""
 
 
 def find_update_divergence(previous: PreviousStep | None, step: StepComparison) -> tuple[FirstDivergence, int] | None:
-    """Return the first divergence and its pair if most parameters changed differently though the gradients agreed.
+    """Return the first divergence and its pair if most parameters changed differently and the gradients agreed.
 
     Args:
-        previous: the step before.
-        step: one step of a rank.
+        previous: the previous step of the rank; None for the first step.
+        step: the comparison of one step of a rank.
     """
     pairs, a, b = step.pairs, step.a, step.b
     rows = parameters_of(pairs)
@@ -51,7 +51,7 @@ def find_update_divergence(previous: PreviousStep | None, step: StepComparison) 
         epsilon[moved] * norm / size[moved]
     )
     apart = np.flatnonzero(gap > limit)
-    if len(apart) <= MOST_UPDATES * len(gap):
+    if len(apart) <= MIN_SHARE * len(gap):
         return None
     number = int(rows[moved][apart[0]])
     difference = difference_of(step, number, float(limit[apart[0]]))
@@ -61,5 +61,5 @@ def find_update_divergence(previous: PreviousStep | None, step: StepComparison) 
         f"{np.median(gap):.1e}, {full_name(difference)} first) although the gradients agree to "
         f"{previous.gradient_error:.1e}: compare learning rate, weight decay, clipping and averaging over ranks"
     )
-    found = FirstDivergence(same=False, module=difference.module, direction="update", difference=difference, text=text)
-    return found, number
+    module = difference.module
+    return FirstDivergence(same=False, module=module, direction="update", difference=difference, text=text), number

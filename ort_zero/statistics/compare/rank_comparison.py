@@ -1,4 +1,4 @@
-"""Compares the steps of one rank, one after the other."""
+"""Compare the steps of one rank in two runs, one after the other."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import Phase
 
 APART = 4 * EPSILON["float32"]
-"""Relative difference of parameters from which they count as trained apart: parts of ranks are added with rounding."""
+"""Minimum relative difference of parameters that differ; smaller differences come from summing sketches of ranks."""
 VANISHING = 1e3
-"""Condition of gradients that are nothing but rounding errors, such as of the bias of attention's keys: even a
-tolerance given as a number is relative to what they are sums of."""
+"""Condition from which a gradient is only rounding errors, such as of the bias of attention's keys: even a fixed
+tolerance is then relative to the terms of the gradient's sum."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Structure:
-    """The structure that steps share which differ in numbers alone."""
+    """The structure that steps share as long as only their statistics differ."""
 
     pairs: Pairs
     dataflow: Dataflow
@@ -37,13 +37,13 @@ class _Structure:
 
 
 class _Layouts:
-    """The layouts of the tables that were seen last, of several runs."""
+    """The layout of the last table of each run."""
 
     def __init__(self, runs: int):
         self._layouts: list[Layout | None] = [None] * runs
 
     def update(self, run: int, table: Table) -> bool:
-        """Return True if a run's table has another structure than its last one."""
+        """Set the next table of a run, and return True if its structure differs from the run's last table."""
         layout = self._layouts[run]
         if layout is not None and same_layout(layout.table, table):
             return False
@@ -51,25 +51,25 @@ class _Layouts:
         return True
 
     def pair(self, one: int, other: int) -> Pairs:
-        """Return what the last tables of two runs have in common."""
+        """Pair the rows of the last tables of two runs."""
         a, b = self._layouts[one], self._layouts[other]
         assert a is not None and b is not None
         return pair(a, b)
 
 
 class RankComparison:
-    """Compares the steps of one rank in two runs, in ascending order.
+    """The comparison of one rank in two runs, step by step in ascending order.
 
     Args:
         rank: number of the rank.
         other_dtype: the runs differ in dtype on purpose.
-        rtol: relative error that counts as a difference; None: what rounding does not explain.
+        rtol: relative error from which a record differs; None: errors that rounding does not explain.
     """
 
     def __init__(self, rank: int, other_dtype: bool, rtol: float | None):
         self.rank = rank
         self.previous: PreviousStep | None = None
-        """The parameters and gradients of the step before the one that is compared."""
+        """The parameters and gradient errors of the previous step."""
         self._other_dtype, self._rtol = other_dtype, rtol
         self._layouts = _Layouts(3)
         self._structure: _Structure | None = None
@@ -77,28 +77,28 @@ class RankComparison:
         self._widest: np.ndarray | None = None
 
     def compare(self, a: Table, b: Table, reference: Table | None) -> StepComparison:
-        """Return how one step of two runs differs.
+        """Compare one step of two runs.
 
         Args:
-            a: the step in the run that is right.
-            b: the step in the other run.
-            reference: the step in a second run of the first one; None without.
+            a: the step in the correct run.
+            b: the step in the run to check.
+            reference: the step in a repetition of the correct run; None without a reference.
         """
         structure = self._structure_of(a, b)
         pairs, dataflow = structure.pairs, structure.dataflow
         tables = PairedTables(pairs, a, b)
-        found = distances(tables)
+        step_distances = distances(tables)
         noise = REFERENCE * (spread := self._spread(pairs, a, reference))
-        growth = error_growth(dataflow, tables, found, self.previous)
-        errors = np.maximum(found.error, spread)
-        inherited = inherited_errors(dataflow, errors, found.kind != SAME, growth.of_frames)
+        growth = error_growth(dataflow, tables, step_distances, self.previous)
+        errors = np.maximum(step_distances.error, spread)
+        inherited = inherited_errors(dataflow, errors, step_distances.kind != SAME, growth.of_frames)
         conditions = conditions_of(dataflow, structure.limits, tables, parameters_differ=growth.total > APART)
         floor = np.maximum(structure.floor, noise)
         tolerance = np.maximum(conditions.tolerance(floor, inherited), noise)
         return StepComparison(
             rank=self.rank,
             tables=tables,
-            distances=found,
+            distances=step_distances,
             growth=growth,
             inherited=inherited,
             conditions=conditions,
@@ -108,7 +108,7 @@ class RankComparison:
         )
 
     def remember(self, step: StepComparison) -> None:
-        """Make a step the one before the next."""
+        """Keep the parameters and gradient errors of a step for the next step."""
         self.previous = remember(step.tables, step.distances, step.growth)
 
     def _structure_of(self, a: Table, b: Table) -> _Structure:
@@ -122,7 +122,7 @@ class RankComparison:
         return self._structure
 
     def _spread(self, pairs: Pairs, a: Table, reference: Table | None) -> np.ndarray:
-        """Return how far two runs of the reference are apart, for each pair; the widest so far where it ended."""
+        """Return the error of each pair of run `a` and its reference; the largest so far if the step is missing."""
         widest = self._widest if self._widest is not None else np.zeros(len(pairs))
         if reference is None:
             return widest
@@ -141,14 +141,14 @@ def _fixed_tolerance(rtol: float, pairs: Pairs, conditions: Conditions) -> np.nd
 
 
 def compare_ranks(ranks: Sequence[RankComparison], tables: Sequence[Sequence[Table | None]]) -> list[StepComparison]:
-    """Return how one step of all ranks differs.
+    """Compare one step on all ranks.
 
     Args:
         ranks: the comparisons of the ranks.
-        tables: for each rank the step in the first run, in the second one and, if there is one, in the reference.
+        tables: for each rank, the tables of the step in the first run, the second run and, if any, the reference.
     """
-    found = []
+    comparisons = []
     for rank, (a, b, *more) in zip(ranks, tables):
         assert a is not None and b is not None
-        found.append(rank.compare(a, b, more[0] if more else None))
-    return found
+        comparisons.append(rank.compare(a, b, more[0] if more else None))
+    return comparisons

@@ -1,4 +1,4 @@
-"""Draws a comparison: one HTML file that needs nothing else, no network and no server."""
+"""Draw a comparison as one HTML file, which works without network and server."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _TEMPLATES = Path(__file__).with_name("templates")
 
 
 def write_report(comparison: Comparison, path: str | os.PathLike) -> Path:
-    """Write the report of a comparison, in place of an earlier report.
+    """Write the report of a comparison, and replace an earlier report.
 
     Args:
-        comparison: what to draw.
-        path: the HTML file.
+        comparison: the comparison to draw.
+        path: path of the HTML file.
 
     Raises:
-        StatisticsError: the file exists and is no report, or cannot be written.
+        StatisticsError: the file exists and is not a report of ort_zero, or cannot be written.
     """
     target = check_target(path)
     text = _render(comparison)
@@ -36,10 +36,10 @@ def write_report(comparison: Comparison, path: str | os.PathLike) -> Path:
 
 
 def check_target(path: str | os.PathLike) -> Path:
-    """Return the path of a report that may be written.
+    """Return the path of a report after checking that it may be written.
 
     Raises:
-        StatisticsError: something else lies there, or there is no such folder.
+        StatisticsError: the path is another file or a folder, or its folder does not exist.
     """
     target = Path(path)
     if not target.absolute().parent.is_dir():
@@ -82,8 +82,8 @@ def _render(comparison: Comparison) -> str:
 
 def _title(comparison: Comparison) -> str:
     first = comparison.verdict
-    found = "same" if first.same else f"differs at {first.module or 'the root module'}"
-    return f"{found}: {Path(comparison.a.path).name} against {Path(comparison.b.path).name}"
+    verdict = "same" if first.same else f"differs at {first.module or 'the root module'}"
+    return f"{verdict}: {Path(comparison.a.path).name} against {Path(comparison.b.path).name}"
 
 
 def _facts(a: RunInfo, b: RunInfo) -> list[tuple[str, Any, Any]]:

@@ -1,4 +1,4 @@
-"""Packs the records of a comparison for the report: few bytes, and what does not fit is left out with a note."""
+"""Pack the records of a comparison into few bytes for the report; records that do not fit are left out with a note."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from ort_zero.statistics.compare.comparison import Comparison, Series
 
-LARGEST = 2_600_000
-"""Maximum number of bytes that the records take in the file; plotly.js takes 4.8 million on top."""
+MAX_BYTES = 2_600_000
+"""Maximum size of the records in the file, in bytes; plotly.js takes 4.8 million bytes more."""
 _DIGITS = 6
 _NOT_SHOWN = {"shape", "dtype", "first", "sketch"}
 
 
 def shown(value: Any) -> str:
-    """Return a number as people read it."""
+    """Return a value as text for the report."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -31,7 +31,7 @@ def shown(value: Any) -> str:
 
 
 class _Texts:
-    """Numbers texts, so that each is in the file once."""
+    """The numbers of texts, each of which is stored in the file once."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -41,7 +41,7 @@ class _Texts:
 
 
 def packed_records(comparison: Comparison) -> tuple[str, list[str]]:
-    """Return the records, packed, and notes on what had to be left out."""
+    """Return the packed records, and notes on records and statistics that are left out."""
     if not comparison.series:
         return "", []
     sides = (side for one in comparison.series for side in _some(one))
@@ -52,16 +52,16 @@ def packed_records(comparison: Comparison) -> tuple[str, list[str]]:
     for group in _groups(comparison):
         packed = [_packed(one, names, texts) for one in group]
         cost = len(_squeezed(packed))
-        if not series and cost > LARGEST:
+        if not series and cost > MAX_BYTES:
             packed, bare = [_packed(one, names, texts, only_differing=True) for one in group], True
             cost = len(_squeezed(packed))
-        if series and size + cost > LARGEST:
+        if series and size + cost > MAX_BYTES:
             left_out += 1
             continue
         series += packed
         size += cost
     notes = [f"This report leaves out {left_out} pairs of step and rank, to stay small."] if left_out else []
-    notes += ["This report has statistics of the records that differ alone, to stay small."] if bare else []
+    notes += ["To stay small, this report has statistics only of the records that differ."] if bare else []
     content = {
         "texts": list(texts.numbers),
         "statistics": names,
@@ -73,7 +73,7 @@ def packed_records(comparison: Comparison) -> tuple[str, list[str]]:
 
 
 def _groups(comparison: Comparison) -> list[list[Series]]:
-    """Return the series by step and rank, that of the first divergence first, otherwise in the order given."""
+    """Group the series by step and rank; the group of the first divergence comes first, the others keep their order."""
     groups: dict[tuple[int, int], list[Series]] = {}
     for one in comparison.series:
         groups.setdefault((one.step, one.rank), []).append(one)
@@ -82,13 +82,13 @@ def _groups(comparison: Comparison) -> list[list[Series]]:
 
 
 def _some(series: Series) -> Iterable[Mapping[str, Any] | None]:
-    """Yield a few sides: all have the same names."""
+    """Yield a few records of each run; all records have the same names of statistics."""
     for sides in (series.a, series.b):
         yield from [side for side in sides if side is not None][:3]
 
 
 def statistics_of(sides: Iterable[Mapping[str, Any] | None]) -> list[str]:
-    """Return the names of the statistics that records have, each once."""
+    """Return the names of the statistics in records, without repetitions."""
     return list(dict.fromkeys(name for side in sides if side is not None for name in side))
 
 
@@ -116,7 +116,7 @@ def _packed(series: Series, names: list[str], texts: _Texts, only_differing: boo
 
 
 def _number(value: Any) -> Any:
-    """Return a number for JSON, which has no NaN and inf."""
+    """Return a number for JSON; NaN and inf, which JSON lacks, become strings."""
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):

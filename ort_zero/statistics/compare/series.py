@@ -1,4 +1,4 @@
-"""The errors of one step and rank in order of execution, for the report."""
+"""Extract the errors of one step and rank in order of execution, for the report."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def series_of(step: StepComparison, tolerance: np.ndarray, over: np.ndarray) -> 
     """Yield the errors of each phase of a step.
 
     Args:
-        step: one step of a rank.
+        step: the comparison of one step of a rank.
         tolerance: tolerance of each pair.
-        over: True for the pairs that differ.
+        over: True for each pair that differs.
     """
     names = _module_names(step.pairs)
     for phase in Phase:
@@ -33,7 +33,7 @@ def series_of(step: StepComparison, tolerance: np.ndarray, over: np.ndarray) -> 
 def _series_of_phase(
     step: StepComparison, phase: Phase, chosen: np.ndarray, tolerance: np.ndarray, over: np.ndarray, names: list[str]
 ) -> Series:
-    pairs, found, table = step.pairs, step.distances, step.pairs.a.table
+    pairs, distances, table = step.pairs, step.distances, step.pairs.a.table
     rows_a, rows_b = pairs.row_a[chosen].tolist(), pairs.row_b[chosen].tolist()
     measured_a, measured_b = pairs.measured_a[chosen].tolist(), pairs.measured_b[chosen].tolist()
     return Series(
@@ -42,9 +42,9 @@ def _series_of_phase(
         phase=phase,
         modules=[names[number] for number in chosen.tolist()],
         tensors=[tensor_name(table.kind[row], table.slot[row]) for row in rows_a],
-        errors=found.error[chosen].tolist(),
+        errors=distances.error[chosen].tolist(),
         tolerances=tolerance[chosen].tolist(),
-        kinds=[KIND_NAMES[kind] if is_over else "" for kind, is_over in zip(found.kind[chosen], over[chosen])],
+        kinds=[KIND_NAMES[kind] if is_over else "" for kind, is_over in zip(distances.kind[chosen], over[chosen])],
         a=[RecordView(step.a, row, measured) for row, measured in zip(rows_a, measured_a)],
         b=[RecordView(step.b, row, measured) for row, measured in zip(rows_b, measured_b)],
     )

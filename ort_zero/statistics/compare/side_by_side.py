@@ -1,4 +1,4 @@
-"""Reads several runs step by step, one step in memory at a time, and adds up the parts of partitioned tensors."""
+"""Read several runs step by step, one step in memory at a time, and merge the shards of partitioned tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ort_zero.utils.progress import bar
 def side_by_side(
     runs: Sequence[Run], ranks: Sequence[int], steps: Sequence[int], progress: bool
 ) -> Iterator[list[list[Table | None]]]:
-    """Yield for each step the tables of each rank, those of the runs side by side; None where a reference lacks it."""
+    """Yield for each step a list of tables per rank, one table per run; None if the reference lacks the step."""
     readers = [[_Reader(run, rank) for run in runs] for rank in ranks]
     with bar(len(steps), "comparing", "step", shown=progress) as shown:
         for step in steps:
@@ -27,7 +27,7 @@ def side_by_side(
 
 
 class _Reader:
-    """Reads one rank of one run, forward only."""
+    """The tables of one rank of one run, in ascending steps."""
 
     def __init__(self, run: Run, rank: int):
         self._tables = iter(run.tables(rank))
@@ -36,7 +36,7 @@ class _Reader:
         self._checked: Table | None = None
 
     def take(self, step: int) -> Table | None:
-        """Return the table of a step, None if there is none."""
+        """Return the table of a step, None if the run has no such step; steps must ascend."""
         while self._next is None or self._next.step < step:
             self._next = next(self._tables, None)
             if self._next is None:
@@ -51,7 +51,7 @@ class _Reader:
 
 
 def _gathered(tables: list[list[Table | None]]) -> list[list[Table | None]]:
-    """Return the tables with the parts of partitioned tensors added up over the ranks."""
+    """Return the tables with the shards of partitioned tensors merged over all ranks."""
     by_run = list(zip(*tables))
     gathered = [_gather(list(of_run)) for of_run in by_run]
     return [list(of_rank) for of_rank in zip(*gathered)]
@@ -77,7 +77,7 @@ def _part_key(table: Table, row: int) -> tuple:
 
 
 def _replaced(table: Table, at: np.ndarray, raw: np.ndarray) -> Table:
-    """Return a table with other statistics in some rows; the first values stay those that this rank has."""
+    """Return a copy of a table with new statistics in the rows `at`; the first values remain this rank's values."""
     numbers = {**dict(zip(COLUMNS, raw.T)), "sketch": raw[:, SKETCH_COLUMNS]}
     columns = {name: getattr(table, name).copy() for name in numbers}
     for name, values in numbers.items():

@@ -1,4 +1,4 @@
-"""What is known of one step of one rank in two runs, as one record that is handed on."""
+"""Define the comparison of one step of one rank in two runs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ort_zero.statistics.file_format import Table
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepComparison:
-    """One step of one rank in two runs: what was collected, how far it is apart, and how far it may be."""
+    """The comparison of one step of one rank in two runs: tables, errors and tolerances of all pairs."""
 
     rank: int
     tables: PairedTables
     distances: Distances
     growth: ErrorGrowth
-    """How far the parameters are apart as the step begins."""
+    """The relative errors of the parameters at the beginning of the step."""
     inherited: np.ndarray
-    """The largest error among what each pair was computed from."""
+    """The largest error among the inputs of each pair's computation."""
     conditions: Conditions
     floor: np.ndarray
-    """The error that each pair has of its own rounding errors."""
+    """The rounding error of each pair without inherited errors."""
     tolerance: np.ndarray
-    """The error of each pair that what it inherits explains."""
+    """The largest error of each pair that rounding and the inherited error explain."""
     norm_tolerance: np.ndarray
-    """The difference of norms of each pair that what it inherits explains."""
+    """The largest difference of norms of each pair that rounding and the inherited error explain."""
 
     @property
     def step(self) -> int:
@@ -40,30 +40,30 @@ class StepComparison:
 
     @property
     def is_first(self) -> bool:
-        """True if the parameters have not been trained apart yet."""
+        """True if no optimizer step has changed the parameters yet."""
         return self.step == 0
 
     @property
     def pairs(self) -> Pairs:
-        """The rows that both runs have."""
+        """The pairs of rows of both runs."""
         return self.tables.pairs
 
     @property
     def a(self) -> Table:
-        """The numbers of the first run."""
+        """The table of the first run."""
         return self.tables.a
 
     @property
     def b(self) -> Table:
-        """The numbers of the second run."""
+        """The table of the second run."""
         return self.tables.b
 
     def tolerance_of_undiverged(self, parameter_error: float) -> np.ndarray:
-        """Return the tolerance of two runs that have not diverged, whose parameters are apart by `parameter_error`."""
+        """Return the tolerance of each pair if the parameters' relative error `parameter_error` were the only error."""
         return self.conditions.tolerance(self.floor, np.full(len(self.floor), parameter_error))
 
     def without_sketches(self) -> StepComparison:
-        """Return the same without sketches, which are most of the memory."""
+        """Return a copy without sketches, which take most of the memory."""
         empty = np.zeros((0, 0))
         a, b = (dataclasses.replace(table, sketch=empty) for table in (self.a, self.b))
         return dataclasses.replace(self, tables=dataclasses.replace(self.tables, a=a, b=b))

@@ -1,4 +1,4 @@
-"""What a step of two runs differs in besides numbers: records of one run alone, another order, other dtypes."""
+"""Describe differences in structure between two runs of a step: records of one run alone, another order or dtype."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ort_zero.utils.text import shortened
 
 @dataclass(frozen=True, slots=True)
 class StructureNote:
-    """One kind of difference in structure that a step has."""
+    """A note on one kind of difference in structure in one step."""
 
     kind: str
-    """Kind of the note, for notes of one kind are made once: ``"missing"``, ``"dtype"``, ``"sampled"``, ..."""
+    """Kind of the note: ``"missing"``, ``"dtype"``, ``"sampled"``, ... A report has one note of each kind."""
     count: int
-    """Number of records that count as different; 0 if the note is none of a difference."""
+    """Number of records that differ; 0 for a note that does not report a difference."""
     text: str
 
 
 def structure_notes(step: StepComparison) -> Iterator[StructureNote]:
-    """Yield what one step of a rank differs in besides numbers."""
+    """Yield notes on the differences in structure of one step of a rank."""
     pairs = step.pairs
     where = f"step {step.step}, rank {step.rank}"
     for kind, layout, lone, text in (
@@ -47,7 +47,7 @@ def structure_notes(step: StepComparison) -> Iterator[StructureNote]:
 
 
 def notes_on_samples(step: StepComparison) -> Iterator[StructureNote]:
-    """Yield what could not be compared since it was sampled, or not collected."""
+    """Yield a note on tensors that could not be compared, as the two runs sampled them differently."""
     pairs = step.pairs
     sampled = np.flatnonzero(step.distances.sampled)
     if len(sampled):
@@ -57,13 +57,13 @@ def notes_on_samples(step: StepComparison) -> Iterator[StructureNote]:
 
 
 def note_on_parameters(step: StepComparison) -> Iterator[StructureNote]:
-    """Yield that parameters were not collected, if they were not."""
+    """Yield a note if parameters were not collected."""
     if not (step.pairs.phase == Phase.PARAMETER).any() and step.step:
         yield StructureNote(
             "parameters",
             0,
-            "parameters were not collected: after step 0 only what differs by far more than drifting parameters could "
-            "is noticed",
+            "parameters were not collected: after step 0, only errors much larger than slightly different parameters "
+            "cause are found",
         )
 
 
@@ -73,6 +73,6 @@ def _full_name(table: Table, row: int) -> str:
 
 
 def _is_zero_gradient(table: Table, row: int) -> bool:
-    """Return True for a gradient of zeros: no gradient is the same."""
+    """Return True for a gradient of zeros, which is equal to no gradient."""
     gradient = table.phase[row] >= Phase.BACKWARD and table.source[row] < 0
     return bool(gradient and table.l2[row] == 0 and table.nan[row] == 0 and table.inf[row] == 0)

@@ -1,4 +1,4 @@
-"""Says in sentences where two runs part, and how."""
+"""Describe in sentences where and how two runs differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def full_name(difference: Difference) -> str:
 
 
 def spoken(module: str, occurrence: int = 1) -> str:
-    """Return a module's name for people."""
+    """Return a module's name for a sentence, with the number of a repeated call: ``"h.0 (call 2)"``."""
     name = module or "the model's own code"
     return f"{name} (call {occurrence})" if occurrence > 1 else name
 
@@ -21,28 +21,28 @@ def sentence_of(
     difference: Difference, direction: str, module: str, occurrence: int, hint: str,
     everywhere: bool,
 ) -> str:  # fmt: skip
-    """Return the sentence that names a first divergence.
+    """Return the sentence that describes a first divergence.
 
     Args:
-        difference: the first record that differs for a reason of its own.
+        difference: the first record with a local error.
         direction: ``"forward"``, ``"backward"`` or ``"input"``.
-        module: the module whose code computed the record.
-        occurrence: which of its calls.
-        hint: what else a reader should know.
+        module: path of the module whose code computed the record.
+        occurrence: number of the module's call, from 1.
+        hint: an additional remark; may be empty.
         everywhere: all ranks differ in this step.
     """
     where = f"step {difference.step}, rank {difference.rank}, {direction}"
     what = what_differs(difference)
     if direction == "input":
         ranks = "" if everywhere else "; other ranks agree"
-        return f"{where}: the model is given other data: {difference.tensor} {how_it_differs(difference)}{ranks}"
-    verb = "adds the error" if difference.kind == "numeric" else "is where they part"
+        return f"{where}: the model gets other data: {difference.tensor} {how_it_differs(difference)}{ranks}"
+    verb = "adds the error" if difference.kind == "numeric" else "is where the runs diverge"
     sentence = f"{where}: {spoken(module, occurrence)} {verb}: {what} {how_it_differs(difference)}"
     return f"{sentence}; {hint}" if hint else sentence
 
 
 def what_differs(difference: Difference) -> str:
-    """Return the tensor that differs as a part of a sentence: ``"the gradient of h.0's input[1]"``."""
+    """Return the name of the tensor that differs for a sentence: ``"the gradient of h.0's input[1]"``."""
     name = f"{spoken(difference.module, difference.occurrence)}'s {difference.tensor}" if difference.module else (
         f"the model's {difference.tensor}"
     )  # fmt: skip
@@ -52,7 +52,7 @@ def what_differs(difference: Difference) -> str:
 
 
 def how_it_differs(difference: Difference) -> str:
-    """Return how a tensor differs as the end of a sentence: ``"has shape (2, 3) and (2, 4)"``."""
+    """Return the end of a sentence, the difference of a tensor: ``"has shape (2, 3) and (2, 4)"``."""
     a, b = difference.a, difference.b
     assert a is not None and b is not None
     if difference.kind == "shape":

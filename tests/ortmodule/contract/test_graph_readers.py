@@ -218,6 +218,7 @@ def test_only_steps_in_range_have_readers():
     assert not model._forward_hooks and not model.transformer._forward_pre_hooks
 
 
+@pytest.mark.smoke
 def test_readers_change_no_number():
     losses = []
     for subscribed in (False, True):

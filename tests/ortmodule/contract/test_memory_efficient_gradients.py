@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ort_zero import config
-from ort_zero.errors import BridgeError
+from ort_zero.errors import GraphEditError
 from ort_zero.ortmodule.compat import ort_kernels
 from ort_zero.ortmodule.compat import ortmodule as ort_compat
 from ort_zero.ortmodule.onnx_edit.python_op import python_op
@@ -374,7 +374,7 @@ def test_such_a_parameter_is_refused_if_a_hook_waits_for_its_gradient():
     parameter.register_hook(lambda g: calls.append("tensor"))
     handle = parameter.register_post_accumulate_grad_hook(lambda p: calls.append("parameter"))
     words = f"^{name.removeprefix('_original_module.')} is used in the loss outside .*false}}$"
-    with pytest.raises(BridgeError, match=words):
+    with pytest.raises(GraphEditError, match=words):
         (wrapped(x()).square().sum() + parameter.sum()).backward()
     wrapped.zero_grad()
     calls.clear()

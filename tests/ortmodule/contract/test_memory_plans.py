@@ -188,6 +188,7 @@ def test_the_nodes_run_in_the_order_of_the_file(tmp_path, monkeypatch):
     assert [name for name in ran if name not in early] == in_file and len(in_file) > 100
 
 
+@pytest.mark.smoke
 def test_a_plan_that_was_kept_is_used_at_once(plans):
     memory = {"recompute": "auto", "budget": "99%"}
     first, wrapped = wrap(model(), memory)

@@ -128,6 +128,7 @@ def test_structures_that_alternate_are_exported_once_each(make):
     assert runtime.status()["graphs"]["training"]["runs"] == {"forward": 6, "backward": 6}
 
 
+@pytest.mark.smoke
 def test_freezing_re_processes_and_setting_free_uses_the_earlier_graph_again():
     torch.manual_seed(0)
     module = gpt2()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import ort_zero
 from ort_zero.checkpoint import aggregate, convert, verify
-from ort_zero.distributed.process_group import default_group
+from ort_zero.distributed.raise_on_all_ranks import default_group
 from ort_zero.testing.ranks import run_on_ranks
 
 pytestmark = pytest.mark.slow

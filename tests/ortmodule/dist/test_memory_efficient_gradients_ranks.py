@@ -379,7 +379,7 @@ STAGES = [
 DDP = ["ddp:0", "ddp:1", "ddp_static", "ddp_no_sync:0", "ddp_no_sync:1", "ddp_unused", "ddp_two_forwards",
        "ddp_other_order", "ddp_error_in_a_hook", "ddp_penalty_refused"]  # fmt: skip
 
-REFUSED = "BridgeError: last.weight is used in the loss outside of the model's forward as well"
+REFUSED = "GraphEditError: last.weight is used in the loss outside of the model's forward as well"
 
 
 @once
@@ -412,7 +412,9 @@ def test_stages_of_zero(name):
         if name.startswith("hooks"):
             assert set(seen["calls"].values()) == {STEPS}
         if name.startswith("other_parameters"):
-            assert seen["refused"].startswith("BridgeError: ranks [1] have gradients of other parameters than rank 0")
+            assert seen["refused"].startswith(
+                "GraphEditError: ranks [1] have gradients of other parameters than rank 0"
+            )
         if name.startswith("penalty_refused"):
             assert seen["refused"].startswith(REFUSED)
 

@@ -123,14 +123,14 @@ LOSS = 2e-4
 PARAMETERS = 1e-4
 
 CASES = [
-    ("mlp", [1, 2, 3], 2, {}),
+    pytest.param("mlp", [1, 2, 3], 2, {}, marks=pytest.mark.smoke),
     pytest.param("mlp", [1, 2, 3], 3, {"gas": 2}, marks=pytest.mark.slow),
     ("bert", [1, 2, 3], 2, {"gas": 2}),
     pytest.param("bert", [3], 3, {}, marks=pytest.mark.slow),
     pytest.param("gpt2_eager", [1, 2, 3], 2, {}, marks=pytest.mark.slow),
-    ("gpt2_sdpa", [1, 2, 3], 2, {}),
+    pytest.param("gpt2_sdpa", [1, 2, 3], 2, {}, marks=pytest.mark.smoke),
     ("gpt2_sdpa", [3], 3, {"gas": 2}),
-    ("llama", [1, 2, 3], 2, {}),
+    pytest.param("llama", [1, 2, 3], 2, {}, marks=pytest.mark.smoke),
     ("gpt2_frozen", [1, 2, 3], 2, {}),
     ("shared", [1, 3], 2, {}),
 ]

@@ -187,7 +187,7 @@ def test_checkpointed_blocks_are_computed_again_from_weights_that_are_gathered_i
 
 def _gathers(status: dict) -> tuple[int, ...]:
     """Return the gathers of the training graph in its forward and in its backward."""
-    found = re.search(r"(\d+) gathers forward, (\d+) backward", status["graphs"]["training"]["bridge"])
+    found = re.search(r"(\d+) gathers forward, (\d+) backward", status["graphs"]["training"]["collectives"])
     return tuple(map(int, found.groups()))
 
 

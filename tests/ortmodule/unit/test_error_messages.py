@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from ort_zero.errors import BridgeError, ExportError, RankError
+from ort_zero.errors import ExportError, GraphEditError, RankError
 from ort_zero.ortmodule.runtime.error_messages import explain
 
 SITE = "/venv/lib/python3.11/site-packages"
@@ -225,7 +225,7 @@ def test_every_message_offers_the_way_out():
     "error",
     [
         ExportError("x"),
-        BridgeError("Exporting the operator 'a::b'"),
+        GraphEditError("Exporting the operator 'a::b'"),
         RankError("rank 1: x", {1: "x"}),
         KeyboardInterrupt(),
         SystemExit(3),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ort_zero.ortmodule.runtime.zero3.prefetch_limits import GatherLimits
 
 from ort_zero.ortmodule.compat.gathered_parameters import PlainParameters
 from ort_zero.ortmodule.onnx_edit import python_op
@@ -22,7 +23,7 @@ from ort_zero.ortmodule.runtime.zero3.gather_reduce import (
     register,
 )
 from ort_zero.ortmodule.runtime.zero3.gradient_sums import GradientSums
-from ort_zero.ortmodule.runtime.zero3.kept_weights import GatherLimits, KeptWeights
+from ort_zero.ortmodule.runtime.zero3.kept_weights import KeptWeights
 from ort_zero.ortmodule.testing.live_elements import LiveElements
 
 F, B = Phase.FORWARD, Phase.BACKWARD
@@ -291,7 +292,7 @@ def test_a_prefetch_leaves_out_what_is_in_flight_already_and_the_later_event_gat
 def test_a_parameter_in_flight_outside_the_bridge_is_an_error():
     executor = executor_of(gather(F, "a"))
     executor.by_name["a"].state = "flying"
-    with pytest.raises(RuntimeError, match="in flight outside the bridge"):
+    with pytest.raises(RuntimeError, match="in flight outside of the graph"):
         executor.gather(0)
 
 

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from test_collective_plan import MLP_WEIGHTS, SIZE, chain_model, gather_tuples, mlp, model_of, node, value, weights_of
 
-from ort_zero.errors import BridgeError
+from ort_zero.errors import GraphEditError
 from ort_zero.ortmodule.onnx_edit.topology import input_names, node_key, topological_order
 from ort_zero.ortmodule.runtime.zero3.collective_plan import (
     MAX_LEVEL_DISTANCE,
@@ -291,7 +291,7 @@ def test_a_weight_of_which_only_the_shape_is_used_is_no_input_any_more_though_no
 def test_a_graph_is_not_rewritten_twice():
     p = plan_collectives(mlp(), MLP_WEIGHTS, training=True)
     rewritten, _ = insert_collectives(mlp(), p, executor=0, training=True)
-    with pytest.raises(BridgeError, match="rewritten already"):
+    with pytest.raises(GraphEditError, match="rewritten already"):
         insert_collectives(rewritten, p, executor=0, training=True)
 
 
@@ -301,7 +301,7 @@ def broken(change: Callable[[onnx.GraphProto], None]) -> str:
     rewritten, _ = insert_collectives(mlp(), p, executor=0, training=True)
     verify(rewritten, p)
     change(rewritten.graph)
-    with pytest.raises(BridgeError) as error:
+    with pytest.raises(GraphEditError) as error:
         verify(rewritten, p)
     return str(error.value)
 
@@ -400,7 +400,7 @@ def test_verify_finds_a_value_that_nothing_makes():
 def test_a_plan_of_another_graph_is_refused():
     p = plan_collectives(chain_model(4, {2: "w"}), weights_of("w"), training=False)
     far = chain_model(40, {2: "w", 30: "w"})
-    with pytest.raises(BridgeError, match="no gather serves 'w' at node 'n_h30'"):
+    with pytest.raises(GraphEditError, match="no gather serves 'w' at node 'n_h30'"):
         insert_collectives(far, p, executor=0, training=False)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ort_zero.distributed import collectives
-from ort_zero.errors import BridgeError, ExportError, RankError
+from ort_zero.errors import ExportError, GraphEditError, RankError
 from ort_zero.ortmodule.runtime import rank_agreement
 from ort_zero.ortmodule.runtime.rank_agreement import RankAgreement
 from ort_zero.ortmodule.runtime.rank_protocol import Decided, Enter, Entered, Phase, Problem, Ran, Return, Run
@@ -132,6 +132,6 @@ def test_a_backward_with_other_gradients_is_refused_under_zero_2_alone(ranks):
         return lambda agreement: agreement.agree_on_backward(digest)
 
     for one in ranks.run(reduces(1), reduces(2), stage=2):
-        assert isinstance(one, BridgeError) and "ranks [1]" in str(one)
+        assert isinstance(one, GraphEditError) and "ranks [1]" in str(one)
     assert ranks.run(reduces(1), reduces(1), stage=2) == [None, None]
     assert ranks.run(reduces(1), reduces(2), stage=3) == [None, None]

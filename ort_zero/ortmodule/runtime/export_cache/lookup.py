@@ -24,11 +24,12 @@ from ort_zero.ortmodule.runtime.export import autograd_functions, pytorch_calls
 from ort_zero.ortmodule.runtime.export.attribute_paths import Place
 from ort_zero.ortmodule.runtime.export.buffer_changes import BufferChange
 from ort_zero.ortmodule.runtime.export.checkpoint_marks import MARK, BlockMark
+from ort_zero.ortmodule.runtime.export.dropout_seeds import with_run_seed
 from ort_zero.ortmodule.runtime.export.excluded_modules import ExcludedModules
-from ort_zero.ortmodule.runtime.export.post_export_passes import with_run_seed
 from ort_zero.ortmodule.runtime.export.pytree import Call
 from ort_zero.ortmodule.runtime.export.tracer import Effects
-from ort_zero.ortmodule.runtime.export_cache import fingerprint, serialization, size_guards
+from ort_zero.ortmodule.runtime.export_cache import cache_key as keys
+from ort_zero.ortmodule.runtime.export_cache import serialization, size_guards
 from ort_zero.ortmodule.runtime.export_cache.criteria import Criterion, criterion, digest_of
 from ort_zero.ortmodule.runtime.export_cache.described import Describer
 from ort_zero.ortmodule.runtime.export_cache.serialization import NotStorable
@@ -113,11 +114,11 @@ class Lookup:
             if observed.export.readers:
                 raise NotStorable("subscribers read its values")
             describe = Describer(module)
-            model = fingerprint.model(module, describe)
+            model = keys.model(module, describe)
             code = SourceCode(describe.modules(), module)
             self._criteria = {
                 "model": model,
-                "packages": fingerprint.packages(code.packages),
+                "packages": keys.packages(code.packages),
                 "options": criterion(self._options(cache_key)),
                 "inputs": criterion(_inputs(observed, call)),
                 "model code": code.criterion,
@@ -416,7 +417,7 @@ def session_of(
     if cache is None or manager.device.type != "cpu":
         return manager.create_session(with_run_seed(model, seed), info)
     data = model.SerializeToString()
-    about = (fingerprint.packages().digest, sorted(manager.export_options().items()), manager.mode)
+    about = (keys.packages().digest, sorted(manager.export_options().items()), manager.mode)
     digest = digest_of(data + repr(about).encode())
     optimized = cache.find_blob(digest)
     if optimized is None:

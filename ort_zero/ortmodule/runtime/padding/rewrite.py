@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ort_zero.errors import BridgeError
+from ort_zero.errors import GraphEditError
 from ort_zero.ortmodule.compat.torch_onnx import STOP_GRADIENT
 from ort_zero.ortmodule.onnx_edit.graph_values import GraphValues, attributes
 from ort_zero.ortmodule.onnx_edit.node_edits import (
@@ -68,7 +68,7 @@ def drop_padding(model: onnx.ModelProto, losses: Mapping[str, tuple[int, int]], 
         if not refusal:
             try:
                 _Rewrite(edited, values, dependence, number).apply()
-            except BridgeError as error:
+            except GraphEditError as error:
                 refusal = str(error)
         if refusal:
             why_not = refusal
@@ -132,7 +132,7 @@ class _Rewrite:
         """Change the graph.
 
         Raises:
-            BridgeError: there is no order in which the nodes could run, as where a mask depends on what it hides.
+            GraphEditError: there is no order in which the nodes could run, as where a mask depends on what it hides.
         """
         operators.register()
         self._tokens()
@@ -142,7 +142,7 @@ class _Rewrite:
                 self._on_rows(node)
             elif not (node.op_type == "Shape" and self.dependence.state(node.input[0]) and self._sizes(node)):
                 if made.intersection(captured_inputs(node)):
-                    raise BridgeError(f"a body of {node.name!r} reads tokens")
+                    raise GraphEditError(f"a body of {node.name!r} reads tokens")
                 inputs = [self._whole(name) if name in made else name for name in node.input]
                 self.nodes.append(node if inputs == list(node.input) else with_values(node, inputs))
         for name in self.outputs & made:
@@ -168,7 +168,7 @@ class _Rewrite:
              if (self.values.shape(given.name) or [])[:2] == [tokens.sequences, tokens.length]), None,
         )  # fmt: skip
         if like is None:
-            raise BridgeError("no argument has the sizes of the tokens")
+            raise GraphEditError("no argument has the sizes of the tokens")
         sizes: list[int | str] = [tokens.sequences, tokens.length]
         self._add(self.numbers, name_of("numbers"), [like], onnx.TensorProto.INT64, sizes)
         found = [self._attended(masks, by_same) for masks, by_same in self._distinct()]

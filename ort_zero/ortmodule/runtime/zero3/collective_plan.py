@@ -22,7 +22,7 @@ from functools import reduce as fold
 
 import onnx
 
-from ort_zero.errors import BridgeError
+from ort_zero.errors import GraphEditError
 from ort_zero.ortmodule.onnx_edit.topology import input_names, node_key, nodes_reached_from, output_names
 from ort_zero.ortmodule.runtime.zero3.gradient_memory import gradients_with_own_memory
 from ort_zero.ortmodule.runtime.zero3.graph_analysis import GraphAnalysis, analyse
@@ -159,7 +159,7 @@ def plan_collectives(
             than the largest weight: ONNX Runtime may run the gathers before any reader.
 
     Raises:
-        BridgeError: a graph output is computed from weights only.
+        GraphEditError: a graph output is computed from weights only.
     """
     graph = model.graph
     inputs, outputs = {i.name for i in graph.input}, {o.name for o in graph.output}
@@ -199,7 +199,7 @@ def _refuse_weight_outputs(graph: onnx.GraphProto, analysis: GraphAnalysis) -> N
     for output in graph.output:
         sources = analysis.source_weights.get(output.name)
         if sources is not None:
-            raise BridgeError(
+            raise GraphEditError(
                 f"the module returns {', '.join(sorted(sources))} (or something made of it alone); "
                 "under ZeRO-3 a weight cannot be an output of the graph: return an activation instead"
             )

@@ -323,7 +323,7 @@ class CollectiveExecutor:
                 there = self._finish(index)
                 self.store.release([p for p in there if not _among(p, wanted)])
                 return [p for p in there if _among(p, wanted)]
-        raise RuntimeError(f"parameter {number_of(parameter)} is in flight outside the bridge")
+        raise RuntimeError(f"parameter {number_of(parameter)} is in flight outside of the graph")
 
 
 def _among(parameter: Any, parameters: Sequence[Any]) -> bool:

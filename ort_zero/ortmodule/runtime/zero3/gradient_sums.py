@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ort_zero.errors import BridgeError
+from ort_zero.errors import GraphEditError
 from ort_zero.ortmodule.compat import torch_ddp
 from ort_zero.ortmodule.compat.torch_autograd import LeafInGraph, comes_to, current_backward, has_hooks, leaves_behind
 from ort_zero.utils.text import shortened
@@ -71,7 +71,7 @@ class GradientSums:
         """Return whether the backward that runs computes gradients of parameters: ``autograd.grad`` may not.
 
         Raises:
-            BridgeError: the loss uses parameters in a way that would reduce them twice.
+            GraphEditError: the loss uses parameters in a way that would reduce them twice.
         """
         if self._backward != current_backward():
             self._begin(current_backward())
@@ -118,7 +118,7 @@ class GradientSums:
         if runs and self._agree is not None:
             self._agree(zlib.crc32(repr([[run.digest for run in runs], twice]).encode()))
         if twice:
-            raise BridgeError(
+            raise GraphEditError(
                 f"{shortened(twice)} {'is' if len(twice) == 1 else 'are'} used in the loss "
                 "outside of the model's forward as well (a penalty on weights?), and with "
                 '"memory_efficient_gradients" the gradients from there and from the forward would be reduced apart: '

@@ -44,7 +44,7 @@ def analyse(graph: onnx.GraphProto, weights: Collection[str]) -> GraphAnalysis:
     """Return the analysis of `graph`, in which the inputs named `weights` are weights.
 
     Raises:
-        BridgeError: the graph has a cycle, or a node reads a value that nothing makes.
+        GraphEditError: the graph has a cycle, or a node reads a value that nothing makes.
     """
     order = topological_order(graph)
     node_level: dict[str, int] = {}

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from ort_zero.errors import BridgeError
+from ort_zero.errors import GraphEditError
 from ort_zero.ortmodule.compat.ort_kernels import RECOMPUTED
 from ort_zero.ortmodule.onnx_edit.node_edits import copied, rename_inputs, replace_field
 from ort_zero.ortmodule.onnx_edit.python_op import Value, python_op
@@ -49,10 +49,10 @@ def insert_collectives(
         training: whether the graph has a backward part; the second result is None if not.
 
     Raises:
-        BridgeError: the result breaks one of the rules of :func:`~ort_zero.ortmodule.runtime.zero3.verify.verify`.
+        GraphEditError: the result breaks one of the rules of :func:`~ort_zero.ortmodule.runtime.zero3.verify.verify`.
     """
     if any(i.name == TRIGGER for i in model.graph.input):
-        raise BridgeError("the graph has been rewritten already")
+        raise GraphEditError("the graph has been rewritten already")
     result = copied(model)
     graph = result.graph
     analysis = analyse(graph, plan.weights if plan.gathers_weights else ())
@@ -95,7 +95,7 @@ class _WeightUses:
         analysis: analysis of the graph; without weights if the plan gathers none.
 
     Raises:
-        BridgeError: no gather of the plan serves a use of a weight.
+        GraphEditError: no gather of the plan serves a use of a weight.
     """
 
     def __init__(self, graph: onnx.GraphProto, plan: CollectivePlan, analysis: GraphAnalysis):
@@ -135,7 +135,7 @@ class _WeightUses:
         if weight is None:
             info = self._types.get(node.input[0])
             if info is None or not all(d.HasField("dim_value") for d in info.shape.dim):
-                raise BridgeError(f"the shape of {node.input[0]!r}, made of weights only, is not known")
+                raise GraphEditError(f"the shape of {node.input[0]!r}, made of weights only, is not known")
             shape = [d.dim_value for d in info.shape.dim]
         else:
             shape = list(weight.shape)
@@ -150,7 +150,7 @@ class _WeightUses:
         """Return the value that stands for `name` where the weights `serving` were gathered, cloning its producers."""
         if name in self._weights:
             if name not in serving:
-                raise BridgeError(f"no gather serves {name!r} at node {reader.name!r}")
+                raise GraphEditError(f"no gather serves {name!r} at node {reader.name!r}")
             return serving[name]
         sources = self._analysis.source_weights
         if name not in sources:

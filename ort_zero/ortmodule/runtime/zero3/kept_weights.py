@@ -7,25 +7,10 @@ most weights stay from the forward to the backward. The order of all uses is kno
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ort_zero.ortmodule.runtime.zero3.collective_plan import CollectivePlan, Phase
-
-
-@dataclass(frozen=True, slots=True)
-class GatherLimits:
-    """How much may be gathered beside what is used, in elements; the defaults gather each weight for each use.
-
-    Attributes:
-        prefetch: that may be gathered ahead of their use, within one phase.
-        reuse_distance: a weight stays if fewer than these are gathered before its next use.
-        live: that may stay at one time, with those gathered ahead of their use.
-    """
-
-    prefetch: int = 0
-    reuse_distance: int = 0
-    live: int = 0
+from ort_zero.ortmodule.runtime.zero3.prefetch_limits import GatherLimits
 
 
 class KeptWeights:

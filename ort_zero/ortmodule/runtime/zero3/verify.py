@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import onnx
 
-from ort_zero.errors import BridgeError
+from ort_zero.errors import GraphEditError
 from ort_zero.ortmodule.onnx_edit.topology import input_names, is_random, output_names, topological_order
 from ort_zero.ortmodule.runtime.zero3.collective_plan import CollectivePlan, Phase, Reduce
 from ort_zero.ortmodule.runtime.zero3.graph_analysis import OPAQUE_OPERATORS
@@ -22,13 +22,13 @@ def verify(model: onnx.ModelProto, plan: CollectivePlan) -> None:
     tokens form one chain through all events in the plan's order.
 
     Raises:
-        BridgeError: names the rule and the weight or node.
+        GraphEditError: names the rule and the weight or node.
     """
     graph = model.graph
     weights = set(plan.weights) if plan.gathers_weights else set()
     left = [i.name for i in graph.input if i.name in weights]
     if left:
-        raise BridgeError(f"weights are still graph inputs: {left}")
+        raise GraphEditError(f"weights are still graph inputs: {left}")
     nodes = topological_order(graph)
     _verify_no_node_reads(nodes, weights)
     _verify_backward_gathers_anew(nodes, {i.name for i in graph.initializer}, plan)
@@ -41,7 +41,7 @@ def _verify_no_node_reads(nodes: Sequence[onnx.NodeProto], weights: Collection[s
     for node in nodes:
         for name in input_names(node):
             if name in weights:
-                raise BridgeError(f"node {node.name!r} still reads the weight {name!r}")
+                raise GraphEditError(f"node {node.name!r} still reads the weight {name!r}")
 
 
 def _verify_backward_gathers_anew(
@@ -65,7 +65,7 @@ def _verify_backward_gathers_anew(
             backward.update(produced)
             bad = next((name for name in names if name in from_forward), None)
             if bad and node.op_type != "YieldOp" and not is_collective(node):
-                raise BridgeError(f"backward node {node.name!r} reads {bad!r}, which the forward gathered")
+                raise GraphEditError(f"backward node {node.name!r} reads {bad!r}, which the forward gathered")
         elif node.op_type not in OPAQUE_OPERATORS and not is_random(node):
             if all(name in constant for name in names) and (names or node.op_type == "Constant"):
                 constant.update(produced)
@@ -79,11 +79,11 @@ def _verify_token_chain(collectives: Sequence[onnx.NodeProto], number: int) -> N
     for node in collectives:
         index = event_index(node)
         if index in token_of:
-            raise BridgeError(f"event {index} happens twice")
+            raise GraphEditError(f"event {index} happens twice")
         token_of[index] = node.input[0]
     for index in range(number):
         if token_of.get(index) != (token_name(index - 1) if index else TRIGGER):
-            raise BridgeError(f"event {index} is not in the token chain")
+            raise GraphEditError(f"event {index} is not in the token chain")
 
 
 def _verify_reduced_once(collectives: Sequence[onnx.NodeProto], outputs: Collection[str], plan: CollectivePlan) -> None:
@@ -95,4 +95,4 @@ def _verify_reduced_once(collectives: Sequence[onnx.NodeProto], outputs: Collect
     for _, event in plan.reduces():
         for weight, gradient in zip(event.weights, event.gradients, strict=True):
             if reduced[gradient] != 1 or gradient in outputs:
-                raise BridgeError(f"the gradient of {weight!r} is reduced {reduced[gradient]} times, not once")
+                raise GraphEditError(f"the gradient of {weight!r} is reduced {reduced[gradient]} times, not once")

@@ -49,15 +49,15 @@
 
   function sideOf(data, side, i) {
     if (side.shape[i] < 0) return data.bare ? {} : null;
-    const found = { shape: data.texts[side.shape[i]], dtype: data.texts[side.dtype[i]] };
-    data.statistics.forEach((name, k) => { found[name] = side.numbers[k][i]; });
-    return found;
+    const record = { shape: data.texts[side.shape[i]], dtype: data.texts[side.dtype[i]] };
+    data.statistics.forEach((name, k) => { record[name] = side.numbers[k][i]; });
+    return record;
   }
 
   const data = await unpack(byId("payload").textContent.trim());
   const begin = data.series[0];
-  const turn = (one) => Object.keys(TITLES).indexOf(one.phase);
-  data.series.sort((x, y) => x.step - y.step || x.rank - y.rank || turn(x) - turn(y));
+  const phaseNumber = (series) => Object.keys(TITLES).indexOf(series.phase);
+  data.series.sort((x, y) => x.step - y.step || x.rank - y.rank || phaseNumber(x) - phaseNumber(y));
   const rows = rowsOf(data);
   const first = data.verdict ? rows.find((row) => isFirst(row)) : undefined;
   const state = {
@@ -76,7 +76,7 @@
       row.tensor === v.tensor;
   }
 
-  // --- choosing a step and a rank
+  // --- buttons for steps and ranks
 
   function buttons(place, label, values, key) {
     place.replaceChildren();
@@ -149,9 +149,9 @@
   function labelsOf(chosen, width) {
     const starts = [];
     chosen.forEach((row, i) => { if (!i || row.module !== chosen[i - 1].module) starts.push([i, row]); });
-    const least = chosen.length / Math.max(4, (width - 90) / LABEL);
+    const minDistance = chosen.length / Math.max(4, (width - 90) / LABEL);
     const kept = [];
-    for (const [i, row] of starts) if (!kept.length || i - kept[kept.length - 1][0] >= least) kept.push([i, row]);
+    for (const [i, row] of starts) if (!kept.length || i - kept[kept.length - 1][0] >= minDistance) kept.push([i, row]);
     const cut = (name) => {
       if (name.length <= 22) return name;
       const tail = name.slice(-21);
@@ -250,7 +250,7 @@
       head.tabIndex = 0;
       if (numeric) head.className = "number";
       head.onclick = () => {
-        // numbers are looked at from the largest down
+        // the first click sorts numbers from the largest down
         const again = state.sort === k;
         state.descending = again ? !state.descending : Boolean(numeric);
         state.sort = k;
@@ -274,10 +274,10 @@
     const [, value, numeric] = COLUMNS[state.sort];
     const sign = state.descending ? -1 : 1;
     const key = (row) => {
-      const found = value(row);
-      if (!numeric) return found;
-      // what is no number is as bad as can be
-      return found === null ? NaN : Number.isNaN(number(found)) ? Infinity : number(found);
+      const cell = value(row);
+      if (!numeric) return cell;
+      // NaN sorts like the largest error
+      return cell === null ? NaN : Number.isNaN(number(cell)) ? Infinity : number(cell);
     };
     return list.map((row) => [key(row), row]).sort(([a], [b]) => {
       if (!numeric) return sign * a.localeCompare(b, "en", { numeric: true });
@@ -318,10 +318,10 @@
       line.className = (row.kind ? "bad " : "") + (row === state.chosen ? "chosen" : "");
       for (const [, value, numeric, style, format] of COLUMNS) {
         const cell = line.insertCell();
-        const found = value(row);
-        cell.textContent = (format || show)(found);
+        const content = value(row);
+        cell.textContent = (format || show)(content);
         cell.className = numeric ? "number" : style || "";
-        if (style === "name") cell.title = found;
+        if (style === "name") cell.title = content;
       }
       line.onclick = () => { state.chosen = state.chosen === row ? null : row; table(); };
       made.push(line);

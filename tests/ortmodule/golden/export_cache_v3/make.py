@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ort_zero import config
-from ort_zero.ortmodule.runtime.export_cache import fingerprint
+from ort_zero.ortmodule.runtime.export_cache import cache_key
 from ort_zero.ortmodule.wrap import wrap_model
 
 
@@ -30,7 +30,7 @@ class TwoLayers(nn.Module):
 def make(folder: Path) -> None:
     """Write an entry into `folder`."""
     torch.manual_seed(0)
-    fingerprint._cpu = lambda: "any"  # of no importance here
+    cache_key._cpu = lambda: "any"  # of no importance here
     _, wrapped = wrap_model(TwoLayers(), config.OrtModuleConfig(cache_dir=str(folder)), stage=0)
     wrapped(torch.ones(2, 3), scale=0.5)["loss"].backward()
     for optimized in folder.glob("*.session"):  # the graph is enough

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from ort_zero.compat import versions
-from ort_zero.ortmodule.runtime.export_cache import fingerprint
+from ort_zero.ortmodule.runtime.export_cache import cache_key
+from ort_zero.ortmodule.runtime.export_cache.cache_key import model, packages
 from ort_zero.ortmodule.runtime.export_cache.criteria import Criterion, criterion, difference
 from ort_zero.ortmodule.runtime.export_cache.described import Describer
-from ort_zero.ortmodule.runtime.export_cache.fingerprint import model, packages
 from ort_zero.ortmodule.runtime.export_cache.serialization import NotStorable
 from ort_zero.ortmodule.runtime.export_cache.source_code import SourceCode
 
@@ -217,8 +217,8 @@ def test_it_is_the_same_in_another_process_whatever_the_hash_seed():
     folder = os.path.dirname(__file__)
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); junk = [object() for _ in range(int(sys.argv[2]))]\n"
-        "import test_fingerprint as t\n"
-        "from ort_zero.ortmodule.runtime.export_cache.fingerprint import model, packages\n"
+        "import test_cache_key as t\n"
+        "from ort_zero.ortmodule.runtime.export_cache.cache_key import model, packages\n"
         "c = model(t.Net()); print(c.digest, packages().digest)\n"
         "assert not [p for p in [*c.parts, *c.parts.values()] if '0x' in p]"
     )
@@ -281,9 +281,9 @@ def test_packages_have_versions_and_the_content_of_our_own_code(tmp_path):
     assert {"python", "onnx", "ort_zero", "machine", "cpu"} <= set(found.parts)
     assert ("transformers" in found.parts) == ("transformers" in sys.modules)
     (tmp_path / "a.py").write_text("1")
-    before = fingerprint._own_code(tmp_path)
+    before = cache_key._own_code(tmp_path)
     (tmp_path / "a.py").write_text("2")
-    assert fingerprint._own_code(tmp_path) != before
+    assert cache_key._own_code(tmp_path) != before
 
 
 # -- code --------------------------------------------------------------------------------------------------------------
@@ -574,6 +574,6 @@ def test_processors_of_one_name_with_other_instructions_differ(monkeypatch):
     found = []
     for flags in ("fpu avx2", "avx2 fpu", "fpu avx2 avx512f"):
         text = f"model name\t: EPYC\nflags\t\t: {flags}\n"
-        monkeypatch.setattr(fingerprint.Path, "read_text", lambda self, text=text: text)
-        found.append(fingerprint._cpu())
+        monkeypatch.setattr(cache_key.Path, "read_text", lambda self, text=text: text)
+        found.append(cache_key._cpu())
     assert found[0] == found[1] != found[2] and all(name.startswith("EPYC ") for name in found)

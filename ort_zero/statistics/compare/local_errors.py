@@ -1,4 +1,4 @@
-"""Which records of a step differ for a reason of their own, and not because of what they were computed from."""
+"""Find the records of a step with a local error: an error that the errors of the record's inputs do not explain."""
 
 from __future__ import annotations
 
@@ -12,36 +12,35 @@ from ort_zero.statistics.file_format import Table
 from ort_zero.statistics.records import SKETCH, Phase
 
 ISOLATED = 8
-"""Maximum number of a sketch's numbers that may be off because of single elements."""
+"""Maximum number of a sketch's numbers that single elements with an error may change."""
 INHERITED_TIMES = 8.0
-"""Factor for a tolerance that is given as a number: an error that is larger than the inherited one by it has a reason
-of its own."""
+"""Factor for a fixed tolerance: an error that is larger than the inherited error times this factor is local."""
 VANISHED = 1e-6
-"""Root mean square of activations that are next to nothing: what batch normalization makes of channels that hardly vary
-is rounding, of which the numbers of a whole tensor know nothing."""
+"""Root mean square below which activations are rounding errors: batch normalization of almost constant channels returns
+such values."""
 REORDERED = 0.3
-"""Least relative error of the same values in another order."""
+"""Minimum relative error of tensors that are compared as the same values in another order."""
 REORDERED_VALUES = 1e-4
-"""Maximum relative difference of norm, means and extremes of what may be the same values in another order."""
+"""Maximum relative difference of norm, means and extremes of the same values in another order."""
 REORDERED_RESULTS = 1e-4
-"""Maximum error of the results of the module around with which the order did not matter."""
+"""Maximum error of the outputs of an enclosing module for which the order of values inside does not matter."""
 
 
-def pairs_with_own_error(step: StepComparison, rtol: float | None) -> np.ndarray:
-    """Return the pairs that differ for a reason of their own, in order of execution.
+def pairs_with_local_error(step: StepComparison, rtol: float | None) -> np.ndarray:
+    """Return the numbers of the pairs with a local error, in order of execution.
 
     Args:
-        step: one step of a rank.
-        rtol: a number given by the user; None for what rounding does not explain.
+        step: the comparison of one step of a rank.
+        rtol: the user's fixed tolerance; None: errors that rounding does not explain.
     """
     error, inherited = step.distances.error, step.inherited
-    # the optimizer blows noise up: single parameters may be far apart in clean runs
+    # the optimizer amplifies noise: single parameters may be far apart in correct runs
     may_differ = (step.pairs.phase != Phase.PARAMETER) | step.is_first
     if rtol is not None:
-        over = step.pairs.own & (error > step.tolerance) & may_differ
-        reason = over & ((inherited <= rtol) | (error > INHERITED_TIMES * inherited))
-        return np.flatnonzero(reason if reason.any() else over)
-    over = step.pairs.own & ((error > step.tolerance) | (step.distances.norm > step.norm_tolerance))
+        over = step.pairs.new_value & (error > step.tolerance) & may_differ
+        local = over & ((inherited <= rtol) | (error > INHERITED_TIMES * inherited))
+        return np.flatnonzero(local if local.any() else over)
+    over = step.pairs.new_value & ((error > step.tolerance) | (step.distances.norm > step.norm_tolerance))
     over &= may_differ
     if not step.is_first:
         over &= ~_vanished(step)
@@ -52,7 +51,7 @@ def pairs_with_own_error(step: StepComparison, rtol: float | None) -> np.ndarray
 
 
 def _vanished(step: StepComparison) -> np.ndarray:
-    """Return True for activations that have vanished in both runs."""
+    """Return True for activations that are close to 0 in both runs."""
     pairs, a, b = step.pairs, step.a, step.b
     rows_a, rows_b = pairs.measured_a, pairs.measured_b
     size = np.maximum(a.l2[rows_a], b.l2[rows_b]) / np.sqrt(np.maximum(a.elements[rows_a], 1))
@@ -60,16 +59,17 @@ def _vanished(step: StepComparison) -> np.ndarray:
 
 
 def _only_reordered(step: StepComparison, over: np.ndarray) -> np.ndarray:
-    """Return True for values in another order inside of a module whose results agree all the same.
+    """Return True for equal values in another order inside of a module whose outputs agree.
 
-    Experts take their tokens in the order in which a sort leaves equals, which differs; what they return is put back.
+    Experts take their tokens in the order of a sort. Sorts order equal keys differently, and the experts' outputs are
+    put back into the old order.
     """
     pairs, a, b = step.pairs, step.a, step.b
-    found = np.zeros(len(pairs), bool)
+    reordered = np.zeros(len(pairs), bool)
     moved = (step.distances.error >= REORDERED) & (step.distances.kind == NUMERIC)
     numbers = np.flatnonzero(over & moved & ((pairs.phase == Phase.FORWARD) | (pairs.phase == Phase.BACKWARD)))
     if not len(numbers):
-        return found
+        return reordered
     table = pairs.a.table
     outputs = np.flatnonzero((pairs.phase == Phase.FORWARD) & (pairs.a.kind[pairs.row_a] == OUTPUT))
     worst: dict[int, float] = {}
@@ -82,12 +82,12 @@ def _only_reordered(step: StepComparison, over: np.ndarray) -> np.ndarray:
         if row_a < 0 or row_b < 0 or not _same_values(a, row_a, b, row_b):
             continue
         around = calls.chain(int(table.call[pairs.row_a[number]]))[1:]
-        found[number] = any(worst.get(call, 1.0) < REORDERED_RESULTS for call in around)
-    return found
+        reordered[number] = any(worst.get(call, 1.0) < REORDERED_RESULTS for call in around)
+    return reordered
 
 
 def _same_values(a: Table, row_a: int, b: Table, row_b: int) -> bool:
-    """Return True if two tensors may hold the same values in another order."""
+    """Return True if the statistics of two tensors fit to the same values in another order."""
     if a.elements[row_a] != b.elements[row_b]:
         return False
     size = max(float(a.l2[row_a]), float(b.l2[row_b]))
@@ -99,10 +99,10 @@ def _same_values(a: Table, row_a: int, b: Table, row_b: int) -> bool:
 
 
 def _isolated(step: StepComparison, numbers: np.ndarray) -> np.ndarray:
-    """Return True for gradients that differ in a few elements alone, behind values that differ by rounding.
+    """Return True for gradients that differ only in a few elements, if their inputs have rounding errors.
 
-    The derivative of ReLU or of a maximum jumps: an input that rounding moves over the border gives or takes a whole
-    element of the gradient. Few elements show in few numbers of the sketch.
+    The derivative of ReLU or of a maximum jumps: a rounding error of an input near 0 sets an element of the gradient to
+    0, or back. A few elements change only a few numbers of the sketch.
     """
     pairs, a, b = step.pairs, step.a, step.b
     rows_a, rows_b = pairs.measured_a[numbers], pairs.measured_b[numbers]

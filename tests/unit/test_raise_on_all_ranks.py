@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from ort_zero.distributed.process_group import PeerGroup, RankGroup, interrupts_held
+from ort_zero.distributed.raise_on_all_ranks import PeerGroup, RankGroup
+from ort_zero.distributed.sigint import interrupts_deferred
 from ort_zero.errors import CheckpointError, ConfigError, RankError
 
 
@@ -93,7 +94,7 @@ def test_an_interrupt_waits_for_the_exchange_and_reaches_a_block_at_once():
     ranks = Scripted((None, None), (None, None))
     done = []
     with pytest.raises(KeyboardInterrupt):
-        with interrupts_held():
+        with interrupts_deferred():
             signal.raise_signal(signal.SIGINT)
             done.append("held")
             with ranks.raise_on_all("saving"):

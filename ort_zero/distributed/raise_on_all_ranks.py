@@ -1,0 +1,160 @@
+"""Raise the failure of one rank on all ranks that do a job together, so that no rank waits for a failed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ort_zero.distributed import collectives
+from ort_zero.distributed.sigint import interrupts_deferred, interrupts_delivered
+from ort_zero.errors import CheckpointError, OrtZeroError
+
+
+class RankGroup:
+    """A group of ranks that do one job together; this base class is a single rank, which exchanges nothing.
+
+    Attributes:
+        rank: number of this rank in the group.
+        size: number of ranks.
+        broken: True once an exchange failed because another rank is gone.
+    """
+
+    rank = 0
+    size = 1
+    broken = False
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, on every rank. All ranks must call."""
+        return [value]
+
+    def gather_to_first(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank on rank 0, nothing on the others. All ranks must call."""
+        parts = self.gather(data)
+        return parts if self.rank == 0 else []
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on every rank. All ranks must call."""
+        return self.gather(value)[0]
+
+    @contextmanager
+    def raise_on_all(self, what: str, everywhere: type[OrtZeroError] | None = None) -> Iterator[None]:
+        """Run a block on every rank; if it raises on one, it raises on all. All ranks must enter.
+
+        The block must not communicate after a statement that can fail: a rank that leaves it early waits at its end.
+
+        Args:
+            what: name of the block's work, for messages.
+            everywhere: error class to raise on all ranks alike, with the message of each failed rank, instead of each
+                rank's own error. If all ranks failed, each raises its own error.
+
+        Raises:
+            CheckpointError: for an OSError of the block, which is its cause.
+            RankError: on ranks whose block did not fail; the message names each failed rank.
+        """
+        with interrupts_deferred():
+            error: BaseException | None = None
+            try:
+                with interrupts_delivered():
+                    yield
+            except BaseException as caught:
+                error = caught
+            try:
+                reports = self.gather(None if error is None else first_line_of(error))
+            except CheckpointError:
+                if error is None:
+                    raise
+                reports = []
+            failures = collectives.failures_in(reports)
+            if everywhere is not None and failures and len(failures) < self.size:
+                raise everywhere(collectives.failure_list(failures)) from error
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{what} failed: {error}") from error
+            if error is not None:
+                raise error
+        collectives.raise_if_others_failed(reports, what, self.rank)
+
+    def close(self) -> None:
+        """Release the connections between the ranks."""
+
+
+class PeerGroup(RankGroup):
+    """A group of several ranks, any of which may end early; the base class of groups with a connection."""
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Return the value of every rank.
+
+        Raises:
+            RuntimeError: a rank does not answer.
+        """
+        raise NotImplementedError
+
+    def _collect(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank on rank 0, nothing on the others.
+
+        Raises:
+            RuntimeError: a rank does not answer.
+        """
+        parts = self._exchange(data)
+        return parts if self.rank == 0 else []
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, on every rank. All ranks must call.
+
+        Raises:
+            CheckpointError: a rank is gone.
+        """
+        return self._reached(self._exchange, value)
+
+    def gather_to_first(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank on rank 0, nothing on the others. All ranks must call.
+
+        Raises:
+            CheckpointError: a rank is gone.
+        """
+        return self._reached(self._collect, data)
+
+    def _reached(self, collective: Callable[[Any], list[Any]], value: Any) -> list[Any]:
+        try:
+            return collective(value)
+        except RuntimeError as error:
+            self.broken = True
+            raise CheckpointError(f"another rank is gone, or did not answer in time: {first_line_of(error)}") from error
+
+
+class TorchProcessGroup(PeerGroup):
+    """The ranks of a process group of torch.
+
+    Args:
+        group: a group whose backend can move Python objects; None for the default group.
+        owns_default: True if the default group was made for this object, so that :meth:`close` destroys it.
+    """
+
+    def __init__(self, group: Any = None, owns_default: bool = False):
+        import torch.distributed as dist
+
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._owns_default = owns_default
+
+    def _exchange(self, value: Any) -> list[Any]:
+        return collectives.exchange(value, self.group)
+
+    def close(self) -> None:
+        """Destroy the default process group if it was made for this object."""
+        import torch.distributed as dist
+
+        if self._owns_default and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def default_group() -> RankGroup:
+    """Return the ranks of torch's default process group; a single rank without a process group."""
+    return TorchProcessGroup() if collectives.world_size() > 1 else RankGroup()
+
+
+def first_line_of(error: BaseException) -> str:
+    """Return the first line of an error, with the name of its class unless its text is written for users."""
+    first = (str(error).strip() or type(error).__name__).partition("\n")[0]
+    return first if isinstance(error, (OrtZeroError, OSError)) else f"{type(error).__name__}: {first}"
