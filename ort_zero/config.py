@@ -126,8 +126,8 @@ class MemoryConfig(_Strict):
             choice = {"recompute": self.recompute} if self.recompute != "off" else {"budget": self.budget}
             setting = json.dumps(choice)[1:-1]
             raise ValueError(
-                f'"checkpointing": "recompute" computes again the blocks that the model checkpoints, and {setting} makes '
-                'another choice: drop "recompute" and "budget", or drop "checkpointing" and switch '
+                f'"checkpointing": "recompute" computes again the blocks that the model checkpoints, and {setting} '
+                'makes another choice: drop "recompute" and "budget", or drop "checkpointing" and switch '
                 "checkpointing off in the model"
             )
         return self

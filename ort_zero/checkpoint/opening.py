@@ -60,14 +60,14 @@ def open_checkpoint(
         folder = manifest.locate(path, tag)
         ours = manifest.open_ours(folder)
         if ours is not None:
-            return replace(ours, notes=(*ours.notes, *note_on_other(folder)))
+            return _without_scratch(replace(ours, notes=(*ours.notes, *note_on_other(folder))))
         if file_names.recognises(folder):
             from ort_zero.checkpoint.deepspeed.reader import open_deepspeed
             from ort_zero.checkpoint.deepspeed.split_rules import parse_rules
 
             rules = parse_rules(tp_split)
             try:
-                return open_deepspeed(folder, trust_pickle, rules)
+                return _without_scratch(open_deepspeed(folder, trust_pickle, rules))
             except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
                 # a pickle can hold any values; the readers check the usual ones, and hostile ones cause these errors
                 said = f"{type(error).__name__}: {error}"
@@ -75,3 +75,10 @@ def open_checkpoint(
                     f"{folder.path()} holds files whose content is not what DeepSpeed writes ({said})"
                 ) from error
         raise no_checkpoint(folder)
+
+
+def _without_scratch(source: Source) -> Source:
+    """Return a checkpoint without the scratch buffers that DeepSpeed keeps among the optimizer's states."""
+    if not any(tensor.is_scratch for tensor in source.tensors):
+        return source
+    return replace(source, tensors=tuple(tensor for tensor in source.tensors if not tensor.is_scratch))

@@ -68,6 +68,11 @@ class Tensor:
         return self.elements * itemsize(self.dtype)
 
     @property
+    def is_scratch(self) -> bool:
+        """True for a buffer of DeepSpeed's ``offload_states()``, which some checkpoints hold as an optimizer state."""
+        return self.kind.endswith("_offload_buffer")
+
+    @property
     def is_optimizer_state(self) -> bool:
         """True for moments and other optimizer state per parameter."""
         return self.kind not in (MASTER, WEIGHT, BUFFER)

@@ -24,9 +24,4 @@ def drop_accumulated_gradients(engine: Any) -> None:
                 gradients.update(dict.fromkeys(gradients))
         if hasattr(optimizer, "bit16_groups") and hasattr(optimizer, "micro_step_id"):
             optimizer.micro_step_id = -1  # ZeRO-3's zero_grad() does the same
-    engine.micro_steps = at_last_step(engine, engine.micro_steps)
-
-
-def at_last_step(engine: Any, micro_steps: int) -> int:
-    """Return the micro-steps up to the engine's last step; checkpoints do not contain the gradients of later ones."""
-    return micro_steps - micro_steps % engine.gradient_accumulation_steps()
+    engine.micro_steps = 0

@@ -18,6 +18,9 @@ from ort_zero.compat.deepspeed_parameters import full_shape
 from ort_zero.compat.torch_modules import inside_of_ortmodule
 from ort_zero.errors import CheckpointError
 
+_OFFLOAD_BUFFER = "_offload_buffer"
+"""End of the names of scratch buffers among the optimizer states (``deepspeed/runtime/zero/offload_states.py``)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
@@ -125,8 +128,16 @@ class EngineState:
         return self.names[id(flat.key)] if self.stage == 0 else None
 
     def existing_state_of(self, flat: Flat) -> dict[str, Any]:
-        """Return the live optimizer state of a flat buffer; a new empty dict if the optimizer has none yet."""
-        return self.base_optimizer().state.get(flat.key, {})
+        """Return a copy of the optimizer state of a flat buffer, empty if the optimizer has none yet.
+
+        The buffers of ``engine.offload_states()``, which DeepSpeed keeps among the states, are left out.
+        """
+        state = self.base_optimizer().state.get(flat.key, {})
+        return {key: value for key, value in state.items() if not str(key).endswith(_OFFLOAD_BUFFER)}
+
+    def is_offloaded(self, flat: Flat, key: str) -> bool:
+        """Return True if ``offload_states()`` keeps a buffer for an optimizer state; both may share memory."""
+        return f"{key}{_OFFLOAD_BUFFER}" in self.base_optimizer().state.get(flat.key, {})
 
     def elementwise(self, flat: Flat) -> dict[str, torch.Tensor]:
         """Return the live optimizer states of a flat buffer that hold one value per element."""
@@ -176,11 +187,11 @@ class EngineState:
         return [] if base is None else [{k: v for k, v in g.items() if k != "params"} for g in base.param_groups]
 
     def set_group_options(self, index: int, options: dict[str, Any]) -> None:
-        """Overwrite the existing hyper-parameters of a parameter group; other keys of `options` are ignored."""
+        """Set hyper-parameters of a parameter group, also options that a program has added; keep the others."""
         group = self.base_optimizer().param_groups[index]
         for key, value in options.items():
-            if key in group and key != "params":
-                group[key] = _in_the_form_of(group[key], value)
+            if key != "params":
+                group[key] = _in_the_form_of(group.get(key), value)
 
     def local_parts(self) -> Iterator[LocalPart]:
         """Yield this rank's range of each parameter without master weights."""

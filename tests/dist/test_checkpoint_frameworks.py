@@ -179,7 +179,7 @@ def test_the_checkpoint_is_found_in_the_trainers_folder(tmp_path):
         aggregate(output / "checkpoint-2", tmp_path / "none", progress=False)
 
 
-@pytest.mark.slow  # tests/dist/test_trainer_example.py does so with a script
+@pytest.mark.slow  # tests/ortmodule/dist/test_trainer_example.py does so with a script
 def test_trainer_resumes(tmp_path):
     whole = run_on_ranks(trainer_run, 2, str(tmp_path / "a"), 3, 4, False, timeout=800)[0]
     run_on_ranks(trainer_run, 2, str(tmp_path / "b"), 3, 2, False, timeout=800)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from checkpoint_engines import Odd, differences, values_of
 
-from ort_zero.checkpoint import verify
+from ort_zero.checkpoint import aggregate, verify
 from ort_zero.errors import CheckpointError
 
 STAGES = (0, 1, 2, 3)
@@ -239,13 +239,144 @@ def test_a_step_after_resuming_has_the_gradients_of_all_its_micro_steps(stage, t
         engine = made(stage, model=Odd(seed=1), accumulate=4)
         step(engine, seeds)
         engine.load_checkpoint(str(tmp_path))
-        assert engine.micro_steps == 4 and engine.global_steps == 1
+        assert engine.micro_steps == 0 and engine.global_steps == 1
         step(engine, range(10, 14))
         assert engine.global_steps == 2
         found.append(values_of(engine))
         for other in found:
             assert not differences(engine, other)
         engine.destroy()
+
+
+@pytest.mark.parametrize("by_call", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_another_accumulation_after_resuming_steps_where_plain_deepspeed_does(stage, by_call, tmp_path):
+    saved(tmp_path, micro_steps=6, stage=stage, accumulate=2)
+    engine = made(stage, accumulate=2 if by_call else 4)
+    engine.load_checkpoint(str(tmp_path))
+    if by_call:
+        engine.set_train_batch_size(4)
+    steps = []
+    for seed in range(8):
+        step(engine, range(seed, seed + 1))
+        steps.append(engine.global_steps)
+    assert steps == [3, 3, 3, 4, 4, 4, 4, 5]
+    engine.destroy()
+
+
+# ---- states that DeepSpeed moves, and states that differ by group ----------------------------------------------------
+
+
+def by_deepspeed(optimizer: str, model: torch.nn.Module, stage: int = 3, **options: Any) -> Any:
+    """Return an engine whose optimizer DeepSpeed makes of its configuration."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "reduce_scatter": False},
+        "optimizer": {"type": optimizer, "params": {"lr": 0.01, **options}},
+        "ort_zero": {"ortmodule": {"enabled": False}},
+    }
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+
+def train(engine: Any, steps: int, width: int = 8) -> None:
+    """Do steps with the same batch."""
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(2, width)).square().mean())
+        engine.step()
+
+
+@pytest.mark.parametrize("away", [True, False], ids=["away", "back"])
+def test_states_that_were_offloaded_are_saved_and_resumed(away, tmp_path):
+    def model(seed: int) -> torch.nn.Module:  # without frozen weights, with which DeepSpeed's offload_states() fails
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+
+    def states(engine: Any) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in values_of(engine).items() if "offload_buffer" not in name}
+
+    def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+        return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+    engine = by_deepspeed("Adam", model(0))  # offload_states() wants DeepSpeed's own Adam
+    train(engine, 2)
+    at_save = states(engine)
+    engine.offload_states()
+    if not away:
+        engine.reload_states()
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    engine.destroy()
+    engine = by_deepspeed("Adam", model(1))
+    engine.load_checkpoint(str(tmp_path))
+    assert same(states(engine), at_save)
+    train(engine, 2)
+    assert not same(states(engine), at_save)
+    engine.offload_states()
+    engine.reload_states()
+    engine.load_checkpoint(str(tmp_path))  # into an engine whose states were away
+    engine.offload_states()
+    engine.reload_states()
+    assert same(states(engine), at_save)
+    train(engine, 1)
+    engine.destroy()
+
+
+def test_a_checkpoint_that_holds_deepspeeds_scratch_buffers_loads(tmp_path):
+    """Releases before the fix wrote ``exp_avg_offload_buffer`` as an optimizer state."""
+    golden = Path(__file__).resolve().parents[1] / "golden" / "checkpoint_v1_offloaded"
+    text = (golden / "saved" / "manifest.json").read_text()
+    assert "exp_avg_offload_buffer" in text
+    assert verify(str(golden)).ok
+    engine = by_deepspeed("Adam", torch.nn.Linear(3, 2))
+    assert engine.load_checkpoint(str(golden))[0] and engine.global_steps == 2
+    (states,) = engine.optimizer.optimizer.state.values()
+    assert set(states) == {"step", "exp_avg", "exp_avg_sq"} and states["exp_avg"].any()
+    train(engine, 1, width=3)
+    engine.destroy()
+    aggregate(str(golden), str(tmp_path / "model"), what="weights+optimizer")
+    assert "offload_buffer" not in (tmp_path / "model" / "optimizer.json").read_text()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_muon_whose_groups_have_other_states_is_resumed(stage, tmp_path):
+    def states(engine: Any) -> list[set[str]]:
+        return sorted((set(state) for state in engine.optimizer.optimizer.state.values()), key=sorted)
+
+    torch.manual_seed(1)
+    engine = by_deepspeed("Muon", torch.nn.Linear(8, 8), stage)
+    train(engine, 2)
+    kinds = states(engine)
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    train(engine, 2)
+    after = values_of(engine)
+    engine.destroy()
+    engine = by_deepspeed("Muon", torch.nn.Linear(8, 8), stage)
+    assert engine.load_checkpoint(str(tmp_path))[0]
+    assert states(engine) == kinds
+    train(engine, 2)
+    assert not differences(engine, after)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_values_that_a_program_added_to_a_parameter_group_come_back(stage, tmp_path, caplog):
+    engine = made(stage)
+    step(engine, range(2))
+    (group,) = engine.optimizer.param_groups
+    group["plan"] = {"warm": 3, "parts": ["a", ("b", 2)], 5: {1, 2}}
+    group["name"], group["list"] = "encoder", [1, 2.5, None]
+    group["function"] = len
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    (warning,) = [text for text in warnings_of(caplog) if "function" in text]
+    assert "parameter group 0" in warning
+    engine.destroy()
+    engine = made(stage, model=Odd(seed=1))
+    engine.load_checkpoint(str(tmp_path))
+    (group,) = engine.optimizer.param_groups
+    assert group["plan"] == {"warm": 3, "parts": ["a", ("b", 2)], 5: {1, 2}}
+    assert group["name"] == "encoder" and group["list"] == [1, 2.5, None] and "function" not in group
+    engine.destroy()
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

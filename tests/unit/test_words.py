@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path for path in (ROOT / "ort_zero").rglob("*.py") if "ortmodule" not in path.relative_to(ROOT).parts)
 VAGUE = frozenset(("found", "given", "held", "known", "own"))
 """Parts of names that tell what happened to a thing, and not which thing it is."""
+PUBLIC = {("versions.py", "found")}
+"""Names that are keys of a command's JSON."""
 LONGEST = 30
 """Words from which on a sentence is too long."""
 UNCLEAR = re.compile(
@@ -56,7 +58,7 @@ def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_names_and_sentences_are_plain(path):
     tree = ast.parse(path.read_text())
-    wrong = [f"{line}: name {name!r}" for line, name in vague_names(tree)]
+    wrong = [f"{line}: name {name!r}" for line, name in vague_names(tree) if (path.name, name) not in PUBLIC]
     for line, text in docstrings(tree):
         wrong += [f"{line}: {len(one.split())} words: {one[:60]!r}" for one in sentences(text)
                   if len(one.split()) >= LONGEST]  # fmt: skip

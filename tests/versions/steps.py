@@ -135,7 +135,7 @@ STEPS = {
         full=(
             "tests/dist/test_launchers.py",
             "tests/dist/test_checkpoint_frameworks.py",
-            "tests/dist/test_trainer_example.py",
+            "tests/ortmodule/dist/test_trainer_example.py",
         ),
         by_default=False,
     ),

@@ -10,6 +10,7 @@ import torch
 
 from ort_zero.checkpoint.files.scratch import Scratch
 from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
+from ort_zero.checkpoint.format.values import decode_in_json
 from ort_zero.checkpoint.reads.checked_reads import CheckedReader
 from ort_zero.checkpoint.reads.leftovers import Leftovers
 from ort_zero.checkpoint.reads.reading import ReadRequest
@@ -156,4 +157,5 @@ class Conversion:
         """Return the hyper-parameters of parameter group `index` in DeepSpeed's form: tuples instead of lists."""
         assert self.source.optimizer is not None
         options = self.source.optimizer.groups[index].options
-        return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+        decoded = {key: decode_in_json(value) for key, value in options.items()}
+        return {key: tuple(value) if isinstance(value, list) else value for key, value in decoded.items()}

@@ -60,6 +60,27 @@ def encode(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
         ) from None
 
 
+_IN_JSON = "ort_zero.value"
+"""Key of an object in plain JSON whose value :func:`encode` has made."""
+
+
+def encode_in_json(value: Any, where: str) -> dict[str, Any]:
+    """Return a value without tensors as one object of plain JSON; raises as :func:`encode` does."""
+    tensors: list[torch.Tensor] = []
+    encoded = encode(value, where, tensors)
+    if tensors:
+        raise CheckpointError(f"{where} holds tensors within other values")
+    return {_IN_JSON: encoded}
+
+
+def decode_in_json(value: Any) -> Any:
+    """Return the Python value of an object that :func:`encode_in_json` made, also in lists; other values unchanged."""
+    if isinstance(value, list):
+        return [decode_in_json(item) for item in value]
+    is_encoded = isinstance(value, dict) and value.keys() == {_IN_JSON}
+    return decode(value[_IN_JSON], []) if is_encoded else value
+
+
 def decode(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return the Python value of an encoded value.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ort_zero import log
+from ort_zero.checkpoint.format.values import decode_in_json
 from ort_zero.checkpoint.reads.shard_checks import MAX_STEPS
 from ort_zero.checkpoint.records import Source
 from ort_zero.compat.deepspeed_state import EngineState
@@ -112,14 +113,19 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
     settings = OptimizerSettings()
     if not full or optimizer is None or state.base_optimizer() is None:
         return settings
+    stored_names = {tensor.name for tensor in source.tensors if tensor.is_optimizer_state}
+    stored_names.update(*optimizer.scalars.values())
     for flat in state.flats():
         numbers = {}
         parameter = state.name_of_key(flat)
         names = [source.aliases.get(n, n) for n in ([parameter] if parameter else (s.name for s in flat.spans))]
         for key, by_name in optimizer.scalars.items():
             values = {by_name[name] for name in names if name in by_name}
-            if not values and not parameter:
-                values = set(by_name.values())  # a buffer of padding alone counts the same steps as the others
+            if not values and not parameter:  # a buffer of padding alone, or a group that is new since the save
+                group = [source.aliases.get(name, name) for name in state.group_names()[flat.group]]
+                values = {by_name[name] for name in group if name in by_name}
+                if not values and stored_names.isdisjoint(group):
+                    values = set(by_name.values())  # as if the group had made the steps of the others
             if len(values) > 1:
                 raise CheckpointError(
                     f"{key} differs between the parameters of one group ({sorted(values)[:3]}): they cannot share a "
@@ -143,7 +149,7 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
         for key, value in match.items():
             if _is_number_of_an_optimizer(live.get(key)) and not (_is_number(value) and math.isfinite(value)):
                 raise CorruptCheckpointError(f"{source.root}: {key} of parameter group {index} cannot be {value!r}")
-        settings.options[index] = dict(match)
+        settings.options[index] = {key: decode_in_json(value) for key, value in match.items()}
     return settings
 
 

@@ -15,6 +15,7 @@ from ort_zero.checkpoint.aggregation.aggregation_plan import OPTIMIZER_FORMAT, O
 from ort_zero.checkpoint.files import json_text
 from ort_zero.checkpoint.files.allowed_names import is_plain_name
 from ort_zero.checkpoint.files.storage import CHUNK, Folder, LocalFolder, open_folder
+from ort_zero.checkpoint.format.values import decode_in_json
 from ort_zero.checkpoint.records import MAX_NAMED
 from ort_zero.errors import CheckpointError, CorruptCheckpointError
 from ort_zero.utils.text import shortened
@@ -219,7 +220,8 @@ def _state_dict(
 def _options(
     parameter: torch.nn.Parameter, names: Mapping[torch.nn.Parameter, set[str]], options: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
-    return next((options[name] for name in sorted(names[parameter]) if name in options), None)
+    stored = next((options[name] for name in sorted(names[parameter]) if name in options), None)
+    return stored and {key: decode_in_json(value) for key, value in stored.items()}
 
 
 def _restored(old: Mapping[str, Any], stored: list[Mapping[str, Any] | None]) -> dict[str, Any]:

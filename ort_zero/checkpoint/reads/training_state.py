@@ -14,7 +14,6 @@ from ort_zero.checkpoint.files.storage import Folder
 from ort_zero.checkpoint.format import manifest, values
 from ort_zero.checkpoint.reads.shard_checks import EXTRA_KEYS, MAX_EXTRA_BYTES, is_count
 from ort_zero.checkpoint.records import Source
-from ort_zero.compat.deepspeed_accumulation import at_last_step
 from ort_zero.compat.deepspeed_state import EngineState
 from ort_zero.errors import CorruptCheckpointError
 
@@ -171,7 +170,8 @@ class Restoration:
             self._attributes(scaler, stored["state"])
         counters = dict(saved.counters)
         if "micro_steps" in counters:
-            counters["micro_steps"] = at_last_step(engine, counters["micro_steps"])
+            # as in DeepSpeed: a boundary for whatever accumulation the program sets before the first step
+            counters["micro_steps"] = 0
         self._call(self._state.counters, self._state.set_counters, counters)
         self._attributes(engine, {"loaded_checkpoint_dp_world_size": world_size, "loaded_checkpoint_mp_world_size": 1})
 

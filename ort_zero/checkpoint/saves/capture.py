@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ort_zero import log
 from ort_zero.checkpoint.files import dtypes
 from ort_zero.checkpoint.format import values
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, Optimizer, ParamGroup
@@ -68,7 +69,7 @@ def describe(state: EngineState, exclude_frozen: bool) -> Model:
             '"checkpoint": {"sharded": false}'
         )
     base = state.base_optimizer()
-    options = [{k: _plain(v) for k, v in group.items() if _is_plain(v)} for group in state.group_options()]
+    options = [_stored_options(index, group) for index, group in enumerate(state.group_options())]
     return Model(
         shapes=shapes,
         dtype=dtypes.code_of(state.dtype()),
@@ -113,7 +114,7 @@ def _add_flat(
     for span in flat.spans:
         part = flat.master.narrow(0, span.offset, span.length)
         weights.append(ShardEntry(name=span.name, kind=MASTER, start=span.start, tensor=part))
-    for key, value in state.state_of(flat).items():
+    for key, value in state.existing_state_of(flat).items():
         if key in elementwise:
             whole = value.detach().reshape(-1)
             moments += [
@@ -165,18 +166,36 @@ def _numbers(scaler: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(scaler).items() if v is None or isinstance(v, (bool, int, float))}
 
 
-def _is_plain(value: Any) -> bool:
-    """Return True for a hyper-parameter that JSON can store; the others come from the configuration."""
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, (bool, int, float, str)) or torch.is_tensor(value)
+def _stored_options(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters of a parameter group as JSON values; warn of each that cannot be stored."""
+    options = {}
+    for key, value in group.items():
+        try:
+            options[key] = _plain(value, str(key))
+        except CheckpointError as error:
+            log.get_logger().warning(
+                "%r of the optimizer's parameter group %d is not in the checkpoint, and stays as configured when the "
+                "checkpoint is loaded: %s",
+                key,
+                index,
+                error,
+            )
+    return options
 
 
-def _plain(value: Any) -> Any:
-    """Return a plain hyper-parameter as a JSON value."""
+def _plain(value: Any, key: str) -> Any:
+    """Return the hyper-parameter `key` as a JSON value.
+
+    Raises:
+        CheckpointError: the value, or a part of it, has a type that no checkpoint holds.
+    """
     if torch.is_tensor(value):
         return value.item() if value.numel() == 1 else value.tolist()
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, key) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return values.encode_in_json(value, key)
 
 
 def _model_config(module: torch.nn.Module) -> dict[str, str]:

@@ -62,15 +62,15 @@ class StagedState:
         for span in flat.spans:
             target = master.narrow(0, span.offset - first, span.length)
             yield _request(self._stored[self._name(span.name)], span.start, span.length, target)
-        for kind, by_name in ({} if self._had_no_gradient(flat) else self._moments).items():
-            yield from self._requests_of_state(index, flat, kind, by_name)
+        for kind in self._kinds_of(flat):
+            yield from self._requests_of_state(index, flat, kind, self._moments[kind])
 
     def _requests_of_state(
         self, index: int, flat: Flat, kind: str, by_name: dict[str, Tensor]
     ) -> Iterator[ReadRequest]:
         """Yield the requests for one optimizer state; it starts at zero for parameters without stored state."""
         live = self._state.existing_state_of(flat).get(kind)
-        origin, end = (0, flat.master.numel()) if self._may_replace(flat, live) else _extent(flat)
+        origin, end = (0, flat.master.numel()) if self._may_replace(flat, kind, live) else _extent(flat)
         staged = self._memory.tensor(end - origin, live.dtype if torch.is_tensor(live) else flat.key.dtype)
         self._states[index, kind] = staged
         position = 0
@@ -86,9 +86,11 @@ class StagedState:
             position = offset + span.length
         staged[position:] = 0
 
-    def _may_replace(self, flat: Flat, live: object) -> bool:
+    def _may_replace(self, flat: Flat, kind: str, live: object) -> bool:
         """Return True if a staged tensor may replace the engine's state `live`."""
         if not self._state.states_can_be_replaced() or flat.key.device.type != "cpu":
+            return False
+        if self._state.is_offloaded(flat, kind):  # reload_states() reads DeepSpeed's buffer
             return False
         return live is None or (torch.is_tensor(live) and live.device.type == "cpu" and not live.is_pinned())
 
@@ -99,10 +101,10 @@ class StagedState:
                 if index in self._masters:
                     first, _ = _extent(flat)
                     _copy_spans(self._masters[index], first, flat.master, flat.spans)
-                without = self._had_no_gradient(flat)
-                if self._starts_anew or without:
+                kinds = self._kinds_of(flat)
+                if self._starts_anew or (self._moments and not kinds):
                     self._state.state_of(flat).clear()
-                for kind in () if without else self._moments:
+                for kind in kinds:
                     self._put_state(index, flat, kind)
             for part in self._state.local_parts():
                 if part.name in self._weights:
@@ -118,7 +120,7 @@ class StagedState:
     def _put_state(self, index: int, flat: Flat, kind: str) -> None:
         live = self._state.state_of(flat)
         staged = self._states.get((index, kind))
-        if staged is not None and self._may_replace(flat, live.get(kind)):
+        if staged is not None and self._may_replace(flat, kind, live.get(kind)):
             live[kind] = staged.view(flat.key.shape)
             return
         if kind not in live:
@@ -126,11 +128,18 @@ class StagedState:
         if staged is not None:
             _copy_spans(staged, _extent(flat)[0], live[kind].view(-1), flat.spans)
 
-    def _had_no_gradient(self, flat: Flat) -> bool:
-        """Return True for a parameter of an optimizer without ZeRO that has no state in the checkpoint."""
-        name = self._state.name_of_key(flat)
-        stored = self._moments.values()
-        return name is not None and all(self._name(name) not in by_name for by_name in stored) and bool(stored)
+    def _kinds_of(self, flat: Flat) -> list[str]:
+        """Return the optimizer states to put into a flat buffer.
+
+        Without ZeRO these are the states of the parameter: none if it had no gradient. Under ZeRO these are the states
+        of any parameter of the group, since optimizers such as Muon keep other states for each group. A group that is
+        new since the save gets zeros for all states.
+        """
+        parameter = self._state.name_of_key(flat)
+        names = [parameter] if parameter is not None else self._state.group_names()[flat.group]
+        stored_names = {self._name(name) for name in names}
+        kinds = [kind for kind, by_name in self._moments.items() if not stored_names.isdisjoint(by_name)]
+        return kinds if kinds or parameter is not None else list(self._moments)
 
     def _name(self, name: str) -> str:
         """Return the name under which a parameter is stored."""

@@ -332,6 +332,8 @@ class TracedNode:
         if fitting:
             # of quantile(x, 0.3) the tensor is a double, which the overload for tensors does not take
             return max(fitting, key=lambda found: found.numbers_among(self.inputs))
+        if matched is not None:
+            return matched  # the program itself names a tensor to write into
         raise TypeError(f"{self.name} has no overload for ({', '.join(value.kind for value in self.inputs)})")
 
     def argument(self, name: str) -> TracedValue | None:

@@ -13,7 +13,7 @@ import pytest
 from ort_zero.checkpoint import verify
 from ort_zero.testing.ranks import free_port, run_script_on_ranks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 SCRIPT = "examples/train_trainer.py"
 SMALL = ["--layers", "1", "--hidden", "32", "--seq", "16"]
