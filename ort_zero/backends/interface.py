@@ -17,12 +17,14 @@ class RunningModel(Protocol):
     """The user's module."""
     fallback_reason: str | None
     """The reason why PyTorch runs the model; None while ONNX Runtime does."""
-    announce: Callable[[Any], None] | None
-    """Called once with this object after the first training graph has run; None calls nothing."""
-    graph_recorder: Callable[[Any], Callable[[], None]] | None
+    announce: Any
+    """Called once with this object, when the first training graph has run or PyTorch has taken over; None: nothing."""
+    graph_recorder: Any
     """Called with each new graph while a script is profiled; returns a function to call after each of its runs."""
-    call: Callable[..., Any]
-    """Runs one forward call."""
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The function that runs one forward call; ``ort-zero profile`` puts another one around it."""
 
     def status(self) -> dict[str, Any]:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
@@ -90,9 +92,13 @@ class MemoryPlanOptions:
 class MemoryPlanReport(Protocol):
     """The result of ``ort-zero memory plan``."""
 
-    failed: Sequence[Any]
-    wrong: Sequence[str]
-    """One sentence for each measurement above its budget or off its prediction."""
+    @property
+    def failed(self) -> Sequence[Any]:
+        """The runs of the script that failed."""
+
+    @property
+    def wrong(self) -> Sequence[str]:
+        """One sentence for each measurement above its budget or off its prediction."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values, with the written files under ``"out"`` and ``"plot"``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ort_zero.backends.interface import Backend
@@ -12,4 +12,4 @@ def load() -> Backend:
     """Return the backend; imports neither torch nor onnxruntime."""
     from ort_zero.ortmodule import backend
 
-    return cast("Backend", backend)
+    return backend

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 SECONDS = 5.0
 """Time in seconds that a rank waits for reports from other hosts before it calls their ranks silent."""
-_STORE_SECONDS = 10.0
+STORE_SECONDS = 10.0
 """Time in seconds to wait for an answer of the store."""
 _ENDING_SECONDS = 2.0
 """Time in seconds that a process may take to end after its connections are closed."""
@@ -102,7 +102,7 @@ def _with_missing_ranks(show: Callable[..., Any]) -> Callable[..., Any]:
             print(f"[ort_zero rank {env.rank()} on {socket.gethostname()}] {text}", file=sys.stderr, flush=True)
         else:
             first = (str(error).strip() or "no message").partition("\n")[0]
-            _within(_STORE_SECONDS, lambda: _store_error(f"{kind.__name__}: {masked(first)}"))
+            _within(STORE_SECONDS, lambda: _store_error(f"{kind.__name__}: {masked(first)}"))
 
     return hook
 
@@ -134,9 +134,9 @@ def _within(seconds: float, work: Callable[[], T]) -> T | None:
 def missing_ranks() -> str:
     """Return a sentence that names the ranks that are gone, stopped or silent, as far as this rank can tell.
 
-    Takes up to :data:`SECONDS` if no rank of this host is gone, and :data:`_STORE_SECONDS` more without the store.
+    Takes up to :data:`SECONDS` if no rank of this host is gone, and :data:`STORE_SECONDS` more without the store.
     """
-    sentence = _within(SECONDS + _STORE_SECONDS, lambda: _look())
+    sentence = _within(SECONDS + STORE_SECONDS, lambda: _look())
     if sentence is not None:
         return sentence
     where = f"{os.environ.get('MASTER_ADDR', 'the first host')}:{os.environ.get('MASTER_PORT', '')}"

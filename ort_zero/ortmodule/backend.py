@@ -67,18 +67,18 @@ def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[Runt
     )
 
 
-def connect(runtime: Runtime, engine: Any) -> None:
-    """Give the runtime what is known only once the engine exists: its stage, process group and prefetch window."""
+def connect(running: Any, engine: Any) -> None:
+    """Give a runtime what is known only once the engine exists: its stage, process group and prefetch window."""
     from ort_zero.compat.deepspeed import parameter_offload_of
     from ort_zero.ortmodule.compat import deepspeed_engine
     from ort_zero.ortmodule.runtime.zero3 import prefetch_limits
     from ort_zero.ortmodule.runtime.zero3.kept_weights import KeptWeights
 
     offload = parameter_offload_of(engine)
-    runtime.stage = int(engine.zero_optimization_stage())
+    running.stage = int(engine.zero_optimization_stage())
     if offload is not None:
-        runtime.group = deepspeed_engine.partition_group_of(offload)
-        runtime.kept_weights = KeptWeights(prefetch_limits.limits_of(offload))
+        running.group = deepspeed_engine.partition_group_of(offload)
+        running.kept_weights = KeptWeights(prefetch_limits.limits_of(offload))
         deepspeed_engine.connect_leaf_gradients(engine)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import checkpoint_files
 import fsspec
@@ -18,7 +21,8 @@ from safetensors.torch import load_file
 
 from ort_zero.checkpoint.aggregation import aggregation_ranges, aggregation_stream
 from ort_zero.checkpoint.aggregation.aggregation import aggregate
-from ort_zero.checkpoint.files.storage import LocalFolder, open_folder
+from ort_zero.checkpoint.files.remote_storage import RemoteFolder
+from ort_zero.checkpoint.files.storage import Folder, LocalFolder, open_folder
 from ort_zero.checkpoint.model_files import output_record
 from ort_zero.checkpoint.reads import record_checks
 from ort_zero.checkpoint.records import BUFFER, MASTER, WEIGHT, File, Piece, Tensor
@@ -240,10 +244,43 @@ def test_little_of_a_store_is_read_twice_whoever_writes_what(tmp_path, monkeypat
     assert same(load_file(tmp_path / "out/model.safetensors"), {n: v for (k, n), v in tensors.items() if k == MASTER})
 
 
-def test_remote_failure_leaves_nothing(monkeypatch):
+class FailingStream:
+    """A stream of which one write fails, counted over the writes of all streams."""
+
+    def __init__(self, stream: Any, calls: Iterator[int], number: int, error: BaseException):
+        self._stream, self._calls, self._number, self._error = stream, calls, number, error
+
+    def write(self, data: Any) -> Any:
+        if next(self._calls) == self._number:
+            raise self._error
+        return self._stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def fail_a_write(monkeypatch, kind: type[Folder], error: BaseException, number: int) -> Iterator[int]:
+    """Let a write into a file of weights fail, as the system or the store reports it; return the counter of writes."""
+    calls = itertools.count()
+
+    def failing(method):
+        @contextlib.contextmanager
+        def opened(self, name, *args, **options):
+            with method(self, name, *args, **options) as stream:
+                yield FailingStream(stream, calls, number, error) if "model" in name else stream
+
+        return opened
+
+    for name in ("writing", "writing_from"):
+        monkeypatch.setattr(kind, name, failing(getattr(kind, name)))
+    return calls
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_remote_failure_leaves_nothing(monkeypatch, number):
     fs = fsspec.filesystem("memory")
     write("memory://agg/src")
-    monkeypatch.setattr(aggregation_stream._Writer, "put", _raises(OSError("quota")))
+    fail_a_write(monkeypatch, RemoteFolder, OSError("quota"), number)
     try:
         with pytest.raises(CheckpointError, match="cannot write memory://agg/out/model.safetensors: quota"):
             aggregate("memory://agg/src", "memory://agg/out")
@@ -358,8 +395,9 @@ def test_a_destination_that_cannot_be_written_is_named(shards, tmp_path, capsys,
     assert err.count("\n") == 1 and str(tmp_path / place) in err and "cannot" in err
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(shards, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(aggregation_stream._Writer, "put", _raises(OSError(28, "No space left on device")))
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_full_disk_is_named_and_leaves_nothing(shards, tmp_path, monkeypatch, capsys, number):
+    fail_a_write(monkeypatch, LocalFolder, OSError(28, "No space left on device"), number)
     assert main(["aggregate", str(shards), str(tmp_path / "out")]) == 2
     assert "out/model.safetensors: No space left on device" in capsys.readouterr().err
     assert names(tmp_path / "out") == []
@@ -386,15 +424,7 @@ def test_an_interrupt_leaves_what_was_there(shards, tmp_path, monkeypatch, forma
     aggregate(shards, out, max_shard_size=400)
     before = {name: (out / name).read_bytes() for name in names(out)}
     if moment == "streaming":
-        calls = iter(range(100))
-        put = aggregation_stream._Writer.put
-
-        def interrupted(self, *args):
-            if next(calls) == 5:
-                raise KeyboardInterrupt
-            put(self, *args)
-
-        monkeypatch.setattr(aggregation_stream._Writer, "put", interrupted)
+        fail_a_write(monkeypatch, LocalFolder, KeyboardInterrupt(), 5)
     else:
         monkeypatch.setattr(aggregation_stream, "wait", _raises(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):

@@ -19,7 +19,6 @@ from deepspeed_checkpoints import read
 from deepspeed_states import GROUPS, MASTERS, deepspeed_names, module_values, write
 
 from ort_zero.checkpoint import torch_file
-from ort_zero.checkpoint.deepspeed import pipeline
 from ort_zero.checkpoint.files.storage import open_folder
 from ort_zero.checkpoint.inspection.verification import verify
 from ort_zero.checkpoint.opening import open_checkpoint
@@ -481,7 +480,24 @@ def test_large_numbers_in_names_of_files_cost_nothing(tmp_path):
     shutil.copy(tmp_path / "b" / MODULE, tmp_path / "b" / f"mp_rank_{many}_model_states.pt")
     with pytest.raises(CorruptCheckpointError):
         open_checkpoint(str(tmp_path / "b"))
-    assert pipeline._gaps([many, 1, 2, 4]) == ["0", "3", f"5 to {many - 1}"]
+
+
+def test_layers_of_a_pipeline_without_a_file_are_named_whatever_their_numbers(tmp_path):
+    many = 10**15
+    write(tmp_path / "c", 1, 1)
+    states = torch.load(tmp_path / "c" / MODULE, weights_only=False)
+    (tmp_path / "c" / OPTIMIZER.format(0)).unlink()
+    states |= {"module": None, "optimizer": None, "param_shapes": None, "buffer_names": [], "shared_params": {}}
+    torch.save(states, tmp_path / "c" / MODULE)
+    for number in (many, 1, 2, 4):
+        torch.save({"weight": torch.full((2,), number % 7.0)}, tmp_path / "c" / f"layer_{number:02}-model_states.pt")
+    source = open_checkpoint(str(tmp_path / "c"))
+    assert f"layers 0, 3, 5 to {many - 1} of the pipeline have no file: they have no tensors, or share them" in (
+        source.notes
+    )
+    assert {name: read(source, t).tolist() for name, t in source.weights().items()} == {
+        f"{number}.weight": [number % 7] * 2 for number in (1, 2, 4, many)
+    }
 
 
 def test_experts_of_autoep(tmp_path):

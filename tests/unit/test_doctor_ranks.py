@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,10 +63,23 @@ def test_other_versions_are_named_with_their_ranks():
     ]
 
 
-def test_files_that_differ_or_are_missing_are_named(tmp_path, monkeypatch):
-    (tmp_path / "x").write_text("1")
-    assert doctor_ranks._digest(str(tmp_path / "x")).startswith("xxh3 ")
-    assert doctor_ranks._digest(str(tmp_path / "gone")) == "No such file or directory"
+def test_a_file_is_compared_by_its_content_and_a_missing_one_says_so(tmp_path):
+    names = [str(tmp_path / name) for name in ("x", "same", "other", "gone")]
+    for name, text in zip(names, ("1", "1", "2")):
+        Path(name).write_text(text)
+    (report, *_) = compare(files=[names] * RANKS)
+    first, same, other, gone = (report.facts[f"file {name}"] for name in names)
+    assert report.ok and first.startswith("xxh3 ") and first == same != other
+    assert gone == "No such file or directory"
+
+
+@pytest.mark.skipif(not Path("/proc/thread-self/stat").exists(), reason="no file that differs between threads")
+def test_a_file_that_differs_between_ranks_is_named():
+    name = "/proc/thread-self/stat"
+    for report in compare(files=[[name]] * RANKS):
+        (problem,) = report.problems
+        assert problem.startswith(f"file {name} differs: xxh3 ") and f"file {name}" not in report.facts
+        assert [f"on rank {rank} (" in problem for rank in range(RANKS)] == [True] * RANKS
 
 
 def test_clocks_that_are_apart_are_a_problem(monkeypatch):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
 
 from ort_zero import config
+from ort_zero.backends import registry
 from ort_zero.checkpoint.loads import loading
 from ort_zero.checkpoint.saves import saving
 from ort_zero.compat import deepspeed as ds_compat
+from ort_zero.compat import third_party
 from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import engine_patch
 from ort_zero.utils.patching import PatchSet
@@ -19,6 +20,8 @@ from ort_zero.utils.patching import PatchSet
 LATER_VERSION = """
 class DeepSpeedEngine:
     def __init__(self, args, model, config=None):
+        if model is None:
+            raise ValueError("DeepSpeed takes over")
         self.module = model
 
     def save_checkpoint(self, new_first, save_dir, tag=None, client_state={}, save_latest=True,
@@ -117,13 +120,17 @@ def test_load_checkpoint_follows_the_folder_and_a_new_argument_reaches_deepspeed
     ("local", "sharded", "local_ranks", "refused"),
     [(True, True, "2", True), (True, True, "4", False), (True, False, "2", False), (False, True, "2", False)],
 )
-def test_disks_of_the_hosts_own_are_refused_before_training(monkeypatch, local, sharded, local_ranks, refused):
+def test_disks_of_the_hosts_own_are_refused_before_training(engine, monkeypatch, local, sharded, local_ranks, refused):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
     table = {
         "checkpoint": {"use_node_local_storage": local},
         "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}},
     }
-    expected = pytest.raises(ConfigError, match="one folder that all hosts see") if refused else nullcontext()
-    with expected:
-        engine_patch._refuse_local_storage(table, config.section_of(table))
+    monkeypatch.setitem(registry.patch_sets, "gathers", PatchSet("gathers", ()))  # DeepSpeed itself is not there
+    error, text = (ConfigError, "one folder that all hosts see") if refused else (ValueError, "DeepSpeed takes over")
+    try:
+        with pytest.raises(error, match=text):
+            engine.__init__(None, None, config=table)
+    finally:
+        third_party.unsilence()

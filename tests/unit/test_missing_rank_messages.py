@@ -2,48 +2,68 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from ort_zero import env
 from ort_zero.compat.torch_distributed import is_collective_error
-from ort_zero.distributed import missing_ranks
 
 HERE = socket.gethostname()
+MODULE = "ort_zero.distributed.missing_ranks"
 
 
-class Store(dict):
-    """A store in this process."""
+class SilentStore:
+    """A store on a host that is down: no request is answered before `over` is set, or a minute is over."""
 
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self for key in keys)
+    def __init__(self) -> None:
+        self.over = threading.Event()
 
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self[key]
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self[key] for key in keys]
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: self.over.wait(60)
 
 
 @pytest.fixture
-def store(monkeypatch) -> Store:
-    found = Store()
-    monkeypatch.setattr(missing_ranks, "default_store", lambda: found)
-    monkeypatch.setattr(missing_ranks, "SECONDS", 0.3)
+def module(monkeypatch) -> ModuleType:
+    """Return the module as a new process has it: it knows no store and no ranks yet."""
+    spec = importlib.util.find_spec(MODULE)
+    assert spec is not None and spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    monkeypatch.setattr(fresh, "SECONDS", 0.3)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    return fresh
+
+
+@pytest.fixture
+def store(module, monkeypatch) -> torch.distributed.HashStore:
+    """Return the store of four ranks: this one, one more on this host, and two on another."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(module, "default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    found.set("ort_zero/ranks/at/0", f"{HERE} {os.getpid()}")
-    found.set("ort_zero/ranks/at/1", f"{HERE} {os.getpid()}")
-    found.set("ort_zero/ranks/at/2", "far 12")
-    found.set("ort_zero/ranks/at/3", "far 13")
-    return found
+    store.set("ort_zero/ranks/at/0", f"{HERE} {os.getpid()}")
+    store.set("ort_zero/ranks/at/1", f"{HERE} {os.getpid()}")
+    store.set("ort_zero/ranks/at/2", "far 12")
+    store.set("ort_zero/ranks/at/3", "far 13")
+    return store
+
+
+@pytest.fixture
+def silent() -> Iterator[SilentStore]:
+    store = SilentStore()
+    yield store
+    store.over.set()
 
 
 def ended() -> int:
@@ -52,60 +72,63 @@ def ended() -> int:
     return process.pid
 
 
-def test_a_process_of_this_host_that_is_gone_is_named_at_once(store):
+def test_a_process_of_this_host_that_is_gone_is_named_at_once(module, store):
     gone = ended()
     store.set("ort_zero/ranks/at/1", f"{HERE} {gone}")
-    assert missing_ranks._look() == f"a collective failed: rank 1 ({HERE}, process {gone}) is gone"
-    assert "is gone" in store["ort_zero/ranks/failed/0"].decode()
+    assert module.missing_ranks() == f"a collective failed: rank 1 ({HERE}, process {gone}) is gone"
+    assert "is gone" in store.get("ort_zero/ranks/failed/0").decode()
 
 
-def test_a_process_may_end_a_moment_after_its_connections(store, monkeypatch):
-    monkeypatch.setattr(missing_ranks, "SECONDS", 5.0)
+def test_a_process_may_end_a_moment_after_its_connections(module, store, monkeypatch):
+    monkeypatch.setattr(module, "SECONDS", 5.0)
     process = subprocess.Popen(["sleep", "0.3"])
     store.set("ort_zero/ranks/at/1", f"{HERE} {process.pid}")
-    assert missing_ranks._look() == f"a collective failed: rank 1 ({HERE}, process {process.pid}) is gone"
+    assert module.missing_ranks() == f"a collective failed: rank 1 ({HERE}, process {process.pid}) is gone"
     process.wait()
 
 
-def test_a_rank_that_has_said_why_it_ended_is_quoted(store):
+def test_a_rank_that_has_said_why_it_ended_is_quoted(module, store):
     store.set("ort_zero/ranks/at/1", f"{HERE} {ended()}")
     store.set("ort_zero/ranks/error/1", "MemoryError: no message")
     store.set("ort_zero/ranks/error/3", "RuntimeError: can't allocate memory")
-    text = missing_ranks._look()
+    text = module.missing_ranks()
     assert "process" in text and "failed: MemoryError: no message" in text and "is gone" not in text
     assert "rank 3 (far, process 13) failed: RuntimeError: can't allocate memory" in text
 
 
-def test_ranks_of_other_hosts_say_what_they_see(store):
+def test_ranks_of_other_hosts_say_what_they_see(module, store):
     store.set("ort_zero/ranks/failed/2", "rank 3 (far, process 13) is gone")
-    assert missing_ranks._look() == (
+    assert module.missing_ranks() == (
         "a collective failed: rank 2 (far, process 12) says: rank 3 (far, process 13) is gone"
     )
 
 
-def test_silent_ranks_of_other_hosts_are_named(store):
+def test_silent_ranks_of_other_hosts_are_named(module, store):
     store.set("ort_zero/ranks/failed/2", "")
-    assert "nothing was heard of rank 3 (far, process 13)" in missing_ranks._look()
+    assert "nothing was heard of rank 3 (far, process 13)" in module.missing_ranks()
     store.set("ort_zero/ranks/failed/3", "")
-    assert "no rank is known to be gone" in missing_ranks._look()
+    assert "no rank is known to be gone" in module.missing_ranks()
 
 
-def test_a_store_that_does_not_answer_is_named(store, monkeypatch):
-    monkeypatch.setattr(missing_ranks, "_STORE_SECONDS", 0)
-    monkeypatch.setattr(missing_ranks, "SECONDS", 0.1)
+def test_a_store_that_does_not_answer_is_named(module, store, silent, monkeypatch):
+    monkeypatch.setattr(module, "STORE_SECONDS", 0)
+    monkeypatch.setattr(module, "SECONDS", 0.1)
     monkeypatch.setenv("MASTER_ADDR", "node0")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setattr(missing_ranks, "_look", lambda: __import__("time").sleep(5))
-    assert missing_ranks.missing_ranks().endswith("does not answer: that host or the network is down")
-    monkeypatch.setattr(missing_ranks, "_noted", [store])
-    monkeypatch.setattr(missing_ranks, "_remembered", {})
-    missing_ranks.remember_ranks()
-    assert missing_ranks.missing_ranks() == (
+    module.note_this_rank()
+    monkeypatch.setattr(module, "default_store", lambda: silent)
+    assert module.missing_ranks().endswith("does not answer: that host or the network is down")
+    module.remember_ranks()
+    assert module.missing_ranks() == (
         "a collective failed, and node0:29500, where the ranks meet, does not answer: that host or the network is "
         "down; on other hosts than this one: rank 2 (far, process 12), rank 3 (far, process 13)"
     )
-    monkeypatch.setattr(missing_ranks, "_NAMED", 1)
-    assert missing_ranks.missing_ranks().endswith(": rank 2 (far, process 12) and 1 more")
+    for number in range(4, 12):
+        store.set(f"ort_zero/ranks/at/{number}", f"far 1{number}")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 12)
+    module.remember_ranks()
+    text = module.missing_ranks()
+    assert ": rank 2 (far, process 12), rank 3 (" in text and text.endswith("rank 9 (far, process 19) and 2 more")
 
 
 @pytest.mark.parametrize(

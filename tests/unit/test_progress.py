@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ort_zero.utils import progress
 from ort_zero.utils.progress import bar, steps_bar
 
 
@@ -82,9 +82,17 @@ def test_long_steps_are_shown_after_a_while_with_a_clock_that_goes_on(monkeypatc
 @pytest.mark.parametrize(("stream", "shown"), [(Terminal(), False), (io.StringIO(), True)], ids=["unwanted", "file"])
 def test_no_thread_is_started_where_nobody_looks(monkeypatch, stream, shown):
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr(progress, "_show", lambda *args: pytest.fail("a bar is drawn"))
+    before = set(threading.enumerate())
     with steps_bar("building", 2, shown=shown, delay=0) as steps:
         steps.begin("one")
         steps.end()
-        time.sleep(0.05)
+        assert set(threading.enumerate()) <= before
     assert stream.getvalue() == "" and steps.done == 1
+
+
+def test_a_thread_that_is_started_on_a_terminal_ends_with_the_bar(monkeypatch):
+    terminal(monkeypatch)
+    before = set(threading.enumerate())
+    with steps_bar("building", 2, delay=100):
+        (started,) = set(threading.enumerate()) - before
+    assert not started.is_alive()

@@ -95,7 +95,7 @@ def flaky(monkeypatch) -> dict[str, Any]:
         return real(self, *args, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
-    monkeypatch.setattr(remote_faults, "_FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(remote_faults, "FIRST_PAUSE", 0.05)
     return state
 
 
@@ -165,16 +165,29 @@ def test_an_upload_holds_what_was_written(monkeypatch, size):
     assert store.objects == {"b/k": content} and upload.tell() == size and not store.ended
 
 
-def test_no_upload_has_more_parts_than_s3_takes(monkeypatch):
-    assert upload_of(Store())._part == CHUNK
-    assert upload_of(Store(), 140 << 30)._part * 10_000 > 140 << 30
-    monkeypatch.setattr(s3_uploads, "CHUNK", 1)
-    monkeypatch.setattr(s3_uploads, "_MAX_PARTS", 20)
-    monkeypatch.setattr(Store, "call_s3", lambda self, method, **options: {"UploadId": "u", "ETag": ""})
-    upload = upload_of(Store())
-    upload.write(bytes(1000))
+def first_part(size: int) -> int:
+    """Return the number of bytes of the first part of an upload of `size` bytes, 0 if unknown."""
+    store = Store()
+    upload = upload_of(store, size)
+    while upload.tell() < 5 * CHUNK:
+        upload.write(bytes(CHUNK))
     upload.finish()
-    assert len(upload._done) <= 20
+    return len(store.parts[1])
+
+
+def test_no_upload_has_more_parts_than_s3_takes(monkeypatch):
+    assert first_part(0) == CHUNK
+    assert first_part(140 << 30) * 10_000 > 140 << 30
+    monkeypatch.setattr(s3_uploads, "CHUNK", 1)
+    monkeypatch.setattr(s3_uploads, "MAX_PARTS", 20)
+    for size in (0, 1000):
+        store = Store()
+        upload = upload_of(store, size)
+        for number in range(100):
+            upload.write(bytes([number] * 10))
+        upload.finish()
+        assert store.objects["b/k"] == bytes(number for number in range(100) for _ in range(10))
+        assert 1 < len(store.parts) <= 20
 
 
 def test_a_completion_that_was_carried_out_and_not_heard_of_is_one(monkeypatch):
@@ -226,7 +239,7 @@ def test_a_reader_brings_little_that_nobody_needs(tmp_path):
 )
 def test_a_store_that_has_never_answered_is_given_up_soon(monkeypatch, known, error, begun_again):
     attempts = Attempts(lambda: False, known)
-    monkeypatch.setattr(remote_faults, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(remote_faults, "FIRST_PAUSE", 0.01)
     assert attempts.again(error)
     monkeypatch.setattr(remote_faults, "PATIENCE_BEFORE_ANSWER", 0.01)
     assert attempts.again(error) is begun_again

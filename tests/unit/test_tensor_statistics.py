@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ort_zero.statistics import rows as layout
 from ort_zero.statistics.collect import tensor_statistics as module
 from ort_zero.statistics.collect.sampling import sampled
-from ort_zero.statistics.collect.tensor_statistics import measure, measure_into, measure_raw
+from ort_zero.statistics.collect.tensor_statistics import measure, measure_into, measure_on_device, measure_raw
 from ort_zero.statistics.records import FIRST
 from ort_zero.statistics.rows import WIDTH, merge, statistics_of
 
@@ -221,15 +223,31 @@ def test_neither_strides_nor_buckets_change_the_values(view, size):
     assert_close(measure_raw(values, size), numpy_row(values))
 
 
-def test_memory_is_bounded_by_the_bucket(monkeypatch):
-    sizes = []
-    convert = module._converted
-    monkeypatch.setattr(module, "_converted", lambda piece, dtype: sizes.append(piece.numel()) or convert(piece, dtype))
-    measure_raw(normal(1000, 1000).t(), 3000)
-    assert sum(sizes) == 1_000_000 and max(sizes) == 3000
-    sizes.clear()
-    measure_raw(torch.zeros(1, dtype=torch.int8).expand(1_000_000))
-    assert sum(sizes) == 1_000_000 and max(sizes) <= 1 << 16
+class Copies(TorchDispatchMode):
+    """The number of elements of each tensor that torch allocates while this is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        inputs = {t.untyped_storage().data_ptr() for t in tree_leaves(args) if isinstance(t, torch.Tensor)}
+        for made in tree_leaves(results):
+            if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in inputs:
+                self.sizes.append(made.untyped_storage().nbytes() // made.element_size())
+        return results
+
+
+def test_memory_is_bounded_by_the_bucket():
+    values = normal(1000, 1000).t()
+    with Copies() as copies:
+        measure_raw(values, 3000)
+    assert sum(copies.sizes) == 1_000_000 and max(copies.sizes) == 3000
+    values = torch.zeros(1, dtype=torch.int8).expand(1_000_000)
+    with Copies() as copies:
+        measure_raw(values)
+    assert sum(copies.sizes) == 1_000_000 and max(copies.sizes) <= 1 << 16
 
 
 def test_more_than_31_bits_of_elements():
@@ -315,31 +333,40 @@ def test_operators_of_torch_agree(view):
     values = VIEWS[view](with_holes(normal(300, 41)))
     for size, offset in ((module.BUCKET, 0), (5000, 4096 * 3), (997, 70_001)):
         row = np.empty(WIDTH)
-        module._by_torch(row, values, size, offset)
+        measure_on_device(row, values, size, offset)
         assert_close(row, numpy_row(values, offset), 1e-12)
 
 
 @pytest.mark.parametrize("values", (torch.empty(0), torch.full((9,), math.nan), torch.tensor(1 + 2j)), ids=str)
 def test_operators_of_torch_agree_on_little(values):
     row = np.empty(WIDTH)
-    module._by_torch(row, values, 4, 0)
+    measure_on_device(row, values, 4, 0)
     np.testing.assert_allclose(row, measure_raw(values), rtol=1e-12)
 
 
-def test_devices_are_told_apart(monkeypatch):
+def test_devices_are_told_apart():
     class Elsewhere(torch.Tensor):
         """Says that it is not on the CPU."""
 
         is_cpu = False
 
-    called = []
-    monkeypatch.setattr(module, "_values", lambda tensor: tensor)
-    monkeypatch.setattr(module, "_by_torch", lambda row, tensor, size, offset: called.append(size))
-    values = normal(50, 200).as_subclass(Elsewhere)
-    measure_raw(values, 30)
-    assert called == [30]
-    assert_close(measure_raw(values, 4000, on_cpu=True), numpy_row(normal(50, 200)))
-    assert called == [30]
+        def as_subclass(self, kind):
+            return self
+
+    plain = normal(5000, 20)
+    values, wanted = plain.as_subclass(Elsewhere), numpy_row(plain)
+    with Copies() as copies:
+        there = measure_raw(values, 5000)
+    with Copies() as whole:
+        assert_close(measure_raw(values), wanted, 1e-12)  # operators of torch sum in float64
+    assert_close(there, wanted, 1e-12)
+    assert max(copies.sizes) < 20_000 < 100_000 <= max(whole.sizes)
+    here = measure_raw(values, 5000, on_cpu=True)
+    assert_close(here, wanted)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_close(here, wanted, 1e-12)  # the kernels sum blocks in float32
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_close(measure_raw(plain, 5000), wanted, 1e-12)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float64, torch.float16), ids=str)
@@ -460,24 +487,31 @@ def test_threads_do_not_share_state():
     assert not failed
 
 
-def test_works_without_a_place_for_machine_code(monkeypatch):
-    import numba
+WITHOUT_CACHE = """
+import sys
+import numba
+jit, refused = numba.njit, []
+def refusing(*args, cache=False, **kwargs):
+    if cache:
+        refused.append(args)
+        raise RuntimeError("cannot cache function: no locator available")
+    return jit(*args, **kwargs)
+numba.njit = refusing
+import numpy as np
+import torch
+from ort_zero.statistics.collect.tensor_statistics import measure_raw
+np.save(sys.argv[2], measure_raw(torch.load(sys.argv[1], weights_only=True)))
+sys.exit(not refused)
+"""
 
-    jit = numba.njit
-    refused = []
 
-    def refusing(*args, cache=False, **kwargs):
-        if cache:
-            refused.append(args)
-            raise RuntimeError("cannot cache function: no locator available")
-        return jit(*args, **kwargs)
-
-    measure_raw(normal(3))
-    monkeypatch.setattr(numba, "njit", refusing)
-    monkeypatch.setattr(module, "_kernels", {})
+def test_works_without_a_place_for_machine_code(tmp_path):
     values = normal(5000).bfloat16()
-    assert_close(measure_raw(values), numpy_row(values))
-    assert refused
+    torch.save(values, tmp_path / "values.pt")
+    command = [sys.executable, "-c", WITHOUT_CACHE, str(tmp_path / "values.pt"), str(tmp_path / "row.npy")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert_close(np.load(tmp_path / "row.npy"), numpy_row(values))
 
 
 def test_importing_does_not_import_numba():

@@ -15,9 +15,9 @@ from ort_zero.checkpoint.files.dtypes import itemsize
 from ort_zero.checkpoint.records import Piece, Tensor
 from ort_zero.errors import CheckpointError
 
-_MAX_PIECES_KEPT = 10_000
+MAX_PIECES_KEPT = 10_000
 """Maximum number of pieces of a tensor that stay in memory for its whole lifetime."""
-_TENSORS_KEPT = 32
+TENSORS_KEPT = 32
 """Number of recently used tensors with more pieces that stay in memory; more than the number of working threads."""
 
 
@@ -145,7 +145,7 @@ def joined(parts: Sequence[Tensor], split: Split) -> Tensor:
         if sum(block.elements for block in split.blocks if block.rank == rank) > part.elements:
             raise ValueError(f"rank {rank}'s part of the shape {list(part.shape)} is too small")
     pieces: Sequence[Piece] = _pieces(parts, split)
-    if len(pieces) > _MAX_PIECES_KEPT:
+    if len(pieces) > MAX_PIECES_KEPT:
         pieces = PiecesOnDemand(tuple(parts), split)
     return replace(parts[0], shape=split.shape, pieces=pieces)
 
@@ -214,7 +214,7 @@ class PiecesOnDemand(Sequence[Piece]):
             self._cached = pieces = _pieces(self._parts, self._split)
             with self._lock:
                 self._recently_used[id(self)] = self
-                while len(self._recently_used) > _TENSORS_KEPT:
+                while len(self._recently_used) > TENSORS_KEPT:
                     self._recently_used.popitem(last=False)[1]._cached = None
         return pieces
 

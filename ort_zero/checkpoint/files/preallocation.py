@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import functools
 import os
 import sys
 from typing import Any
@@ -41,7 +40,6 @@ def reserve_blocks(descriptor: int, offset: int, size: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-@functools.cache
 def _libc() -> Any:
     """Return the C library, None if the system has no ``fallocate`` or other sizes of C types."""
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_long) != 8:

@@ -16,7 +16,7 @@ PATIENCE = 60.0
 """Seconds after the begin of an operation in which it is retried; the last try may take longer."""
 PATIENCE_BEFORE_ANSWER = 5.0
 """The same in seconds for a store that never answered: its address may be wrong."""
-_FIRST_PAUSE, _MAX_PAUSE = 0.5, 8.0
+FIRST_PAUSE, _MAX_PAUSE = 0.5, 8.0
 """Seconds before the second try, and maximum seconds before a later try."""
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken", "401"}
 _DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "400", "403"}
@@ -47,7 +47,7 @@ class Attempts:
         self._renewed = False
         self._answered = answered
         self._begin = time.monotonic()
-        self._pause = _FIRST_PAUSE
+        self._pause = FIRST_PAUSE
 
     def again(self, error: BaseException) -> bool:
         """Return True if the operation is to be retried, after a pause if the store needs one."""

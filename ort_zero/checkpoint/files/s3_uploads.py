@@ -14,7 +14,8 @@ from ort_zero.checkpoint.files.folders import CHUNK
 
 AT_ONCE = 4
 """Number of parts of an upload that are sent at a time, with their bytes in memory."""
-_MAX_PARTS = 10_000
+MAX_PARTS = 10_000
+"""Maximum number of parts of an upload that S3 takes."""
 _SECONDS_TO_END = 10
 """Seconds to end a failed upload; the next run ends the uploads that remain."""
 
@@ -33,7 +34,7 @@ class S3Upload(io.RawIOBase):
         super().__init__()
         self._fs, self._path, self._call = fs, path, call
         self._bucket, _, self._key = path.partition("/")
-        self._part = max(CHUNK, -(-size // (_MAX_PARTS // 2) // CHUNK) * CHUNK)
+        self._part = max(CHUNK, -(-size // (MAX_PARTS // 2) // CHUNK) * CHUNK)
         self._grows = not size and not fs.fixed_upload_size
         self._waiting = bytearray()
         self._id: str | None = None
@@ -103,7 +104,7 @@ class S3Upload(io.RawIOBase):
             return self._call(lambda: self._s3("upload_part", PartNumber=number, UploadId=self._id, Body=content))
 
         self._under_way.append((number, _in_thread(upload)))
-        if self._grows and self._begun % (_MAX_PARTS // 10) == 0:
+        if self._grows and self._begun % (MAX_PARTS // 10) == 0:
             self._part *= 2
 
     def _settle_one(self) -> None:

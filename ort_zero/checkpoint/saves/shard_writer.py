@@ -14,12 +14,12 @@ from ort_zero.checkpoint.files.storage import CHUNK, Folder
 from ort_zero.checkpoint.records import MASTER, WEIGHT, File, Piece
 from ort_zero.errors import CheckpointError
 
-_BLOCK = 512 << 10
+BLOCK = 512 << 10
 """Number of bytes that are hashed and written at a time: the kernel copies them from the processor's cache.
 
-A write ends at a multiple of `_BLOCK` in the file: the kernel caches aligned writes to a file in larger pages.
+A write ends at a multiple of `BLOCK` in the file: the kernel caches aligned writes to a file in larger pages.
 """
-_MAX_BUFFERS = 1000
+MAX_BUFFERS = 1000
 """Maximum number of buffers of one write; the kernel accepts 1024."""
 
 
@@ -95,7 +95,7 @@ def write_shard(
                 file_hash.update(block)
                 unwritten.append(block)
                 end += len(block)
-                if end % _BLOCK == 0 or len(unwritten) == _MAX_BUFFERS:
+                if end % BLOCK == 0 or len(unwritten) == MAX_BUFFERS:
                     stream.writelines(unwritten)
                     unwritten = []
             piece = Piece(name, position, entry.nbytes, entry.start, piece_hash.hexdigest())
@@ -126,14 +126,14 @@ def _blocks(tensor: torch.Tensor, position: int) -> Iterator[memoryview]:
 
     Args:
         tensor: the elements.
-        position: bytes from the start of the file; no block crosses a multiple of :data:`_BLOCK` in the file.
+        position: bytes from the start of the file; no block crosses a multiple of :data:`BLOCK` in the file.
     """
     step = tensor.numel() if tensor.device.type == "cpu" else CHUNK // tensor.element_size()
     for start in range(0, tensor.numel(), max(1, step)):
         data = tensor[start : start + step].detach().cpu().view(torch.uint8).numpy().data
         begin = 0
         while begin < len(data):
-            end = begin + _BLOCK - position % _BLOCK
+            end = begin + BLOCK - position % BLOCK
             block = data[begin:end]
             yield block
             begin += len(block)

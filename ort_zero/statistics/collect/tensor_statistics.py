@@ -91,7 +91,7 @@ def measure_into(
         if values.is_cpu or on_cpu or values.device.type == "mps":
             _by_kernel(row, values, bucket_size, offset)
         else:
-            _by_torch(row, values, bucket_size, offset)
+            measure_on_device(row, values, bucket_size, offset)
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,8 +203,11 @@ def _prepared(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
         yield _converted(piece, _kind(piece.dtype))
 
 
-def _by_torch(row: np.ndarray, tensor: torch.Tensor, bucket_size: int, offset: int) -> None:
-    """Measure a tensor on its device with operators of torch in float64, and copy the row to the host at the end."""
+def measure_on_device(row: np.ndarray, tensor: torch.Tensor, bucket_size: int, offset: int) -> None:
+    """Measure a tensor on its device with operators of torch in float64, and copy the row to the host at the end.
+
+    For the arguments see :func:`measure_into`; `tensor` is dense.
+    """
     rows = []
     for piece in _pieces(tensor, max(bucket_size // 2, 1) if tensor.is_complex() else bucket_size):
         values = _converted(_real(piece), torch.float64).view(-1)
