@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from ort_zero.ortmodule.session_profiles import SessionProfiles
 
 _PACKAGE = "onnxruntime.training.ortmodule"
+_UTILS = "onnxruntime.training.utils"
 
 
 def import_hooks(made: Made) -> dict[str, Callable[[Any], None]]:
-    """Return what to call after the import of the first and of the last module of ORTModule's package."""
+    """Return what to call after the imports of modules of onnxruntime-training that need this torch's names."""
 
     def name_exporter(module: Any) -> None:
         from ort_zero.ortmodule import patching
@@ -34,8 +35,24 @@ def import_hooks(made: Made) -> dict[str, Callable[[Any], None]]:
 
         bare_ortmodule.patch_constructor(made)
 
-    # the first module that the package imports, before those that need torch's old names, and the one with the class
-    return {f"{_PACKAGE}._fallback_exceptions": name_exporter, f"{_PACKAGE}.ortmodule": patch_constructor}
+    def patch_ranges(module: Any) -> None:
+        from ort_zero.ortmodule import patching
+
+        patching.patch_ranges()
+
+    def patch_statistics(module: Any) -> None:
+        from ort_zero.ortmodule import patching
+
+        patching.patch_statistics()
+
+    return {
+        # the first module that ORTModule's package imports, before those that need torch's old names
+        f"{_PACKAGE}._fallback_exceptions": name_exporter,
+        f"{_PACKAGE}.ortmodule": patch_constructor,
+        # imported without ORTModule by programs that collect statistics of a plain PyTorch model
+        f"{_UTILS}.torch_profile_utils": patch_ranges,
+        f"{_UTILS}.hooks._statistics_subscriber": patch_statistics,
+    }
 
 
 def refuse(ds_config: Mapping[str, Any]) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from ort_zero.backends import registry
+
+if TYPE_CHECKING:
+    from ort_zero.utils.patching import Patch
 
 _PATCHING = threading.Lock()
 
@@ -24,6 +28,29 @@ def name_exporter_modules() -> None:
     old_names = exporter_modules.patch_set()
     old_names.apply()
     registry.patch_sets["torch.onnx"] = old_names
+
+
+def patch_ranges() -> None:
+    """Let ORT's profiling ranges do nothing on a torch without CUDA; a second call does nothing."""
+    from ort_zero.ortmodule.compat.ortmodule.patches import range_patches
+
+    _apply_once("profiling ranges", range_patches())
+
+
+def patch_statistics() -> None:
+    """Let upstream's collection of statistics name ort_zero's; a second call does nothing."""
+    from ort_zero.ortmodule.compat.ortmodule.patches import statistics_patches
+
+    _apply_once("statistics", statistics_patches())
+
+
+def _apply_once(name: str, patches: tuple[Patch, ...]) -> None:
+    from ort_zero.utils.patching import PatchSet
+
+    if patches and name not in registry.patch_sets:
+        wanted = PatchSet(name, patches)
+        wanted.apply()
+        registry.patch_sets[name] = wanted
 
 
 def patch_ortmodule() -> None:
@@ -55,6 +82,7 @@ def _patch_ortmodule() -> None:
     old_names.apply()
     try:
         ortmodule.import_ortmodule()
+        patch_ranges()
         wanted = PatchSet(
             "onnxruntime",
             (

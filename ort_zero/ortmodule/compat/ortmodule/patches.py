@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from ort_zero import log
 from ort_zero.ortmodule.compat.ortmodule.functions import SYMBOLICS, contiguous, with_all_gradients
 from ort_zero.ortmodule.compat.ortmodule.loading import PACKAGE
 from ort_zero.ortmodule.compat.ortmodule.runner import current_runner, runner_of, running
@@ -19,7 +20,10 @@ from ort_zero.utils.patching import Patch, defined_in
 
 _GRAPH = ("_execution_agent", "_graph_info", "_gradient_map")
 """Attributes of the manager that upstream's backward reads."""
-_NVTX = "onnxruntime.training.utils.torch_profile_utils"
+RANGES = "onnxruntime.training.utils.torch_profile_utils"
+"""Module of the functions that begin and end a profiling range."""
+STATISTICS = "onnxruntime.training.utils.hooks._statistics_subscriber"
+"""Module of upstream's own collection of statistics."""
 
 
 def patches() -> tuple[Patch, ...]:
@@ -83,16 +87,41 @@ def _patch(target: str, build: Callable, why: str) -> Patch:
 
 
 def _patches_without_cuda() -> tuple[Patch, ...]:
-    """Return the patches of what asks torch for CUDA: ORT's profiling ranges, and the name of a device."""
+    """Return the patch of the function that asks torch for CUDA to name a device."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ()
+    why = "names of devices on a torch without CUDA"
+    return (_patch(f"{PACKAGE}._utils:get_device_str", _patch_get_device_str, why),)
+
+
+def range_patches() -> tuple[Patch, ...]:
+    """Return the patches of ORT's profiling ranges, which its hooks and ORTModule share; none where torch has CUDA."""
     import torch
 
     if torch.cuda.is_available():
         return ()
     why = "profiling ranges on a torch without NVTX"
-    return (
-        *(_patch(f"{_NVTX}:torch_nvtx_range_{way}", _patch_nvtx_range, why) for way in ("push", "pop")),
-        _patch(f"{PACKAGE}._utils:get_device_str", _patch_get_device_str, "names of devices on a torch without CUDA"),
-    )
+    return tuple(_patch(f"{RANGES}:torch_nvtx_range_{way}", _patch_nvtx_range, why) for way in ("push", "pop"))
+
+
+def statistics_patches() -> tuple[Patch, ...]:
+    """Return the patch that names ort_zero's statistics to programs that use those of onnxruntime-training."""
+    why = "one line names ort_zero.hooks"
+    return (_patch(f"{STATISTICS}:StatisticsSubscriber.__init__", _patch_statistics_subscriber, why),)
+
+
+def _patch_statistics_subscriber(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        log.get_logger().info(
+            "these statistics are those of onnxruntime-training 1.19.2; ort_zero.hooks has GlobalSubscriberManager and "
+            "StatisticsSubscriber of its own, with gradients, and `ort-zero stats compare` for what they write"
+        )
+        original(self, *args, **kwargs)
+
+    return __init__
 
 
 def _patch_nvtx_range(original: Callable) -> Callable:
