@@ -88,3 +88,8 @@ def loads_universal_checkpoints(engine: Any) -> bool:
 def world_size_and_stage(engine: Any) -> tuple[int, int]:
     """Return the number of data-parallel ranks of the engine, and its ZeRO stage."""
     return int(engine.seq_dp_world_size), int(engine.zero_optimization_stage())
+
+
+def counts_flops_now(engine: Any) -> bool:
+    """Return True in the step whose operations DeepSpeed's flops profiler counts on rank 0; the same on all ranks."""
+    return engine.flops_profiler_enabled() and engine.global_steps == engine.flops_profiler_profile_step()

@@ -6,7 +6,7 @@ replace the engine's tensors instead of being copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -31,6 +31,7 @@ class StagedState:
         self._stored = source.weights()
         kinds = [t.kind for t in source.tensors if t.is_optimizer_state] if full else []
         self._moments = {kind: source.by_name(kind) for kind in dict.fromkeys(kinds)}
+        self._kinds_of_group: dict[int, list[str]] = {}
         self._starts_anew = full and not kinds
         """True for a checkpoint from before the first step, without optimizer state."""
         self._memory = FilledHostMemory()
@@ -136,10 +137,17 @@ class StagedState:
         new since the save gets zeros for all states.
         """
         parameter = self._state.name_of_key(flat)
-        names = [parameter] if parameter is not None else self._state.group_names()[flat.group]
+        if parameter is not None:
+            return self._kinds_stored_for([parameter])
+        if flat.group not in self._kinds_of_group:
+            names = self._state.group_names()[flat.group]
+            self._kinds_of_group[flat.group] = self._kinds_stored_for(names) or list(self._moments)
+        return self._kinds_of_group[flat.group]
+
+    def _kinds_stored_for(self, names: Sequence[str]) -> list[str]:
+        """Return the optimizer states that the checkpoint holds for any of these parameters."""
         stored_names = {self._name(name) for name in names}
-        kinds = [kind for kind, by_name in self._moments.items() if not stored_names.isdisjoint(by_name)]
-        return kinds if kinds or parameter is not None else list(self._moments)
+        return [kind for kind, by_name in self._moments.items() if not stored_names.isdisjoint(by_name)]
 
     def _name(self, name: str) -> str:
         """Return the name under which a parameter is stored."""

@@ -27,12 +27,15 @@ EMPTY = "forward with a batch of size 0"
 SHARED = "forward with arguments that share memory"
 TRANSFORMED = "forward in a transform of torch.func"
 REPLACED = "forward with the parameters of functional_call"
+PROFILED = "forward under DeepSpeed's flops profiler"
+"""Key of the calls whose operations DeepSpeed counts, by hooks that no graph calls."""
 UNINITIALIZED = "forward that initializes parameters"
 _WHOLE_CALLS = {
     EMPTY: "batches of size 0 are run by PyTorch",
     SHARED: "arguments that share memory, where the forward changes one in place, are run by PyTorch",
     TRANSFORMED: "calls in torch.func's transforms (vmap, grad, jvp) are run by PyTorch",
     REPLACED: "calls for which functional_call replaces parameters are run by PyTorch",
+    PROFILED: "the step that DeepSpeed's flops profiler counts is run by PyTorch, whose operations it knows",
     UNINITIALIZED: "the first call initializes lazy modules and is run by PyTorch",
 }
 """The messages about the calls of the engine that PyTorch runs as a whole, by what stands for the method in counts."""

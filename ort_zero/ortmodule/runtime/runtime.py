@@ -102,6 +102,8 @@ class Runtime:
         self.group: Any = None
         """Process group of the ranks that share the model; None for the default one."""
         self.kept_weights = KeptWeights()
+        self.is_profiled: Callable[[], bool] = lambda: False
+        """Whether DeepSpeed counts the operations of this step, which PyTorch runs then on all ranks."""
         self.ranks = RankAgreement(fallback=config.fallback == "warn" or self._divides)
         self.sums: GradientSums = part_of.sums if part_of is not None else GradientSums(self.ranks.agree_on_backward)
         self.fallback_reason: str | None = None
@@ -167,8 +169,8 @@ class Runtime:
             return run_in_torch()
         if self.submodule_graphs is not None:
             return run_divided(self, self.submodule_graphs, run_in_torch)
-        # under ZeRO-3 the other ranks wait for the collectives of the graph
-        why = whole_calls.reason_in_state(self.module, first=self._module_guard is None) if self.stage != 3 else None
+        first, profiled = self._module_guard is None, self.is_profiled()
+        why = whole_calls.reason_in_state(self.module, self.stage, first=first, profiled=profiled)
         if why is not None:
             return self._run_call_in_torch(run_in_torch, why)
         manager = managers[self.wants_gradients(args, kwargs)]

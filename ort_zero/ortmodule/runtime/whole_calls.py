@@ -11,17 +11,23 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ort_zero.ortmodule.compat.torch_transforms import in_transform
-from ort_zero.ortmodule.runtime.calls_in_torch import EMPTY, TRANSFORMED, UNINITIALIZED
+from ort_zero.ortmodule.runtime.calls_in_torch import EMPTY, PROFILED, TRANSFORMED, UNINITIALIZED
 from ort_zero.ortmodule.runtime.export import pytree
 
 
-def reason_in_state(module: torch.nn.Module, *, first: bool) -> str | None:
+def reason_in_state(module: torch.nn.Module, stage: int, *, first: bool, profiled: bool) -> str | None:
     """Return why PyTorch runs a call whatever its arguments are; None where nothing is in the way of a graph.
 
     Args:
         module: the user's module.
+        stage: ZeRO stage of the engine.
+        profiled: whether DeepSpeed counts the operations of the step, on all ranks alike.
         first: whether no graph has been looked for yet: lazy modules are initialized by their first call.
     """
+    if profiled:
+        return PROFILED
+    if stage == 3:
+        return None  # the other ranks wait for the collectives of the graph
     if in_transform():
         return TRANSFORMED
     if first and any(map(is_lazy, chain(module.parameters(), module.buffers()))):
