@@ -107,14 +107,14 @@ class MemoryPlanReport(Protocol):
         """Return the report as lines no wider than `width` characters; None does not limit them."""
 
 
-Made = Callable[[RunningModel, config.Config], None]
+OnModelWrapped = Callable[[RunningModel, config.Config], None]
 """Called with a model that a user's own code wrapped in an ORTModule, and with the model's configuration."""
 
 
 class Backend(Protocol):
     """An engine that runs PyTorch models in ONNX Runtime: a Python module with these functions."""
 
-    def import_hooks(self, made: Made) -> dict[str, Callable[[Any], None]]:
+    def import_hooks(self, on_wrapped: OnModelWrapped) -> dict[str, Callable[[Any], None]]:
         """Return the functions to call once a module of ONNX Runtime has been imported, by the module's name."""
 
     def refuse(self, ds_config: Mapping[str, Any]) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # autoload runs at the end of every ``import torch``
-    from ort_zero.utils.patching import PatchSet
+    from ort_zero.utils.patching import Patch, PatchSet
 
 patch_sets: dict[str, PatchSet] = {}
 """The applied patches by name: ``"deepspeed"``, ``"gathers"`` (DeepSpeed's, once an engine has the section),
-``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its constructor), and ``"refused_section"`` where the plugin could
-not be enabled."""
+``"torch.onnx"``, ``"onnxruntime"``, ``"ORTModule"`` (its constructor), ``"profiling ranges"`` and ``"statistics"`` (of
+onnxruntime-training), and ``"refused_section"`` where the plugin could not be enabled."""
+_PATCHING = threading.RLock()
 _runtimes: list[weakref.ref] = []
 """The runtimes of wrapped models, in the order in which the models were wrapped."""
 _not_freed: list[weakref.ref] = []
@@ -52,6 +55,27 @@ def unregister(runtime: Any) -> None:
 def runtimes() -> list[Any]:
     """Return the runtimes of the living models that run in ONNX Runtime, the newest one last."""
     return [runtime for ref in _runtimes if (runtime := ref()) is not None]
+
+
+def apply(name: str, make: Callable[[], Iterable[Patch]]) -> None:
+    """Apply a set of patches, all or nothing, unless a set of that name is applied; threads may call side by side.
+
+    Args:
+        name: name of the set, a key of :data:`patch_sets`.
+        make: makes the patches.
+
+    Raises:
+        PatchError: a target has an unknown shape, or another library patched it.
+    """
+    from ort_zero.utils.patching import PatchSet
+
+    if name in patch_sets:
+        return
+    wanted = PatchSet(name, tuple(make()))  # imports the targets: not under the lock, which an import hook may want
+    with _PATCHING:
+        if name not in patch_sets:
+            wanted.apply()
+            patch_sets[name] = wanted
 
 
 def restore(*names: str) -> None:

@@ -13,7 +13,7 @@ from ort_zero.errors import ConfigError
 
 if TYPE_CHECKING:
     from ort_zero import config
-    from ort_zero.backends.interface import Examination, Made, MemoryPlanOptions
+    from ort_zero.backends.interface import Examination, MemoryPlanOptions, OnModelWrapped
     from ort_zero.ortmodule.compat.extensions import BuildReport
     from ort_zero.ortmodule.recompute.plan_report import PlanReport
     from ort_zero.ortmodule.runtime.runtime import Runtime
@@ -23,7 +23,7 @@ _PACKAGE = "onnxruntime.training.ortmodule"
 _UTILS = "onnxruntime.training.utils"
 
 
-def import_hooks(made: Made) -> dict[str, Callable[[Any], None]]:
+def import_hooks(on_wrapped: OnModelWrapped) -> dict[str, Callable[[Any], None]]:
     """Return what to call after the imports of modules of onnxruntime-training that need this torch's names."""
 
     def name_exporter(module: Any) -> None:
@@ -34,7 +34,7 @@ def import_hooks(made: Made) -> dict[str, Callable[[Any], None]]:
     def patch_constructor(module: Any) -> None:
         from ort_zero.ortmodule import bare_ortmodule
 
-        bare_ortmodule.patch_constructor(made)
+        bare_ortmodule.patch_constructor(on_wrapped)
 
     def patch_ranges(module: Any) -> None:
         from ort_zero.ortmodule import patching

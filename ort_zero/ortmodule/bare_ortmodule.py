@@ -9,33 +9,30 @@ from typing import Any
 
 from ort_zero import config, log
 from ort_zero.backends import registry
-from ort_zero.backends.interface import Made
+from ort_zero.backends.interface import OnModelWrapped
 from ort_zero.compat import versions
 from ort_zero.errors import ExportError
 from ort_zero.ortmodule import patching
 from ort_zero.ortmodule.compat import torch_ddp
 from ort_zero.ortmodule.compat.ortmodule import bare
 from ort_zero.ortmodule.compat.ortmodule.fallback import Fallback
-from ort_zero.utils.patching import PatchSet
 
 
-def patch_constructor(made: Made) -> None:
+def patch_constructor(on_wrapped: OnModelWrapped) -> None:
     """Let the constructor of ORTModule, which has been imported, make ORTModules that run on this torch.
 
     Args:
-        made: called with the runtime of each ORTModule, and with its configuration.
+        on_wrapped: called with the runtime of each ORTModule, and with its configuration.
 
     Raises:
         UnsupportedVersionError: a version is out of range.
     """
     versions.require("ort")
-    wanted = PatchSet("ORTModule", (bare.constructor_patch(functools.partial(_make, made)), bare.extensions_patch()))
-    if wanted.name not in registry.patch_sets:
-        wanted.apply()
-        registry.patch_sets[wanted.name] = wanted
+    make = functools.partial(_make, on_wrapped)
+    registry.apply("ORTModule", lambda: (bare.constructor_patch(make), bare.extensions_patch()))
 
 
-def _make(made: Made, wrapper: Any, module: Any, debug_options: Any) -> None:
+def _make(on_wrapped: OnModelWrapped, wrapper: Any, module: Any, debug_options: Any) -> None:
     """Initialize an ORTModule of a user, and give it its runtime."""
     patching.patch_ortmodule()
     if torch_ddp.is_ddp(module):
@@ -50,7 +47,7 @@ def _make(made: Made, wrapper: Any, module: Any, debug_options: Any) -> None:
         ortmodule=config.OrtModuleConfig(log_level=options.level, cache_dir=options.cache_dir, split="off"),
         memory=_memory_of(options),
     )
-    made(attach_to(wrapper, module, section, keeps_checkpointing=options.keeps_checkpointing), section)
+    on_wrapped(attach_to(wrapper, module, section, keeps_checkpointing=options.keeps_checkpointing), section)
 
 
 def _wrap_inside(wrapper: Any, ddp: Any, debug_options: Any) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
 from ort_zero.backends import registry
-
-if TYPE_CHECKING:
-    from ort_zero.utils.patching import Patch
 
 _PATCHING = threading.Lock()
 
@@ -34,23 +30,14 @@ def patch_ranges() -> None:
     """Let ORT's profiling ranges do nothing on a torch without CUDA; a second call does nothing."""
     from ort_zero.ortmodule.compat.ortmodule.patches import range_patches
 
-    _apply_once("profiling ranges", range_patches())
+    registry.apply("profiling ranges", range_patches)
 
 
 def patch_statistics() -> None:
     """Let upstream's collection of statistics name ort_zero's; a second call does nothing."""
     from ort_zero.ortmodule.compat.ortmodule.patches import statistics_patches
 
-    _apply_once("statistics", statistics_patches())
-
-
-def _apply_once(name: str, patches: tuple[Patch, ...]) -> None:
-    from ort_zero.utils.patching import PatchSet
-
-    if patches and name not in registry.patch_sets:
-        wanted = PatchSet(name, patches)
-        wanted.apply()
-        registry.patch_sets[name] = wanted
+    registry.apply("statistics", statistics_patches)
 
 
 def patch_ortmodule() -> None:

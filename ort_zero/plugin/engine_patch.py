@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +16,8 @@ from ort_zero.distributed import lone_failures
 from ort_zero.distributed.missing_ranks import note_this_rank, remember_ranks
 from ort_zero.errors import CheckpointError, ConfigError
 from ort_zero.plugin import metrics, profiled_script, statistics, summary
-from ort_zero.utils.patching import Patch, PatchSet, defined_in
+from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
-
-_PATCHING = threading.Lock()
 
 
 def _engine_init(original):
@@ -91,11 +88,7 @@ def patch_gathers() -> None:
     """
     from ort_zero.compat import deepspeed_waits
 
-    with _PATCHING:
-        if "gathers" not in registry.patch_sets:
-            wanted = PatchSet("gathers", deepspeed_waits.patches())
-            wanted.apply()
-            registry.patch_sets["gathers"] = wanted
+    registry.apply("gathers", deepspeed_waits.patches)
 
 
 def _refuse_local_storage(ds_config: dict, section: config.Config) -> None:

@@ -125,11 +125,9 @@ def _enable_quietly(module: Any) -> None:
         get_logger().warning("not enabled, DeepSpeed is left as it is: %s", error)
         try:
             from ort_zero.plugin.refused_section import patch
-            from ort_zero.utils.patching import PatchSet
 
-            wanted = PatchSet("refused_section", (patch(str(error)),))
-            wanted.apply()
-            registry.patch_sets[wanted.name] = wanted
+            reason = str(error)
+            registry.apply("refused_section", lambda: (patch(reason),))
         except Exception:  # the engine cannot be patched either: only the warning remains
             get_logger().debug("an enabled section will not be refused", exc_info=True)
 
@@ -161,12 +159,9 @@ def enable() -> None:
         return  # the armed import hook has just called this function
     from ort_zero.distributed import gloo_exit
     from ort_zero.plugin import engine_patch, fp32_patch
-    from ort_zero.utils.patching import PatchSet
     from ort_zero.zero3_hooks import patches as hook_patches
 
-    wanted = PatchSet("deepspeed", (*engine_patch.PATCHES, *hook_patches.patches(), *fp32_patch.patches()))
-    wanted.apply()
-    registry.patch_sets["deepspeed"] = wanted
+    registry.apply("deepspeed", lambda: (*engine_patch.PATCHES, *hook_patches.patches(), *fp32_patch.patches()))
     _state["auto_error"] = None
     gloo_exit.settle_at_exit()
 

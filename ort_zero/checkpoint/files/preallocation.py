@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 _EXT4 = 0xEF53
@@ -30,7 +32,7 @@ def reserve_blocks(descriptor: int, offset: int, size: int) -> None:
     Raises:
         OSError: the disk is too full.
     """
-    libc = _libc() if size >= _MIN_SIZE else None
+    libc = _libc(ctypes.CDLL) if size >= _MIN_SIZE else None
     if libc is None or _type_of_file_system(libc, descriptor) != _EXT4:
         return
     # not os.posix_fallocate, which writes into every block if the file system cannot allocate
@@ -40,11 +42,12 @@ def reserve_blocks(descriptor: int, offset: int, size: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def _libc() -> Any:
-    """Return the C library, None if the system has no ``fallocate`` or other sizes of C types."""
+@functools.cache
+def _libc(load: Callable[..., Any]) -> Any:
+    """Return the C library by its loader, None if the system has no ``fallocate`` or other sizes of C types."""
     if not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_long) != 8:
         return None
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = load(None, use_errno=True)
     if not hasattr(libc, "fallocate"):
         return None
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

@@ -113,6 +113,7 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
     settings = OptimizerSettings()
     if not full or optimizer is None or state.base_optimizer() is None:
         return settings
+    groups = [[source.aliases.get(name, name) for name in names] for names in state.group_names()]
     stored_names = {tensor.name for tensor in source.tensors if tensor.is_optimizer_state}
     stored_names.update(*optimizer.scalars.values())
     for flat in state.flats():
@@ -122,9 +123,8 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
         for key, by_name in optimizer.scalars.items():
             values = {by_name[name] for name in names if name in by_name}
             if not values and not parameter:  # a buffer of padding alone, or a group that is new since the save
-                group = [source.aliases.get(name, name) for name in state.group_names()[flat.group]]
-                values = {by_name[name] for name in group if name in by_name}
-                if not values and stored_names.isdisjoint(group):
+                values = {by_name[name] for name in groups[flat.group] if name in by_name}
+                if not values and stored_names.isdisjoint(groups[flat.group]):
                     values = set(by_name.values())  # as if the group had made the steps of the others
             if len(values) > 1:
                 raise CheckpointError(
@@ -137,9 +137,8 @@ def optimizer_settings(state: EngineState, source: Source, full: bool) -> Optimi
                 numbers[key] = value
         settings.numbers.append(numbers)
     stored = [(set(group.names), group.options) for group in optimizer.groups]
-    for index, (names, live) in enumerate(zip(state.group_names(), state.group_options(), strict=True)):
-        wanted = {source.aliases.get(name, name) for name in names}
-        match = next((options for group, options in stored if group == wanted), None)
+    for index, (names, live) in enumerate(zip(groups, state.group_options(), strict=True)):
+        match = next((options for group, options in stored if group == set(names)), None)
         if match is None:
             log.get_logger().warning(
                 "the checkpoint has no group of the parameters of group %d, whose hyper-parameters stay as configured",

@@ -1,0 +1,1 @@
+"""Adapt to versions of onnxruntime-training and of torch's TorchScript exporter."""

@@ -1,0 +1,1 @@
+"""Show values of a graph to the subscribers of a model."""

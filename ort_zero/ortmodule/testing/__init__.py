@@ -1,0 +1,1 @@
+"""Help the tests and benchmarks of this engine."""

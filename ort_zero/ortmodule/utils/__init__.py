@@ -1,0 +1,1 @@
+"""Help with Python objects, frames and containers in a trace."""

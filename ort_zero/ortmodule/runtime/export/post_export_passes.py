@@ -263,17 +263,17 @@ def separate_repeated_inputs(model: onnx.ModelProto) -> int:
     and refuses the graph ("Duplicate definition of name (x_grad)"); with two readers it sums them. A cross entropy
     reads no input directly: there the builder crashes.
     """
-    produced = {name for node in model.graph.node for name in node.output}
+    inputs = {given.name for given in model.graph.input}
     nodes, separated = [], 0
     for node in model.graph.node:
-        repeated = [i for i, name in enumerate(node.input) if name and name in node.input[:i] and name not in produced]
-        if "CrossEntropyLoss" in node.op_type and node.input[0] not in produced:
-            repeated.append(0)
-        for i in repeated:
+        indirect = [i for i, name in enumerate(node.input) if name in inputs and name in node.input[:i]]
+        if "CrossEntropyLoss" in node.op_type and node.input[0] in inputs:
+            indirect.append(0)
+        for i in indirect:
             other = f"{node.name or node.output[0]}/ort_zero_input_{i}"
             nodes.append(helper.make_node("Identity", [node.input[i]], [other], other))
             node.input[i] = other
-        separated += bool(repeated)
+        separated += bool(indirect)
         nodes.append(node)
     if separated:
         del model.graph.node[:]
