@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ort_zero.ortmodule.runtime.zero3.prefetch_limits import GatherLimits
 
 from ort_zero.ortmodule.compat.gathered_parameters import PlainParameters
 from ort_zero.ortmodule.onnx_edit import python_op
@@ -24,6 +23,7 @@ from ort_zero.ortmodule.runtime.zero3.gather_reduce import (
 )
 from ort_zero.ortmodule.runtime.zero3.gradient_sums import GradientSums
 from ort_zero.ortmodule.runtime.zero3.kept_weights import KeptWeights
+from ort_zero.ortmodule.runtime.zero3.prefetch_limits import GatherLimits
 from ort_zero.ortmodule.testing.live_elements import LiveElements
 
 F, B = Phase.FORWARD, Phase.BACKWARD
