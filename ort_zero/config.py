@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ort_zero.errors import ConfigError
 
 SECTION = "ort_zero"
+_SHARED = ("exclude", "fallback", "log_level", "save_onnx")
+"""Options of both engines; the section has them, and for older configs also its part ``ortmodule``."""
 
 
 class _Strict(BaseModel):
@@ -57,6 +59,19 @@ class OrtModuleConfig(_Strict):
         if value.upper() not in level_names():
             raise ValueError(f"must be one of {', '.join(level_names())}")
         return value.upper()
+
+
+class CompileConfig(_Strict):
+    """The section ``ort_zero.compile``: how the compile backend runs the model."""
+
+    verify: Literal["first", "always", "off"] = "first"
+    """Compare each segment with PyTorch at its first run, at every run, or never."""
+    place: Literal["measured", "ort"] = "measured"
+    """"measured": the faster of ONNX Runtime and PyTorch runs a segment. "ort": ONNX Runtime runs all that it can."""
+    max_unit_elements: int | None = Field(default=None, ge=1)
+    """Maximum number of parameter elements that are gathered together; larger blocks are divided. None: no limit."""
+    reproducers: str | None = None
+    """Folder for reproducers of segments that fail or differ; None is ``ort_zero_reproducers``."""
 
 
 class CheckpointConfig(_Strict):
@@ -137,13 +152,77 @@ class Config(_Strict):
     """The whole ``"ort_zero"`` section."""
 
     enabled: bool = True
+    backend: Literal["auto", "compile", "ortmodule"] = "auto"
+    """The engine: torch.compile with today's onnxruntime, or ORTModule of onnxruntime-training. "auto" is "ortmodule"
+    where onnxruntime-training is installed, else "compile"."""
+    fallback: Literal["raise", "warn"] | None = None
+    """Action after a failed export or compilation. None: ORTModule raises; a unit that cannot be compiled runs in
+    PyTorch, with a warning."""
+    exclude: list[str] = Field(default_factory=list)
+    """Glob patterns of module paths that stay in PyTorch."""
+    log_level: str = "INFO"
+    """DEBUG, VERBOSE, DEVINFO, INFO, WARNING or ERROR."""
+    save_onnx: str | None = None
+    """Folder into which rank 0 writes the graphs as ONNX files; None writes none."""
     ortmodule: OrtModuleConfig = Field(default_factory=OrtModuleConfig)
+    compile: CompileConfig = Field(default_factory=CompileConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     statistics: StatisticsConfig = Field(default_factory=StatisticsConfig)
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     metrics: MetricsConfig = Field(default_factory=MetricsConfig)
     memory_efficient_gradients: bool = False
     """Give each gradient to its parameter as soon as the graph has computed it, as ZeRO-3 always does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share(cls, section: Any) -> Any:
+        """Give the options of both engines one value, whether they stand in the section or below ``ortmodule``."""
+        inner = section.get("ortmodule", {}) if isinstance(section, dict) else None
+        if not isinstance(inner, dict):
+            return section
+        outer = {key: section[key] for key in _SHARED if key in section}
+        for key in _SHARED:
+            if key in outer and key in inner and outer[key] != inner[key]:
+                raise ValueError(
+                    f'"{key}" is {outer[key]!r} in the section and {inner[key]!r} below "ortmodule"; keep one of them'
+                )
+        shared = {key: inner[key] for key in _SHARED if key in inner} | outer
+        given = {key: value for key, value in outer.items() if value is not None}
+        return {**section, **shared, "ortmodule": {**inner, **given}} if shared else section
+
+    def engine(self) -> str:
+        """Return the engine that runs models: "compile" or "ortmodule".
+
+        Raises:
+            ConfigError: the section has keys of the other engine.
+        """
+        from ort_zero.compat.versions import installed
+
+        engine = self.backend
+        if engine == "auto":
+            engine = "compile" if installed("onnxruntime-training") is None else "ortmodule"
+        chosen = f'the backend is "{engine}"' + (
+            "" if self.backend != "auto" else ": onnxruntime-training is not installed"
+        )
+        if engine == "compile":
+            foreign = sorted(self.ortmodule.model_fields_set - {*_SHARED, "enabled"})
+            if foreign:
+                raise ConfigError(
+                    f'{SECTION}.ortmodule.{foreign[0]}: a key of ORTModule, and {chosen}; remove it, or set "backend": '
+                    '"ortmodule"'
+                )
+            if self.memory.recompute != "off" or "checkpointing" in self.memory.model_fields_set:
+                raise ConfigError(
+                    f"{SECTION}.memory: recomputation plans belong to ORTModule, and {chosen}; use "
+                    'gradient_checkpointing=True or torch.utils.checkpoint, or set "backend": "ortmodule"'
+                )
+        elif self.compile.model_fields_set:
+            key = sorted(self.compile.model_fields_set)[0]
+            raise ConfigError(
+                f'{SECTION}.compile.{key}: a key of the compile backend, and the backend is "ortmodule"; remove it, or '
+                'set "backend": "compile"'
+            )
+        return engine
 
     @model_validator(mode="after")
     def _require_ortmodule_for_recompute(self) -> Config:

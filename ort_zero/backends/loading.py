@@ -1,4 +1,4 @@
-"""Find the backend that runs models in ONNX Runtime."""
+"""Find the backends that run models in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ if TYPE_CHECKING:
     from ort_zero.backends.interface import Backend
 
 
-def load() -> Backend:
-    """Return the backend; imports neither torch nor onnxruntime."""
+def load(engine: str = "ortmodule") -> Backend:
+    """Return the backend of an engine, "compile" or "ortmodule"; imports neither torch nor onnxruntime."""
+    if engine == "compile":
+        from ort_zero.compile import backend as compile_backend
+
+        return compile_backend
     from ort_zero.ortmodule import backend
 
     return backend

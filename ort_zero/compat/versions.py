@@ -57,6 +57,13 @@ REQUIREMENTS = (
         needed_for="ort",
     ),
     Requirement(
+        distribution="onnxruntime",
+        specifier=">=1.19",
+        tried=">=1.32,<1.33",
+        cure="pip install 'ort-zero[ort]'",
+        needed_for="compile",
+    ),
+    Requirement(
         distribution="deepspeed",
         specifier=">=0.14.5",
         tried=">=0.19,<0.20",

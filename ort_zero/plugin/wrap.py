@@ -44,7 +44,7 @@ def wrap(model: Any, **section: Any) -> Any:
         return model
     wrapped = model
     if options.ortmodule.enabled:
-        running, wrapped = loading.load().run_alone(model, profiled_script.without_fallback(options))
+        running, wrapped = loading.load(options.engine()).run_alone(model, profiled_script.without_fallback(options))
         report_on(running, options)
     log.set_level(options.ortmodule.log_level, wrapped)
     session = statistics.collect(wrapped, options.statistics)

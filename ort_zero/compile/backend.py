@@ -1,0 +1,94 @@
+"""The compile backend, as :class:`ort_zero.backends.interface.Backend` declares it.
+
+Nothing heavy is imported at module level: the plugin asks for :func:`import_hooks` within ``import torch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ort_zero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ort_zero import config
+    from ort_zero.backends.interface import (
+        Examination,
+        MemoryPlanOptions,
+        MemoryPlanReport,
+        NodeProfiles,
+        OnModelWrapped,
+    )
+    from ort_zero.compile.running_model import CompiledModel
+
+def import_hooks(on_wrapped: OnModelWrapped) -> dict[str, Callable[[Any], None]]:
+    """Return no hooks: plain onnxruntime needs none."""
+    return {}
+
+
+def refuse(ds_config: Mapping[str, Any]) -> None:
+    """Refuse nothing: what ONNX Runtime cannot run, PyTorch runs."""
+
+
+def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[CompiledModel, Any]:
+    """Compile the units of `model` in place for a DeepSpeed engine; return what runs the model, and the model."""
+    from ort_zero.backends import registry
+    from ort_zero.compat import deepspeed_units, versions
+    from ort_zero.compile.running_model import compile_model
+    from ort_zero.compile.settings import Settings
+
+    versions.say_untested(versions.require("compile"))
+    running, units = compile_model(
+        model,
+        Settings(
+            verify=section.compile.verify,
+            place=section.compile.place,
+            save_onnx=section.ortmodule.save_onnx,
+            reproducers=section.compile.reproducers,
+        ),
+        stage=stage,
+        exclude=section.ortmodule.exclude,
+        max_elements=section.compile.max_unit_elements,
+        raises=section.fallback == "raise",
+    )
+    if stage == 3:
+        deepspeed_units.gather_together(unit.module for unit in units)
+    registry.register(running)
+    return running, model
+
+
+def connect(running: Any, engine: Any) -> None:
+    """Note the engine's ZeRO stage."""
+    running.stage = int(engine.zero_optimization_stage())
+
+
+def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:
+    """Compile the units of `model` in place; return what runs the model, and the model."""
+    return run_for_engine(model, section, 0)
+
+
+def node_profiles(prefix: str) -> NodeProfiles:
+    """Have new sessions record their nodes, into files that begin with `prefix`."""
+    from ort_zero.compile.node_profiles import SessionProfiles
+
+    return SessionProfiles(prefix)
+
+
+def build(force: bool) -> Any:
+    """Raise ConfigError: there is nothing to compile."""
+    raise ConfigError("the compile backend has no compiled parts; ort-zero build is for onnxruntime-training")
+
+
+def examine() -> Examination:
+    """Return that nothing of ours needs a compiler."""
+    from ort_zero.backends.interface import Examination
+
+    return Examination(built=True)
+
+
+def plan_memory(options: MemoryPlanOptions, tell: Callable[[int, int, str], None]) -> MemoryPlanReport:
+    """Raise ConfigError: recomputation plans belong to ORTModule."""
+    raise ConfigError(
+        'recomputation plans belong to "backend": "ortmodule"; here use torch.utils.checkpoint or '
+        "gradient_checkpointing=True"
+    )

@@ -1,0 +1,119 @@
+"""Convert activation functions and their gradients, softmax among them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ort_zero.compile.conversion.fragments import MICROSOFT, Builder, NotConvertibleError, Value
+from ort_zero.compile.conversion.registry import converts, overload
+
+aten = torch.ops.aten
+
+
+def _require_float(out: Value) -> None:
+    if not out.dtype.is_floating_point:
+        raise NotConvertibleError("an activation of integers")
+
+
+@converts(aten.relu.default)
+def _relu(b: Builder, out: Value, x: Value) -> Value:
+    _require_float(out)
+    return b.op("Max", x, b.constant(0, x.dtype))
+
+
+@converts(overload("threshold_backward"))
+def _threshold_backward(b: Builder, out: Value, gradient: Value, x: Value, threshold: Any) -> Value:
+    _require_float(out)
+    below = b.op("LessOrEqual", x, b.number(threshold, x.dtype))
+    return b.op("Where", below, b.constant(0, out.dtype), gradient)
+
+
+@converts(aten.gelu.default)
+def _gelu(b: Builder, out: Value, x: Value, approximate: str) -> Value:
+    if approximate == "tanh":
+        return b.op("FastGelu", x, domain=MICROSOFT)
+    return b.op("Gelu", x, approximate=approximate)
+
+
+@converts(aten.gelu_backward.default)
+def _gelu_backward(b: Builder, out: Value, gradient: Value, x: Value, approximate: str) -> Value:
+    raise NotConvertibleError("the gradient of GELU: PyTorch has one kernel for it")
+
+
+@converts(aten.silu.default)
+def _silu(b: Builder, out: Value, x: Value) -> Value:
+    return b.op("QuickGelu", x, domain=MICROSOFT, alpha=1.0)
+
+
+@converts(aten.sigmoid_backward.default)
+def _sigmoid_backward(b: Builder, out: Value, gradient: Value, result: Value) -> Value:
+    slope = b.op("Mul", result, b.op("Sub", b.constant(1, result.dtype), result))
+    return b.op("Mul", gradient, slope)
+
+
+@converts(aten.tanh_backward.default)
+def _tanh_backward(b: Builder, out: Value, gradient: Value, result: Value) -> Value:
+    slope = b.op("Sub", b.constant(1, result.dtype), b.op("Mul", result, result))
+    return b.op("Mul", gradient, slope)
+
+
+@converts(aten.leaky_relu.default)
+def _leaky_relu(b: Builder, out: Value, x: Value, slope: Any) -> Value:
+    _require_float(out)
+    return b.op("LeakyRelu", x, alpha=float(slope))
+
+
+@converts(aten.elu.default)
+def _elu(b: Builder, out: Value, x: Value, alpha: Any, scale: Any, input_scale: Any) -> Value:
+    if scale != 1 or input_scale != 1:
+        raise NotConvertibleError("a scaled ELU")
+    return b.op("Elu", x, alpha=float(alpha))
+
+
+@converts(aten.hardtanh.default)
+def _hardtanh(b: Builder, out: Value, x: Value, low: Any, high: Any) -> Value:
+    _require_float(out)
+    return b.op("Min", b.op("Max", x, b.number(low, x.dtype)), b.number(high, x.dtype))
+
+
+@converts(aten._softmax.default)
+def _softmax(b: Builder, out: Value, x: Value, dim: int, half_to_float: bool) -> Value:
+    if x.rank == 0:
+        raise NotConvertibleError("a softmax without dimensions")
+    return b.op("Softmax", b.cast(x, out.dtype), axis=dim)
+
+
+@converts(aten._log_softmax.default)
+def _log_softmax(b: Builder, out: Value, x: Value, dim: int, half_to_float: bool) -> Value:
+    if x.rank == 0:
+        raise NotConvertibleError("a softmax without dimensions")
+    return b.op("LogSoftmax", b.cast(x, out.dtype), axis=dim)
+
+
+@converts(aten._softmax_backward_data.default)
+def _softmax_backward(b: Builder, out: Value, gradient: Value, result: Value, dim: int, dtype: Any) -> Value:
+    if result.rank == 0:
+        raise NotConvertibleError("a softmax without dimensions")
+    product = b.op("Mul", gradient, result)
+    total = b.reduce("ReduceSum", product, [dim % result.rank], True)
+    return b.op("Sub", product, b.op("Mul", result, total))
+
+
+@converts(aten.erfc.default)
+def _erfc(b: Builder, out: Value, x: Value) -> Value:
+    _require_float(out)
+    return b.op("Sub", b.constant(1, out.dtype), b.op("Erf", b.cast(x, out.dtype)))
+
+
+def _logarithm(name: str, base: float) -> None:
+    @converts(overload(name))
+    def convert(b: Builder, out: Value, x: Value) -> Value:
+        _require_float(out)
+        return b.op("Mul", b.op("Log", b.cast(x, out.dtype)), b.constant(1 / math.log(base), out.dtype))
+
+
+_logarithm("log2", 2)
+_logarithm("log10", 10)

@@ -1,0 +1,302 @@
+"""Convert arithmetic by elements, comparisons, logic and casts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
+from torch._prims_common import elementwise_dtypes
+
+from ort_zero.compile.conversion.fragments import Builder, Dim, NotConvertibleError, Value
+from ort_zero.compile.conversion.registry import converts, overload
+
+aten = torch.ops.aten
+
+
+def promoted(*values: Any, kind: Any = PROMOTION.DEFAULT) -> torch.dtype:
+    """Return the dtype in which PyTorch computes with these tensors and numbers."""
+    stand_ins = [
+        torch.empty((1,) * v.rank, dtype=v.dtype, device="meta")
+        if isinstance(v, Value)
+        else (1 if isinstance(v, Dim) else v)
+        for v in values
+    ]
+    return elementwise_dtypes(*stand_ins, type_promotion_kind=kind)[1]
+
+
+def _refuse_bool(dtype: torch.dtype) -> None:
+    if dtype is torch.bool:
+        raise NotConvertibleError("arithmetic with bool")
+
+
+def _scaled(b: Builder, value: Value, factor: Any, dtype: torch.dtype) -> Value:
+    return value if factor == 1 else b.op("Mul", value, b.number(factor, dtype))
+
+
+def _binary(operator: str, *overloads: Any) -> None:
+    @converts(*overloads)
+    def convert(b: Builder, out: Value, x: Any, y: Any, alpha: Any = 1, *rest: Any) -> Value:
+        _refuse_bool(out.dtype)
+        second = _scaled(b, b.number(y, out.dtype), alpha, out.dtype)
+        return b.op(operator, b.number(x, out.dtype), second)
+
+
+_binary("Add", aten.add.Tensor, aten.add.Scalar)
+_binary("Sub", aten.sub.Tensor, aten.sub.Scalar)
+_binary("Mul", aten.mul.Scalar)
+_binary("Div", aten.div.Tensor, aten.div.Scalar)
+
+
+@converts(aten.mul.Tensor)
+def _multiply(b: Builder, out: Value, x: Any, y: Any) -> Value:
+    if out.dtype is torch.bool:
+        return b.op("And", b.number(x, out.dtype), b.number(y, out.dtype))
+    return b.op("Mul", b.number(x, out.dtype), b.number(y, out.dtype))
+
+
+@converts(aten.rsub.Tensor, aten.rsub.Scalar)
+def _reversed_subtract(b: Builder, out: Value, x: Value, y: Any, alpha: Any) -> Value:
+    _refuse_bool(out.dtype)
+    return b.op("Sub", b.number(y, out.dtype), _scaled(b, b.number(x, out.dtype), alpha, out.dtype))
+
+
+@converts(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def _divide_rounded(b: Builder, out: Value, x: Any, y: Any, mode: str | None) -> Value:
+    if not out.dtype.is_floating_point:
+        raise NotConvertibleError("a rounded division of integers")
+    quotient = b.op("Div", b.number(x, out.dtype), b.number(y, out.dtype))
+    if mode == "floor":
+        raise NotConvertibleError("a division rounded down")
+    return _truncated(b, quotient) if mode == "trunc" else quotient
+
+
+def _extreme(operator: str, name: str) -> None:
+    @converts(overload(name))
+    def convert(b: Builder, out: Value, x: Value, y: Value) -> Value:
+        _refuse_bool(out.dtype)
+        return b.op(operator, b.cast(x, out.dtype), b.cast(y, out.dtype))
+
+
+_extreme("Max", "maximum")
+_extreme("Min", "minimum")
+
+
+@converts(aten.pow.Tensor_Scalar)
+def _power(b: Builder, out: Value, x: Value, exponent: Any) -> Value:
+    if not out.dtype.is_floating_point:
+        raise NotConvertibleError("a power of integers")
+    base = b.cast(x, out.dtype)
+    if exponent == 2:
+        return b.op("Mul", base, base)
+    if exponent == 3:
+        return b.op("Mul", base, b.op("Mul", base, base))
+    if exponent == 0.5:
+        return b.op("Sqrt", base)
+    if exponent == -1:
+        return b.op("Reciprocal", base)
+    return b.op("Pow", base, b.number(exponent, out.dtype))
+
+
+@converts(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def _power_of_tensors(b: Builder, out: Value, x: Any, y: Any) -> Value:
+    if not out.dtype.is_floating_point:
+        raise NotConvertibleError("a power of integers")
+    return b.op("Pow", b.number(x, out.dtype), b.number(y, out.dtype))
+
+
+# -- comparisons and logic ---------------------------------------------------------------------------------------------
+
+
+def _comparison(operator: str, name: str, negated: bool = False) -> None:
+    @converts(overload(name, "Tensor"), overload(name, "Scalar"))
+    def convert(b: Builder, out: Value, x: Value, y: Any) -> Value:
+        if isinstance(y, float) and not x.dtype.is_floating_point:
+            dtype = torch.get_default_dtype()
+        else:
+            dtype = promoted(x, y)
+        if dtype in (torch.bool, torch.uint8, torch.int8, torch.int16) and operator != "Equal":
+            x, dtype = b.cast(x, torch.int32), torch.int32
+            y = b.cast(y, torch.int32) if isinstance(y, Value) else int(y)
+        result = b.op(operator, b.number(x, dtype), b.number(y, dtype))
+        return b.op("Not", result) if negated else result
+
+
+_comparison("Equal", "eq")
+_comparison("Equal", "ne", negated=True)
+_comparison("Less", "lt")
+_comparison("LessOrEqual", "le")
+_comparison("Greater", "gt")
+_comparison("GreaterOrEqual", "ge")
+
+
+def _logic(operator: str, *names: str, only_bool: bool = False) -> None:
+    overloads = [overload(name, which) for name in names for which in ("default", "Tensor", "Scalar")]
+
+    @converts(*overloads)
+    def convert(b: Builder, out: Value, x: Any, y: Any) -> Value:
+        if out.dtype is not torch.bool:
+            raise NotConvertibleError("logic by bits of integers")
+        return b.op(operator, truth(b, x), truth(b, y))
+
+
+def truth(b: Builder, value: Any) -> Value:
+    """Return True where a number or the elements of a tensor differ from 0."""
+    if not isinstance(value, Value):
+        return b.constant(bool(value), torch.bool)
+    if value.dtype is torch.bool:
+        return value
+    return b.op("Not", b.op("Equal", value, b.constant(0, value.dtype)))
+
+
+_logic("And", "logical_and", "bitwise_and")
+_logic("Or", "logical_or", "bitwise_or")
+_logic("Xor", "logical_xor", "bitwise_xor")
+
+
+@converts(aten.logical_not.default)
+def _not(b: Builder, out: Value, x: Value) -> Value:
+    return b.op("Not", truth(b, x))
+
+
+@converts(aten.bitwise_not.default)
+def _bitwise_not(b: Builder, out: Value, x: Value) -> Value:
+    if x.dtype is not torch.bool:
+        raise NotConvertibleError("logic by bits of integers")
+    return b.op("Not", x)
+
+
+@converts(aten.isnan.default)
+def _is_nan(b: Builder, out: Value, x: Value) -> Value:
+    if not x.dtype.is_floating_point:
+        raise NotConvertibleError("a test of integers for NaN")
+    return b.op("IsNaN", x)
+
+
+@converts(aten.isinf.default)
+def _is_infinite(b: Builder, out: Value, x: Value) -> Value:
+    if not x.dtype.is_floating_point:
+        raise NotConvertibleError("a test of integers for infinity")
+    return b.op("IsInf", x)
+
+
+@converts(aten.where.self)
+def _where(b: Builder, out: Value, condition: Value, x: Value, y: Value) -> Value:
+    return b.op("Where", truth(b, condition), b.cast(x, out.dtype), b.cast(y, out.dtype))
+
+
+@converts(overload("masked_fill", "Scalar"), overload("masked_fill", "Tensor"))
+def _masked_fill(b: Builder, out: Value, x: Value, mask: Value, value: Any) -> Value:
+    return b.op("Where", mask, b.number(value, out.dtype), x)
+
+
+@converts(aten._to_copy.default)
+def _copy_to(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
+    return cast_to(b, x, out.dtype)
+
+
+@converts(overload("convert_element_type"))
+def _convert_type(b: Builder, out: Value, x: Value, dtype: torch.dtype) -> Value:
+    return cast_to(b, x, out.dtype)
+
+
+def cast_to(b: Builder, x: Value, dtype: torch.dtype) -> Value:
+    """Return `x` in another dtype, with PyTorch's rules; NaN and numbers beyond integers' range have none."""
+    if dtype is torch.bool:
+        return truth(b, x)
+    if x.dtype.is_floating_point and not dtype.is_floating_point:
+        raise NotConvertibleError("a cast from floats to integers")
+    return b.cast(x, dtype)
+
+
+# -- functions of one element ------------------------------------------------------------------------------------------
+
+
+def _unary(operator: str, *names: str) -> None:
+    @converts(*map(overload, names))
+    def convert(b: Builder, out: Value, x: Value) -> Value:
+        if not out.dtype.is_floating_point:
+            raise NotConvertibleError("a function of integers")
+        return b.op(operator, b.cast(x, out.dtype))
+
+
+for _operator, _names in {
+    "Exp": ("exp",),
+    "Log": ("log",),
+    "Tanh": ("tanh",),
+    "Erf": ("erf",),
+    "Sigmoid": ("sigmoid",),
+    "Sin": ("sin",),
+    "Cos": ("cos",),
+    "Tan": ("tan",),
+    "Asin": ("asin",),
+    "Acos": ("acos",),
+    "Atan": ("atan",),
+    "Sinh": ("sinh",),
+    "Cosh": ("cosh",),
+    "Asinh": ("asinh",),
+    "Acosh": ("acosh",),
+    "Atanh": ("atanh",),
+    "Sqrt": ("sqrt",),
+    "Reciprocal": ("reciprocal",),
+    "Floor": ("floor",),
+    "Ceil": ("ceil",),
+    "Round": ("round",),
+}.items():
+    _unary(_operator, *_names)
+
+
+def _sign(operator: str, name: str) -> None:
+    @converts(overload(name))
+    def convert(b: Builder, out: Value, x: Value) -> Value:
+        _refuse_bool(out.dtype)
+        return b.op(operator, x)
+
+
+_sign("Neg", "neg")
+_sign("Abs", "abs")
+
+
+@converts(aten.sign.default)
+def _sign_of(b: Builder, out: Value, x: Value) -> Value:
+    _refuse_bool(out.dtype)
+    return b.op("Where", b.op("IsNaN", x), b.constant(0, x.dtype), b.op("Sign", x)) if _floats(x) else b.op("Sign", x)
+
+
+@converts(aten.trunc.default)
+def _truncate(b: Builder, out: Value, x: Value) -> Value:
+    return _truncated(b, x) if _floats(x) else x
+
+
+def _floats(x: Value) -> bool:
+    return x.dtype.is_floating_point
+
+
+def _truncated(b: Builder, x: Value) -> Value:
+    return b.op("Mul", b.op("Sign", x), b.op("Floor", b.op("Abs", x)))
+
+
+@converts(aten.rsqrt.default)
+def _rsqrt(b: Builder, out: Value, x: Value) -> Value:
+    return b.op("Reciprocal", b.op("Sqrt", b.cast(x, out.dtype)))
+
+
+@converts(aten.clamp.default, aten.clamp.Tensor)
+def _clamp(b: Builder, out: Value, x: Value, low: Any, high: Any) -> Value:
+    _refuse_bool(out.dtype)
+    result = b.cast(x, out.dtype)
+    if low is not None:
+        result = b.op("Max", result, b.number(low, out.dtype))
+    if high is not None:
+        result = b.op("Min", result, b.number(high, out.dtype))
+    return result
+
+
+@converts(aten.clamp_min.default, aten.clamp_min.Tensor)
+def _clamp_min(b: Builder, out: Value, x: Value, low: Any) -> Value:
+    return _clamp(b, out, x, low, None)
+
+
+@converts(aten.clamp_max.default, aten.clamp_max.Tensor)
+def _clamp_max(b: Builder, out: Value, x: Value, high: Any) -> Value:
+    return _clamp(b, out, x, None, high)

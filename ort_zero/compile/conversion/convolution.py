@@ -1,0 +1,69 @@
+"""Convert convolutions and pooling; their gradients have no ONNX operator, and PyTorch runs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ort_zero.compile.conversion.fragments import Builder, NotConvertibleError, Size, Value
+from ort_zero.compile.conversion.registry import converts
+
+aten = torch.ops.aten
+
+
+@converts(aten.convolution.default)
+def _convolution(
+    b: Builder,
+    out: Value,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    stride: list[Size],
+    padding: list[Size],
+    dilation: list[Size],
+    transposed: bool,
+    output_padding: list[Size],
+    groups: int,
+) -> Value:
+    if not out.dtype.is_floating_point or x.rank != weight.rank:
+        raise NotConvertibleError("a convolution of integers, or without a batch")
+    spatial = x.rank - 2
+    wide = [values * spatial if len(values) == 1 else values for values in (stride, padding, dilation, output_padding)]
+    attributes: dict[str, Any] = {
+        "strides": wide[0],
+        "pads": [*wide[1], *wide[1]],
+        "dilations": wide[2],
+        "group": groups,
+    }
+    inputs = [x, weight] if bias is None else [x, weight, bias]
+    if transposed:
+        return b.op("ConvTranspose", *inputs, output_padding=wide[3], **attributes)
+    return b.op("Conv", *inputs, **attributes)
+
+
+@converts(aten.avg_pool2d.default)
+def _average_pool(
+    b: Builder,
+    out: Value,
+    x: Value,
+    kernel: list[Size],
+    stride: list[Size],
+    padding: list[Size],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor: int | None,
+) -> Value:
+    if x.rank != 4 or ceil_mode or divisor is not None:
+        raise NotConvertibleError("an average pool with rounded sizes or a divisor of its own")
+    kernel = kernel * 2 if len(kernel) == 1 else kernel
+    stride = (stride * 2 if len(stride) == 1 else stride) or kernel
+    padding = padding * 2 if len(padding) == 1 else padding
+    return b.op(
+        "AveragePool",
+        x,
+        kernel_shape=kernel,
+        strides=stride,
+        pads=[*padding, *padding],
+        count_include_pad=int(count_include_pad),
+    )

@@ -1,0 +1,135 @@
+"""Compile graphs of Dynamo for ONNX Runtime: ``torch.compile(model, backend="ort_zero")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+from ort_zero import env
+from ort_zero.compile import devices, records, sessions
+from ort_zero.compile.agreement import Agreement
+from ort_zero.compile.assembly import Assembled, assemble
+from ort_zero.compile.conversion.fragments import Fragment
+from ort_zero.compile.module_paths import is_below
+from ort_zero.compile.executor import Program, SegmentRunner
+from ort_zero.compile.partition import decompositions, partition
+from ort_zero.compile.plan import Segment, make_plan
+from ort_zero.compile.settings import Settings, from_options
+from ort_zero.compile.sizes import SymbolReader
+from ort_zero.compile.trial import Trial
+
+Compiled = Callable[..., Any]
+
+
+def ort_zero(module: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Compiled:
+    """Compile a graph of Dynamo: the backend that ``torch.compile`` finds under the names ort_zero and onnxrt.
+
+    Args:
+        module: the graph.
+        example_inputs: its inputs.
+        options: see :class:`~ort_zero.compile.settings.Settings`.
+
+    Raises:
+        ConfigError: an unknown option or value.
+    """
+    return Compiler(from_options(options))(module, example_inputs)
+
+
+class Compiler:
+    """Compiles the graphs of one model; Dynamo calls it once for each graph.
+
+    Args:
+        settings: how the model runs.
+        record: gets what was compiled; None for a record of its own.
+        exclude: paths of submodules, from the compiled module on, that stay in PyTorch.
+    """
+
+    def __init__(self, settings: Settings, record: records.ModelRecord | None = None, exclude: Sequence[str] = ()):
+        self.settings = settings
+        self._exclude = tuple(exclude)
+        self.record = record if record is not None else records.ModelRecord()
+        self._agreement = _agreement()
+
+    def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
+        """Return the compiled form of a graph of Dynamo."""
+        number = self.record.next_graph()
+        compiler = aot_autograd(
+            fw_compiler=lambda graph, inputs: self._compile(graph, "forward", number),
+            bw_compiler=lambda graph, inputs: self._compile(graph, "backward", number),
+            inference_compiler=lambda graph, inputs: self._compile(graph, "inference", number),
+            decompositions=decompositions(),
+            partition_fn=partition,
+        )
+        return compiler(module, example_inputs)
+
+    def _compile(self, module: GraphModule, direction: str, number: int) -> Compiled:
+        device = _device_of(module)
+        symbols = SymbolReader([node for node in module.graph.nodes if node.op == "placeholder"])
+        widen = device is not None and devices.computes_in_float32(device)
+
+        def supports(node: torch.fx.Node, fragment: Fragment) -> str | None:
+            if device is None or devices.provider_of(device) is None:
+                return f"ONNX Runtime has no provider for {device}"
+            if not all(symbols.knows(expression) for expression in fragment.sizes.values()):
+                return "a size that the inputs of the graph do not tell"
+            return devices.unsupported(fragment, device)
+
+        def wanted(node: torch.fx.Node) -> bool:
+            return not (self._exclude and is_below(node, self._exclude))
+
+        plan = make_plan(module.graph, widen=widen, supports=supports, wanted=wanted)
+        runners = [
+            self._runner(step, assemble(step, plan.fragments, widen), device, symbols)
+            for step in plan.steps
+            if isinstance(step, Segment) and device is not None
+        ]
+        program = Program(module, plan, runners, symbols)
+        self.record.add(records.graph_record(number, direction, plan, runners))
+
+        note_run = self.record.note_run
+
+        def run(arguments: list[Any]) -> Any:
+            note_run(direction)
+            return program(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd: the list of arguments may be emptied
+        return run
+
+    def _runner(
+        self, segment: Segment, assembled: Assembled, device: torch.device, symbols: SymbolReader
+    ) -> SegmentRunner:
+        session = sessions.session_of(assembled.model, device)
+        trial = _trials.setdefault(
+            (session.key, self.settings.verify, self.settings.place),
+            Trial(session.key, self.settings.verify, self.settings.place),
+        )
+        return SegmentRunner(segment, assembled, session, trial, self._agreement, symbols)
+
+
+_trials: dict[tuple[str, str, str], Trial] = {}
+"""The trial of each unique segment of this process."""
+_agreements: list[Agreement] = []
+
+
+def _agreement() -> Agreement:
+    """Return the decisions of this process's segments."""
+    if not _agreements:
+        folder = env.user_cache_dir()
+        _agreements.append(Agreement(folder / "placements" if folder and env.can_write(folder) else None))
+    return _agreements[0]
+
+
+def _device_of(module: GraphModule) -> torch.device | None:
+    """Return the one device of a graph's tensors; None if there are several or none."""
+    found = {
+        value.device
+        for node in module.graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+    }
+    return found.pop() if len(found) == 1 else None
+
+

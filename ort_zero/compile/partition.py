@@ -1,0 +1,75 @@
+"""Choose what AOTAutograd decomposes, and what a forward keeps for its backward."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx import GraphModule
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ort_zero.compile.conversion.creation import CONSTANTS
+from ort_zero.compile.conversion.views import VIEWS
+
+aten = torch.ops.aten
+_WHOLE = (
+    "_log_softmax",
+    "_log_softmax_backward_data",
+    "_native_batch_norm_legit_functional",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+    "_softmax",
+    "_softmax_backward_data",
+    "embedding_dense_backward",
+    "gelu",
+    "gelu_backward",
+    "native_batch_norm",
+    "native_batch_norm_backward",
+    "native_dropout",
+    "native_dropout_backward",
+    "native_group_norm",
+    "native_group_norm_backward",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "nll_loss_backward",
+    "nll_loss_forward",
+    "sigmoid_backward",
+    "silu",
+    "silu_backward",
+    "slice_backward",
+    "tanh_backward",
+)
+"""Operators that one of the two runtimes has as one kernel: they are not decomposed."""
+
+
+@functools.cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Return torch's core decompositions without those of operators that stay whole."""
+    return {
+        target: function
+        for target, function in core_aten_decompositions().items()
+        if getattr(target, "overloadpacket", target).__name__ not in _WHOLE
+    }
+
+
+def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> tuple[GraphModule, GraphModule]:
+    """Divide a joint graph so that the backward computes nothing again but views and constants, as in eager PyTorch.
+
+    Torch's min-cut then chooses the smallest set of values to keep. A view of a parameter is never kept: the parameter
+    itself is, so that ZeRO-3 can release its memory. Regions of activation checkpointing keep the user's choice.
+    """
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and "recompute" not in node.meta and not _is_free(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+
+
+def _is_free(node: torch.fx.Node) -> bool:
+    if node.target is operator.getitem or node.target in VIEWS or node.target in CONSTANTS:
+        return True
+    return not isinstance(node.meta.get("val"), torch.Tensor)

@@ -1,0 +1,141 @@
+"""Record what was compiled: graphs, segments, operators that PyTorch runs and why, floating-point operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
+
+from ort_zero.compile.plan import Plan, TorchCall
+from ort_zero.compile.trial import Runner, Trial
+
+if TYPE_CHECKING:
+    from ort_zero.compile.executor import SegmentRunner
+
+
+@dataclass(slots=True)
+class SegmentRecord:
+    """One segment of a graph."""
+
+    trial: Trial
+    nodes: int
+    flops: int
+    """Floating-point operations of one run, by torch's counter, with the sizes of the first call."""
+
+    @property
+    def in_ort(self) -> bool:
+        """Whether ONNX Runtime runs the segment."""
+        return self.trial.runner is not Runner.TORCH
+
+
+@dataclass(slots=True)
+class GraphRecord:
+    """One compiled graph."""
+
+    number: int
+    """The number of Dynamo's graph in the model."""
+    direction: str
+    """``forward``, ``backward`` or ``inference``."""
+    segments: list[SegmentRecord]
+    in_torch: Counter[str]
+    """The operators that PyTorch runs between the segments, with their numbers."""
+    reasons: dict[str, str]
+    """Why PyTorch runs each of these operators."""
+    torch_flops: int
+
+
+@dataclass(slots=True)
+class ModelRecord:
+    """What was compiled for one model."""
+
+    graphs: list[GraphRecord] = field(default_factory=list)
+    dynamo_graphs: int = 0
+    runs: Counter[str] = field(default_factory=Counter)
+    """Number of graph runs by direction."""
+    on_first_step: Callable[[], None] | None = None
+    """Called once, when a forward begins after the first backward."""
+
+    def note_run(self, direction: str) -> None:
+        """Count a run of a graph."""
+        self.runs[direction] += 1
+        if direction == "forward" and self.on_first_step is not None and self.runs["backward"]:
+            call, self.on_first_step = self.on_first_step, None
+            call()
+
+    def next_graph(self) -> int:
+        """Return the number of the next graph of Dynamo."""
+        self.dynamo_graphs += 1
+        return self.dynamo_graphs - 1
+
+    def add(self, graph: GraphRecord) -> None:
+        """Add a compiled graph."""
+        self.graphs.append(graph)
+
+    def flop_share(self) -> float | None:
+        """Return the share of floating-point operations that ONNX Runtime runs, of one run of each graph."""
+        ort = sum(s.flops for g in self.graphs for s in g.segments if s.in_ort)
+        total = sum(g.torch_flops + sum(s.flops for s in g.segments) for g in self.graphs)
+        return ort / total if total else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as plain values."""
+        segments = [segment for graph in self.graphs for segment in graph.segments]
+        return {
+            "graphs": len(self.graphs),
+            "dynamo_graphs": self.dynamo_graphs,
+            "segments": len(segments),
+            "segments_in_torch": sum(not segment.in_ort for segment in segments),
+            "runs": sum(trial.runs for trial in {id(s.trial): s.trial for s in segments}.values()),
+            "flop_share": self.flop_share(),
+            "in_torch": dict(sum((graph.in_torch for graph in self.graphs), Counter())),
+            "reasons": {name: why for graph in self.graphs for name, why in graph.reasons.items()},
+            "failed": {s.trial.key: s.trial.reason for s in segments if s.trial.failed},
+        }
+
+
+def graph_record(number: int, direction: str, plan: Plan, runners: Sequence[SegmentRunner]) -> GraphRecord:
+    """Return the record of a planned graph."""
+    inside = {node for runner in runners for node in runner.segment.nodes}
+    calls = [
+        step.node
+        for step in plan.steps
+        if isinstance(step, TorchCall) and step.node in plan.reasons and step.node not in inside
+    ]
+    return GraphRecord(
+        number=number,
+        direction=direction,
+        segments=[
+            SegmentRecord(runner.trial, len(runner.segment.nodes), sum(map(flops_of, runner.segment.nodes)))
+            for runner in runners
+        ],
+        in_torch=Counter(str(node.target) for node in calls),
+        reasons={str(node.target): plan.reasons[node] for node in calls},
+        torch_flops=sum(map(flops_of, calls)),
+    )
+
+
+def flops_of(node: Node) -> int:
+    """Return the floating-point operations of a call, 0 for an operator that torch's counter does not count."""
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+
+    def value(argument: Any) -> Any:
+        return _sized(argument.meta.get("val")) if isinstance(argument, Node) else argument
+
+    arguments = tree_map(value, node.args)
+    return int(count(*arguments, **tree_map(value, dict(node.kwargs)), out_val=tree_map(_sized, node.meta["val"])))
+
+
+def _sized(value: Any) -> Any:
+    """Return a fake tensor with the sizes of the call for which it was traced."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    hints = [size if isinstance(size, int) else size.node.hint for size in value.shape]
+    return torch.empty(hints, dtype=value.dtype, device="meta")

@@ -1,0 +1,163 @@
+"""Run one model unit by unit, and report on it: the object behind a model of the compile backend."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ort_zero import log
+from ort_zero.compat import torch_compile
+from ort_zero.compile import sessions
+from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.records import ModelRecord
+from ort_zero.compile.settings import Settings
+from ort_zero.compile.unit_forward import is_compiled, replace_forward
+from ort_zero.compile.units import Unit, find_units
+from ort_zero.errors import ExportError
+
+_MIN_SHARE = 0.5
+"""Share of floating-point operations in ONNX Runtime below which a warning says so."""
+
+_models: weakref.WeakKeyDictionary[nn.Module, CompiledModel] = weakref.WeakKeyDictionary()
+"""The compiled models, each as long as the user's module lives; copies and pickles of the module do not hold them."""
+
+
+class CompiledModel:
+    """A model whose units run in ONNX Runtime; as :class:`ort_zero.backends.interface.RunningModel`.
+
+    Args:
+        module: the user's module.
+        settings: how it runs.
+        units: the units to compile.
+        stage: ZeRO stage of the engine, 0 without one.
+        raises: a compilation that fails raises, rather than leaving the unit in PyTorch.
+    """
+
+    def __init__(self, module: nn.Module, settings: Settings, units: Sequence[Unit], stage: int, raises: bool):
+        self._module = weakref.ref(module)
+        self.fallback_reason: str | None = None
+        self.announce: Any = None
+        self.graph_recorder: Any = None
+        self.stage = stage
+        self.record = ModelRecord(on_first_step=self._first_step)
+        self.failures: dict[str, str] = {}
+        self._raises = raises
+        self._units = [(unit.path, weakref.ref(unit.module)) for unit in units]
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._settings = settings
+        for unit in units:
+            self._compile(unit)
+        _models[module] = self
+
+    @property
+    def module(self) -> Any:
+        """The user's module; None once it has been freed."""
+        return self._module()
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The forward of the user's module."""
+        return self.module.forward
+
+    def _compile(self, unit: Unit) -> None:
+        def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
+            key = (function, unit.excluded)
+            if key not in self._compiled:
+                compiler = Compiler(self._settings, self.record, exclude=unit.excluded)
+                self._compiled[key] = torch_compile.compile_function(function, compiler)
+            return self._compiled[key]
+
+        own = weakref.ref(self)
+
+        def failed(error: Exception) -> None:
+            model = own()
+            if model is not None:
+                model.note_failure(unit.path, error)
+
+        replace_forward(unit.module, compile_function, failed)
+
+    def note_failure(self, path: str, error: Exception) -> None:
+        """Note that a unit could not be compiled; PyTorch runs the unit.
+
+        Raises:
+            ExportError: the section has ``"fallback": "raise"``.
+        """
+        reason = " ".join(str(error).split())[:400]
+        if self._raises:
+            raise ExportError(
+                f"{path or 'the model'} cannot be compiled: {reason}; exclude it, or set \"fallback\": \"warn\" to run "
+                "it in PyTorch"
+            ) from error
+        self.failures[path] = reason
+        log.get_logger().warning("%s runs in PyTorch on this rank: %s", path or "the model", reason)
+
+    def _first_step(self) -> None:
+        announce, self.announce = self.announce, None
+        if announce is not None:
+            announce(self)
+        share = self.record.flop_share()
+        if share is not None and share < _MIN_SHARE and self._settings.place == "ort":
+            log.get_logger().warning(
+                "ONNX Runtime runs %.0f %% of the floating-point operations of %s; ort-zero explain says why",
+                100 * share,
+                type(self.module).__name__,
+            )
+
+    def status(self) -> dict[str, Any]:
+        """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
+        compiled = [path for path, ref in self._units if (unit := ref()) is not None and is_compiled(unit)]
+        record = self.record.as_dict()
+        runs = self.record.runs
+        return {
+            "module": type(self.module).__name__,
+            "engine": "compile",
+            "backend": "onnxruntime" if record["segments"] > record["segments_in_torch"] else (
+                "torch" if record["segments"] else "not called yet"
+            ),
+            "zero_stage": self.stage,
+            "fallback_reason": self.fallback_reason,
+            "fallbacks": len(self.failures),
+            "units": compiled,
+            "failures": dict(self.failures),
+            "sessions": sessions.count(),
+            "graph_runs": dict(runs),
+            "graphs": {},
+            "transitions": [],
+            "in_torch": record.pop("reasons"),
+            "compiled": record,
+        }
+
+    def memory_summary(self) -> Sequence[tuple[str, str]]:
+        """Return nothing: recomputation is torch's activation checkpointing."""
+        return ()
+
+
+def compile_model(
+    module: nn.Module,
+    settings: Settings,
+    *,
+    stage: int = 0,
+    exclude: Sequence[str] = (),
+    max_elements: int | None = None,
+    raises: bool = False,
+) -> tuple[CompiledModel, list[Unit]]:
+    """Compile the units of a model in place, and return what runs the model, and the units.
+
+    Args:
+        module: the user's model; its units get compiled forwards.
+        settings: how it runs.
+        stage: ZeRO stage of the engine, 0 without one.
+        exclude: glob patterns of module paths that stay in PyTorch.
+        max_elements: the largest number of parameter elements of a unit.
+        raises: a compilation that fails raises.
+
+    Raises:
+        ConfigError: a pattern of `exclude` matches no module.
+    """
+    units = find_units(module, exclude=exclude, max_elements=max_elements)
+    return CompiledModel(module, settings, units, stage, raises), units
+
+

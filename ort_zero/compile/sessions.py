@@ -1,0 +1,133 @@
+"""Make the ONNX Runtime session of a segment's model, shared by all equal segments, and run it on torch's memory."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+
+from ort_zero.compile import devices
+from ort_zero.compile.assembly import SegmentModel
+from ort_zero.compile.conversion.fragments import NUMPY_TYPES, ONNX_TYPES
+
+
+class Session:
+    """A session of ONNX Runtime for one model on one device.
+
+    Args:
+        model: the model.
+        device: the device of the tensors.
+        threads: number of threads of one operator.
+    """
+
+    def __init__(self, model: SegmentModel, device: torch.device, threads: int):
+        self.model = model
+        self.device = device
+        self.serialized = model.proto().SerializeToString(deterministic=True)
+        self.key = hashlib.sha256(self.serialized).hexdigest()[:16]
+        """Name of the model's content, the same in all processes."""
+        provider = devices.provider_of(device)
+        if provider is None:
+            raise ValueError(f"the installed ONNX Runtime has no provider for {device}")
+        self._device_id = device.index or 0
+        self._inputs = [(edge.name, _element_type(edge.dtype), edge.order, edge.dtype) for edge in model.inputs]
+        self._outputs = [
+            (edge.name, _element_type(edge.dtype), edge.order, edge.dtype, edge.torch_dtype) for edge in model.outputs
+        ]
+        self._session = onnxruntime.InferenceSession(self.serialized, _options(threads), providers=[provider])
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], sizes: Sequence[int], shapes: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Return the results of the model in new memory of torch.
+
+        Args:
+            inputs: the tensors of ``model.inputs``.
+            sizes: the values of ``model.sizes``.
+            shapes: the sizes in memory of each result.
+        """
+        binding = self._session.io_binding()
+        kind, number = self.device.type, self._device_id
+        kept = []
+        for (name, element, order, dtype), tensor in zip(self._inputs, inputs):
+            if order is not None:
+                tensor = tensor.permute(order)
+            if tensor.dtype is not dtype:
+                tensor = tensor.to(dtype)
+            if not tensor.is_contiguous():
+                tensor = tensor.contiguous()
+            kept.append(tensor)
+            binding.bind_input(name, kind, number, element, tensor.shape, tensor.data_ptr())
+        for name, size in zip(self.model.sizes, sizes):
+            value = np.array([size], dtype=np.int64)
+            binding.bind_cpu_input(name, value)
+        made = []
+        for (name, element, _, dtype, _), shape in zip(self._outputs, shapes):
+            result = torch.empty(shape, dtype=dtype, device=self.device)
+            binding.bind_output(name, kind, number, element, shape, result.data_ptr())
+            made.append(result)
+        self._session.run_with_iobinding(binding)
+        results = []
+        for (_, _, order, dtype, torch_dtype), result in zip(self._outputs, made):
+            if order is not None:
+                result = result.permute(_inverse(order))
+            results.append(result if torch_dtype is dtype else result.to(torch_dtype))
+        return results
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return [order.index(dim) for dim in range(len(order))]
+
+
+def _element_type(dtype: torch.dtype) -> Any:
+    """Return the type of a binding: NumPy's, which every release takes, or ONNX's number for bfloat16."""
+    return NUMPY_TYPES.get(dtype, ONNX_TYPES[dtype])
+
+
+def _options(threads: int) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    # all sessions take their memory from one arena; each its own would keep the peaks of all
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    # spinning threads would take the cores from PyTorch's
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
+_sessions: dict[tuple[SegmentModel, torch.device, int], Session] = {}
+_making = threading.Lock()
+_registered = False
+
+
+def session_of(model: SegmentModel, device: torch.device) -> Session:
+    """Return the session of a model, the same for equal models."""
+    key = (model, device, torch.get_num_threads())
+    with _making:
+        _register_arena()
+        if key not in _sessions:
+            _sessions[key] = Session(model, device, key[2])
+        return _sessions[key]
+
+
+def count() -> int:
+    """Return the number of sessions in this process."""
+    return len(_sessions)
+
+
+def _register_arena() -> None:
+    """Make the one CPU arena of this process."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    memory = onnxruntime.OrtMemoryInfo(
+        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
+    )
+    onnxruntime.create_and_register_allocator(memory, onnxruntime.OrtArenaCfg(0, 1, -1, -1))

@@ -1,0 +1,181 @@
+"""Decide whether ONNX Runtime or PyTorch runs a segment: PyTorch checks the first run, and both are timed.
+
+Equal segments of a process share one trial. Ranks share the result through the store of ``torch.distributed``: the
+first rank that decides writes its decision, and the others read it. No rank waits for another.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ort_zero.compile.agreement import Agreement
+
+Outputs = Sequence[torch.Tensor]
+_TIMED_RUNS = 3
+"""Timed runs of each of the two, taken by turns; the fastest counts, which noise disturbs least."""
+_POLLED = frozenset(1 << n for n in range(3, 40))
+"""Numbers of runs after which a rank asks whether another rank has found the segment wrong."""
+_FACTOR = 8
+"""Error of ONNX Runtime that is accepted, as a multiple of PyTorch's own error against float64."""
+_SCALE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5, torch.float64: 1e-12}
+"""Difference that rounding explains, relative to the largest element, before float64 is asked."""
+
+
+class Runner(enum.Enum):
+    """The runtime that runs a segment."""
+
+    ONNXRUNTIME = "onnxruntime"
+    TORCH = "torch"
+
+
+@dataclass(slots=True)
+class Trial:
+    """The state of one unique segment."""
+
+    key: str
+    verify: str
+    place: str
+    runner: Runner | None = None
+    """The runtime that runs the segment from now on; None until that is decided."""
+    reason: str = ""
+    """Why PyTorch runs the segment; empty while ONNX Runtime does."""
+    failed: bool = False
+    """Whether ONNX Runtime failed or computed something else."""
+    runs: int = 0
+    """Number of runs on this rank."""
+    seconds: dict[Runner, float] = field(default_factory=dict)
+    """The fastest timed run of each runtime, in seconds."""
+    _turns: int = 0
+
+    def run(
+        self,
+        by_ort: Callable[[], Outputs],
+        by_torch: Callable[[], Outputs],
+        in_float64: Callable[[], Outputs],
+        agreement: Agreement,
+    ) -> Outputs:
+        """Return the results of one run, and decide on what follows.
+
+        Args:
+            by_ort: runs the segment in ONNX Runtime.
+            by_torch: runs the segment in PyTorch.
+            in_float64: runs the segment in PyTorch with float64 for all floats.
+            agreement: the decisions of all ranks.
+        """
+        self.runs += 1
+        if self.runner is Runner.TORCH:
+            return by_torch()
+        if self.runner is Runner.ONNXRUNTIME and self.verify != "always":
+            if self.runs in _POLLED and agreement.failure(self.key):
+                self._fail(agreement.failure(self.key) or "", agreement)
+                return by_torch()
+            return by_ort()
+        if self.runs == 1 or self.verify == "always":
+            return self._checked(by_ort, by_torch, in_float64, agreement)
+        return self._timed(by_ort, by_torch, agreement)
+
+    def _checked(
+        self,
+        by_ort: Callable[[], Outputs],
+        by_torch: Callable[[], Outputs],
+        in_float64: Callable[[], Outputs],
+        agreement: Agreement,
+    ) -> Outputs:
+        failure = agreement.failure(self.key)
+        if failure:
+            self._fail(failure, agreement)
+            return by_torch()
+        try:
+            results = by_ort()
+        except Exception as error:  # ONNX Runtime's exceptions have no public base class
+            self._fail(f"ONNX Runtime failed: {' '.join(str(error).split())[:300]}", agreement)
+            return by_torch()
+        if self.verify != "off":
+            wanted = by_torch()
+            difference = explain_difference(results, wanted, in_float64)
+            if difference is not None:
+                self._fail(difference, agreement)
+                return wanted
+        if self.place == "ort" and self.runner is None:
+            self.runner = Runner.ONNXRUNTIME
+        return results
+
+    def _timed(
+        self, by_ort: Callable[[], Outputs], by_torch: Callable[[], Outputs], agreement: Agreement
+    ) -> Outputs:
+        decided = agreement.placement(self.key)
+        if decided is not None:
+            self._place(decided)
+            return by_ort() if self.runner is Runner.ONNXRUNTIME else by_torch()
+        runner, function = ((Runner.ONNXRUNTIME, by_ort), (Runner.TORCH, by_torch))[self._turns % 2]
+        self._turns += 1
+        begin = time.perf_counter()
+        results = function()
+        seconds = time.perf_counter() - begin
+        self.seconds[runner] = min(seconds, self.seconds.get(runner, seconds))
+        if self._turns == 2 * _TIMED_RUNS:
+            faster = min(self.seconds, key=lambda each: self.seconds[each])
+            self._place(agreement.propose(self.key, faster.value))
+        return results
+
+    def _place(self, decision: str) -> None:
+        self.runner = Runner(decision)
+        if self.runner is Runner.TORCH:
+            self.reason = "PyTorch is faster"
+
+    def _fail(self, reason: str, agreement: Agreement) -> None:
+        self.runner, self.reason, self.failed = Runner.TORCH, reason, True
+        agreement.tell_failure(self.key, reason)
+
+
+def explain_difference(results: Outputs, wanted: Outputs, in_float64: Callable[[], Outputs]) -> str | None:
+    """Return how the results of ONNX Runtime differ from PyTorch's, in words; None if rounding explains all.
+
+    Where they are further apart than rounding usually puts them, float64 is the judge: ONNX Runtime may be further
+    from it than PyTorch by a small factor.
+    """
+    exact: Outputs | None = None
+    for index, (ours, theirs) in enumerate(zip(results, wanted, strict=True)):
+        if ours.shape != theirs.shape:
+            return f"result {index} has the sizes {tuple(ours.shape)}, not {tuple(theirs.shape)}"
+        if not theirs.dtype.is_floating_point:
+            if not torch.equal(ours, theirs):
+                return f"result {index}: {int((ours != theirs).sum())} of {theirs.numel()} elements differ"
+            continue
+        if not _same_special(ours, theirs):
+            return f"result {index} has NaN or infinity at other places than in PyTorch"
+        error, scale = _distance(ours, theirs), _size_of(theirs)
+        if error <= _SCALE[theirs.dtype] * scale:
+            continue
+        exact = exact if exact is not None else in_float64()
+        own = _distance(theirs, exact[index])
+        ort = _distance(ours, exact[index])
+        limit = _FACTOR * own + torch.finfo(theirs.dtype).eps * _FACTOR * scale
+        if ort > limit:
+            return f"result {index} is wrong by {ort / max(scale, 1e-300):.1e} of its size (PyTorch: {own / max(scale, 1e-300):.1e})"
+    return None
+
+
+def _finite(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(tensor.double(), nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((_finite(a) - _finite(b)).abs().max()) if a.numel() else 0.0
+
+
+def _size_of(tensor: torch.Tensor) -> float:
+    return float(_finite(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def _same_special(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if bool(torch.isfinite(a).all()) and bool(torch.isfinite(b).all()):
+        return True
+    plain: Any = torch.isfinite(a)
+    return bool(torch.equal(plain, torch.isfinite(b))) and bool(torch.equal(torch.isnan(a), torch.isnan(b)))

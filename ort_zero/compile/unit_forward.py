@@ -1,0 +1,110 @@
+"""Put a compiled forward in place of a unit's own, on the instance: the unit keeps its class, hooks and names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch._dynamo.exc import TorchDynamoException
+
+_NAME = "forward"
+
+
+class UnitForward:
+    """The forward of one unit: calls the compiled function of the unit's class.
+
+    A deep copy of the unit gets a copy that runs the copied unit. A pickle holds the unit's own forward instead, so
+    that it can be loaded without ort_zero.
+
+    Args:
+        unit: the unit.
+        compiled: the compiled forward, called with the unit and the arguments.
+        original: the unit's own forward, called with the unit and the arguments.
+        failed: called with the error of a compilation that failed; raises it or lets PyTorch run the unit.
+    """
+
+    def __init__(
+        self,
+        unit: nn.Module,
+        compiled: Callable[..., Any],
+        original: Callable[..., Any],
+        failed: Callable[[Exception], None],
+    ):
+        self.unit = unit
+        self.compiled: Callable[..., Any] | None = compiled
+        self.original = original
+        self.failed = failed
+        functools.update_wrapper(self, original, updated=())
+        self.__signature__ = _bound_signature(original, unit)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit."""
+        if self.compiled is None:
+            return self.original(self.unit, *args, **kwargs)
+        try:
+            return self.compiled(self.unit, *args, **kwargs)
+        except TorchDynamoException as error:
+            self.failed(error)
+            self.compiled = None
+            return self.original(self.unit, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
+        unit = memo.get(id(self.unit), self.unit)
+        return UnitForward(unit, self.compiled or self.original, self.original, self.failed)
+
+    def __reduce__(self) -> Any:
+        return types.MethodType, (self.original, self.unit)
+
+
+def _bound_signature(function: Callable[..., Any], unit: nn.Module) -> Any:
+    return inspect.signature(types.MethodType(function, unit))
+
+
+def replace_forward(
+    unit: nn.Module, compile_function: Callable[[Callable[..., Any]], Callable[..., Any]], failed: Callable[..., None]
+) -> None:
+    """Replace the forward of a unit by its compiled form.
+
+    Args:
+        unit: the unit.
+        compile_function: compiles a function of the unit and its arguments; the same function is compiled once.
+        failed: see :class:`UnitForward`.
+    """
+    own = vars(unit).get(_NAME)
+    if isinstance(own, UnitForward):
+        original = own.original
+    elif own is not None:
+        original = _OwnForward(own)
+    else:
+        original = type(unit).forward
+    setattr(unit, _NAME, UnitForward(unit, compile_function(original), original, failed))
+
+
+def restore_forward(unit: nn.Module) -> None:
+    """Put a unit's own forward back."""
+    own = vars(unit).get(_NAME)
+    if isinstance(own, UnitForward):
+        delattr(unit, _NAME)
+        if isinstance(own.original, _OwnForward):
+            setattr(unit, _NAME, own.original.function)
+
+
+class _OwnForward:
+    """A forward that a library has set on the instance, with the unit as an argument that it ignores."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, unit: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def is_compiled(unit: nn.Module) -> bool:
+    """Return True while a compiled forward stands in for the unit's own."""
+    own = vars(unit).get(_NAME)
+    return isinstance(own, UnitForward) and own.compiled is not None

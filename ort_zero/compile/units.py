@@ -1,0 +1,97 @@
+"""Choose the modules that are compiled one by one: a unit is a module whose parameters are gathered together.
+
+Repeated blocks are units, and what is left with parameters of its own is a unit each. DeepSpeed's hooks stay around a
+unit, so parameters are whole when Dynamo looks, and no collective is in a graph.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ort_zero.compat.deepspeed_parameters import full_shape, full_size
+from ort_zero.errors import ConfigError
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module to compile."""
+
+    path: str
+    """The module's path in the model; empty for the model itself."""
+    module: nn.Module
+    excluded: tuple[str, ...] = ()
+    """Paths of submodules, from the unit on, that stay in PyTorch."""
+
+
+def find_units(model: nn.Module, *, exclude: Sequence[str] = (), max_elements: int | None = None) -> list[Unit]:
+    """Return the units of a model, in the order of ``named_modules``.
+
+    Args:
+        model: the user's model.
+        exclude: glob patterns of module paths that stay in PyTorch.
+        max_elements: the largest number of parameter elements of a unit; larger blocks are divided further. None does
+            not limit them.
+
+    Raises:
+        ConfigError: a pattern of `exclude` matches no module.
+    """
+    excluded = _excluded(model, exclude)
+    blocks = frozenset(_repeated(model))
+
+    def units_below(module: nn.Module, path: str) -> Iterator[Unit]:
+        if path in excluded or not _multiplies(module):
+            return
+        prefix = f"{path}." if path else ""
+        is_whole = id(module) in blocks or not any(id(below) in blocks for below in module.modules())
+        is_callable = isinstance(module, nn.Sequential) or not isinstance(module, _CONTAINERS)
+        fits = max_elements is None or elements_of(module) <= max_elements
+        if is_whole and is_callable and (fits or not any(map(_multiplies, module.children()))):
+            inside = (name.removeprefix(prefix) for name in sorted(excluded) if name.startswith(prefix))
+            yield Unit(path, module, tuple(inside))
+            return
+        for name, child in module.named_children():
+            yield from units_below(child, prefix + name)
+
+    return list(units_below(model, ""))
+
+
+def _repeated(model: nn.Module) -> Iterator[int]:
+    """Yield the identities of modules of one class that a container holds several of."""
+    for container in model.modules():
+        if not isinstance(container, _CONTAINERS):
+            continue
+        children = [child for child in container.children() if _multiplies(child)]
+        if len(children) > 1 and len({type(child) for child in children}) == 1:
+            yield from map(id, children)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Return True if a module has weights of products: embeddings and norms alone gain nothing from a graph."""
+    return any(
+        len(full_shape(parameter)) > 1
+        for below in module.modules()
+        if not isinstance(below, (nn.Embedding, nn.EmbeddingBag))
+        for parameter in below.parameters(recurse=False)
+    )
+
+
+def elements_of(module: nn.Module) -> int:
+    """Return the number of elements of a module's parameters, whole also where ZeRO-3 has partitioned them."""
+    return sum(full_size(parameter) for parameter in module.parameters())
+
+
+def _excluded(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
+    paths = [path for path, _ in model.named_modules() if path]
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
+        if not matches:
+            raise ConfigError(f"exclude: the pattern {pattern!r} matches no module; module paths look like {paths[:3]}")
+        found.update(matches)
+    return frozenset(found)
