@@ -1,4 +1,10 @@
-"""Have DeepSpeed gather the parameters of a module and of the modules below together."""
+"""Have DeepSpeed gather the parameters of a module and of the modules below together, and nothing else of a leaf.
+
+A leaf module of ZeRO-3 (``set_z3_leaf_modules``) also hands its gradients on together, from a backward hook of the
+module, with zeros for those that are missing. That is meant for mixtures of experts. It is wrong for a module whose
+inputs need no gradient, since torch calls such a hook before the module's backward (DeepSpeed 0.16 to 0.19). So a unit
+is a leaf for the gathers alone.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +12,29 @@ from collections.abc import Iterable
 
 from torch import nn
 
+_UNIT = "_ort_zero_unit"
+
 
 def gather_together(modules: Iterable[nn.Module]) -> None:
-    """Make modules leaves of ZeRO-3: their parameters are gathered before the module runs, and released after it.
+    """Have the parameters of each module gathered before the module runs, and released after it.
 
-    To be called before the engine is made, which registers the hooks. ``set_z3_leaf_modules`` does the same for all
-    modules of a class.
+    To be called before the engine is made, which registers the hooks. A leaf module of the user stays one.
     """
-    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module, z3_leaf_module
 
     for module in modules:
-        if any(True for _ in module.children()):
+        if any(True for _ in module.children()) and not z3_leaf_module(module):
             set_z3_leaf_module(module, True)
+            setattr(module, _UNIT, True)
+
+
+def hand_gradients_on(root: nn.Module) -> None:
+    """Have each gradient of the units below `root` handed on as soon as it exists, as those of other modules.
+
+    To be called after the hooks of modules are registered, and before the optimizer registers those of parameters.
+    """
+    for module in root.modules():
+        if getattr(module, _UNIT, False):
+            for parameter in module.parameters():
+                if getattr(parameter, "ds_z3_leaf_module", None) is module:
+                    del parameter.ds_z3_leaf_module

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ort_zero.compat import deepspeed_hooks
+from ort_zero.compat import deepspeed_hooks, deepspeed_units
 from ort_zero.compat.torch_modules import inside_of_ortmodule
 from ort_zero.utils.patching import Patch, defined_in
 from ort_zero.zero3_hooks import backend_context
@@ -57,6 +57,7 @@ def _build_setup(original: Callable) -> Callable:
         root = hooked_root(self)
         deepspeed_hooks.register_with_root(self, root, _subscriber(self).hooks, is_paused)
         deepspeed_hooks.push_root(root)
+        deepspeed_units.hand_gradients_on(root)
 
     return setup_zero_stage3_hooks
 
