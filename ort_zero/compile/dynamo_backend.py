@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from ort_zero import env
+from ort_zero import env, log
 from ort_zero.compile import devices, records, sessions
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
 from ort_zero.compile.module_paths import is_below
-from ort_zero.compile.executor import Program, SegmentRunner
+from ort_zero.compile.executor import SegmentRunner, program_of
+from ort_zero.compile.patterns import replace_compositions
 from ort_zero.compile.partition import decompositions, partition
 from ort_zero.compile.plan import Segment, make_plan
 from ort_zero.compile.settings import Settings, from_options
 from ort_zero.compile.sizes import SymbolReader
 from ort_zero.compile.trial import Trial
+from ort_zero.utils.atomic_write import write_bytes
 
 Compiled = Callable[..., Any]
 
@@ -57,6 +60,7 @@ class Compiler:
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
         """Return the compiled form of a graph of Dynamo."""
         number = self.record.next_graph()
+        replace_compositions(module)
         compiler = aot_autograd(
             fw_compiler=lambda graph, inputs: self._compile(graph, "forward", number),
             bw_compiler=lambda graph, inputs: self._compile(graph, "backward", number),
@@ -78,16 +82,24 @@ class Compiler:
                 return "a size that the inputs of the graph do not tell"
             return devices.unsupported(fragment, device)
 
-        def wanted(node: torch.fx.Node) -> bool:
-            return not (self._exclude and is_below(node, self._exclude))
+        refused: set[torch.fx.Node] = set()
 
-        plan = make_plan(module.graph, widen=widen, supports=supports, wanted=wanted)
-        runners = [
-            self._runner(step, assemble(step, plan.fragments, widen), device, symbols)
-            for step in plan.steps
-            if isinstance(step, Segment) and device is not None
-        ]
-        program = Program(module, plan, runners, symbols)
+        def wanted(node: torch.fx.Node) -> bool:
+            return node not in refused and not (self._exclude and is_below(node, self._exclude))
+
+        while True:
+            plan = make_plan(module.graph, widen=widen, supports=supports, wanted=wanted)
+            segments = [step for step in plan.steps if isinstance(step, Segment)]
+            runners = []
+            for segment in segments if device is not None else ():
+                try:
+                    runners.append(self._runner(segment, assemble(segment, plan.fragments, widen), device, symbols))
+                except Exception as error:  # ONNX Runtime's exceptions have no public base class
+                    log.get_logger().warning("PyTorch runs a segment without a session: %s", error)
+                    refused.update(segment.nodes)
+            if len(runners) == len(segments):
+                break
+        program = program_of(module, plan, runners, symbols)
         self.record.add(records.graph_record(number, direction, plan, runners))
 
         note_run = self.record.note_run
@@ -107,7 +119,13 @@ class Compiler:
             (session.key, self.settings.verify, self.settings.place),
             Trial(session.key, self.settings.verify, self.settings.place),
         )
-        return SegmentRunner(segment, assembled, session, trial, self._agreement, symbols)
+        if self.settings.save_onnx is not None and env.rank() == 0:
+            folder = Path(self.settings.save_onnx)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(folder / f"{session.key}.onnx", session.serialized)
+        return SegmentRunner(
+            segment, assembled, session, trial, self._agreement, symbols, self.settings.reproducer_folder
+        )
 
 
 _trials: dict[tuple[str, str, str], Trial] = {}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+import linecache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
+from ort_zero import log
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled
 from ort_zero.compile.plan import Plan, Segment, TorchCall
 from ort_zero.compile.reference import in_float64, reference_of, runnable
+from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Session
 from ort_zero.compile.sizes import Symbols, SymbolReader
 from ort_zero.compile.trial import Runner, Trial
@@ -32,6 +34,7 @@ class SegmentRunner:
         trial: the decision on the session's model.
         agreement: the decisions of all ranks.
         symbols: reads the graph's symbols.
+        reproducers: folder for the reproducer of a segment that fails or differs.
     """
 
     def __init__(
@@ -42,12 +45,14 @@ class SegmentRunner:
         trial: Trial,
         agreement: Agreement,
         symbols: SymbolReader,
+        reproducers: Path,
     ):
         self.segment = segment
         self.trial = trial
         self.session = session
         self._agreement = agreement
         self._symbols = symbols
+        self._reproducers = reproducers
         self._inputs = assembled.inputs
         self._sizes = assembled.sizes
         self._edges = (*session.model.inputs, *session.model.outputs)
@@ -74,12 +79,35 @@ class SegmentRunner:
         sizes, shapes, empty = self._layouts.get(symbols) or self._layout(symbols)
         if empty:
             return self.reference(*inputs)
+        if trial.is_settled and not trial.is_polled:
+            trial.runs += 1
+            return self.session.run([inputs[index] for index in self._inputs], sizes, shapes)
 
         def by_ort() -> Sequence[torch.Tensor]:
             return self.session.run([inputs[index] for index in self._inputs], sizes, shapes)
 
-        return trial.run(
+        failed = trial.failed
+        results = trial.run(
             by_ort, lambda: self.reference(*inputs), lambda: in_float64(self.reference, inputs), self._agreement
+        )
+        if trial.failed and not failed:
+            self._tell(inputs, sizes)
+        return results
+
+    def _tell(self, inputs: Sequence[Any], sizes: Sequence[int]) -> None:
+        """Say that PyTorch runs the segment from now on, and write a reproducer."""
+        operators = sorted({node.operator for node in self.session.model.nodes})
+        folder = self._reproducers / self.trial.key
+        try:
+            feeds = self.session.feeds([inputs[index] for index in self._inputs])
+            write_reproducer(
+                folder, self.trial.reason, self.session.model, self.reference, inputs, feeds, sizes
+            )
+            where = f"; reproducer: {folder}"
+        except OSError as error:
+            where = f"; no reproducer, since {folder} cannot be written: {error}"
+        log.get_logger().warning(
+            "PyTorch runs segment %s (%s) from now on: %s%s", self.trial.key, ", ".join(operators), self.trial.reason, where
         )
 
     def _layout(self, symbols: Symbols) -> tuple[tuple[int, ...], list[tuple[int, ...]], bool]:
@@ -96,8 +124,12 @@ class SegmentRunner:
         return layout
 
 
-class Program:
-    """A planned graph that can be called with a list of its inputs, which the call empties.
+def program_of(
+    module: GraphModule, plan: Plan, runners: Sequence[SegmentRunner], symbols: SymbolReader
+) -> Callable[[list[Any]], Any]:
+    """Return a function that runs a planned graph: it takes a list of the graph's inputs and empties it.
+
+    The function is Python code of one line per step, so that a step costs no more than its call.
 
     Args:
         module: the graph's module, for its attributes.
@@ -105,90 +137,75 @@ class Program:
         runners: the runner of each segment.
         symbols: reads the graph's symbols.
     """
+    names: dict[Any, Any] = {"read": symbols.read}
+    variables: dict[Node, str] = {node: f"a{index}" for index, node in enumerate(plan.placeholders)}
+    for step in plan.steps:
+        for node in step.outputs if isinstance(step, Segment) else (step.node,):
+            variables[node] = f"v{len(variables)}"
 
-    def __init__(self, module: GraphModule, plan: Plan, runners: Sequence[SegmentRunner], symbols: SymbolReader):
-        self.runners = tuple(runners)
-        self._symbols = symbols
-        slots: dict[Node, int] = {}
-        for node in plan.placeholders:
-            slots[node] = len(slots)
-        self._count_of_inputs = len(slots)
-        results = output_nodes(plan)
-        last = _last_uses(plan, set(results))
-        waiting = iter(runners)
-        self._steps: list[tuple[Any, Any, Any, tuple[int, ...]]] = []
-        for index, step in enumerate(plan.steps):
-            if isinstance(step, Segment):
-                reads = tuple(slots[node] for node in step.inputs)
-                writes = tuple(slots.setdefault(node, len(slots)) for node in step.outputs)
-                function: Any = next(waiting)
-            else:
-                reads = ()
-                writes = (slots.setdefault(step.node, len(slots)),)
-                function = _torch_step(step.node, module, slots)
-            freed = tuple(slots[node] for node in last.get(index, ()))
-            self._steps.append((function, reads, writes, freed))
-        self._size = len(slots)
-        self._output = plan.output.args[0]
-        self._slots = {node: slots[node] for node in results}
+    def text(value: Any) -> str:
+        """Return the expression of an argument; what has none becomes a global name."""
+        if isinstance(value, Node):
+            return variables[value]
+        if isinstance(value, (list, tuple)):
+            inside = "".join(f"{text(item)}, " for item in value)
+            return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+        if value is None or isinstance(value, (bool, int, str)):
+            return repr(value)
+        names[f"k{len(names)}"] = value
+        return f"k{len(names) - 1}"
 
-    def __call__(self, arguments: list[Any]) -> Any:
-        """Return the graph's results."""
-        symbols = self._symbols.read(arguments)
-        values: list[Any] = [*arguments, *[None] * (self._size - self._count_of_inputs)]
-        arguments.clear()
-        for function, reads, writes, freed in self._steps:
-            if isinstance(function, SegmentRunner):
-                for slot, value in zip(writes, function([values[slot] for slot in reads], symbols)):
-                    values[slot] = value
-            else:
-                values[writes[0]] = function(values)
-            for slot in freed:
-                values[slot] = None
-        slots = self._slots
-        return map_arg(self._output, lambda node: values[slots[node]])
+    lines = ["def run(arguments):"]
+    lines += ["symbols = read(arguments)" if symbols else "symbols = ()"]
+    lines += [f"{''.join(f'{variables[node]}, ' for node in plan.placeholders)} = arguments"] if variables else []
+    lines += ["arguments.clear()"]
+    last, waiting = _last_uses(plan), iter(runners)
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, Segment):
+            results = "".join(f"{variables[node]}, " for node in step.outputs)
+            lines.append(f"{results}= {text(next(waiting))}({text(list(step.inputs))}, symbols)")
+        else:
+            lines.append(f"{variables[step.node]} = {_call(step.node, module, text)}")
+        if index in last:
+            lines.append(f"del {', '.join(variables[node] for node in last[index])}")
+    lines.append(f"return {text(plan.output.args[0])}")
+    code = "\n    ".join(lines)
+    filename = f"<graph of ort_zero {id(plan)}>"
+    linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)  # for tracebacks
+    exec(compile(code, filename, "exec"), names)
+    return names["run"]
 
 
-def output_nodes(plan: Plan) -> tuple[Node, ...]:
-    """Return the nodes whose results the graph returns."""
-    return tuple(dict.fromkeys(plan.output.all_input_nodes))
+def _call(node: Node, module: GraphModule, text: Callable[[Any], str]) -> str:
+    if node.op == "get_attr":
+        return text(_attribute(module, str(node.target)))
+    arguments = [text(argument) for argument in node.args]
+    arguments += [f"{name}={text(value)}" for name, value in node.kwargs.items()]
+    return f"{text(runnable(node.target))}({', '.join(arguments)})"
+
+
+def _attribute(module: GraphModule, path: str) -> Any:
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def _reads(step: Segment | TorchCall) -> Iterable[Node]:
     return step.inputs if isinstance(step, Segment) else step.node.all_input_nodes
 
 
-def _last_uses(plan: Plan, kept: set[Node]) -> dict[int, list[Node]]:
-    """Return the nodes whose results are freed after each step."""
-    last: dict[Node, int] = {}
-    for index, step in enumerate(plan.steps):
+def _last_uses(plan: Plan) -> dict[int, list[Node]]:
+    """Return the nodes whose results are freed after each step, by the number of the step."""
+
+    def used(index: int, step: Segment | TorchCall) -> Iterator[tuple[Node, int]]:
         made = step.outputs if isinstance(step, Segment) else (step.node,)
-        for node in (*_reads(step), *made):
-            last[node] = index
+        yield from ((node, index) for node in (*_reads(step), *made))
+
+    last = dict(pair for index, step in enumerate(plan.steps) for pair in used(index, step))
+    kept = set(plan.output.all_input_nodes)
     freed: dict[int, list[Node]] = {}
     for node, index in last.items():
         if node not in kept:
             freed.setdefault(index, []).append(node)
     return freed
-
-
-def _torch_step(node: Node, module: GraphModule, slots: dict[Node, int]) -> Callable[[list[Any]], Any]:
-    """Return a function that runs one node on the values of the slots."""
-    if node.op == "get_attr":
-        return lambda values: operator.attrgetter(node.target)(module)  # type: ignore[arg-type]
-    target = runnable(node.target)
-    own = {argument: slots[argument] for argument in node.all_input_nodes}
-    if not node.kwargs and all(isinstance(argument, Node) for argument in node.args):
-        reads = tuple(own[argument] for argument in node.args)  # type: ignore[index]
-        if len(reads) == 1:
-            only = reads[0]
-            return lambda values: target(values[only])
-        return lambda values: target(*[values[slot] for slot in reads])
-
-    def run(values: list[Any]) -> Any:
-        def value(argument: Node) -> Any:
-            return values[own[argument]]
-
-        return target(*map_arg(node.args, value), **map_arg(node.kwargs, value))
-
-    return run

@@ -108,6 +108,8 @@ def _converted(
             reason = supports(node, fragment)
         except NotConvertibleError as error:
             reason = str(error)
+        except Exception as error:  # a fault of a conversion must not end the user's training
+            reason = f"the conversion failed with {type(error).__name__}: {error}"
         if reason is None:
             fragments[node] = fragment
         elif source is None:

@@ -11,6 +11,7 @@ from torch import nn
 from ort_zero import log
 from ort_zero.compat import torch_compile
 from ort_zero.compile import sessions
+from ort_zero.compile.caches import leave_out_caches
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.records import ModelRecord
 from ort_zero.compile.settings import Settings
@@ -50,6 +51,7 @@ class CompiledModel:
         self._settings = settings
         for unit in units:
             self._compile(unit)
+        leave_out_caches(module)
         _models[module] = self
 
     @property

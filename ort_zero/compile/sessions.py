@@ -41,6 +41,17 @@ class Session:
         ]
         self._session = onnxruntime.InferenceSession(self.serialized, _options(threads), providers=[provider])
 
+    def feeds(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the inputs as the model reads them: contiguous, in memory order, in the model's dtypes."""
+        feeds = []
+        for (_, _, order, dtype), tensor in zip(self._inputs, inputs):
+            if order is not None:
+                tensor = tensor.permute(order)
+            if tensor.dtype is not dtype:
+                tensor = tensor.to(dtype)
+            feeds.append(tensor if tensor.is_contiguous() else tensor.contiguous())
+        return feeds
+
     def run(
         self, inputs: Sequence[torch.Tensor], sizes: Sequence[int], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
@@ -53,19 +64,11 @@ class Session:
         """
         binding = self._session.io_binding()
         kind, number = self.device.type, self._device_id
-        kept = []
-        for (name, element, order, dtype), tensor in zip(self._inputs, inputs):
-            if order is not None:
-                tensor = tensor.permute(order)
-            if tensor.dtype is not dtype:
-                tensor = tensor.to(dtype)
-            if not tensor.is_contiguous():
-                tensor = tensor.contiguous()
-            kept.append(tensor)
+        feeds = self.feeds(inputs)
+        for (name, element, _, _), tensor in zip(self._inputs, feeds):
             binding.bind_input(name, kind, number, element, tensor.shape, tensor.data_ptr())
         for name, size in zip(self.model.sizes, sizes):
-            value = np.array([size], dtype=np.int64)
-            binding.bind_cpu_input(name, value)
+            binding.bind_cpu_input(name, np.array([size], dtype=np.int64))
         made = []
         for (name, element, _, dtype, _), shape in zip(self._outputs, shapes):
             result = torch.empty(shape, dtype=dtype, device=self.device)

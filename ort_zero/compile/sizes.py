@@ -36,6 +36,10 @@ class SymbolReader:
         if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
             self._sources.setdefault(size.node.expr, (index, dim))
 
+    def __bool__(self) -> bool:
+        """Return True if the graph has sizes that change."""
+        return bool(self._sources)
+
     def knows(self, expression: Any) -> bool:
         """Return True if the graph's inputs tell the value of an expression."""
         return expression.free_symbols <= self._sources.keys()

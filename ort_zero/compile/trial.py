@@ -53,6 +53,16 @@ class Trial:
     """The fastest timed run of each runtime, in seconds."""
     _turns: int = 0
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether ONNX Runtime runs the segment without further checks."""
+        return self.runner is Runner.ONNXRUNTIME and self.verify != "always"
+
+    @property
+    def is_polled(self) -> bool:
+        """Whether the next run asks if another rank has found the segment wrong."""
+        return self.runs + 1 in _POLLED
+
     def run(
         self,
         by_ort: Callable[[], Outputs],
@@ -69,13 +79,12 @@ class Trial:
             agreement: the decisions of all ranks.
         """
         self.runs += 1
-        if self.runner is Runner.TORCH:
+        if self.is_settled:
+            failure = agreement.failure(self.key)
+            if not failure:
+                return by_ort()
+            self._fail(failure, agreement)
             return by_torch()
-        if self.runner is Runner.ONNXRUNTIME and self.verify != "always":
-            if self.runs in _POLLED and agreement.failure(self.key):
-                self._fail(agreement.failure(self.key) or "", agreement)
-                return by_torch()
-            return by_ort()
         if self.runs == 1 or self.verify == "always":
             return self._checked(by_ort, by_torch, in_float64, agreement)
         return self._timed(by_ort, by_torch, agreement)

@@ -48,9 +48,10 @@ def table(
         width: width of the terminal in characters.
         boxes: draw lines with box characters rather than ASCII.
     """
+    compiled = status is not None and status.get("engine") == "compile"
     rows: list[Row] = [
         ("feature", "state", 'to switch it, in "ort_zero"'),
-        *_features(status, section, plans),
+        *(_compiled(status, section) if compiled and status is not None else _features(status, section, plans)),
         *_costs(status),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
     ]
@@ -122,6 +123,41 @@ def _features(status: Mapping[str, Any] | None, section: config.Config, plans: S
     if status is not None and status["fallback_reason"]:
         rows.append(("reason", status["fallback_reason"]))
     return rows
+
+
+def _compiled(status: Mapping[str, Any], section: config.Config) -> list[Row]:
+    """Return the rows of a model of the compile backend."""
+    record, save = status["compiled"], section.checkpoint
+    share = record["flop_share"]
+    places = f"{record['segments']} segments, {status['sessions']} sessions"
+    if record["segments_in_torch"]:
+        places += f"; PyTorch runs {record['segments_in_torch']} of the segments"
+    return [
+        ("ONNX Runtime", _state(status["backend"] == "onnxruntime"), "enabled: false"),
+        ("units", f"{len(status['units'])}: {shortened(status['units'], 2)}", 'exclude: ["PATTERN"]'),
+        ("graphs", f"{record['graphs']} of {record['dynamo_graphs']} captured parts", "ort-zero explain SCRIPT"),
+        ("  run by", places, _other_place(section)),
+        (
+            "  share of operations",
+            "not counted" if share is None else f"{100 * share:.0f} % of floating-point operations in ONNX Runtime",
+            _other_place(section),
+        ),
+        ("checked against PyTorch", section.compile.verify, 'compile.verify: "first", "always", "off"'),
+        ("sharded checkpoints", _state(save.sharded), _switch("checkpoint.sharded", not save.sharded)),
+        ("asynchronous saving", _state(save.async_save), _switch("checkpoint.async_save", not save.async_save)),
+        (
+            "statistics",
+            _state(section.statistics.enabled),
+            _switch("statistics.enabled", not section.statistics.enabled),
+        ),
+        ("run by PyTorch", _kept(status), "has no ONNX form here, or is faster there"),
+        *((f"  {path or 'the model'}", why) for path, why in status["failures"].items()),
+        *((f"  segment {key}", why) for key, why in record["failed"].items()),
+    ]
+
+
+def _other_place(section: config.Config) -> str:
+    return f'compile.place: "{"ort" if section.compile.place == "measured" else "measured"}"'
 
 
 def _costs(status: Mapping[str, Any] | None) -> list[Row]:
@@ -228,7 +264,7 @@ def _is_terminal() -> bool:
 
 def _versions() -> dict[str, str]:
     by_name = {}
-    for name in ("ort_zero", "torch", "deepspeed", "onnxruntime-training"):
+    for name in ("ort_zero", "torch", "deepspeed", "onnxruntime", "onnxruntime-gpu", "onnxruntime-training"):
         try:
             by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -1,0 +1,40 @@
+"""Leave out the cache of keys and values in training: Dynamo would compile each layer for the layer's number in it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ort_zero.compile.unit_forward import replace_forward
+
+
+def leave_out_caches(model: nn.Module) -> None:
+    """Have the outermost module with a cache (``config.use_cache``) called without it while it trains.
+
+    A call that says ``use_cache`` itself keeps its choice, and so does every call without gradients, such as those of
+    ``generate``. The results of training calls have no ``past_key_values`` then.
+    """
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "use_cache", False) is True:
+            if "use_cache" in inspect.signature(module.forward).parameters:
+                replace_forward(module, _without_cache, _raise)
+                return
+
+
+def _without_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def without_cache(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module.training and torch.is_grad_enabled() and "use_cache" not in kwargs and "past_key_values" not in kwargs:
+            kwargs["use_cache"] = False
+        return forward(module, *args, **kwargs)
+
+    return without_cache
+
+
+def _raise(error: Exception) -> None:
+    raise error
