@@ -157,7 +157,7 @@ def program_of(
 
     lines = ["def run(arguments):"]
     lines += ["symbols = read(arguments)" if symbols else "symbols = ()"]
-    lines += [f"{''.join(f'{variables[node]}, ' for node in plan.placeholders)} = arguments"] if variables else []
+    lines += [f"{''.join(f'{variables[node]}, ' for node in plan.placeholders)} = arguments"] if plan.placeholders else []
     lines += ["arguments.clear()"]
     last, waiting = _last_uses(plan), iter(runners)
     for index, step in enumerate(plan.steps):
