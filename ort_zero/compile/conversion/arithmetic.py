@@ -195,6 +195,11 @@ def _copy_to(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
     return cast_to(b, x, out.dtype)
 
 
+@converts(aten.copy.default)
+def _copy_into(b: Builder, out: Value, x: Value, source: Value, *rest: Any) -> Value:
+    return b.expand(cast_to(b, source, out.dtype), out.shape)
+
+
 @converts(overload("convert_element_type"))
 def _convert_type(b: Builder, out: Value, x: Value, dtype: torch.dtype) -> Value:
     return cast_to(b, x, out.dtype)

@@ -38,6 +38,8 @@ def _convolution(
     }
     inputs = [x, weight] if bias is None else [x, weight, bias]
     if transposed:
+        if any(more >= step for more, step in zip(wide[3], wide[0])):  # type: ignore[operator]
+            raise NotConvertibleError("an output padding as large as the stride")  # ONNX Runtime 1.32 fails
         return b.op("ConvTranspose", *inputs, output_padding=wide[3], **attributes)
     return b.op("Conv", *inputs, **attributes)
 

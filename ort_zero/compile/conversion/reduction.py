@@ -57,7 +57,7 @@ def _product(b: Builder, out: Value, x: Value, dim: int, keepdim: bool, dtype: A
 
 @converts(aten.any.default, aten.any.dim, aten.any.dims)
 def _any(b: Builder, out: Value, x: Value, dims: Any = None, keepdim: bool = False) -> Value:
-    number = b.cast(truth(b, x), torch.int32)
+    number = Value(b.cast(truth(b, x), torch.int32).name, torch.int32, x.shape)
     return b.cast(_reduced(b, "ReduceMax", number, dims, keepdim), torch.bool)
 
 

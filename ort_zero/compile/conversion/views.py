@@ -85,7 +85,7 @@ def _expand(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
     return b.expand(x, out.shape)
 
 
-@converts(aten.alias.default, aten.detach.default, aten.clone.default, overload("lift_fresh_copy"), overload("copy"))
+@converts(aten.alias.default, aten.detach.default, aten.clone.default, overload("lift_fresh_copy"))
 def _same(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
     return x
 
