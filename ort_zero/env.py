@@ -10,6 +10,7 @@
 | ``ORT_ZERO_DEBUG`` | ``1``: errors of the command line show their traceback |
 | ``ORT_ZERO_MEMORY_TRIAL`` | internal: file with the request of ``ort-zero memory plan`` to the script that it runs |
 | ``ORT_ZERO_PROFILE`` | internal: file with the request of ``ort-zero profile`` to the script that it runs |
+| ``ORT_ZERO_EXPLAIN`` | internal: file with the request of ``ort-zero explain`` to the script that it runs |
 | ``ORT_ZERO_WARM_RANKS`` | ``1``: see `fresh` of :func:`ort_zero.testing.ranks.run_on_ranks` |
 
 ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` are set by the launchers.
@@ -26,6 +27,7 @@ from ort_zero.utils.cpu_count import usable_cores
 
 MEMORY_TRIAL = "ORT_ZERO_MEMORY_TRIAL"
 PROFILE = "ORT_ZERO_PROFILE"
+EXPLAIN = "ORT_ZERO_EXPLAIN"
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 _RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -90,6 +92,12 @@ def memory_trial_file() -> Path | None:
 def profile_file() -> Path | None:
     """Return the file with the request of ``ort-zero profile`` to this process; None without a request."""
     name = os.environ.get(PROFILE)
+    return Path(name) if name else None
+
+
+def explain_file() -> Path | None:
+    """Return the file with the request of ``ort-zero explain`` to this process; None without a request."""
+    name = os.environ.get(EXPLAIN)
     return Path(name) if name else None
 
 

@@ -29,6 +29,9 @@ class RunningModel(Protocol):
     def status(self) -> dict[str, Any]:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
 
+    def after_step(self) -> None:
+        """Note that the engine has made an optimizer step."""
+
     def memory_summary(self) -> Sequence[tuple[str, str]]:
         """Return pairs of texts: operators that the backward computes again, and the memory that this saves."""
 

@@ -24,6 +24,7 @@ from ort_zero.cli import (
     memory,
     missing,
     print_json,
+    explain,
     profile,
     stats,
     verify,
@@ -31,7 +32,7 @@ from ort_zero.cli import (
 from ort_zero.errors import CorruptCheckpointError, OrtZeroError
 from ort_zero.masking import masked
 
-_COMMANDS = (doctor, build, aggregate, convert, verify, ls, diff, stats, memory, profile)
+_COMMANDS = (doctor, build, aggregate, convert, verify, ls, diff, stats, memory, profile, explain)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -21,3 +21,27 @@ def compile_function(function: Callable[..., Any], backend: Callable[..., Any]) 
     name = "recompile_limit" if hasattr(dynamo_config, "recompile_limit") else "cache_size_limit"
     setattr(dynamo_config, name, max(getattr(dynamo_config, name), RECOMPILE_LIMIT))
     return torch.compile(function, backend=backend)
+
+
+def recompile_reason() -> str | None:
+    """Return why Dynamo compiles a function again, in Dynamo's words; None for a first compilation.
+
+    To be called within a compilation, by a backend.
+    """
+    from torch._dynamo import utils
+
+    context = getattr(utils, "get_metrics_context", lambda: None)()
+    reason = getattr(context, "_metrics", {}).get("recompile_reason")
+    return str(reason) if reason else None
+
+
+def graph_breaks() -> list[tuple[str, str]]:
+    """Return why Dynamo has divided functions in this process, and the line of the user's code: ``file:line``."""
+    from torch._dynamo import utils
+
+    breaks = {}
+    for each in utils.graph_break_reasons:
+        line = each.user_stack[-1] if each.user_stack else None
+        where = f"{line.filename}:{line.lineno}" if line is not None else "unknown"
+        breaks[" ".join(str(each.reason).split())[:300], where] = None
+    return list(breaks)

@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from ort_zero import env, log
+from ort_zero.compat import torch_compile
 from ort_zero.compile import devices, records, sessions
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
@@ -39,7 +40,9 @@ def ort_zero(module: GraphModule, example_inputs: Sequence[Any], *, options: Map
     Raises:
         ConfigError: an unknown option or value.
     """
-    return Compiler(from_options(options))(module, example_inputs)
+    from ort_zero.compile.running_model import bare_record  # which imports this module
+
+    return Compiler(from_options(options), bare_record())(module, example_inputs)
 
 
 class Compiler:
@@ -49,28 +52,36 @@ class Compiler:
         settings: how the model runs.
         record: gets what was compiled; None for a record of its own.
         exclude: paths of submodules, from the compiled module on, that stay in PyTorch.
+        unit: name of the compiled module's class.
     """
 
-    def __init__(self, settings: Settings, record: records.ModelRecord | None = None, exclude: Sequence[str] = ()):
+    def __init__(
+        self,
+        settings: Settings,
+        record: records.ModelRecord | None = None,
+        exclude: Sequence[str] = (),
+        unit: str = "",
+    ):
         self.settings = settings
+        self._unit = unit
         self._exclude = tuple(exclude)
         self.record = record if record is not None else records.ModelRecord()
         self._agreement = _agreement()
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
         """Return the compiled form of a graph of Dynamo."""
-        number = self.record.next_graph()
+        number, reason = self.record.next_graph(), torch_compile.recompile_reason()
         replace_compositions(module)
         compiler = aot_autograd(
-            fw_compiler=lambda graph, inputs: self._compile(graph, "forward", number),
+            fw_compiler=lambda graph, inputs: self._compile(graph, "forward", number, reason),
             bw_compiler=lambda graph, inputs: self._compile(graph, "backward", number),
-            inference_compiler=lambda graph, inputs: self._compile(graph, "inference", number),
+            inference_compiler=lambda graph, inputs: self._compile(graph, "inference", number, reason),
             decompositions=decompositions(),
             partition_fn=partition,
         )
         return compiler(module, example_inputs)
 
-    def _compile(self, module: GraphModule, direction: str, number: int) -> Compiled:
+    def _compile(self, module: GraphModule, direction: str, number: int, reason: str | None = None) -> Compiled:
         device = _device_of(module)
         symbols = SymbolReader([node for node in module.graph.nodes if node.op == "placeholder"])
         widen = device is not None and devices.computes_in_float32(device)
@@ -100,7 +111,9 @@ class Compiler:
             if len(runners) == len(segments):
                 break
         program = program_of(module, plan, runners, symbols)
-        self.record.add(records.graph_record(number, direction, plan, runners))
+        graph = records.graph_record(number, direction, plan, runners)
+        graph.unit, graph.recompile_reason = self._unit, reason
+        self.record.add(graph)
 
         note_run = self.record.note_run
 

@@ -48,6 +48,10 @@ class GraphRecord:
     reasons: dict[str, str]
     """Why PyTorch runs each of these operators."""
     torch_flops: int
+    unit: str = ""
+    """Name of the compiled module's class."""
+    recompile_reason: str | None = None
+    """Why Dynamo compiled the unit again; None for its first graph."""
 
 
 @dataclass(slots=True)
@@ -95,6 +99,7 @@ class ModelRecord:
             "flop_share": self.flop_share(),
             "in_torch": dict(sum((graph.in_torch for graph in self.graphs), Counter())),
             "reasons": {name: why for graph in self.graphs for name, why in graph.reasons.items()},
+            "recompilations": [reason for g in self.graphs if (reason := g.recompile_reason)],
             "failed": {s.trial.key: s.trial.reason for s in segments if s.trial.failed},
         }
 

@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from ort_zero import log
+from ort_zero.backends import registry
 from ort_zero.compat import torch_compile
-from ort_zero.compile import sessions
+from ort_zero.compile import explain, sessions
 from ort_zero.compile.caches import leave_out_caches
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.records import ModelRecord
 from ort_zero.compile.settings import Settings
-from ort_zero.compile.unit_forward import is_compiled, replace_forward
+from ort_zero.compile.unit_forward import is_compiled, replace_forward, restore_forward
 from ort_zero.compile.units import Unit, find_units
 from ort_zero.errors import ExportError
 
@@ -39,11 +40,11 @@ class CompiledModel:
 
     def __init__(self, module: nn.Module, settings: Settings, units: Sequence[Unit], stage: int, raises: bool):
         self._module = weakref.ref(module)
-        self.fallback_reason: str | None = None
+        self._fallback_reason: str | None = None
         self.announce: Any = None
         self.graph_recorder: Any = None
         self.stage = stage
-        self.record = ModelRecord(on_first_step=self._first_step)
+        self.record = ModelRecord(on_first_step=self.after_first_step)
         self.failures: dict[str, str] = {}
         self._raises = raises
         self._units = [(unit.path, weakref.ref(unit.module)) for unit in units]
@@ -60,15 +61,32 @@ class CompiledModel:
         return self._module()
 
     @property
+    def fallback_reason(self) -> str | None:
+        """Why PyTorch runs the whole model; setting a reason gives the units their own forwards back."""
+        return self._fallback_reason
+
+    @fallback_reason.setter
+    def fallback_reason(self, reason: str | None) -> None:
+        self._fallback_reason = reason
+        for _, reference in self._units:
+            unit = reference()
+            if unit is not None:
+                restore_forward(unit)
+
+    @property
     def call(self) -> Callable[..., Any]:
         """The forward of the user's module."""
         return self.module.forward
+
+    @call.setter
+    def call(self, function: Callable[..., Any]) -> None:
+        self.module.forward = function
 
     def _compile(self, unit: Unit) -> None:
         def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
             key = (function, unit.excluded)
             if key not in self._compiled:
-                compiler = Compiler(self._settings, self.record, exclude=unit.excluded)
+                compiler = Compiler(self._settings, self.record, unit.excluded, type(unit.module).__name__)
                 self._compiled[key] = torch_compile.compile_function(function, compiler)
             return self._compiled[key]
 
@@ -96,7 +114,15 @@ class CompiledModel:
         self.failures[path] = reason
         log.get_logger().warning("%s runs in PyTorch on this rank: %s", path or "the model", reason)
 
-    def _first_step(self) -> None:
+    def after_step(self) -> None:
+        """Announce the model after the engine's first step."""
+        if self.record.on_first_step is not None and self.record.runs["backward"]:
+            self.after_first_step()
+
+    def after_first_step(self) -> None:
+        """Announce the model; called once, after the first step or when a second step begins."""
+        self.record.on_first_step = None
+        explain.end_if_asked(self)
         announce, self.announce = self.announce, None
         if announce is not None:
             announce(self)
@@ -110,26 +136,25 @@ class CompiledModel:
 
     def status(self) -> dict[str, Any]:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
-        compiled = [path for path, ref in self._units if (unit := ref()) is not None and is_compiled(unit)]
-        record = self.record.as_dict()
-        runs = self.record.runs
+        units = [(path, unit) for path, ref in self._units if (unit := ref()) is not None]
+        compiled = self.record.as_dict()
+        in_ort = compiled["segments"] - compiled["segments_in_torch"]
         return {
             "module": type(self.module).__name__,
             "engine": "compile",
-            "backend": "onnxruntime" if record["segments"] > record["segments_in_torch"] else (
-                "torch" if record["segments"] else "not called yet"
-            ),
+            "backend": "onnxruntime" if in_ort else "torch" if self.record.graphs else "not called yet",
             "zero_stage": self.stage,
             "fallback_reason": self.fallback_reason,
-            "fallbacks": len(self.failures),
-            "units": compiled,
+            "fallbacks": len(self.failures) + (self.fallback_reason is not None),
+            "units": [path for path, unit in units if is_compiled(unit)],
+            "unit_classes": [type(unit).__name__ for _, unit in units],
             "failures": dict(self.failures),
             "sessions": sessions.count(),
-            "graph_runs": dict(runs),
+            "graph_runs": dict(self.record.runs),
             "graphs": {},
             "transitions": [],
-            "in_torch": record.pop("reasons"),
-            "compiled": record,
+            "in_torch": compiled.pop("reasons"),
+            "compiled": compiled,
         }
 
     def memory_summary(self) -> Sequence[tuple[str, str]]:
@@ -163,3 +188,17 @@ def compile_model(
     return CompiledModel(module, settings, units, stage, raises), units
 
 
+class TorchCompile(nn.Module):
+    """Stands for all functions that a script compiles by ``torch.compile(..., backend="ort_zero")``."""
+
+
+_bare: list[tuple[TorchCompile, CompiledModel]] = []
+
+
+def bare_record() -> ModelRecord:
+    """Return the record of what the script itself compiles; ``ort_zero.status()`` shows it from the first graph on."""
+    if not _bare:
+        module = TorchCompile()
+        _bare.append((module, CompiledModel(module, Settings(), (), 0, False)))
+        registry.register(_bare[0][1])
+    return _bare[0][1].record

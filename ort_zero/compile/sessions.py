@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from ort_zero.compile import devices
 from ort_zero.compile.assembly import SegmentModel
 from ort_zero.compile.conversion.fragments import NUMPY_TYPES, ONNX_TYPES
+from ort_zero.utils.named_ranges import SESSION, named_range
 
 
 class Session:
@@ -39,7 +40,13 @@ class Session:
         self._outputs = [
             (edge.name, _element_type(edge.dtype), edge.order, edge.dtype, edge.torch_dtype) for edge in model.outputs
         ]
+        self.runs = 0
+        """Number of runs."""
         self._session = onnxruntime.InferenceSession(self.serialized, _options(threads), providers=[provider])
+
+    def end_profiling(self) -> str:
+        """End the recording of nodes, and return the file with the profile."""
+        return self._session.end_profiling()
 
     def feeds(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the inputs as the model reads them: contiguous, in memory order, in the model's dtypes."""
@@ -74,7 +81,9 @@ class Session:
             result = torch.empty(shape, dtype=dtype, device=self.device)
             binding.bind_output(name, kind, number, element, shape, result.data_ptr())
             made.append(result)
-        self._session.run_with_iobinding(binding)
+        self.runs += 1
+        with named_range(SESSION):
+            self._session.run_with_iobinding(binding)
         results = []
         for (_, _, order, dtype, torch_dtype), result in zip(self._outputs, made):
             if order is not None:
@@ -97,6 +106,9 @@ def _options(threads: int) -> Any:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    if _profiling["prefix"] is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = f"{_profiling['prefix']}.{len(_sessions)}"
     # all sessions take their memory from one arena; each its own would keep the peaks of all
     options.add_session_config_entry("session.use_env_allocators", "1")
     # spinning threads would take the cores from PyTorch's
@@ -104,6 +116,17 @@ def _options(threads: int) -> Any:
     return options
 
 
+def profile(prefix: str | None, session_made: Callable[[Session], None] | None) -> None:
+    """Have sessions that are made from now on record their nodes; None ends that.
+
+    Args:
+        prefix: beginning of the names of the files that sessions write.
+        session_made: called with each new session.
+    """
+    _profiling["prefix"], _profiling["session_made"] = prefix, session_made
+
+
+_profiling: dict[str, Any] = {"prefix": None, "session_made": None}
 _sessions: dict[tuple[SegmentModel, torch.device, int], Session] = {}
 _making = threading.Lock()
 _registered = False
@@ -116,6 +139,8 @@ def session_of(model: SegmentModel, device: torch.device) -> Session:
         _register_arena()
         if key not in _sessions:
             _sessions[key] = Session(model, device, key[2])
+            if _profiling["session_made"] is not None:
+                _profiling["session_made"](_sessions[key])
         return _sessions[key]
 
 

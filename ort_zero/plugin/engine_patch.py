@@ -209,6 +209,9 @@ def _step(original):
     def step(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
         metrics.after_step_of(self)
+        running = self.__dict__.get("ort_zero_runtime", lambda: None)()
+        if running is not None:
+            running.after_step()
         return result
 
     return step

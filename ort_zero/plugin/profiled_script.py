@@ -23,7 +23,7 @@ def recorder() -> Recorder | None:
         ProfileError: the file that the environment names cannot be read.
     """
     path = env.profile_file()
-    return None if path is None else Recorder(exchange.read_request(path), loading.load().node_profiles)
+    return None if path is None else Recorder(exchange.read_request(path), loading.load(config.Config().engine()).node_profiles)
 
 
 def in_torch() -> bool:
@@ -72,6 +72,12 @@ def measure_model(runtime: Any) -> None:
         runtime.fallback_reason = "ort-zero profile measures it in PyTorch"
     else:
         runtime.graph_recorder = active.graph_recorder
+    if config.Config().engine() == "compile":
+        runtime.module.register_forward_pre_hook(
+            lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
+        )
+        runtime.call = in_range(named_ranges.FORWARD, runtime.call)
+        return
     call = in_range(named_ranges.FORWARD, runtime.call)
 
     def measured(managers: Any, args: tuple, kwargs: dict, run_in_torch: Any) -> Any:

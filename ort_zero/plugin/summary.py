@@ -134,8 +134,16 @@ def _compiled(status: Mapping[str, Any], section: config.Config) -> list[Row]:
         places += f"; PyTorch runs {record['segments_in_torch']} of the segments"
     return [
         ("ONNX Runtime", _state(status["backend"] == "onnxruntime"), "enabled: false"),
-        ("units", f"{len(status['units'])}: {shortened(status['units'], 2)}", 'exclude: ["PATTERN"]'),
-        ("graphs", f"{record['graphs']} of {record['dynamo_graphs']} captured parts", "ort-zero explain SCRIPT"),
+        (
+            "units",
+            f"{len(status['units'])}: {shortened([unit or 'the model' for unit in status['units']], 2)}",
+            'exclude: ["PATTERN"]',
+        ),
+        (
+            "graphs",
+            f"{record['graphs']} of {record['dynamo_graphs']} captured parts, {len(record['recompilations'])} compiled again",
+            "ort-zero explain SCRIPT",
+        ),
         ("  run by", places, _other_place(section)),
         (
             "  share of operations",

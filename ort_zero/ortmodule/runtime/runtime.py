@@ -360,6 +360,9 @@ class Runtime:
         """Return what the newest training graph computes again, and what that brings, line by line."""
         return status.memory_summary(self.memory)
 
+    def after_step(self) -> None:
+        """Note nothing: the first run of a graph announces the model."""
+
     def status(self) -> dict[str, Any]:
         """Return what runs and why, as plain values."""
         return status.report(

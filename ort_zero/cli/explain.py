@@ -1,0 +1,85 @@
+"""Run ``ort-zero explain``: one step of a script, and what would run in ONNX Runtime and what in PyTorch, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ort_zero.cli import print_json
+from ort_zero.cli.script_options import add_launcher, script_progress
+
+_EPILOG = """The script is started unchanged and ended after its first step. Exit status: 0 = explained; 2 = not
+explained, with an error."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and return its parser."""
+    text = "run one step of a script, and show what runs in ONNX Runtime, what in PyTorch, and why"
+    usage = "ort-zero explain SCRIPT [options] [-- ARGUMENT ...]"
+    parser = subparsers.add_parser("explain", help=text, description=text, epilog=_EPILOG, usage=usage)
+    parser.add_argument("script", metavar="SCRIPT", help="training script, unchanged")
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="arguments of the script, after --")
+    add_launcher(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Explain the script's first step, and return the exit status."""
+    from ort_zero import env
+    from ort_zero.errors import ConfigError
+    from ort_zero.utils import script_process
+
+    script = Path(args.script)
+    launcher = script_process.split_launcher(args.launcher) if args.launcher is not None else ()
+    script_process.require_script(script, launcher)
+
+    def write_request(path: Path, report: str) -> None:
+        path.write_text(json.dumps({"report": report}), encoding="utf-8")
+
+    def read_reports(report: Path) -> list[dict[str, Any]]:
+        files = sorted(report.parent.glob(f"{report.name}.*"))
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix[1:].isdigit()]
+
+    with script_progress("explaining", "step", args):
+        done = script_process.run_with_request(
+            script_process.command_line(script, args.arguments, launcher),
+            env.EXPLAIN,
+            write_request,
+            read_reports,
+            bool,
+        )
+        if not done.reports:
+            problem = f"it ended with status {done.status}" if done.status else "it ran no second training step"
+            raise script_process.ScriptFailure(
+                f"{script} did not report: {problem}, or no model of it runs in the compile backend", done.tail
+            ) if done.status else ConfigError(f"{script} did not report: {problem}, or it has no model of ort_zero")
+    report = done.reports[0]
+    if args.json:
+        print_json(report)
+    else:
+        print("\n".join(lines_of(report)))
+    return 0
+
+
+def lines_of(report: dict[str, Any]) -> list[str]:
+    """Return an explanation as lines of text."""
+    share = report["flop_share"]
+    lines = [report["model"] + ("" if share is None else f": {100 * share:.0f} % of operations in ONNX Runtime")]
+    for name, unit in report["units"].items():
+        lines.append(f"{name} ({report['modules'].get(name, 0)} modules)")
+        for graph in unit["graphs"]:
+            segments = graph["segments"]
+            in_ort = [segment for segment in segments if segment["runner"] == "onnxruntime"]
+            lines.append(
+                f"  {graph['direction']}: {len(in_ort)} of {len(segments)} segments in ONNX Runtime "
+                f"({sum(segment['nodes'] for segment in in_ort)} nodes), {graph['torch_calls']} calls in PyTorch"
+            )
+        for operator, entry in unit["in_torch"].items():
+            lines.append(f"  PyTorch runs {entry['count']} {operator}: {entry['why']}")
+            lines += [f"    {entry['way_out']}"] if entry["way_out"] else []
+        lines += [f"  compiled again: {reason}" for reason in unit["recompilations"]]
+    lines += [f"{path} is not compiled: {why}" for path, why in report["failures"].items()]
+    lines += [f"divided at {each['where']}: {each['reason']}" for each in report["graph_breaks"]]
+    return lines

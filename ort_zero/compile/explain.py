@@ -1,0 +1,78 @@
+"""Write what would run where and why, for ``ort-zero explain``, and end the script after its first step."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ort_zero import env
+from ort_zero.compat import torch_compile
+from ort_zero.utils.atomic_write import write_json
+
+if TYPE_CHECKING:
+    from ort_zero.compile.running_model import CompiledModel
+
+_WAYS_OUT = (
+    ("no conversion", "none needed: PyTorch's kernel runs; a conversion would be a function in ort_zero/compile/conversion"),
+    ("depends on values", "sizes that follow from values (nonzero, masks) stay in PyTorch"),
+    ("ONNX Runtime has no", "use a dtype that the provider has kernels for, such as float32"),
+    ("PyTorch is faster", 'set "compile": {"place": "ort"} to run it in ONNX Runtime all the same'),
+    ("excluded", "take the module off exclude"),
+)
+
+
+def explanation(model: CompiledModel) -> dict[str, Any]:
+    """Return what runs where in a model, by unit, as plain values."""
+    units: dict[str, Any] = {}
+    for graph in model.record.graphs:
+        unit = units.setdefault(graph.unit, {"graphs": [], "in_torch": {}, "recompilations": []})
+        unit["graphs"].append(
+            {
+                "direction": graph.direction,
+                "segments": [
+                    {
+                        "nodes": segment.nodes,
+                        "flops": segment.flops,
+                        "runner": "onnxruntime" if segment.in_ort else "torch",
+                        "reason": segment.trial.reason,
+                    }
+                    for segment in graph.segments
+                ],
+                "torch_calls": graph.in_torch.total(),
+            }
+        )
+        for name, why in graph.reasons.items():
+            entry = unit["in_torch"].setdefault(name, {"count": 0, "why": why, "way_out": way_out(why)})
+            entry["count"] += graph.in_torch[name]
+        if graph.recompile_reason and graph.recompile_reason not in unit["recompilations"]:
+            unit["recompilations"].append(graph.recompile_reason)
+    status = model.status()
+    return {
+        "model": status["module"],
+        "modules": Counter(status["unit_classes"]),
+        "units": units,
+        "failures": status["failures"],
+        "graph_breaks": [{"reason": reason, "where": where} for reason, where in torch_compile.graph_breaks()],
+        "flop_share": status["compiled"]["flop_share"],
+    }
+
+
+def way_out(reason: str) -> str:
+    """Return what it would take to run an operator in ONNX Runtime."""
+    return next((way for part, way in _WAYS_OUT if part in reason), "")
+
+
+def end_if_asked(model: CompiledModel) -> None:
+    """Write the explanation of a model and end the script, if ``ort-zero explain`` has started it.
+
+    Raises:
+        SystemExit: after the explanation is written.
+    """
+    request = env.explain_file()
+    if request is None:
+        return
+    report = json.loads(Path(request).read_text(encoding="utf-8"))["report"]
+    write_json(Path(f"{report}.{env.rank()}"), explanation(model))
+    raise SystemExit(0)
