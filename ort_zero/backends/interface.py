@@ -13,14 +13,16 @@ from ort_zero import config
 class RunningModel(Protocol):
     """One model that a backend runs; it lives as long as the wrapped model that the backend returned."""
 
-    module: Any
-    """The user's module."""
     fallback_reason: str | None
     """The reason why PyTorch runs the model; None while ONNX Runtime does."""
     announce: Any
     """Called once with this object, when the first training graph has run or PyTorch has taken over; None: nothing."""
     graph_recorder: Any
     """Called with each new graph while a script is profiled; returns a function to call after each of its runs."""
+
+    @property
+    def module(self) -> Any:
+        """The user's module."""
 
     @property
     def call(self) -> Callable[..., Any]:

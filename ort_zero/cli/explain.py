@@ -52,9 +52,13 @@ def run(args: argparse.Namespace) -> int:
         )
         if not done.reports:
             problem = f"it ended with status {done.status}" if done.status else "it ran no second training step"
-            raise script_process.ScriptFailure(
-                f"{script} did not report: {problem}, or no model of it runs in the compile backend", done.tail
-            ) if done.status else ConfigError(f"{script} did not report: {problem}, or it has no model of ort_zero")
+            raise (
+                script_process.ScriptFailure(
+                    f"{script} did not report: {problem}, or no model of it runs in the compile backend", done.tail
+                )
+                if done.status
+                else ConfigError(f"{script} did not report: {problem}, or it has no model of ort_zero")
+            )
     report = done.reports[0]
     if args.json:
         print_json(report)

@@ -37,4 +37,4 @@ def hand_gradients_on(root: nn.Module) -> None:
         if getattr(module, _UNIT, False):
             for parameter in module.parameters():
                 if getattr(parameter, "ds_z3_leaf_module", None) is module:
-                    del parameter.ds_z3_leaf_module
+                    delattr(parameter, "ds_z3_leaf_module")

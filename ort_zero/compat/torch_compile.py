@@ -16,7 +16,8 @@ RECOMPILE_LIMIT = 64
 def compile_function(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
     """Return the compiled form of a function, which keeps up to :data:`RECOMPILE_LIMIT` graphs."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return torch.compile(function, backend=backend, recompile_limit=RECOMPILE_LIMIT)
+        options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT}
+        return torch.compile(function, backend=backend, **options)
     # before torch 2.12 the limit is one for the whole process
     name = "recompile_limit" if hasattr(dynamo_config, "recompile_limit") else "cache_size_limit"
     setattr(dynamo_config, name, max(getattr(dynamo_config, name), RECOMPILE_LIMIT))
@@ -39,7 +40,7 @@ def graph_breaks() -> list[tuple[str, str]]:
     """Return why Dynamo has divided functions in this process, and the line of the user's code: ``file:line``."""
     from torch._dynamo import utils
 
-    breaks = {}
+    breaks: dict[tuple[str, str], None] = {}
     for each in utils.graph_break_reasons:
         line = each.user_stack[-1] if each.user_stack else None
         where = f"{line.filename}:{line.lineno}" if line is not None else "unknown"

@@ -1,5 +1,6 @@
-"""Check the installed versions of Python, torch, DeepSpeed and onnxruntime-training against the only support table.
+"""Check the installed versions of Python, torch, DeepSpeed and ONNX Runtime against the only support table.
 
+Two engines run models: torch.compile with plain onnxruntime ("compile"), and ORTModule of onnxruntime-training ("ort").
 Versions are read from metadata; none of the checked packages is imported. A version below the lowest tested one is
 refused by its number. A version above the highest tested one is accepted. The other modules of this package check the
 code that they need in it, and raise an error that names a missing or unknown part.
@@ -21,6 +22,8 @@ from ort_zero.errors import UnsupportedVersionError
 
 ORT_DISTRIBUTIONS = ("onnxruntime-training", "onnxruntime-training-cpu")
 """The names under which ONNX Runtime with its training part is installed: by the wheels, and by a CPU build."""
+RUNTIMES = ("onnxruntime", "onnxruntime-gpu", *ORT_DISTRIBUTIONS)
+"""All distributions that install the folder ``onnxruntime``; an environment may have one of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,55 +37,62 @@ class Requirement:
     """The versions with which all tests were run; other accepted versions count as untested."""
     cure: str
     """The command that installs a version that works."""
-    needed_for: str
-    """``"ort"`` (running models in ONNX Runtime) or ``"zero"`` (any use of DeepSpeed)."""
+    needed_for: tuple[str, ...]
+    """``"compile"`` (plain onnxruntime), ``"ort"`` (ORTModule) or ``"zero"`` (any use of DeepSpeed)."""
 
 
 PYTHON = SpecifierSet(">=3.10")
-"""Versions for everything except the execution in ONNX Runtime."""
+"""Versions for everything except ORTModule."""
 ORT_PYTHON = SpecifierSet(">=3.10,<3.12")
 """onnxruntime-training 1.19.2 has no wheel for a later Python; one built from source may be used with any."""
 ORT_PYTHON_CURE = "use Python 3.10 or 3.11 (onnxruntime-training 1.19.2 has no later wheel)"
 MUSL = (
-    "this Python is built for musl (Alpine), and torch and onnxruntime-training have wheels for glibc only: use a "
+    "this Python is built for musl (Alpine), and torch and onnxruntime have wheels for glibc only: use a "
     "system with glibc, such as Debian or Ubuntu"
 )
 
 REQUIREMENTS = (
     Requirement(
         distribution="torch",
+        specifier=">=2.6",
+        tried=">=2.13,<2.14",
+        cure="pip install 'torch==2.13.0'",
+        needed_for=("compile",),
+    ),
+    Requirement(
+        distribution="torch",
         specifier=">=2.4",
         tried=">=2.13,<2.14",
         cure="pip install 'torch==2.13.0'",
-        needed_for="ort",
-    ),
-    Requirement(
-        distribution="onnxruntime",
-        specifier=">=1.19",
-        tried=">=1.32,<1.33",
-        cure="pip install 'ort-zero[ort]'",
-        needed_for="compile",
+        needed_for=("ort",),
     ),
     Requirement(
         distribution="deepspeed",
         specifier=">=0.14.5",
         tried=">=0.19,<0.20",
         cure="pip install 'deepspeed==0.19.8'",
-        needed_for="zero",
+        needed_for=("zero",),
+    ),
+    Requirement(
+        distribution="onnxruntime",
+        specifier=">=1.19",
+        tried=">=1.32,<1.33",
+        cure="pip install 'onnxruntime>=1.19'",
+        needed_for=("compile",),
     ),
     Requirement(
         distribution="onnxruntime-training",
         specifier=">=1.19",
         tried=">=1.19,<1.20",
         cure="pip install 'onnxruntime-training==1.19.2'",
-        needed_for="ort",
+        needed_for=("ort",),
     ),
     Requirement(
         distribution="onnx",
         specifier=">=1.17,<2",
         tried="<2",
         cure="pip install 'onnx>=1.17,<2'",
-        needed_for="ort",
+        needed_for=("compile", "ort"),
     ),
 )
 
@@ -101,14 +111,58 @@ class Finding:
 
 
 def installed(distribution: str) -> str | None:
-    """Return the installed version of `distribution`, or None; a CPU build counts as onnxruntime-training."""
-    names = ORT_DISTRIBUTIONS if distribution in ORT_DISTRIBUTIONS else (distribution,)
-    for name in names:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    """Return the installed version of `distribution`, or None.
+
+    A CPU build counts as onnxruntime-training; onnxruntime-gpu and onnxruntime-training count as onnxruntime.
+    """
+    name = _installed_name(distribution)
+    return None if name is None else metadata.version(name)
+
+
+def _installed_name(distribution: str) -> str | None:
+    names: tuple[str, ...] = (distribution,)
+    if distribution == "onnxruntime":
+        names = RUNTIMES
+    elif distribution in ORT_DISTRIBUTIONS:
+        names = ORT_DISTRIBUTIONS
+    return next((name for name in names if _is_installed(name)), None)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def engine() -> str:
+    """Return the engine that runs models here unless the section names one: ``"compile"`` or ``"ort"``."""
+    return "compile" if installed("onnxruntime-training") is None else "ort"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clash:
+    """Several distributions that have written the same folder ``onnxruntime``."""
+
+    what: str
+    cure: str
+    """The command that leaves one of them."""
+
+
+def clash() -> Clash | None:
+    """Return the distributions of ONNX Runtime that are installed over one another; None for one or none."""
+    present = [name for name in RUNTIMES if _is_installed(name)]
+    if len(present) < 2:
+        return None
+    names = " and ".join(f"{name} {metadata.version(name)}" for name in present)
+    wanted = "onnxruntime-gpu" if "onnxruntime-gpu" in present else "onnxruntime"
+    training = any(name in ORT_DISTRIBUTIONS for name in present)
+    alternative = " (or onnxruntime-training, for ORTModule)" if training else ""
+    return Clash(
+        what=f"{names} are installed over one another: each writes the folder onnxruntime, so keep one{alternative}",
+        cure=f"pip uninstall -y {' '.join(present)} && pip install {wanted}",
+    )
 
 
 def on_musl() -> bool:
@@ -118,58 +172,73 @@ def on_musl() -> bool:
     )
 
 
-def _python() -> Finding:
+def _python(needed_for: str) -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
-    has_ort = installed("onnxruntime-training") is not None
-    wanted = PYTHON if has_ort else ORT_PYTHON
-    foreign = on_musl() and not has_ort
+    built = installed("onnxruntime-training") is not None
+    bounded = needed_for == "ort" and not built
+    wanted = ORT_PYTHON if bounded else PYTHON
+    foreign = on_musl() and installed("onnxruntime") is None
     return Finding(
         name="python",
         found=f"{version} on musl" if foreign else version,
         needed=f"{wanted} on glibc" if foreign else str(wanted),
         ok=Version(version) in wanted and not foreign,
-        cure=MUSL if foreign else ORT_PYTHON_CURE,
-        untested=has_ort and Version(version) not in ORT_PYTHON,
+        cure=MUSL if foreign else ORT_PYTHON_CURE if needed_for == "ort" else "use Python 3.10 or later",
+        untested=needed_for == "ort" and built and Version(version) not in ORT_PYTHON,
     )
 
 
-def lacks_wheel() -> bool:
-    """Return whether ONNX Runtime is missing because it has no wheel for this Python, which is supported otherwise."""
-    python = _python()
-    return not python.ok and not on_musl() and Version(str(python.found)) in PYTHON
+def findings(needed_for: str | None = None) -> tuple[Finding, ...]:
+    """Return one finding for Python and one for each requirement of an engine and of DeepSpeed.
 
-
-def findings() -> tuple[Finding, ...]:
-    """Return one finding for Python and one for each requirement."""
-    rows = [_python()]
-    for req in REQUIREMENTS:
-        version = installed(req.distribution)
-        base = Version(version).base_version if version is not None else None
-        ok = base is not None and base in SpecifierSet(req.specifier)
-        untested = base is not None and ok and base not in SpecifierSet(req.tried)
-        rows.append(
-            Finding(name=req.distribution, found=version, needed=req.specifier, ok=ok, cure=req.cure, untested=untested)
-        )
+    Args:
+        needed_for: ``"compile"`` or ``"ort"``; None for the result of :func:`engine`.
+    """
+    wanted = needed_for or engine()
+    rows = [_python(wanted)]
+    rows += [_finding(req) for req in REQUIREMENTS if wanted in req.needed_for or "zero" in req.needed_for]
     return tuple(rows)
 
 
+def _finding(req: Requirement) -> Finding:
+    version = installed(req.distribution)
+    base = Version(version).base_version if version is not None else None
+    ok = base is not None and base in SpecifierSet(req.specifier)
+    untested = base is not None and ok and base not in SpecifierSet(req.tried)
+    name = _installed_name(req.distribution) or req.distribution
+    return Finding(
+        name=req.distribution if name in ORT_DISTRIBUTIONS and "ort" in req.needed_for else name,
+        found=version,
+        needed=req.specifier,
+        ok=ok,
+        cure=req.cure,
+        untested=untested,
+    )
+
+
 def require(needed_for: str) -> tuple[str, ...]:
-    """Check that all packages for ``"ort"`` or ``"zero"`` have supported versions; ``"ort"`` needs no DeepSpeed.
+    """Check that all packages for ``"compile"``, ``"ort"`` or ``"zero"`` have supported versions.
+
+    The two engines need no DeepSpeed.
 
     Returns:
         Each package with an untested version, as ``"torch 2.19.0"``.
 
     Raises:
-        UnsupportedVersionError: a package is missing or out of range; the message has the command that solves this.
+        UnsupportedVersionError: a package is missing or out of range, or several distributions of ONNX Runtime are
+            installed over one another; the message has the command that solves this.
     """
-    wanted = {r.distribution for r in REQUIREMENTS if r.needed_for == needed_for}
-    if needed_for == "ort":
-        wanted.add("python")
-    rows = [row for row in findings() if row.name in wanted]
+    if needed_for == "zero":
+        rows = [_finding(req) for req in REQUIREMENTS if "zero" in req.needed_for]
+    else:
+        several = clash()
+        if several is not None:
+            raise UnsupportedVersionError(f"{several.what}: {several.cure}")
+        rows = [_python(needed_for), *(_finding(req) for req in REQUIREMENTS if needed_for in req.needed_for)]
     for row in rows:
         if row.ok:
             continue
-        if row.name == "python" and (on_musl() or lacks_wheel()):
+        if row.name == "python" and (on_musl() or (needed_for == "ort" and Version(str(row.found)) in PYTHON)):
             raise UnsupportedVersionError(_no_wheel(str(row.found)))
         problem = f"{row.name} {row.found}" if row.found else f"{row.name} is not installed"
         raise UnsupportedVersionError(f"{problem}; ort_zero works with {row.name}{row.needed}: {row.cure}")
@@ -181,15 +250,14 @@ def _no_wheel(python: str) -> str:
     if on_musl():
         return f"models cannot run in ONNX Runtime here: {MUSL}"
     return (
-        f"models cannot run in ONNX Runtime on Python {python}, since onnxruntime-training has no wheel for it; "
-        f"checkpoints, statistics and training in PyTorch work here: {ORT_PYTHON_CURE}, or set "
-        '"ortmodule": {"enabled": false} in the section'
+        f"ORTModule cannot run on Python {python}, since onnxruntime-training has no wheel for it: {ORT_PYTHON_CURE}, "
+        'or leave "backend": "ortmodule" out and install plain onnxruntime: pip install \'ort-zero[ort]\''
     )
 
 
 def how_to_get(distribution: str) -> str:
-    """Return how to install `distribution`, a missing package of :data:`REQUIREMENTS`, as a sentence."""
-    python = _python()
+    """Return how to install `distribution`, a missing package that ORTModule needs, as a sentence."""
+    python = _python("ort")
     if distribution == "onnxruntime-training" and not python.ok and installed(distribution) is None:
         return _no_wheel(str(python.found))
     cure = next(req.cure for req in REQUIREMENTS if req.distribution == distribution)

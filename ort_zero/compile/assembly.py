@@ -59,15 +59,16 @@ class SegmentModel:
         labels: dict[Any, str] = {}
 
         def info(name: str, dtype: torch.dtype, shape: Sequence[Size]) -> Any:
-            dims = [
-                size if isinstance(size, int) else labels.setdefault(size, f"size_{len(labels)}") for size in shape
-            ]
+            dims = [size if isinstance(size, int) else labels.setdefault(size, f"size_{len(labels)}") for size in shape]
             return helper.make_tensor_value_info(name, ONNX_TYPES[dtype], dims)
 
         graph = helper.make_graph(
             [
-                helper.make_node(node.operator, node.inputs, node.outputs, domain=node.domain, **dict(node.attributes))
-                for node in self.nodes
+                # without names of their own ONNX Runtime 1.19 gives several nodes the same one
+                helper.make_node(
+                    node.operator, node.inputs, node.outputs, f"n{index}", domain=node.domain, **dict(node.attributes)
+                )
+                for index, node in enumerate(self.nodes)
             ],
             "segment",
             [info(edge.name, edge.dtype, edge.shape) for edge in self.inputs]
@@ -205,10 +206,11 @@ def memory_order(fake: torch.Tensor) -> tuple[int, ...] | None:
     """
     if not all(isinstance(number, int) for number in (*fake.shape, *fake.stride())) or fake.is_contiguous():
         return None
-    order = sorted(range(fake.dim()), key=lambda dim: (-fake.stride(dim), fake.shape[dim] == 1))
+    strides = [int(stride) for stride in fake.stride()]
+    order = sorted(range(fake.dim()), key=lambda dim: (-strides[dim], fake.shape[dim] == 1))
     expected = 1
     for dim in reversed(order):
-        if fake.shape[dim] != 1 and fake.stride(dim) != expected:
+        if fake.shape[dim] != 1 and strides[dim] != expected:
             return None
         expected *= fake.shape[dim]
     return tuple(order)

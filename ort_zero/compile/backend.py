@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from ort_zero.compile.running_model import CompiledModel
 
+
 def import_hooks(on_wrapped: OnModelWrapped) -> dict[str, Callable[[Any], None]]:
     """Return no hooks: plain onnxruntime needs none."""
     return {}

@@ -47,7 +47,7 @@ def unsupported(fragment: Fragment, device: torch.device) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _has_kernel(
     operator: str,
     domain: str,
@@ -83,5 +83,3 @@ def _has_kernel(
     except Exception:  # ONNX Runtime's exceptions have no public base class
         return False
     return True
-
-

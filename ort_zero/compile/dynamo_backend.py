@@ -10,16 +10,16 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from ort_zero import env, log
+from ort_zero import env
 from ort_zero.compat import torch_compile
 from ort_zero.compile import devices, records, sessions
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
-from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.executor import SegmentRunner, program_of
-from ort_zero.compile.patterns import replace_compositions
+from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.partition import decompositions, partition
+from ort_zero.compile.patterns import replace_compositions
 from ort_zero.compile.plan import Segment, make_plan
 from ort_zero.compile.settings import Settings, from_options
 from ort_zero.compile.sizes import SymbolReader
@@ -29,7 +29,9 @@ from ort_zero.utils.atomic_write import write_bytes
 Compiled = Callable[..., Any]
 
 
-def ort_zero(module: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Compiled:
+def ort_zero(
+    module: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Compiled:
     """Compile a graph of Dynamo: the backend that ``torch.compile`` finds under the names ort_zero and onnxrt.
 
     Args:
@@ -93,22 +95,21 @@ class Compiler:
                 return "a size that the inputs of the graph do not tell"
             return devices.unsupported(fragment, device)
 
-        refused: set[torch.fx.Node] = set()
+        refused: dict[torch.fx.Node, str] = {}
 
-        def wanted(node: torch.fx.Node) -> bool:
-            return node not in refused and not (self._exclude and is_below(node, self._exclude))
+        def refusal(node: torch.fx.Node) -> str | None:
+            return "excluded" if self._exclude and is_below(node, self._exclude) else refused.get(node)
 
         while True:
-            plan = make_plan(module.graph, widen=widen, supports=supports, wanted=wanted)
-            segments = [step for step in plan.steps if isinstance(step, Segment)]
-            runners = []
-            for segment in segments if device is not None else ():
-                try:
-                    runners.append(self._runner(segment, assemble(segment, plan.fragments, widen), device, symbols))
-                except Exception as error:  # ONNX Runtime's exceptions have no public base class
-                    log.get_logger().warning("PyTorch runs a segment without a session: %s", error)
-                    refused.update(segment.nodes)
-            if len(runners) == len(segments):
+            plan = make_plan(module.graph, widen=widen, supports=supports, refusal=refusal)
+            runners, before = [], len(refused)
+            for segment in plan.steps:
+                if isinstance(segment, Segment) and device is not None:
+                    try:
+                        runners.append(self._runner(segment, assemble(segment, plan.fragments, widen), device, symbols))
+                    except Exception as error:  # ONNX Runtime's exceptions have no public base class
+                        refused.update(dict.fromkeys(segment.nodes, f"no session: {' '.join(str(error).split())}"))
+            if len(refused) == before:
                 break
         program = program_of(module, plan, runners, symbols)
         graph = records.graph_record(number, direction, plan, runners)
@@ -156,11 +157,5 @@ def _agreement() -> Agreement:
 
 def _device_of(module: GraphModule) -> torch.device | None:
     """Return the one device of a graph's tensors; None if there are several or none."""
-    found = {
-        value.device
-        for node in module.graph.nodes
-        if isinstance(value := node.meta.get("val"), torch.Tensor)
-    }
+    found = {value.device for node in module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}
     return found.pop() if len(found) == 1 else None
-
-

@@ -17,7 +17,7 @@ from ort_zero.compile.plan import Plan, Segment, TorchCall
 from ort_zero.compile.reference import in_float64, reference_of, runnable
 from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Session
-from ort_zero.compile.sizes import Symbols, SymbolReader
+from ort_zero.compile.sizes import SymbolReader, Symbols
 from ort_zero.compile.trial import Runner, Trial
 
 _MAX_LAYOUTS = 256
@@ -88,7 +88,7 @@ class SegmentRunner:
 
         failed = trial.failed
         results = trial.run(
-            by_ort, lambda: self.reference(*inputs), lambda: in_float64(self.reference, inputs), self._agreement
+            by_ort, lambda: self.reference(*inputs), lambda: in_float64(self.reference, list(inputs)), self._agreement
         )
         if trial.failed and not failed:
             self._tell(inputs, sizes)
@@ -100,14 +100,16 @@ class SegmentRunner:
         folder = self._reproducers / self.trial.key
         try:
             feeds = self.session.feeds([inputs[index] for index in self._inputs])
-            write_reproducer(
-                folder, self.trial.reason, self.session.model, self.reference, inputs, feeds, sizes
-            )
+            write_reproducer(folder, self.trial.reason, self.session.model, self.reference, inputs, feeds, sizes)
             where = f"; reproducer: {folder}"
         except OSError as error:
             where = f"; no reproducer, since {folder} cannot be written: {error}"
         log.get_logger().warning(
-            "PyTorch runs segment %s (%s) from now on: %s%s", self.trial.key, ", ".join(operators), self.trial.reason, where
+            "PyTorch runs segment %s (%s) from now on: %s%s",
+            self.trial.key,
+            ", ".join(operators),
+            self.trial.reason,
+            where,
         )
 
     def _layout(self, symbols: Symbols) -> tuple[tuple[int, ...], list[tuple[int, ...]], bool]:
@@ -157,7 +159,9 @@ def program_of(
 
     lines = ["def run(arguments):"]
     lines += ["symbols = read(arguments)" if symbols else "symbols = ()"]
-    lines += [f"{''.join(f'{variables[node]}, ' for node in plan.placeholders)} = arguments"] if plan.placeholders else []
+    lines += (
+        [f"{''.join(f'{variables[node]}, ' for node in plan.placeholders)} = arguments"] if plan.placeholders else []
+    )
     lines += ["arguments.clear()"]
     last, waiting = _last_uses(plan), iter(runners)
     for index, step in enumerate(plan.steps):

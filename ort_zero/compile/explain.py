@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from ort_zero.compile.running_model import CompiledModel
 
 _WAYS_OUT = (
-    ("no conversion", "none needed: PyTorch's kernel runs; a conversion would be a function in ort_zero/compile/conversion"),
+    (
+        "no conversion",
+        "none needed: PyTorch's kernel runs; a conversion would be a function in ort_zero/compile/conversion",
+    ),
     ("depends on values", "sizes that follow from values (nonzero, masks) stay in PyTorch"),
     ("ONNX Runtime has no", "use a dtype that the provider has kernels for, such as float32"),
     ("PyTorch is faster", 'set "compile": {"place": "ort"} to run it in ONNX Runtime all the same'),

@@ -59,17 +59,17 @@ Supports = Callable[[Node, Fragment], str | None]
 """Returns why the device's provider cannot run a fragment, or None."""
 
 
-def make_plan(graph: Graph, *, widen: bool, supports: Supports, wanted: Callable[[Node], bool] = lambda n: True) -> Plan:
+def make_plan(graph: Graph, *, widen: bool, supports: Supports, refusal: Callable[[Node], str | None]) -> Plan:
     """Return the plan of a graph.
 
     Args:
         graph: a functional graph of ATen calls with fake tensors in ``meta["val"]``.
         widen: compute 16-bit floats in float32.
         supports: tells what the device's provider cannot run.
-        wanted: returns False for a node that PyTorch runs in any case.
+        refusal: returns why PyTorch runs a node in any case; None for a node that ONNX Runtime may run.
     """
     nodes = list(graph.nodes)
-    fragments, reasons = _converted(nodes, widen, supports, wanted)
+    fragments, reasons = _converted(nodes, widen, supports, refusal)
     free = _free_nodes(nodes, fragments)
     levels = _levels(nodes, fragments, free)
     output = nodes[-1]
@@ -90,18 +90,21 @@ def make_plan(graph: Graph, *, widen: bool, supports: Supports, wanted: Callable
 
 
 def _converted(
-    nodes: Iterable[Node], widen: bool, supports: Supports, wanted: Callable[[Node], bool]
+    nodes: Iterable[Node], widen: bool, supports: Supports, refusal: Callable[[Node], str | None]
 ) -> tuple[dict[Node, Fragment], dict[Node, str]]:
     fragments: dict[Node, Fragment] = {}
     reasons: dict[Node, str] = {}
     for node in nodes:
-        if node.op != "call_function" or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if node.op != "call_function" or isinstance(
+            node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)
+        ):
             continue
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, Node) and source not in fragments:
             continue  # an item of a call that PyTorch runs
-        if source is None and not wanted(node):
-            reasons[node] = "excluded"
+        why = refusal(node)
+        if why is not None:
+            reasons[node] = why
             continue
         try:
             fragment = convert(node, widen)

@@ -72,8 +72,10 @@ def write_reproducer(
         reason=reason.replace('"""', "'''"),
         torch=torch.__version__,
         onnxruntime=onnxruntime.__version__,
-        orders=[[edge.order.index(n) for n in range(len(edge.order))] if edge.order else list(range(len(edge.shape)))
-                for edge in model.outputs],
+        orders=[
+            [edge.order.index(n) for n in range(len(edge.order))] if edge.order else list(range(len(edge.shape)))
+            for edge in model.outputs
+        ],
         code=reference.code.strip(),
     )
     write_text(folder / "reproduce.py", script)

@@ -108,7 +108,7 @@ class CompiledModel:
         reason = " ".join(str(error).split())[:400]
         if self._raises:
             raise ExportError(
-                f"{path or 'the model'} cannot be compiled: {reason}; exclude it, or set \"fallback\": \"warn\" to run "
+                f'{path or "the model"} cannot be compiled: {reason}; exclude it, or set "fallback": "warn" to run '
                 "it in PyTorch"
             ) from error
         self.failures[path] = reason

@@ -54,7 +54,4 @@ class SymbolReader:
     def evaluate(self, sizes: Iterable[Size], symbols: Symbols) -> tuple[int, ...]:
         """Return sizes as numbers."""
         values = dict(zip(self._sources, symbols, strict=True))
-        return tuple(
-            int(size.expression.xreplace(values)) if isinstance(size, Dim) else size
-            for size in sizes
-        )
+        return tuple(int(size.expression.xreplace(values)) if isinstance(size, Dim) else size for size in sizes)

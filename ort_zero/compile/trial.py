@@ -115,9 +115,7 @@ class Trial:
             self.runner = Runner.ONNXRUNTIME
         return results
 
-    def _timed(
-        self, by_ort: Callable[[], Outputs], by_torch: Callable[[], Outputs], agreement: Agreement
-    ) -> Outputs:
+    def _timed(self, by_ort: Callable[[], Outputs], by_torch: Callable[[], Outputs], agreement: Agreement) -> Outputs:
         decided = agreement.placement(self.key)
         if decided is not None:
             self._place(decided)
@@ -167,7 +165,8 @@ def explain_difference(results: Outputs, wanted: Outputs, in_float64: Callable[[
         ort = _distance(ours, exact[index])
         limit = _FACTOR * own + torch.finfo(theirs.dtype).eps * _FACTOR * scale
         if ort > limit:
-            return f"result {index} is wrong by {ort / max(scale, 1e-300):.1e} of its size (PyTorch: {own / max(scale, 1e-300):.1e})"
+            parts = ort / max(scale, 1e-300), own / max(scale, 1e-300)
+            return f"result {index} is wrong by {parts[0]:.1e} of its size (PyTorch: {parts[1]:.1e})"
     return None
 
 

@@ -23,7 +23,9 @@ def recorder() -> Recorder | None:
         ProfileError: the file that the environment names cannot be read.
     """
     path = env.profile_file()
-    return None if path is None else Recorder(exchange.read_request(path), loading.load(config.Config().engine()).node_profiles)
+    if path is None:
+        return None
+    return Recorder(exchange.read_request(path), loading.load(config.Config().engine()).node_profiles)
 
 
 def in_torch() -> bool:

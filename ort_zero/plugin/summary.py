@@ -141,7 +141,8 @@ def _compiled(status: Mapping[str, Any], section: config.Config) -> list[Row]:
         ),
         (
             "graphs",
-            f"{record['graphs']} of {record['dynamo_graphs']} captured parts, {len(record['recompilations'])} compiled again",
+            f"{record['graphs']} of {record['dynamo_graphs']} captured parts, "
+            f"{len(record['recompilations'])} compiled again",
             "ort-zero explain SCRIPT",
         ),
         ("  run by", places, _other_place(section)),

@@ -194,7 +194,7 @@ class Builder:
             if values.size and not (bounds.min <= values.min() and values.max() <= bounds.max):
                 raise NotConvertibleError(f"a number beyond the range of {dtype}")
         with np.errstate(over="ignore"):
-            array = np.asarray(values, dtype=NUMPY_TYPES[stored])
+            array: np.ndarray = np.asarray(values, dtype=NUMPY_TYPES[stored])
         if shape is not None:
             array = np.broadcast_to(array, shape)
         name = self._new(stored)

@@ -25,7 +25,7 @@ from ort_zero.compile.conversion.fragments import (
 )
 
 Conversion = Callable[..., Any]
-"""Called with the builder, the results as :class:`Value` s without names, and all arguments of the ATen schema in order."""
+"""Called with the builder, the results as nameless values, and all arguments of the ATen schema in order."""
 _TABLE: dict[Any, Conversion] = {}
 _FAMILIES = (
     "activation",

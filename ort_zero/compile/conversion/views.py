@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ort_zero.compile.conversion.fragments import Builder, Dim, NotConvertibleError, Size, Value
+from ort_zero.compile.conversion.fragments import Builder, NotConvertibleError, Size, Value
 from ort_zero.compile.conversion.registry import converts, overload
 
 aten = torch.ops.aten
@@ -144,10 +144,11 @@ def _concatenate(b: Builder, out: Value, tensors: list[Value], dim: int) -> Valu
 
 @converts(aten.constant_pad_nd.default)
 def _pad(b: Builder, out: Value, x: Value, padding: list[Size], value: Any) -> Value:
-    if out.dtype is torch.bool or any(isinstance(size, Dim) or size < 0 for size in padding):
+    amounts = [size for size in padding if isinstance(size, int) and size >= 0]
+    if out.dtype is torch.bool or len(amounts) != len(padding):
         raise NotConvertibleError("a padding that changes, or below 0, or of bool")
-    pairs = [(0, 0)] * (x.rank - len(padding) // 2) + list(zip(padding[::2], padding[1::2]))[::-1]
-    return _padded(b, x, [int(before) for before, _ in pairs], [int(after) for _, after in pairs], value)
+    pairs = [(0, 0)] * (x.rank - len(amounts) // 2) + list(zip(amounts[::2], amounts[1::2]))[::-1]
+    return _padded(b, x, [before for before, _ in pairs], [after for _, after in pairs], value)
 
 
 def _padded(b: Builder, x: Value, before: list[int], after: list[int], value: Any) -> Value:
