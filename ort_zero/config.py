@@ -187,8 +187,8 @@ class Config(_Strict):
                     f'"{key}" is {outer[key]!r} in the section and {inner[key]!r} below "ortmodule"; keep one of them'
                 )
         shared = {key: inner[key] for key in _SHARED if key in inner} | outer
-        given = {key: value for key, value in outer.items() if value is not None}
-        return {**section, **shared, "ortmodule": {**inner, **given}} if shared else section
+        explicit = {key: value for key, value in outer.items() if value is not None}
+        return {**section, **shared, "ortmodule": {**inner, **explicit}} if shared else section
 
     def engine(self) -> str:
         """Return the engine that runs models: "compile" or "ortmodule".

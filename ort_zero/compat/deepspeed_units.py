@@ -29,7 +29,7 @@ def gather_together(modules: Iterable[nn.Module]) -> None:
 
 
 def hand_gradients_on(root: nn.Module) -> None:
-    """Have each gradient of the units below `root` handed on as soon as it exists, as those of other modules.
+    """Have each gradient of the units below `root` handed on as soon as it exists, as other modules do.
 
     To be called after the hooks of modules are registered, and before the optimizer registers those of parameters.
     """

@@ -1,4 +1,8 @@
-"""Call ``torch.compile`` with what its release has, and make its limits of recompilation fit many equal modules."""
+"""Reach the parts of torch.compile that a backend needs and that have no public name.
+
+They are the same in torch 2.6 to 2.15: AOTAutograd's entry for backends, the min-cut partitioner, the core
+decompositions, type promotion, and Dynamo's own errors and reasons.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,23 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
+from torch._decomp import core_aten_decompositions
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import TorchDynamoException
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+from torch.utils._pytree import tree_map
+
+__all__ = (
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDynamoException",
+    "aot_autograd",
+    "core_aten_decompositions",
+    "min_cut_rematerialization_partition",
+    "tree_map",
+)
 
 RECOMPILE_LIMIT = 64
 """Graphs of one function that Dynamo keeps; layers whose attributes differ need one each, and the default is 8."""
@@ -46,3 +67,18 @@ def graph_breaks() -> list[tuple[str, str]]:
         where = f"{line.filename}:{line.lineno}" if line is not None else "unknown"
         breaks[" ".join(str(each.reason).split())[:300], where] = None
     return list(breaks)
+
+
+def promoted_dtype(*values: Any) -> torch.dtype:
+    """Return the dtype in which PyTorch computes with tensors and numbers, element by element."""
+    return elementwise_dtypes(*values, type_promotion_kind=ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT)[1]
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return a function of a list of arguments that AOTAutograd calls with that list, which it may empty."""
+
+    def run(arguments: list[Any]) -> Any:
+        return function(arguments)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

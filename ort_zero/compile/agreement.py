@@ -56,7 +56,7 @@ class Agreement:
         return self._placements.get(key)
 
     def propose(self, key: str, runner: str) -> str:
-        """Return the decision of all ranks: that of the first rank that proposes one."""
+        """Return the decision of all ranks: the first rank that proposes one decides."""
         store = _store()
         decided = store.compare_set(f"placed/{key}", "", runner).decode() if store is not None else runner
         self._placements[key] = decided

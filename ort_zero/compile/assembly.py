@@ -38,7 +38,7 @@ class Binding:
     """The dtype in ONNX: float32 for 16-bit tensors that are computed in float32."""
     torch_dtype: torch.dtype
     shape: tuple[Size, ...]
-    """The sizes in memory, outermost first: those of the tensor in the order of `order`."""
+    """The sizes in memory, outermost first: the tensor's sizes in the order of `order`."""
     order: tuple[int, ...] | None
     """The order of the tensor's dimensions in memory; None for the usual one."""
 

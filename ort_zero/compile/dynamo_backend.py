@@ -1,13 +1,12 @@
-"""Compile graphs of Dynamo for ONNX Runtime: ``torch.compile(model, backend="ort_zero")``."""
+"""Compile graphs of Dynamo for ONNX Runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from ort_zero import env
@@ -21,30 +20,12 @@ from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.partition import decompositions, partition
 from ort_zero.compile.patterns import replace_compositions
 from ort_zero.compile.plan import Segment, make_plan
-from ort_zero.compile.settings import Settings, from_options
+from ort_zero.compile.settings import Settings
 from ort_zero.compile.sizes import SymbolReader
 from ort_zero.compile.trial import Trial
 from ort_zero.utils.atomic_write import write_bytes
 
 Compiled = Callable[..., Any]
-
-
-def ort_zero(
-    module: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
-) -> Compiled:
-    """Compile a graph of Dynamo: the backend that ``torch.compile`` finds under the names ort_zero and onnxrt.
-
-    Args:
-        module: the graph.
-        example_inputs: its inputs.
-        options: see :class:`~ort_zero.compile.settings.Settings`.
-
-    Raises:
-        ConfigError: an unknown option or value.
-    """
-    from ort_zero.compile.running_model import bare_record  # which imports this module
-
-    return Compiler(from_options(options), bare_record())(module, example_inputs)
 
 
 class Compiler:
@@ -74,7 +55,7 @@ class Compiler:
         """Return the compiled form of a graph of Dynamo."""
         number, reason = self.record.next_graph(), torch_compile.recompile_reason()
         replace_compositions(module)
-        compiler = aot_autograd(
+        compiler = torch_compile.aot_autograd(
             fw_compiler=lambda graph, inputs: self._compile(graph, "forward", number, reason),
             bw_compiler=lambda graph, inputs: self._compile(graph, "backward", number),
             inference_compiler=lambda graph, inputs: self._compile(graph, "inference", number, reason),
@@ -122,8 +103,7 @@ class Compiler:
             note_run(direction)
             return program(arguments)
 
-        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd: the list of arguments may be emptied
-        return run
+        return torch_compile.boxed(run)
 
     def _runner(
         self, segment: Segment, assembled: Assembled, device: torch.device, symbols: SymbolReader
@@ -156,6 +136,6 @@ def _agreement() -> Agreement:
 
 
 def _device_of(module: GraphModule) -> torch.device | None:
-    """Return the one device of a graph's tensors; None if there are several or none."""
-    found = {value.device for node in module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}
-    return found.pop() if len(found) == 1 else None
+    """Return the device of a graph's tensors; None if there are several devices, or none."""
+    seen = {value.device for node in module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}
+    return seen.pop() if len(seen) == 1 else None

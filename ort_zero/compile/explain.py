@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ort_zero import env
 from ort_zero.compat import torch_compile
+from ort_zero.compile.records import ModelRecord
 from ort_zero.utils.atomic_write import write_json
-
-if TYPE_CHECKING:
-    from ort_zero.compile.running_model import CompiledModel
 
 _WAYS_OUT = (
     (
@@ -26,10 +25,10 @@ _WAYS_OUT = (
 )
 
 
-def explanation(model: CompiledModel) -> dict[str, Any]:
-    """Return what runs where in a model, by unit, as plain values."""
+def explanation(record: ModelRecord, status: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what runs where in a model, by unit, as plain values; `status` is the model's."""
     units: dict[str, Any] = {}
-    for graph in model.record.graphs:
+    for graph in record.graphs:
         unit = units.setdefault(graph.unit, {"graphs": [], "in_torch": {}, "recompilations": []})
         unit["graphs"].append(
             {
@@ -51,7 +50,6 @@ def explanation(model: CompiledModel) -> dict[str, Any]:
             entry["count"] += graph.in_torch[name]
         if graph.recompile_reason and graph.recompile_reason not in unit["recompilations"]:
             unit["recompilations"].append(graph.recompile_reason)
-    status = model.status()
     return {
         "model": status["module"],
         "modules": Counter(status["unit_classes"]),
@@ -67,7 +65,7 @@ def way_out(reason: str) -> str:
     return next((way for part, way in _WAYS_OUT if part in reason), "")
 
 
-def end_if_asked(model: CompiledModel) -> None:
+def end_if_asked(record: ModelRecord, status: Callable[[], dict[str, Any]]) -> None:
     """Write the explanation of a model and end the script, if ``ort-zero explain`` has started it.
 
     Raises:
@@ -77,5 +75,5 @@ def end_if_asked(model: CompiledModel) -> None:
     if request is None:
         return
     report = json.loads(Path(request).read_text(encoding="utf-8"))["report"]
-    write_json(Path(f"{report}.{env.rank()}"), explanation(model))
+    write_json(Path(f"{report}.{env.rank()}"), explanation(record, status()))
     raise SystemExit(0)

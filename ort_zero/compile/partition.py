@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ort_zero.compat.torch_compile import core_aten_decompositions, min_cut_rematerialization_partition
 from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.views import VIEWS
 
@@ -49,7 +48,7 @@ _WHOLE = (
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return torch's core decompositions without those of operators that stay whole."""
+    """Return torch's core decompositions, except for operators that stay whole."""
     return {
         target: function
         for target, function in core_aten_decompositions().items()

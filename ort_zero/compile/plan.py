@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from ort_zero.compat.torch_compile import HigherOrderOperator, OpOverload
 from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.fragments import Fragment, NotConvertibleError
 from ort_zero.compile.conversion.registry import convert
@@ -155,8 +156,8 @@ def roots(node: Node, free: set[Node]) -> Iterator[Node]:
 def is_ordered(node: Node) -> bool:
     """Return True for a call whose order among such calls matters: random numbers, effects, operators of others."""
     target = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-        return node.op == "call_function" and isinstance(target, torch._ops.HigherOrderOperator)
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return node.op == "call_function" and isinstance(target, HigherOrderOperator)
     return (
         torch.Tag.nondeterministic_seeded in target.tags
         or target._schema.is_mutable

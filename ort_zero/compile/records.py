@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
+from ort_zero.compat.torch_compile import tree_map
 from ort_zero.compile.plan import Plan, TorchCall
 from ort_zero.compile.trial import Runner, Trial
 

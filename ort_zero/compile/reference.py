@@ -16,7 +16,7 @@ _RESHAPE = torch.ops.aten.reshape.default
 
 
 def reference_of(segment: Segment) -> GraphModule:
-    """Return the segment as a module that PyTorch runs: inputs and outputs are those of the segment."""
+    """Return the segment as a module that PyTorch runs: it has the segment's inputs and outputs."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in segment.inputs:

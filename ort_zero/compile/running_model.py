@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from ort_zero import log
-from ort_zero.backends import registry
 from ort_zero.compat import torch_compile
 from ort_zero.compile import explain, sessions
 from ort_zero.compile.caches import leave_out_caches
@@ -90,10 +89,10 @@ class CompiledModel:
                 self._compiled[key] = torch_compile.compile_function(function, compiler)
             return self._compiled[key]
 
-        own = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def failed(error: Exception) -> None:
-            model = own()
+            model = reference()
             if model is not None:
                 model.note_failure(unit.path, error)
 
@@ -122,7 +121,7 @@ class CompiledModel:
     def after_first_step(self) -> None:
         """Announce the model; called once, after the first step or when a second step begins."""
         self.record.on_first_step = None
-        explain.end_if_asked(self)
+        explain.end_if_asked(self.record, self.status)
         announce, self.announce = self.announce, None
         if announce is not None:
             announce(self)
@@ -186,19 +185,3 @@ def compile_model(
     """
     units = find_units(module, exclude=exclude, max_elements=max_elements)
     return CompiledModel(module, settings, units, stage, raises), units
-
-
-class TorchCompile(nn.Module):
-    """Stands for all functions that a script compiles by ``torch.compile(..., backend="ort_zero")``."""
-
-
-_bare: list[tuple[TorchCompile, CompiledModel]] = []
-
-
-def bare_record() -> ModelRecord:
-    """Return the record of what the script itself compiles; ``ort_zero.status()`` shows it from the first graph on."""
-    if not _bare:
-        module = TorchCompile()
-        _bare.append((module, CompiledModel(module, Settings(), (), 0, False)))
-        registry.register(_bare[0][1])
-    return _bare[0][1].record

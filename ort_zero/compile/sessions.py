@@ -150,7 +150,7 @@ def count() -> int:
 
 
 def _register_arena() -> None:
-    """Make the one CPU arena of this process."""
+    """Make the CPU arena that all sessions of this process share."""
     global _registered
     if _registered:
         return

@@ -24,7 +24,7 @@ class Settings:
     save_onnx: str | None = None
     """Folder into which rank 0 writes the model of each segment; None writes none."""
     reproducers: str | None = None
-    """Folder for reproducers of segments that fail or differ; None is ``ort_zero_reproducers`` in the working folder."""
+    """Folder for reproducers of segments that fail or differ; None is ``ort_zero_reproducers``."""
 
     def __post_init__(self) -> None:
         """Refuse values that the options do not have.

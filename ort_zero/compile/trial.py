@@ -161,11 +161,11 @@ def explain_difference(results: Outputs, wanted: Outputs, in_float64: Callable[[
         if error <= _SCALE[theirs.dtype] * scale:
             continue
         exact = exact if exact is not None else in_float64()
-        own = _distance(theirs, exact[index])
+        torchs = _distance(theirs, exact[index])
         ort = _distance(ours, exact[index])
-        limit = _FACTOR * own + torch.finfo(theirs.dtype).eps * _FACTOR * scale
+        limit = _FACTOR * torchs + torch.finfo(theirs.dtype).eps * _FACTOR * scale
         if ort > limit:
-            parts = ort / max(scale, 1e-300), own / max(scale, 1e-300)
+            parts = ort / max(scale, 1e-300), torchs / max(scale, 1e-300)
             return f"result {index} is wrong by {parts[0]:.1e} of its size (PyTorch: {parts[1]:.1e})"
     return None
 

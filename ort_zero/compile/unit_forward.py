@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+
+from ort_zero.compat.torch_compile import TorchDynamoException
 
 _NAME = "forward"
 
@@ -74,11 +75,11 @@ def replace_forward(
         compile_function: compiles a function of the unit and its arguments; the same function is compiled once.
         failed: see :class:`UnitForward`.
     """
-    own = vars(unit).get(_NAME)
-    if isinstance(own, UnitForward):
-        original = own.original
-    elif own is not None:
-        original = _OwnForward(own)
+    current = vars(unit).get(_NAME)
+    if isinstance(current, UnitForward):
+        original = current.original
+    elif current is not None:
+        original = _OwnForward(current)
     else:
         original = type(unit).forward
     setattr(unit, _NAME, UnitForward(unit, compile_function(original), original, failed))
@@ -86,11 +87,11 @@ def replace_forward(
 
 def restore_forward(unit: nn.Module) -> None:
     """Put a unit's own forward back."""
-    own = vars(unit).get(_NAME)
-    if isinstance(own, UnitForward):
+    current = vars(unit).get(_NAME)
+    if isinstance(current, UnitForward):
         delattr(unit, _NAME)
-        if isinstance(own.original, _OwnForward):
-            setattr(unit, _NAME, own.original.function)
+        if isinstance(current.original, _OwnForward):
+            setattr(unit, _NAME, current.original.function)
 
 
 class _OwnForward:
@@ -105,6 +106,6 @@ class _OwnForward:
 
 
 def is_compiled(unit: nn.Module) -> bool:
-    """Return True while a compiled forward stands in for the unit's own."""
-    own = vars(unit).get(_NAME)
-    return isinstance(own, UnitForward) and own.compiled is not None
+    """Return True while a compiled forward stands in for the unit's current."""
+    current = vars(unit).get(_NAME)
+    return isinstance(current, UnitForward) and current.compiled is not None

@@ -88,10 +88,10 @@ def elements_of(module: nn.Module) -> int:
 
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
     paths = [path for path, _ in model.named_modules() if path]
-    found: set[str] = set()
+    names: set[str] = set()
     for pattern in patterns:
         matches = [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
         if not matches:
             raise ConfigError(f"exclude: the pattern {pattern!r} matches no module; module paths look like {paths[:3]}")
-        found.update(matches)
-    return frozenset(found)
+        names.update(matches)
+    return frozenset(names)

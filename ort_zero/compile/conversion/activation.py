@@ -79,21 +79,21 @@ def _hardtanh(b: Builder, out: Value, x: Value, low: Any, high: Any) -> Value:
     return b.op("Min", b.op("Max", x, b.number(low, x.dtype)), b.number(high, x.dtype))
 
 
-@converts(aten._softmax.default)
+@converts(overload("_softmax"))
 def _softmax(b: Builder, out: Value, x: Value, dim: int, half_to_float: bool) -> Value:
     if x.rank == 0:
         raise NotConvertibleError("a softmax without dimensions")
     return b.op("Softmax", b.cast(x, out.dtype), axis=dim)
 
 
-@converts(aten._log_softmax.default)
+@converts(overload("_log_softmax"))
 def _log_softmax(b: Builder, out: Value, x: Value, dim: int, half_to_float: bool) -> Value:
     if x.rank == 0:
         raise NotConvertibleError("a softmax without dimensions")
     return b.op("LogSoftmax", b.cast(x, out.dtype), axis=dim)
 
 
-@converts(aten._softmax_backward_data.default)
+@converts(overload("_softmax_backward_data"))
 def _softmax_backward(b: Builder, out: Value, gradient: Value, result: Value, dim: int, dtype: Any) -> Value:
     if result.rank == 0:
         raise NotConvertibleError("a softmax without dimensions")

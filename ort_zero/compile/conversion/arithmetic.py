@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as PROMOTION
-from torch._prims_common import elementwise_dtypes
 
+from ort_zero.compat.torch_compile import promoted_dtype
 from ort_zero.compile.conversion.fragments import Builder, Dim, NotConvertibleError, Value
 from ort_zero.compile.conversion.registry import converts, overload
 
 aten = torch.ops.aten
 
 
-def promoted(*values: Any, kind: Any = PROMOTION.DEFAULT) -> torch.dtype:
+def promoted(*values: Any) -> torch.dtype:
     """Return the dtype in which PyTorch computes with these tensors and numbers."""
     stand_ins = [
         torch.empty((1,) * v.rank, dtype=v.dtype, device="meta")
@@ -22,7 +21,7 @@ def promoted(*values: Any, kind: Any = PROMOTION.DEFAULT) -> torch.dtype:
         else (1 if isinstance(v, Dim) else v)
         for v in values
     ]
-    return elementwise_dtypes(*stand_ins, type_promotion_kind=kind)[1]
+    return promoted_dtype(*stand_ins)
 
 
 def _refuse_bool(dtype: torch.dtype) -> None:
@@ -190,7 +189,7 @@ def _masked_fill(b: Builder, out: Value, x: Value, mask: Value, value: Any) -> V
     return b.op("Where", mask, b.number(value, out.dtype), x)
 
 
-@converts(aten._to_copy.default)
+@converts(overload("_to_copy"))
 def _copy_to(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
     return cast_to(b, x, out.dtype)
 

@@ -67,7 +67,7 @@ class Value:
     dtype: torch.dtype
     """The dtype in PyTorch; a fragment for a provider without 16-bit kernels computes in float32."""
     shape: tuple[Size, ...] = ()
-    """The sizes; only those of ATen's own arguments and results are meaningful."""
+    """The sizes, for arguments and results of the ATen call; values in between have none."""
 
     @property
     def rank(self) -> int:
@@ -97,7 +97,7 @@ class Constant:
 
 @dataclass(slots=True)
 class Fragment:
-    """The ONNX form of one ATen call. Names of arguments are those of FX nodes, see :func:`value_name`."""
+    """The ONNX form of one ATen call. Arguments have the names of FX nodes, see :func:`value_name`."""
 
     nodes: list[OnnxNode] = field(default_factory=list)
     constants: dict[str, Constant] = field(default_factory=dict)

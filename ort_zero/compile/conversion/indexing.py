@@ -33,10 +33,10 @@ def _gather(b: Builder, out: Value, x: Value, dim: int, indices: Value, sparse: 
 
 @converts(aten.index.Tensor)
 def _index(b: Builder, out: Value, x: Value, indices: list[Value | None]) -> Value:
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or given[0][1].dtype not in (torch.int64, torch.int32):
+    lookups = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(lookups) != 1 or lookups[0][1].dtype not in (torch.int64, torch.int32):
         raise NotConvertibleError("a look-up by several tensors or by a mask")
-    dim, index = given[0]
+    dim, index = lookups[0]
     return b.op("Gather", x, index, axis=dim)
 
 

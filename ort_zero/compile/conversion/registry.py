@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ort_zero.compat.torch_compile import OpOverload
 from ort_zero.compile.conversion.fragments import (
     ONNX_TYPES,
     Builder,
@@ -54,7 +55,7 @@ def converts(*overloads: Any) -> Callable[[Conversion], Conversion]:
         for overload in overloads:
             if overload is None:
                 continue
-            if not isinstance(overload, torch._ops.OpOverload):
+            if not isinstance(overload, OpOverload):
                 raise TypeError(f"{overload} is not one overload")
             if overload in _TABLE:
                 raise TypeError(f"{overload} has a conversion already")

@@ -49,7 +49,7 @@ VIEWS = frozenset(
 
 
 @converts(
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default
+    aten.view.default, overload("_unsafe_view"), aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default
 )
 def _reshape(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
     return b.reshape(x, out.shape)

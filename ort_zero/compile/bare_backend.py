@@ -1,0 +1,47 @@
+"""Compile what a script compiles itself: ``torch.compile(model, backend="ort_zero")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from ort_zero.backends import registry
+from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.records import ModelRecord
+from ort_zero.compile.running_model import CompiledModel
+from ort_zero.compile.settings import Settings, from_options
+
+
+def ort_zero(
+    module: GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo: the backend that ``torch.compile`` finds under the names ort_zero and onnxrt.
+
+    Args:
+        module: the graph.
+        example_inputs: its inputs.
+        options: see :class:`~ort_zero.compile.settings.Settings`.
+
+    Raises:
+        ConfigError: an unknown option or value.
+    """
+    return Compiler(from_options(options), bare_record())(module, example_inputs)
+
+
+class TorchCompile(nn.Module):
+    """Stands for all functions that the script compiles by ``torch.compile``."""
+
+
+_bare: list[tuple[TorchCompile, CompiledModel]] = []
+
+
+def bare_record() -> ModelRecord:
+    """Return the record of what the script itself compiles; ``ort_zero.status()`` shows it from the first graph on."""
+    if not _bare:
+        module = TorchCompile()
+        _bare.append((module, CompiledModel(module, Settings(), (), 0, False)))
+        registry.register(_bare[0][1])
+    return _bare[0][1].record
