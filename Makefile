@@ -1,10 +1,19 @@
 # Works from any clone: everything lives in .venv; `make help` lists the targets.
+# .venv has plain onnxruntime; .venv/ortmodule, an environment of its own, has onnxruntime-training for the old engine.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# onnxruntime-training has wheels for Python 3.10 and 3.11 alone, and installs the same folder as onnxruntime
+ORTMODULE := $(VENV)/ortmodule
+ORTMODULE_BIN := $(ORTMODULE)/bin
+ORTMODULE_READY := $(ORTMODULE)/.ready
+ORTMODULE_PYTHON ?= $(shell for python in $(PYTHON) python3.11 python3.10; do $$python -c '$(IS_OLD)' 2>/dev/null && echo $$python && break; done)
+IS_OLD := import sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 11)))
+EXTRAS := ort,examples,test,lint
+ORTMODULE_EXTRAS := ortmodule,examples,test
 TORCH := torch==2.13.0
 STEPS ?= 200
 # the ranks of a test share few cores; without this each takes all of them
@@ -14,45 +23,81 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 QUIET := $(if $(wildcard /dev/nvidia0 /dev/kfd /dev/dri /dev/accel),,DS_ACCELERATOR=cpu)
 RUFF := .ci/ruff.toml
 PYTEST := $(BIN)/python -m pytest
+OLD_PYTEST := $(ORTMODULE_BIN)/python -m pytest
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # two launches of ranks side by side: while one waits, imports in a single process or exports, the other has the cores
 RANKS := -n 2 --dist loadfile
+ONE_PROCESS := tests/unit tests/contract $(wildcard tests/compile/unit tests/compile/contract)
+SEVERAL_RANKS := tests/dist $(wildcard tests/compile/dist)
 FREE_PORT = $$("$(CURDIR)/$(BIN)/python" -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 
 .PHONY: help
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# $(call can_make_environments,PYTHON): stop in words where that Python cannot hold torch and onnxruntime
+define can_make_environments
+@$(1) -c 'import sys, sysconfig; sys.exit("musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or ""))' || \
+  { echo "error: $(1) is built for musl (Alpine); torch and onnxruntime have wheels for glibc only: use Debian, Ubuntu or the like" >&2; exit 1; }
+@$(1) -c 'import ensurepip, venv' 2>/dev/null || \
+  { echo "error: $(1) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
+endef
+
+# $(call install,ENVIRONMENT,PYTHON,EXTRAS); torch on its own: an unpinned one would drag in gigabytes of CUDA
+define install
+@$(1)/bin/python -m pip --version >/dev/null 2>&1 || \
+  { rm -rf $(addprefix $(1)/,bin include lib lib64 pyvenv.cfg); $(2) -m venv $(1); }
+@echo "installing torch and the other packages into $(1) (minutes)"
+@$(1)/bin/python -m pip install -qq '$(TORCH)'
+@$(1)/bin/python -m pip install -qq -c .ci/constraints.txt -e '.[$(3)]'
+endef
+
 .PHONY: venv
-venv: $(READY) ## Make .venv with everything, and build the C++ extensions (once)
+venv: $(READY) ## Make .venv with everything, on plain onnxruntime; compiles nothing
 
 $(READY): setup.cfg .ci/constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 11)))' 2>/dev/null || \
-	  { echo "error: $(PYTHON) is not Python 3.10 or 3.11: apt-get install python3.11, then: make PYTHON=python3.11 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
-	@$(PYTHON) -c 'import sys, sysconfig; sys.exit("musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or ""))' || \
-	  { echo "error: $(PYTHON) is built for musl (Alpine); torch and onnxruntime-training have wheels for glibc only: use Debian, Ubuntu or the like" >&2; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
-	  { echo "error: $(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
-	@command -v $(or $(firstword $(CXX)),g++) >/dev/null || { echo "error: no C++ compiler: apt-get install g++" >&2; exit 1; }
-	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || \
-	  { echo "error: no Python.h: apt-get install python3-dev" >&2; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@echo "installing torch and the other packages into $(VENV) (some hundred MB, minutes)"
-	@# torch on its own, at one version: anything newer drags in gigabytes of CUDA
-	@$(BIN)/python -m pip install -qq '$(TORCH)'
-	@$(BIN)/python -m pip install -qq -c .ci/constraints.txt -e '.[ort,examples,test,lint]'
-	@$(BIN)/python -m ort_zero build
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null || \
+	  { echo "error: $(PYTHON) is not Python 3.10 to 3.14: apt-get install python3, then: make PYTHON=python3 $(or $(MAKECMDGOALS),venv)" >&2; exit 1; }
+	$(call can_make_environments,$(PYTHON))
+	@# an environment of an earlier checkout: onnxruntime must not be installed over onnxruntime-training
+	@if $(BIN)/python -m pip show -qq onnxruntime-training 2>/dev/null; then $(BIN)/python -m pip uninstall -qq -y onnxruntime-training onnxruntime; fi
+	$(call install,$(VENV),$(PYTHON),$(EXTRAS))
 	@touch $@
 
+.PHONY: ortmodule
+ortmodule: $(ORTMODULE_READY) ## Make .venv/ortmodule with onnxruntime-training (Python 3.10 or 3.11), and build its C++ extensions
+
+$(ORTMODULE_READY): setup.cfg .ci/constraints.txt
+	@[ -n "$(ORTMODULE_PYTHON)" ] && $(ORTMODULE_PYTHON) -c '$(IS_OLD)' 2>/dev/null || \
+	  { echo "error: the old engine needs Python 3.10 or 3.11, and $(or $(ORTMODULE_PYTHON),none of $(PYTHON) python3.11 python3.10) is one: apt-get install python3.11, then: make ORTMODULE_PYTHON=python3.11 $(or $(MAKECMDGOALS),ortmodule)" >&2; exit 1; }
+	$(call can_make_environments,$(ORTMODULE_PYTHON))
+	$(call needs_compiler,$(ORTMODULE_PYTHON))
+	@mkdir -p $(VENV)
+	$(call install,$(ORTMODULE),$(ORTMODULE_PYTHON),$(ORTMODULE_EXTRAS))
+	@$(ORTMODULE_BIN)/python -m ort_zero build
+	@touch $@
+
+# DeepSpeed compiles an operator for shared memory as soon as two ranks start on CPU
+define needs_compiler
+@command -v $(or $(firstword $(CXX)),g++) >/dev/null || \
+  { echo "error: no C++ compiler, and DeepSpeed compiles an operator of its own when two ranks start: apt-get install g++" >&2; exit 1; }
+@$(1) -c 'import os, sys, sysconfig; sys.exit(3 * (not os.path.isfile(os.path.join(sysconfig.get_paths()["include"], "Python.h"))))' 2>/dev/null; \
+  [ $$? != 3 ] || { echo "error: no Python.h, and DeepSpeed compiles an operator of its own when two ranks start: apt-get install python3-dev" >&2; exit 1; }
+endef
+
+.PHONY: compiler
+compiler:
+	$(call needs_compiler,$(or $(wildcard $(BIN)/python),$(PYTHON)))
+
 .PHONY: train
-train: $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=200), aggregate, sample
+train: compiler $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX Runtime (STEPS=200), aggregate, sample
 	@$(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus 2 --master_port $(FREE_PORT) \
 	  examples/train_lm.py --deepspeed_config configs/zero3.json --steps $(STEPS) --out out/train --expect-ort --compare-torch 20
 	@$(BIN)/python -m ort_zero aggregate out/train out/train_model --overwrite
 	@$(BIN)/python examples/sample_lm.py out/train_model
 
 .PHONY: compare
-compare: $(READY) ## Train 5 steps in ONNX Runtime and in PyTorch, and say where the two begin to differ
+compare: compiler $(READY) ## Train 5 steps in ONNX Runtime and in PyTorch, and say where the two begin to differ
 	@for backend in torch ort; do \
 	  $(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py \
 	    --deepspeed_config configs/zero3_statistics_$$backend.json --steps 5 || exit 1; \
@@ -73,38 +118,39 @@ browser:
 	echo "no headless browser, so the test of the HTML report will fail: apt-get install chromium chromium-driver" >&2
 
 .PHONY: test
-test: $(READY) browser ## Run the tests of plugin, checkpoints, statistics, hooks, ranks, commands and pages (15 minutes)
-	$(PYTEST) -m "not slow" $(PARALLEL) tests/unit tests/contract; one=$$?; $(PYTEST) -m "not slow" $(RANKS) tests/dist && exit $$one
+test: compiler $(READY) browser ## Run the tests of plugin, compile backend, checkpoints, statistics, ranks, commands and pages
+	$(PYTEST) -m "not slow" $(PARALLEL) $(ONE_PROCESS); one=$$?; $(PYTEST) -m "not slow" $(RANKS) $(SEVERAL_RANKS) && exit $$one
 
 .PHONY: test-fast
 test-fast: $(READY) ## Run the unit tests of what needs no torch, in less than a minute
 	$(PYTEST) -m "not slow" --without-torch $(PARALLEL) tests/unit
 
 .PHONY: test-ortmodule
-test-ortmodule: $(READY) ## Run every test of the engine of onnxruntime-training but the slow ones (half an hour)
-	$(PYTEST) -m "not slow" $(PARALLEL) tests/ortmodule/unit tests/ortmodule/contract; one=$$?; \
-	$(PYTEST) -m "not slow" $(RANKS) tests/ortmodule/dist && exit $$one
+test-ortmodule: $(ORTMODULE_READY) ## Run every test of the engine of onnxruntime-training but the slow ones (half an hour)
+	$(OLD_PYTEST) -m "not slow" $(PARALLEL) tests/ortmodule/unit tests/ortmodule/contract; one=$$?; \
+	$(OLD_PYTEST) -m "not slow" $(RANKS) tests/ortmodule/dist && exit $$one
 
 .PHONY: test-smoke
-test-smoke: $(READY) ## Run a few tests of the engine of onnxruntime-training (5 minutes)
-	$(PYTEST) -m smoke $(RANKS) tests/ortmodule
+test-smoke: $(ORTMODULE_READY) ## Run a few tests of the engine of onnxruntime-training (5 minutes)
+	$(OLD_PYTEST) -m smoke $(RANKS) tests/ortmodule
 
 .PHONY: test-slow
-test-slow: $(READY) ## Run the tests that take minutes
-	$(PYTEST) -m slow --timeout 1800 $(RANKS) tests
+test-slow: compiler $(READY) $(ORTMODULE_READY) ## Run the tests that take minutes
+	$(PYTEST) -m slow --timeout 1800 $(RANKS) $(ONE_PROCESS) $(SEVERAL_RANKS); one=$$?; \
+	$(OLD_PYTEST) -m slow --timeout 1800 $(RANKS) tests/ortmodule && exit $$one
 
 .PHONY: test-all
-test-all: $(READY) browser ## Run all of these: test, test-ortmodule, test-slow
+test-all: browser ## Run all of these: test, test-ortmodule, test-slow
 	@status=0; for target in test test-ortmodule test-slow; do $(MAKE) --no-print-directory $$target || status=1; done; exit $$status
 
-# An environment of their own on top of the other: what these packages bring must not change what the other tests run with
+# An environment of their own on top of the old engine's: what these packages bring must not change what its tests run with
 CLIENTS := $(VENV)/clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-$(CLIENTS_READY): $(READY) setup.cfg .ci/constraints.txt
+$(CLIENTS_READY): $(ORTMODULE_READY) setup.cfg .ci/constraints.txt
 	@echo "installing the packages of the extra clients into $(CLIENTS) (some hundred MB, minutes)"
-	@$(BIN)/python -m venv --clear $(CLIENTS)
-	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
+	@$(ORTMODULE_BIN)/python -m venv --clear $(CLIENTS)
+	@$(ORTMODULE_BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
 	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/below.pth"
 	@$(CLIENTS)/bin/python -m pip install -qq -c .ci/constraints.txt -e '.[clients]'
 	@echo "starting 2 ranks for the first time: DeepSpeed compiles an operator, Python all packages"
@@ -119,28 +165,28 @@ test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and
 bench bench-check readme-figures: export ORT_ZERO_EXPORT_CACHE := 0
 
 .PHONY: bench
-bench: $(READY) ## Run every benchmark
-	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py benchmarks/training_models.py benchmarks/bench_check.py benchmarks/soak.py benchmarks/soak_training.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || echo "$$file: exit status $$?"; done
+bench: $(ORTMODULE_READY) ## Run every benchmark, with the old engine
+	@for file in $(filter-out benchmarks/zoo_models.py benchmarks/model_zoo.py benchmarks/training_models.py benchmarks/bench_check.py benchmarks/soak.py benchmarks/soak_training.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(ORTMODULE_BIN)/python $$file || echo "$$file: exit status $$?"; done
 
 .PHONY: bench-check
-bench-check: $(READY) ## Hold the step's ratios to PyTorch against benchmarks/ratios.json; fails when one is lost
-	$(BIN)/python benchmarks/bench_check.py
+bench-check: $(ORTMODULE_READY) ## Hold the step's ratios to PyTorch against benchmarks/ratios.json; fails when one is lost
+	$(ORTMODULE_BIN)/python benchmarks/bench_check.py
 
 .PHONY: soak
-soak: $(READY) ## Train 2,000 steps with saves, evaluations and statistics, then start 50 times: nothing may grow or be left (half an hour)
-	$(BIN)/python benchmarks/soak.py --plot docs/soak.svg
+soak: $(ORTMODULE_READY) ## Train 2,000 steps with saves, evaluations and statistics, then start 50 times: nothing may grow or be left (half an hour)
+	$(ORTMODULE_BIN)/python benchmarks/soak.py --plot docs/soak.svg
 
 .PHONY: readme-figures
-readme-figures: $(READY) ## Measure these ratios anew, store them and write README's table
-	$(BIN)/python benchmarks/bench_check.py --update
+readme-figures: $(ORTMODULE_READY) ## Measure these ratios anew, store them and write README's table
+	$(ORTMODULE_BIN)/python benchmarks/bench_check.py --update
 
 .PHONY: zoo
-zoo: $(READY) ## Try every architecture of the model zoo, alone and under ZeRO-3; writes docs/compatibility.md
-	$(BIN)/python benchmarks/model_zoo.py; one=$$?; $(BIN)/python benchmarks/model_zoo.py --zero3 && exit $$one
+zoo: $(ORTMODULE_READY) ## Try every architecture of the model zoo, alone and under ZeRO-3; writes docs/compatibility.md
+	$(ORTMODULE_BIN)/python benchmarks/model_zoo.py; one=$$?; $(ORTMODULE_BIN)/python benchmarks/model_zoo.py --zero3 && exit $$one
 
 .PHONY: matrix
-matrix: $(READY) ## Try other versions of torch, DeepSpeed, ... and Python (hours); writes docs/compatibility.md
-	$(BIN)/python tests/versions/matrix.py
+matrix: $(ORTMODULE_READY) ## Try other versions of torch, DeepSpeed, ... and Python (hours); writes docs/compatibility.md
+	$(ORTMODULE_BIN)/python tests/versions/matrix.py
 
 # in an environment on top of the other, so that nothing of the checkout is on its path
 .PHONY: dist

@@ -1,4 +1,4 @@
-"""Report whether this machine can train in ONNX Runtime; Pythons without its wheel can do everything else.
+"""Report whether this machine can train in ONNX Runtime, with the engine that the section's ``"auto"`` means here.
 
 The facts come from metadata and files, except the execution providers. A separate process reads these, since
 onnxruntime-training imports torch and DeepSpeed, which print to stdout. It runs only if the packages are installed.
@@ -42,6 +42,8 @@ class Problem:
 class Report:
     """The findings of :func:`examine` about the installation."""
 
+    engine: str
+    """The engine that runs models: ``"compile"`` (plain onnxruntime) or ``"ortmodule"`` (onnxruntime-training)."""
     python: str
     """Path of the interpreter."""
     platform: str
@@ -51,7 +53,7 @@ class Report:
     compiler: str | None
     extensions_built: bool
     extensions_dir: Path | None
-    """None if torch or onnxruntime-training is missing: the folder's name has their versions."""
+    """None for the engine "compile", which has no extensions, and while ORTModule lacks packages."""
     providers: tuple[str, ...]
     """Execution providers of onnxruntime; empty if it is missing or cannot be imported."""
     cores: int
@@ -68,8 +70,6 @@ class Report:
     """Folder for temporary files, and its free space."""
     environment: dict[str, str]
     """Environment variables that change the behaviour of ort_zero, ORTModule, DeepSpeed or torch; secrets masked."""
-    left_out: tuple[str, ...]
-    """Names in `versions` that only ONNX Runtime needs; no problem if this Python has no wheel of ONNX Runtime."""
     problems: tuple[Problem, ...]
     first_fix: str | None
     """The command that solves the first problem."""
@@ -82,26 +82,38 @@ class Report:
 
 def examine() -> Report:
     """Return the report about this machine; a missing package raises no error."""
+    engine = versions.engine()
     findings = versions.findings()
-    left_out = tuple(f.name for f in findings if _is_optional(f)) if versions.lacks_wheel() else ()
-    problems = [
+    problems = []
+    clash = versions.clash()
+    if clash is not None:
+        problems.append(Problem(what=clash.what, fix=clash.cure))
+    problems += [
         Problem(what=f"{f.name} {f.found or 'is missing'}, needed: {f.needed}", fix=f.cure)
         for f in findings
-        if not f.ok and f.name not in left_out
+        if not f.ok
     ]
-    complete = not problems and not left_out
-    examination = loading.load().examine()
-    if not examination.built and not left_out:
+    complete = not problems
+    examination = loading.load(engine).examine()
+    if not examination.built:
         problems += [Problem(what=what, fix=fix) for what, fix in examination.problems]
     providers: tuple[str, ...] = ()
     if complete:
-        providers, trouble = _providers()
+        providers, trouble = _providers(engine)
         if trouble is not None:
             problems.append(trouble)
     program = deepspeed_programs.missing_program()
     if program is not None:
         problems.append(
             Problem(what=f"this DeepSpeed needs the program {program} on CPUs", fix=f"apt-get install {program}")
+        )
+    lack = deepspeed_programs.missing_for_operators() if examination.built else None
+    if lack is not None:
+        problems.append(
+            Problem(
+                what=f"no {lack}, and DeepSpeed compiles an operator of its own as soon as two ranks start on CPU",
+                fix="apt-get install g++ python3-dev",
+            )
         )
     clang = deepspeed_programs.unsuitable_compiler()
     if clang is not None:
@@ -114,12 +126,13 @@ def examine() -> Report:
     entry_point = _has_entry_point()
     problems += _switched_off(entry_point)
     return Report(
+        engine=engine,
         python=sys.executable,
         platform=platform.platform(),
         versions=findings,
         accelerate=versions.installed("accelerate"),
         transformers=versions.installed("transformers"),
-        compiler=examination.compiler,
+        compiler=examination.compiler or deepspeed_programs.compiler(),
         extensions_built=examination.built,
         extensions_dir=examination.directory,
         providers=providers,
@@ -131,16 +144,9 @@ def examine() -> Report:
         ninja=shutil.which("ninja") or shutil.which("ninja", path=os.path.dirname(sys.executable)),
         temporary=_temporary(),
         environment=_environment(),
-        left_out=left_out,
         problems=tuple(problems),
         first_fix=problems[0].fix if problems else None,
     )
-
-
-def _is_optional(finding: versions.Finding) -> bool:
-    """Return whether only ONNX Runtime needs the package that is missing or has an unsupported version."""
-    of_ort = finding.name in ("python", "onnxruntime-training", "onnx")
-    return not finding.ok and (of_ort or finding.found is None)
 
 
 def _temporary() -> str:
@@ -156,9 +162,10 @@ def _environment() -> dict[str, str]:
     return {name: masked(os.environ[name]) for name in names}
 
 
-def _providers() -> tuple[tuple[str, ...], Problem | None]:
+def _providers(engine: str) -> tuple[tuple[str, ...], Problem | None]:
     """Return the execution providers of onnxruntime, as a new process lists them, or the problem."""
-    cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == "onnxruntime-training")
+    distribution = "onnxruntime-training" if engine == "ortmodule" else "onnxruntime"
+    cure = next(r.cure for r in versions.REQUIREMENTS if r.distribution == distribution)
     reinstall = cure.replace("install", "install --force-reinstall --no-deps", 1)
     try:
         done = subprocess.run(

@@ -82,7 +82,7 @@ def _facts() -> dict[str, str]:
         **{finding.name: finding.found or "missing" for finding in versions.findings()},
         **{name: versions.installed(name) or "missing" for name in ("accelerate", "transformers")},
     }
-    examination = loading.load().examine()
+    examination = loading.load(versions.engine()).examine()
     if examination.directory is not None:
         facts["extensions"] = "built" if examination.built else "not built (ort-zero build)"
     return facts

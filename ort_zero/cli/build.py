@@ -1,4 +1,4 @@
-"""Run ``ort-zero build``: compile the C++ extensions that ONNX Runtime needs."""
+"""Run ``ort-zero build``: compile the C++ extensions that ORTModule needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Build the missing extensions, print their folder, and return 0; progress goes to stderr."""
     from ort_zero.backends import loading
+    from ort_zero.compat import versions
 
-    report = loading.load().build(args.force)
+    report = loading.load(versions.engine()).build(args.force)
     if args.json:
         print_json(dataclasses.asdict(report))
         return 0

@@ -32,10 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 1 if something must be fixed before models can train, else 0.
-
-    A missing ONNX Runtime is no problem if this Python has no wheel of it.
-    """
+    """Print the report; return 1 if something must be fixed before models can train, else 0."""
     from ort_zero import doctor
 
     if args.ranks:
@@ -74,13 +71,16 @@ def text_of(report: doctor.Report) -> str:
     """Return the report as aligned lines."""
     rows = [("", "", "found", "needed")]
     for v in report.versions:
-        state = ("untested" if v.untested else "ok") if v.ok else "-" if v.name in report.left_out else "FIX"
+        state = ("untested" if v.untested else "ok") if v.ok else "FIX"
         rows.append((state, v.name, v.found or "missing", v.needed))
     for name, version in (("accelerate", report.accelerate), ("transformers", report.transformers)):
         rows.append(("ok" if version else "-", name, version or "missing", "(optional)"))
     lines = aligned(rows)
     extensions = f"{'built' if report.extensions_built else 'not built'}, {report.extensions_dir or 'nowhere yet'}"
+    if report.engine == "compile":
+        extensions = "none needed"
     facts = {
+        "engine": _ENGINES[report.engine],
         "ort_zero": report.ort_zero,
         "python": report.python,
         "platform": f"{report.platform}, {report.libc or 'unknown C library'}",
@@ -100,17 +100,11 @@ def text_of(report: doctor.Report) -> str:
         lines += [f"problem: {problem.what}" for problem in report.problems]
         lines.append(f"fix first: {report.first_fix}")
     else:
-        lines.append(_without_ort(report) if report.left_out else "ready: models can be trained in ONNX Runtime")
+        lines.append("ready: models can be trained in ONNX Runtime")
     return "\n".join(lines)
 
 
-def _without_ort(report: doctor.Report) -> str:
-    """Return which features work with a Python that has no ONNX Runtime, and which do not."""
-    python = next(v for v in report.versions if v.name == "python")
-    absent = [v.name for v in report.versions if v.name in ("torch", "deepspeed") and v.found is None]
-    ready = "ready: checkpoints, statistics and training in PyTorch"
-    if absent:
-        ready = f"ready: checkpoints; for statistics and training in PyTorch {' and '.join(absent)} must be installed: "
-        ready += "pip install 'ort-zero[zero]'"
-    no_wheel = f"onnxruntime-training has no wheel for Python {python.found}: {python.cure}"
-    return f"{ready}\nnot on this Python: models in ONNX Runtime, since {no_wheel}"
+_ENGINES = {
+    "compile": "compile: torch.compile with plain onnxruntime",
+    "ortmodule": "ortmodule: ORTModule of onnxruntime-training",
+}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import os
+import shlex
 import shutil
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -26,6 +28,31 @@ def missing_program() -> str | None:
     counting = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "get_numa_cores")
     guarded = (any(isinstance(node, ast.Try) for node in ast.walk(function)) for function in counting)
     return None if all(guarded) else "numactl"
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler with which torch compiles DeepSpeed's operators; None if there is none."""
+    name = os.environ.get("CXX") or "c++"
+    return name if shutil.which(shlex.split(name)[0]) is not None else None
+
+
+def missing_for_operators() -> str | None:
+    """Return what DeepSpeed lacks to compile its operator for shared memory; None if nothing, or on a GPU.
+
+    DeepSpeed compiles this operator when two ranks start on a machine without an accelerator, and stops if it cannot.
+    """
+    if os.environ.get("DS_ACCELERATOR", "cpu") != "cpu":
+        return None
+    if "DS_ACCELERATOR" not in os.environ and any(map(os.path.exists, _DEVICES)):
+        return None
+    if compiler() is None:
+        return "C++ compiler"
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    return None if header.is_file() else "header Python.h"
+
+
+_DEVICES = ("/dev/nvidia0", "/dev/kfd", "/dev/dri", "/dev/accel")
+"""Files of devices that the drivers of accelerators make."""
 
 
 def unsuitable_compiler() -> str | None:

@@ -137,8 +137,8 @@ def _is_installed(name: str) -> bool:
 
 
 def engine() -> str:
-    """Return the engine that runs models here unless the section names one: ``"compile"`` or ``"ort"``."""
-    return "compile" if installed("onnxruntime-training") is None else "ort"
+    """Return the engine that runs models here unless the section names one: ``"compile"`` or ``"ortmodule"``."""
+    return "compile" if installed("onnxruntime-training") is None else "ortmodule"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,9 +192,9 @@ def findings(needed_for: str | None = None) -> tuple[Finding, ...]:
     """Return one finding for Python and one for each requirement of an engine and of DeepSpeed.
 
     Args:
-        needed_for: ``"compile"`` or ``"ort"``; None for the result of :func:`engine`.
+        needed_for: ``"compile"`` or ``"ort"``; None for the engine that runs models here.
     """
-    wanted = needed_for or engine()
+    wanted = needed_for or ("ort" if engine() == "ortmodule" else "compile")
     rows = [_python(wanted)]
     rows += [_finding(req) for req in REQUIREMENTS if wanted in req.needed_for or "zero" in req.needed_for]
     return tuple(rows)
@@ -206,12 +206,15 @@ def _finding(req: Requirement) -> Finding:
     ok = base is not None and base in SpecifierSet(req.specifier)
     untested = base is not None and ok and base not in SpecifierSet(req.tried)
     name = _installed_name(req.distribution) or req.distribution
+    cure, runtime = req.cure, _installed_name("onnxruntime")
+    if req.distribution == "onnxruntime-training" and version is None and runtime is not None:
+        cure = f"pip uninstall -y {runtime} && {cure}"  # else the two would be installed over one another
     return Finding(
         name=req.distribution if name in ORT_DISTRIBUTIONS and "ort" in req.needed_for else name,
         found=version,
         needed=req.specifier,
         ok=ok,
-        cure=req.cure,
+        cure=cure,
         untested=untested,
     )
 
@@ -260,7 +263,7 @@ def how_to_get(distribution: str) -> str:
     python = _python("ort")
     if distribution == "onnxruntime-training" and not python.ok and installed(distribution) is None:
         return _no_wheel(str(python.found))
-    cure = next(req.cure for req in REQUIREMENTS if req.distribution == distribution)
+    cure = next(_finding(req).cure for req in REQUIREMENTS if req.distribution == distribution)
     return f"{distribution} is not installed: {cure}"
 
 

@@ -35,10 +35,11 @@ def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[Comp
     """Compile the units of `model` in place for a DeepSpeed engine; return what runs the model, and the model."""
     from ort_zero.backends import registry
     from ort_zero.compat import deepspeed_units, versions
+
+    versions.say_untested(versions.require("compile"))  # before the imports below, which need onnx
     from ort_zero.compile.running_model import compile_model
     from ort_zero.compile.settings import Settings
 
-    versions.say_untested(versions.require("compile"))
     running, units = compile_model(
         model,
         Settings(

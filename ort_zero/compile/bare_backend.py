@@ -1,18 +1,22 @@
-"""Compile what a script compiles itself: ``torch.compile(model, backend="ort_zero")``."""
+"""Compile what a script compiles itself: ``torch.compile(model, backend="ort_zero")``.
+
+Whatever needs onnx and onnxruntime is imported after the check of their versions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.fx import GraphModule
 
 from ort_zero.backends import registry
-from ort_zero.compile.dynamo_backend import Compiler
-from ort_zero.compile.records import ModelRecord
-from ort_zero.compile.running_model import CompiledModel
-from ort_zero.compile.settings import Settings, from_options
+from ort_zero.compat import versions
+
+if TYPE_CHECKING:
+    from ort_zero.compile.records import ModelRecord
+    from ort_zero.compile.running_model import CompiledModel
 
 
 def ort_zero(
@@ -27,7 +31,13 @@ def ort_zero(
 
     Raises:
         ConfigError: an unknown option or value.
+        UnsupportedVersionError: torch, onnx or onnxruntime is missing or out of range.
     """
+    if not _bare:
+        versions.say_untested(versions.require("compile"))
+    from ort_zero.compile.dynamo_backend import Compiler
+    from ort_zero.compile.settings import from_options
+
     return Compiler(from_options(options), bare_record())(module, example_inputs)
 
 
@@ -40,6 +50,9 @@ _bare: list[tuple[TorchCompile, CompiledModel]] = []
 
 def bare_record() -> ModelRecord:
     """Return the record of what the script itself compiles; ``ort_zero.status()`` shows it from the first graph on."""
+    from ort_zero.compile.running_model import CompiledModel
+    from ort_zero.compile.settings import Settings
+
     if not _bare:
         module = TorchCompile()
         _bare.append((module, CompiledModel(module, Settings(), (), 0, False)))

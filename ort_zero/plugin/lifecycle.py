@@ -135,8 +135,8 @@ def _enable_quietly(module: Any) -> None:
 def enable() -> None:
     """Patch DeepSpeed, all or nothing, and prepare the bare ORTModule; a second call does nothing.
 
-    With ``ORT_ZERO_DISABLE=1`` nothing happens. If DeepSpeed is not installed, but onnxruntime-training is, only
-    ORTModule is prepared.
+    With ``ORT_ZERO_DISABLE=1`` nothing happens. If DeepSpeed is not installed, but ONNX Runtime is, only ORTModule is
+    prepared; the compile backend needs no preparation.
 
     Raises:
         UnsupportedVersionError: DeepSpeed is missing or out of range.
@@ -148,7 +148,7 @@ def enable() -> None:
 
     registry.restore("refused_section")
     _enable_ortmodule()
-    if versions.installed("deepspeed") is None and versions.installed("onnxruntime-training") is not None:
+    if versions.installed("deepspeed") is None and versions.installed("onnxruntime") is not None:
         return
     versions.say_untested(versions.require("zero"))
     _refuse_late()

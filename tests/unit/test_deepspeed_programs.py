@@ -78,3 +78,19 @@ def test_the_doctor_names_a_clang_that_would_compile_deepspeeds_operators(monkey
     (tmp_path / "c++").symlink_to("clang++-14")
     (what,) = (problem.what for problem in doctor.examine().problems if "clang" in problem.what)
     assert what == "DeepSpeed's operators for CPUs do not compile with c++, which is a clang"
+
+
+def test_without_a_compiler_deepspeed_compiles_no_operator_on_cpu(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert deepspeed_programs.compiler() is None
+    assert deepspeed_programs.missing_for_operators() == "C++ compiler"
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    assert deepspeed_programs.missing_for_operators() is None
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    (tmp_path / "c++").write_text("#!/bin/sh\n")
+    (tmp_path / "c++").chmod(0o755)
+    assert deepspeed_programs.missing_for_operators() is None
+    monkeypatch.setattr(deepspeed_programs.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert deepspeed_programs.missing_for_operators() == "header Python.h"

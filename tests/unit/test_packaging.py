@@ -49,17 +49,29 @@ def extra(setup_cfg, name: str) -> dict[str, Requirement]:
     found = requirements(setup_cfg["options.extras_require"][name])
     own = found.pop("ort-zero", None)
     for other in own.extras if own else ():
-        found |= extra(setup_cfg, other)
+        found = extra(setup_cfg, other) | found
     return found
 
 
-def test_extras_have_the_bounds_of_the_support_table(setup_cfg):
-    ort = extra(setup_cfg, "ort")
+@pytest.mark.parametrize(
+    ("name", "engine", "runtime"),
+    [
+        ("ort", "compile", "onnxruntime"),
+        ("ort-gpu", "compile", "onnxruntime-gpu"),
+        ("ortmodule", "ort", "onnxruntime-training"),
+    ],
+)
+def test_extras_have_the_bounds_of_the_support_table(setup_cfg, name, engine, runtime):
+    wanted = extra(setup_cfg, name)
+    assert set(wanted) & set(versions.RUNTIMES) == {runtime}
     for row in versions.REQUIREMENTS:
+        if not {engine, "zero"} & set(row.needed_for):
+            continue
         # what has no wheel cannot be installed by an extra, but is not refused where somebody has built it
         tried = f",{row.tried}" if row.distribution == "onnxruntime-training" else ""
-        assert ort[row.distribution].specifier == SpecifierSet(row.specifier + tried), row.distribution
-    zero = {row.distribution for row in versions.REQUIREMENTS if row.needed_for == "zero"}
+        distribution = runtime if row.distribution == "onnxruntime" else row.distribution
+        assert wanted[distribution].specifier == SpecifierSet(row.specifier + tried), row.distribution
+    zero = {row.distribution for row in versions.REQUIREMENTS if "zero" in row.needed_for}
     assert zero | {"torch"} == set(extra(setup_cfg, "zero"))
 
 
@@ -67,8 +79,9 @@ def test_python_bounds_are_those_of_the_support_table(setup_cfg):
     assert SpecifierSet(setup_cfg["options"]["python_requires"]) == versions.PYTHON
 
 
-def test_the_upper_bound_of_python_belongs_to_onnxruntime_alone(setup_cfg):
-    ort = extra(setup_cfg, "ort")
+def test_the_upper_bound_of_python_belongs_to_onnxruntime_training_alone(setup_cfg):
+    assert not any(requirement.marker for requirement in extra(setup_cfg, "ort").values())
+    ort = extra(setup_cfg, "ortmodule")
     bounded = {name for name, requirement in ort.items() if requirement.marker is not None}
     assert bounded == {"onnxruntime-training"}
     for minor in range(10, 15):
@@ -127,13 +140,15 @@ def test_entry_points(setup_cfg):
     points = setup_cfg["options.entry_points"]
     assert points["console_scripts"].strip() == "ort-zero = ort_zero.cli.main:main"
     assert points["torch.backends"].strip() == "ort_zero = ort_zero.plugin:autoload"
+    backends = dict(line.split(" = ") for line in points["torch_dynamo_backends"].strip().splitlines())
+    assert backends == dict.fromkeys(("ort_zero", "onnxrt"), "ort_zero.compile.bare_backend:ort_zero")
 
 
 def test_constraints_pin_versions_that_the_extras_allow(setup_cfg):
     lines = (ROOT / ".ci/constraints.txt").read_text().splitlines()
     pins = requirements("\n".join(line for line in lines if line and not line.startswith("#")))
     wanted = requirements(setup_cfg["options"]["install_requires"])
-    for name in ("ort", "examples", "test", "clients", "lint"):
+    for name in ("ort", "ortmodule", "examples", "test", "clients", "lint"):
         wanted |= extra(setup_cfg, name)
     pins = {name.lower(): pin for name, pin in pins.items()}
     for name, requirement in wanted.items():
@@ -152,7 +167,7 @@ def test_pins_without_a_marker_are_for_every_python_of_make_venv():
             if not pin.specifier.contains(found["Version"]):
                 continue  # of an environment with other versions
             wanted = SpecifierSet((found["Requires-Python"] or "").strip())
-            for python in ("3.10.19", "3.11.14"):
+            for python in ("3.10.19", "3.11.14", "3.12.12", "3.13.11", "3.14.2"):
                 if pin.marker is None or pin.marker.evaluate({"python_version": python.rpartition(".")[0]}):
                     assert python in wanted, pin
             looked += 1
@@ -161,12 +176,25 @@ def test_pins_without_a_marker_are_for_every_python_of_make_venv():
 
 def test_the_extra_of_the_clients_bounds_every_package_and_names_no_torch(setup_cfg):
     own = requirements(setup_cfg["options.extras_require"]["clients"])
-    assert own.pop("ort-zero").extras == {"ort", "examples"} and "torch" not in own
+    assert own.pop("ort-zero").extras == {"ortmodule", "examples"} and "torch" not in own
     assert all({spec.operator for spec in requirement.specifier} == {">=", "<"} for requirement in own.values())
     assert not set(own) & set(extra(setup_cfg, "test"))
     makefile = (ROOT / "Makefile").read_text()
     (install,) = re.findall(r"^.*pip install .*clients.*$", makefile, flags=re.M)
-    assert "-c .ci/constraints.txt" in install and "$(READY)" in makefile.split("\n$(CLIENTS_READY):")[1].split("\n")[0]
+    needed = makefile.split("\n$(CLIENTS_READY):")[1].split("\n")[0]
+    assert "-c .ci/constraints.txt" in install and "$(ORTMODULE_READY)" in needed
+
+
+def test_makefile_has_an_environment_for_each_of_the_two_wheels(setup_cfg):
+    makefile = (ROOT / "Makefile").read_text()
+    extras = dict(re.findall(r"^(\w*EXTRAS) := (\S+)", makefile, flags=re.M))
+    runtimes = {
+        name: {one for other in names.split(",") for one in extra(setup_cfg, other)} & set(versions.RUNTIMES)
+        for name, names in extras.items()
+    }
+    assert runtimes == {"EXTRAS": {"onnxruntime"}, "ORTMODULE_EXTRAS": {"onnxruntime-training"}}
+    built = re.findall(r"^.*ort_zero build$", makefile, flags=re.M)
+    assert [line.strip().split()[0] for line in built] == ["@$(ORTMODULE_BIN)/python"]  # elsewhere nothing is compiled
 
 
 def test_the_conda_recipe_is_that_of_this_version_with_the_same_requirements(setup_cfg):

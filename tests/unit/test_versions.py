@@ -12,15 +12,17 @@ from ort_zero.compat import versions
 from ort_zero.errors import BuildError, UnsupportedVersionError
 from ort_zero.ortmodule.compat import extensions
 
-ALL = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "onnxruntime-training": "1.19.2", "onnx": "1.23.2"}
+ALL = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "onnx": "1.23.2"}
+TRAINING = {**ALL, "onnxruntime-training": "1.19.2"}
+PLAIN = {**ALL, "onnxruntime": "1.32.0"}
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """Return a function that makes these the installed versions, and this the version of Python."""
 
-    def use(python=(3, 11, 7), **changed):
-        found = {**ALL, **{name.replace("_", "-"): version for name, version in changed.items()}}
+    def use(python=(3, 11, 7), all_=TRAINING, **changed):
+        found = {**all_, **{name.replace("_", "-"): version for name, version in changed.items()}}
 
         def version(name):
             if found.get(name) is None:
@@ -36,6 +38,64 @@ def installed(monkeypatch):
 def test_what_was_tried_is_accepted_without_a_word(installed):
     installed()
     assert versions.require("ort") == () and versions.require("zero") == ()
+
+
+@pytest.mark.parametrize("python", [(3, 10, 13), (3, 11, 7), (3, 12, 1), (3, 13, 0), (3, 14, 0)])
+def test_plain_onnxruntime_is_accepted_on_every_python(installed, python):
+    installed(python, PLAIN)
+    assert versions.require("compile") == () and versions.engine() == "compile" and versions.clash() is None
+    assert [row.name for row in versions.findings()] == ["python", "torch", "deepspeed", "onnxruntime", "onnx"]
+    assert all(row.ok for row in versions.findings())
+
+
+def test_the_gpu_wheel_and_the_training_wheel_run_the_compile_backend_too(installed):
+    installed(all_=ALL, onnxruntime_gpu="1.32.0")
+    assert versions.require("compile") == () and "onnxruntime-gpu" in [row.name for row in versions.findings()]
+    installed()
+    assert versions.require("compile") == ("onnxruntime-training 1.19.2",) and versions.engine() == "ortmodule"
+    assert "onnxruntime-training" in [row.name for row in versions.findings()]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"torch": "2.5.1"}, r"torch 2\.5\.1; ort_zero works with torch>=2\.6: pip install 'torch==2\.13\.0'"),
+        ({"onnxruntime": "1.18.1"}, r"onnxruntime 1\.18\.1; ort_zero works with onnxruntime>=1\.19: pip install"),
+        ({"onnxruntime": None}, r"onnxruntime is not installed; .*: pip install 'onnxruntime>=1\.19'"),
+        ({"onnx": None}, r"onnx is not installed; .*: pip install 'onnx>=1\.17,<2'"),
+    ],
+)
+def test_the_compile_backend_says_what_it_lacks(installed, changed, said):
+    installed((3, 13, 0), PLAIN, **changed)
+    with pytest.raises(UnsupportedVersionError, match=said):
+        versions.require("compile")
+
+
+@pytest.mark.parametrize(
+    ("second", "wanted"),
+    [
+        (
+            {"onnxruntime_training": "1.19.2"},
+            "pip uninstall -y onnxruntime onnxruntime-training && pip install onnxruntime",
+        ),
+        ({"onnxruntime_gpu": "1.32.0"}, "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["compile", "ort"])
+def test_two_wheels_of_one_folder_are_refused_with_the_command_that_cures(installed, second, wanted, engine):
+    installed(all_=PLAIN, **second)
+    with pytest.raises(UnsupportedVersionError, match="are installed over one another") as error:
+        versions.require(engine)
+    assert str(error.value).endswith(f": {wanted}") and "onnxruntime 1.32.0 and" in str(error.value)
+    assert versions.require("zero") == ()  # DeepSpeed itself does not mind
+
+
+def test_ortmodule_beside_plain_onnxruntime_is_told_to_take_that_away_first(installed):
+    installed(all_=PLAIN)
+    with pytest.raises(UnsupportedVersionError) as error:
+        versions.require("ort")
+    assert "onnxruntime-training is not installed" in str(error.value)
+    assert str(error.value).endswith("pip uninstall -y onnxruntime && pip install 'onnxruntime-training==1.19.2'")
 
 
 @pytest.mark.parametrize(
@@ -75,8 +135,8 @@ def test_a_python_without_a_wheel_lacks_onnxruntime_alone(installed, python):
     with pytest.raises(UnsupportedVersionError) as error:
         versions.require("ort")
     said = str(error.value)
-    assert said.startswith(f"models cannot run in ONNX Runtime on Python {python[0]}.{python[1]}")
-    assert "checkpoints, statistics and training in PyTorch work here" in said and "\n" not in said
+    assert said.startswith(f"ORTModule cannot run on Python {python[0]}.{python[1]}")
+    assert "install plain onnxruntime: pip install 'ort-zero[ort]'" in said and "\n" not in said
     with pytest.raises(BuildError) as error:  # `ort-zero build` names no wheel that cannot be installed
         extensions.extension_dir()
     assert str(error.value) == said
@@ -99,13 +159,15 @@ def test_musl_is_refused_in_words(installed, monkeypatch):
     monkeypatch.setattr(versions.sysconfig, "get_config_var", {"SOABI": "cpython-311-x86_64-linux-musl"}.get)
     with pytest.raises(UnsupportedVersionError, match=r"musl \(Alpine\).*use a system with glibc, such as Debian"):
         versions.require("ort")
+    with pytest.raises(UnsupportedVersionError, match=r"musl \(Alpine\).*use a system with glibc, such as Debian"):
+        versions.require("compile")
     assert next(row for row in versions.findings() if row.name == "python").found == "3.11.7 on musl"
 
 
 _WRAP_WITHOUT_ORT = """
 import sys
 from importlib import metadata
-absent = ("onnx", "onnxruntime", "onnxruntime-training", "onnxruntime-training-cpu")
+absent = ("onnx", "onnxruntime", "onnxruntime-gpu", "onnxruntime-training", "onnxruntime-training-cpu")
 sys.modules |= dict.fromkeys(absent)
 found = metadata.version
 def version(name):
@@ -124,5 +186,4 @@ except UnsupportedVersionError as error:
 
 def test_wrapping_a_model_without_onnx_and_onnxruntime_says_what_is_missing():
     done = subprocess.run([sys.executable, "-c", _WRAP_WITHOUT_ORT], capture_output=True, text=True)
-    missing = "onnxruntime-training is not installed" if sys.version_info < (3, 12) else "cannot run in ONNX Runtime"
-    assert missing in done.stdout, done.stderr
+    assert "onnxruntime is not installed" in done.stdout, done.stderr
