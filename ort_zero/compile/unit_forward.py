@@ -58,7 +58,9 @@ class UnitForward:
         return UnitForward(unit, self.compiled or self.original, self.original, self.failed)
 
     def __reduce__(self) -> Any:
-        return types.MethodType, (self.original, self.unit)
+        if isinstance(self.original, _OwnForward):
+            return functools.partial, (self.original.function,)
+        return getattr, (self.unit, _NAME)  # the class's forward: when this is loaded, the instance has no other
 
 
 def _bound_signature(function: Callable[..., Any], unit: nn.Module) -> Any:

@@ -1,0 +1,122 @@
+"""The plan of a graph: segments by level, views and constants inside of segments, order of random calls, reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ort_zero.compile.plan import Plan, Segment, TorchCall, make_plan
+
+aten = torch.ops.aten
+
+
+def plan_of(
+    function: Callable, *arguments: torch.Tensor, refusal: Callable[[torch.fx.Node], str | None] = lambda node: None
+) -> Plan:
+    """Return the plan of a function, traced with fake tensors, for a provider with all kernels."""
+    graph = make_fx(function, tracing_mode="fake")(*arguments).graph
+    return make_plan(graph, widen=False, supports=lambda node, fragment: None, refusal=refusal)
+
+
+def targets(step: Segment | TorchCall) -> list[str]:
+    """Return the names of the ATen calls of a step."""
+    nodes = step.nodes if isinstance(step, Segment) else (step.node,)
+    return [str(node.target).removeprefix("aten.").partition(".")[0] for node in nodes]
+
+
+def test_neighbours_share_a_segment():
+    plan = plan_of(lambda x, w: torch.tanh(x @ w) * 2, torch.randn(4, 4), torch.randn(4, 4))
+    assert [type(step) for step in plan.steps] == [Segment]
+    assert targets(plan.steps[0]) == ["mm", "tanh", "mul"]
+    assert plan.reasons == {}
+
+
+def test_a_call_without_conversion_divides_the_segments_and_has_a_reason():
+    plan = plan_of(lambda x: torch.tanh(torch.linalg.svdvals(torch.tanh(x))), torch.randn(4, 4))
+    kinds = [type(step).__name__ for step in plan.steps]
+    assert kinds[0] == kinds[-1] == "Segment" and "TorchCall" in kinds
+    assert [reason for node, reason in plan.reasons.items() if "svd" in str(node.target)] == ["no conversion"]
+
+
+def test_independent_nodes_of_one_level_share_a_segment():
+    def two_ways(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        left = torch.tanh(torch.linalg.svdvals(torch.tanh(x)))
+        right = torch.tanh(torch.linalg.svdvals(torch.tanh(y)))
+        return left + right
+
+    plan = plan_of(two_ways, torch.randn(4, 4), torch.randn(4, 4))
+    segments = [step for step in plan.steps if isinstance(step, Segment)]
+    assert [targets(segment) for segment in segments] == [["tanh", "tanh"], ["tanh", "tanh", "add"]]
+
+
+def test_a_view_between_runtimes_is_made_of_its_base():
+    plan = plan_of(lambda x: torch.linalg.svdvals(torch.tanh(x).t()), torch.randn(3, 5))
+    segment = next(step for step in plan.steps if isinstance(step, Segment))
+    assert targets(segment) == ["tanh"] and [str(node.target) for node in segment.outputs] == ["aten.tanh.default"]
+    calls = [targets(step)[0] for step in plan.steps if isinstance(step, TorchCall)]
+    assert calls[0] in ("t", "permute", "transpose")
+
+
+def test_a_view_that_two_segments_read_is_in_both():
+    def reads_twice(x: torch.Tensor) -> torch.Tensor:
+        turned = x.t()
+        first = torch.tanh(turned)
+        return torch.tanh(torch.linalg.matrix_exp(first)) + turned
+
+    plan = plan_of(reads_twice, torch.randn(4, 4))
+    segments = [step for step in plan.steps if isinstance(step, Segment)]
+    assert len(segments) == 2
+    for segment in segments:
+        assert any(name in ("t", "permute", "transpose") for name in targets(segment))
+        assert all(node.op == "placeholder" or "matrix_exp" in str(node.target) for node in segment.inputs)
+
+
+def test_a_constant_needs_no_input():
+    plan = plan_of(lambda x: torch.tanh(x) + torch.full((4,), 2.0), torch.randn(4))
+    (segment,) = plan.steps
+    assert isinstance(segment, Segment) and targets(segment)[-2:] == ["full", "add"]
+    assert [node.op for node in segment.inputs] == ["placeholder"]
+
+
+def test_random_calls_keep_their_order():
+    def draws(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        late = torch.bernoulli(torch.sigmoid(torch.linalg.matrix_exp(torch.tanh(x))))
+        early = torch.bernoulli(x)  # needs nothing before it, and would come first by its level
+        return late, early
+
+    plan = plan_of(draws, torch.rand(4, 4))
+    order = [step.node for step in plan.steps if isinstance(step, TorchCall) and "bernoulli" in str(step.node.target)]
+    assert [str(node.args[0].op) for node in order] == ["call_function", "placeholder"]
+
+
+def test_a_refused_node_runs_in_torch_with_the_reason():
+    plan = plan_of(
+        lambda x: torch.sin(torch.tanh(x)),
+        torch.randn(4),
+        refusal=lambda node: "excluded" if node.target is aten.tanh.default else None,
+    )
+    assert list(plan.reasons.values()) == ["excluded"]
+    assert [type(step).__name__ for step in plan.steps] == ["TorchCall", "Segment"]
+
+
+def test_a_conversion_that_raises_leaves_its_node_to_torch(monkeypatch: pytest.MonkeyPatch):
+    from ort_zero.compile.conversion import registry
+
+    def broken(*arguments: object) -> None:
+        raise KeyError("oops")
+
+    monkeypatch.setitem(registry.table(), aten.tanh.default, broken)
+    plan = plan_of(torch.tanh, torch.randn(4))
+    assert list(plan.reasons.values()) == ["the conversion failed with KeyError: 'oops'"]
+
+
+def test_an_unread_segment_is_left_out():
+    def unread(x: torch.Tensor) -> torch.Tensor:
+        torch.tanh(x)
+        return torch.linalg.matrix_exp(x)
+
+    plan = plan_of(unread, torch.randn(3, 3))
+    assert not any(isinstance(step, Segment) for step in plan.steps)

@@ -1,0 +1,154 @@
+"""The trial of a segment: verification with float64 as the judge, placement by time, decisions of other ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ort_zero.compile.agreement import Agreement
+from ort_zero.compile.trial import Runner, Trial, explain_difference
+
+
+class Calls:
+    """The two runtimes of a segment, as functions that count their calls.
+
+    Args:
+        ort: result of ONNX Runtime, or the error that it raises.
+        exact: result in float64; PyTorch's result is its float32 form.
+        seconds: what a call of ONNX Runtime and of PyTorch takes.
+    """
+
+    def __init__(self, ort: torch.Tensor | Exception, exact: torch.Tensor, seconds: tuple[float, float] = (0, 0)):
+        self.ort, self.exact, self.seconds = ort, exact, seconds
+        self.counts = {"ort": 0, "torch": 0}
+
+    def by_ort(self) -> list[torch.Tensor]:
+        self.counts["ort"] += 1
+        time.sleep(self.seconds[0])
+        if isinstance(self.ort, Exception):
+            raise self.ort
+        return [self.ort]
+
+    def by_torch(self) -> list[torch.Tensor]:
+        self.counts["torch"] += 1
+        time.sleep(self.seconds[1])
+        return [self.exact.float()]
+
+    def run(self, trial: Trial, agreement: Agreement, times: int = 1) -> torch.Tensor:
+        for _ in range(times):
+            (result,) = trial.run(self.by_ort, self.by_torch, lambda: [self.exact], agreement)
+        return result
+
+
+def correct(seconds: tuple[float, float] = (0, 0)) -> Calls:
+    exact = torch.linspace(-1, 1, 64, dtype=torch.float64)
+    return Calls(exact.float(), exact, seconds)
+
+
+def test_a_wrong_result_is_replaced_and_named():
+    calls = correct()
+    calls.ort = calls.exact.float() * 1.001
+    trial = Trial("key", "first", "ort")
+    assert torch.equal(calls.run(trial, Agreement()), calls.exact.float())
+    assert trial.failed and trial.runner is Runner.TORCH and "wrong by 1.0e-03 of its size" in trial.reason
+    calls.run(trial, Agreement(), 3)
+    assert calls.counts["ort"] == 1
+
+
+def test_an_error_is_replaced_and_named():
+    calls = Calls(RuntimeError("no\n kernel"), torch.ones(3, dtype=torch.float64))
+    trial = Trial("key", "first", "ort")
+    assert torch.equal(calls.run(trial, Agreement()), torch.ones(3))
+    assert trial.failed and trial.reason == "ONNX Runtime failed: no kernel"
+
+
+def test_rounding_is_no_difference_where_float64_says_so():
+    exact = torch.tensor([1e-3], dtype=torch.float64)
+    theirs, ours = torch.tensor([1.01e-3]), torch.tensor([0.97e-3])  # both lose digits by cancellation
+    assert explain_difference([ours], [theirs], lambda: [exact]) is None
+    assert explain_difference([ours * 0.5], [theirs], lambda: [exact]) is not None
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
+def test_special_values_must_agree(special: float):
+    theirs = torch.tensor([1.0, special])
+    assert explain_difference([theirs.clone()], [theirs], list) is None
+    assert "other places" in (explain_difference([torch.ones(2)], [theirs], list) or "")
+    assert "other places" in (explain_difference([theirs], [torch.ones(2)], list) or "")
+
+
+def test_integers_must_be_equal():
+    theirs = torch.arange(4)
+    assert explain_difference([theirs + 0], [theirs], list) is None
+    assert explain_difference([theirs + (theirs > 2)], [theirs], list) == "result 0: 1 of 4 elements differ"
+
+
+@pytest.mark.parametrize("seconds, faster", [((0.004, 0.0), Runner.TORCH), ((0.0, 0.004), Runner.ONNXRUNTIME)])
+def test_the_faster_one_keeps_the_segment(seconds: tuple[float, float], faster: Runner):
+    calls, trial = correct(seconds), Trial("key", "first", "measured")
+    calls.run(trial, Agreement(), 7)
+    assert trial.runner is faster and not trial.failed
+    before = dict(calls.counts)
+    calls.run(trial, Agreement(), 5)
+    name = "torch" if faster is Runner.TORCH else "ort"
+    assert calls.counts == {**before, name: before[name] + 5}
+
+
+def test_always_checks_every_run():
+    calls, trial = correct(), Trial("key", "always", "ort")
+    calls.run(trial, Agreement(), 4)
+    assert calls.counts == {"ort": 4, "torch": 4}
+    calls.ort = calls.exact.float() + 1
+    calls.run(trial, Agreement())
+    assert trial.failed
+
+
+def test_off_checks_nothing():
+    calls, trial = correct(), Trial("key", "off", "ort")
+    calls.run(trial, Agreement(), 4)
+    assert calls.counts == {"ort": 4, "torch": 0}
+
+
+class OtherRank(Agreement):
+    """Decisions with what another rank has decided."""
+
+    failed: str | None = None
+    placed: str | None = None
+
+    def failure(self, key: str) -> str | None:
+        return self.failed or super().failure(key)
+
+    def placement(self, key: str) -> str | None:
+        return self.placed or super().placement(key)
+
+
+def test_a_failure_of_another_rank_counts_here():
+    calls, trial, agreement = correct(), Trial("key", "first", "ort"), OtherRank()
+    calls.run(trial, agreement, 3)
+    assert trial.runner is Runner.ONNXRUNTIME
+    agreement.failed = "wrong on rank 1"
+    calls.run(trial, agreement, 2000)
+    assert trial.runner is Runner.TORCH and trial.reason == "wrong on rank 1"
+
+
+def test_a_placement_of_another_rank_ends_the_timing():
+    calls, trial, agreement = correct((0.0, 0.002)), Trial("key", "first", "measured"), OtherRank()
+    agreement.placed = "torch"
+    calls.run(trial, agreement, 2)
+    assert trial.runner is Runner.TORCH and calls.counts["ort"] == 1
+
+
+def test_placements_are_kept_on_disk(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    calls: Callable[[], Calls] = lambda: correct((0.002, 0.0))  # noqa: E731
+    calls().run(Trial("key", "first", "measured"), Agreement(tmp_path), 7)
+    later = calls()
+    trial = Trial("key", "first", "measured")
+    later.run(trial, Agreement(tmp_path), 2)
+    assert trial.runner is Runner.TORCH and later.counts["ort"] == 1
+    (tmp_path / "placements.json").write_text("not JSON")
+    trial = Trial("key", "first", "measured")
+    correct((0.0, 0.002)).run(trial, Agreement(tmp_path), 7)
+    assert trial.runner is Runner.ONNXRUNTIME

@@ -1,0 +1,136 @@
+"""Which modules of a model are compiled one by one."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from ort_zero.compile.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
+from ort_zero.compile.units import find_units
+from ort_zero.errors import ConfigError
+
+
+class Block(nn.Module):
+    """A block of two linear layers and a norm."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.first = nn.Linear(width, 4 * width)
+        self.second = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x + scale * self.second(torch.tanh(self.first(self.norm(x))))
+
+
+class Model(nn.Module):
+    """An embedding, three blocks, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList(Block(4) for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 10)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def paths(model: nn.Module, **options: object) -> list[str]:
+    return [unit.path for unit in find_units(model, **options)]  # type: ignore[arg-type]
+
+
+def test_blocks_and_other_products_are_units():
+    assert paths(Model()) == ["blocks.0", "blocks.1", "blocks.2", "head"]
+
+
+def test_a_model_without_blocks_is_one_unit():
+    assert paths(Block(4)) == [""]
+
+
+def test_large_blocks_are_divided():
+    assert paths(Model(), max_elements=100) == [
+        *(f"blocks.{n}.{name}" for n in range(3) for name in ("first", "second")),
+        "head",
+    ]
+
+
+def test_excluded_modules_are_no_units_and_known_to_the_units_around_them():
+    units = find_units(Model(), exclude=["blocks.1", "blocks.2.first", "head"])
+    assert [(unit.path, unit.excluded) for unit in units] == [("blocks.0", ()), ("blocks.2", ("first",))]
+
+
+def test_a_pattern_without_a_match_is_refused():
+    with pytest.raises(ConfigError, match=r"'layers\.\*' matches no module"):
+        find_units(Model(), exclude=["layers.*"])
+
+
+def test_nested_blocks_belong_to_the_outermost():
+    stages = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    assert paths(nn.Sequential(nn.Linear(4, 4), stages)) == ["0", "1.0", "1.1"]
+
+
+class Doubling:
+    """A compilation that doubles results, and counts how often a function is compiled."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, function):
+        self.compiled += 1
+        return lambda unit, *args, **kwargs: 2 * function(unit, *args, **kwargs)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_the_replaced_forward_keeps_class_signature_and_names():
+    block, x = Block(4), torch.randn(2, 4)
+    wanted, names = block(x, scale=3.0), list(block.state_dict())
+    replace_forward(block, Doubling(), fail)
+    assert is_compiled(block) and type(block) is Block and list(block.state_dict()) == names
+    assert str(inspect.signature(block.forward)) == str(inspect.signature(Block(4).forward))
+    assert torch.equal(block(x, scale=3.0), 2 * wanted)
+    restore_forward(block)
+    assert "forward" not in vars(block) and torch.equal(block(x, scale=3.0), wanted)
+
+
+def test_a_copy_runs_the_copied_unit():
+    block, x = Block(4), torch.randn(2, 4)
+    replace_forward(block, Doubling(), fail)
+    before = block(x)
+    other = copy.deepcopy(block)
+    with torch.no_grad():
+        other.second.weight.zero_()
+        other.second.bias.zero_()
+    assert torch.equal(other(x), 2 * x) and torch.equal(block(x), before)
+    assert isinstance(vars(other)["forward"], UnitForward) and vars(other)["forward"].unit is other
+
+
+def test_a_pickle_holds_the_plain_forward():
+    block, x = Block(4), torch.randn(2, 4)
+    wanted = block(x)
+    replace_forward(block, Doubling(), fail)
+    loaded = pickle.loads(pickle.dumps(block))
+    assert not is_compiled(loaded) and torch.equal(loaded(x), wanted)
+    assert loaded.forward.__self__ is loaded
+
+
+def test_a_forward_that_a_library_has_set_is_compiled_and_comes_back():
+    block, x = Block(4), torch.randn(2, 4)
+    block.forward = lambda x: x + 1  # type: ignore[method-assign]
+    library = block.forward
+    replace_forward(block, Doubling(), fail)
+    assert torch.equal(block(x), 2 * (x + 1))
+    restore_forward(block)
+    assert block.forward is library
