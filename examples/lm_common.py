@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pydoc_data.topics import topics
 from typing import Any
@@ -158,11 +158,12 @@ class StepPrinter:
         self._last = step
 
 
-def print_proof(forwards: int) -> bool:
+def print_proof(forwards: int, config: Mapping[str, Any]) -> bool:
     """Print on rank 0 what executed the model; return True if ONNX Runtime did, in every training step.
 
     Args:
         forwards: number of training forwards that the example asked for.
+        config: the DeepSpeed config.
     """
     try:
         import ort_zero
@@ -174,6 +175,9 @@ def print_proof(forwards: int) -> bool:
     proved = False
     for model in status["models"]:
         lines.append(f"backend: {model['backend']}, ZeRO stage {model['zero_stage']}")
+        if model.get("engine") == "compile":
+            lines.append(_compiled(model))
+            proved |= _ran_in_ort(model, forwards, config)
         for name, graph in model["graphs"].items():
             runs = graph["runs"]
             proved |= runs.get("forward", 0) >= forwards and runs.get("backward", 0) >= forwards
@@ -188,6 +192,29 @@ def print_proof(forwards: int) -> bool:
     if rank_and_world()[0] == 0:
         print("\n".join(lines), flush=True)
     return proved and status["fallbacks"] == 0
+
+
+def _compiled(model: Mapping[str, Any]) -> str:
+    """Return a line about a model of the compile backend: units, graphs, segments, and what ONNX Runtime runs of it."""
+    compiled, runs = model["compiled"], model["graph_runs"]
+    share = compiled["flop_share"]
+    operations = "" if share is None else f" with {share:.0%} of the floating-point operations"
+    return (
+        f"torch.compile: {len(model['units'])} unit(s), {compiled['graphs']} graphs, "
+        f"{compiled['segments'] - compiled['segments_in_torch']} of {compiled['segments']} segments in ONNX Runtime"
+        f"{operations}, {runs.get('forward', 0)} forward and {runs.get('backward', 0)} backward runs"
+    )
+
+
+def _ran_in_ort(model: Mapping[str, Any], forwards: int, config: Mapping[str, Any]) -> bool:
+    """Return whether ONNX Runtime ran a part of each training step: most of it where the config places all there."""
+    compiled, runs = model["compiled"], model["graph_runs"]
+    place = config.get("ort_zero", {}).get("compile", {}).get("place", "measured")
+    return (
+        min(runs.get("forward", 0), runs.get("backward", 0)) >= forwards
+        and compiled["segments"] > compiled["segments_in_torch"]
+        and (compiled["flop_share"] or 0) > (0.5 if place == "ort" else 0)
+    )
 
 
 def exit_status(proved: bool, args: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ def main() -> int:
         optimizer.zero_grad()
         print_step(step, mean_over_ranks(loss))
 
-    proved = print_proof(args.steps)
+    proved = print_proof(args.steps, config)
     if args.out:
         model.save_checkpoint(args.out, tag=f"step_{args.steps}")
         if rank == 0:

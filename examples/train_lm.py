@@ -118,7 +118,7 @@ def main() -> int:
         validation = mean_over_ranks(engine(**make_batch(held_out, step=0, **shape)).loss)
     if rank == 0:
         print(f"validation loss {validation:.4f}")
-    proved = print_proof(args.steps * engine.gradient_accumulation_steps())
+    proved = print_proof(args.steps * engine.gradient_accumulation_steps(), config)
     if args.out:
         engine.save_checkpoint(args.out, tag=f"step_{args.steps}")
         if rank == 0:

@@ -97,7 +97,7 @@ def main() -> int:
     trainer.save_model()
     trainer.save_state()
 
-    proved = print_proof((args.steps - began.step) * config["gradient_accumulation_steps"])
+    proved = print_proof((args.steps - began.step) * config["gradient_accumulation_steps"], config)
     if rank_and_world()[0] == 0:
         print(f"checkpoint: {Path(args.out) / f'checkpoint-{args.steps}'}", flush=True)
     status = exit_status(proved, args)

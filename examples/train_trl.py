@@ -72,17 +72,18 @@ def main() -> int:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
     on_cpu = not torch.cuda.is_available()
+    config = json.loads(Path(args.deepspeed_config).read_text())
     arguments = SFTConfig(
         output_dir=args.out,
-        deepspeed=json.loads(Path(args.deepspeed_config).read_text()),
+        deepspeed=config,
         per_device_train_batch_size=args.batch or 4,
         per_device_eval_batch_size=4,
         learning_rate=5e-3,
         lr_scheduler_type="constant",
         max_length=args.seq,
         packing=True,
-        # TRL's defaults are bf16, which ONNX Runtime has no kernels for on CPUs, and activation checkpointing, which
-        # the section's "memory": {"checkpointing": "recompute"} has ONNX Runtime do
+        # TRL's default is bf16, which is slow on CPUs; ORTModule refuses it there, and TRL's activation checkpointing
+        # without "memory": {"checkpointing": "recompute"} in the section
         bf16=not on_cpu,
         use_cpu=on_cpu,
         max_steps=args.steps,
@@ -114,7 +115,7 @@ def main() -> int:
     trainer.save_model()
     trainer.save_state()
 
-    proved = print_proof(args.steps)
+    proved = print_proof(args.steps, config)
     if rank_and_world()[0] == 0:
         print(f"adapter: {Path(args.out) / 'adapter_model.safetensors'}", flush=True)
     status = exit_status(proved, args)
