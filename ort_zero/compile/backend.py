@@ -60,8 +60,11 @@ def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[Comp
 
 
 def connect(running: Any, engine: Any) -> None:
-    """Note the engine's ZeRO stage."""
+    """Note the engine's ZeRO stage, and have gradients reach its optimizer in one order on all ranks."""
+    from ort_zero.compat import deepspeed_gradient_order
+
     running.stage = int(engine.zero_optimization_stage())
+    deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
 
 
 def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:

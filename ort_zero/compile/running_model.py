@@ -67,10 +67,12 @@ class CompiledModel:
     @fallback_reason.setter
     def fallback_reason(self, reason: str | None) -> None:
         self._fallback_reason = reason
-        for _, reference in self._units:
-            unit = reference()
-            if unit is not None:
-                restore_forward(unit)
+        for unit in self.unit_modules():
+            restore_forward(unit)
+
+    def unit_modules(self) -> list[nn.Module]:
+        """Return the units that still live, in the order of ``named_modules``."""
+        return [unit for _, reference in self._units if (unit := reference()) is not None]
 
     @property
     def call(self) -> Callable[..., Any]:
@@ -104,7 +106,8 @@ class CompiledModel:
         Raises:
             ExportError: the section has ``"fallback": "raise"``.
         """
-        reason = " ".join(str(error).split())[:400]
+        cause = getattr(error, "inner_exception", error)  # Dynamo puts what a backend raises into a text of its own
+        reason = " ".join(f"{type(cause).__name__}: {cause}".split())[:400]
         if self._raises:
             raise ExportError(
                 f'{path or "the model"} cannot be compiled: {reason}; exclude it, or set "fallback": "warn" to run '
