@@ -25,34 +25,18 @@ def _reduced(b: Builder, operator: str, x: Value, dims: Any, keepdim: bool) -> V
     return b.reduce(operator, x, dimensions(x, dims), keepdim) if x.rank else x
 
 
-@converts(aten.sum.default)
-def _sum_all(b: Builder, out: Value, x: Value, dtype: Any) -> Value:
-    return _reduced(b, "ReduceSum", b.cast(x, out.dtype), None, False)
+def _reduction(operator: str, *overloads: Any) -> None:
+    @converts(*overloads)
+    def convert(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
+        if operator == "ReduceProd" and not out.dtype.is_floating_point or x.dtype is torch.int64:
+            raise NotConvertibleError("a sum or product of integers")  # ONNX Runtime 1.32 computes it in float64
+        dims, keepdim = rest[:2] if len(rest) > 1 else (None, False)
+        return _reduced(b, operator, b.cast(x, out.dtype), dims, keepdim)
 
 
-@converts(aten.sum.dim_IntList)
-def _sum(b: Builder, out: Value, x: Value, dims: Any, keepdim: bool, dtype: Any) -> Value:
-    return _reduced(b, "ReduceSum", b.cast(x, out.dtype), dims, keepdim)
-
-
-@converts(aten.mean.default)
-def _mean_all(b: Builder, out: Value, x: Value, dtype: Any) -> Value:
-    return _reduced(b, "ReduceMean", b.cast(x, out.dtype), None, False)
-
-
-@converts(aten.mean.dim)
-def _mean(b: Builder, out: Value, x: Value, dims: Any, keepdim: bool, dtype: Any) -> Value:
-    return _reduced(b, "ReduceMean", b.cast(x, out.dtype), dims, keepdim)
-
-
-@converts(aten.prod.default)
-def _product_all(b: Builder, out: Value, x: Value, dtype: Any) -> Value:
-    return _reduced(b, "ReduceProd", b.cast(x, out.dtype), None, False)
-
-
-@converts(aten.prod.dim_int)
-def _product(b: Builder, out: Value, x: Value, dim: int, keepdim: bool, dtype: Any) -> Value:
-    return _reduced(b, "ReduceProd", b.cast(x, out.dtype), dim, keepdim)
+_reduction("ReduceSum", aten.sum.default, aten.sum.dim_IntList)
+_reduction("ReduceMean", aten.mean.default, aten.mean.dim)
+_reduction("ReduceProd", aten.prod.default, aten.prod.dim_int)
 
 
 @converts(aten.any.default, aten.any.dim, aten.any.dims)
