@@ -10,15 +10,14 @@ import sys
 import textwrap
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from statistics_numbers import IDS, Net, assert_numbers_are_those_of_numpy, records, train
 from torch import nn
 
-from ort_zero.config import OrtModuleConfig
+import ort_zero
 from ort_zero.errors import StatisticsError
-from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber, inspect_activation
-from ort_zero.ortmodule.wrap import wrap_model
+from ort_zero.hooks import GlobalSubscriberManager, StatisticsSubscriber
 from ort_zero.statistics.compare.compare_runs import compare
 from ort_zero.statistics.reader import open_run
 from ort_zero.statistics.records import Phase
@@ -26,100 +25,9 @@ from ort_zero.statistics.records import Phase
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.fc, self.head = nn.Embedding(20, 8), nn.Linear(8, 300), nn.Linear(300, 3)
-
-    def forward(self, ids, weight=None):
-        x = inspect_activation("looked up", self.table(ids)).mean(1)
-        x = self.fc(x).relu()
-        return {"logits": self.head(x), "hidden": x if weight is None else x * weight}
-
-
-IDS = torch.arange(12).view(3, 4)
-
-
-def train(folder, steps=3, *, model=None, ort=False, **options):
-    """Train with statistics; return the model and what every place held, by (step, phase, module, kind, slot)."""
-    model = model or Net()
-    run = wrap_model(model, OrtModuleConfig(log_level="ERROR"), stage=0)[1] if ort else model
-    session = GlobalSubscriberManager.subscribe(run, [StatisticsSubscriber(str(folder), **options)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        out = run(IDS)
-        out["logits"].square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    session.remove()
-    return model
-
-
-def records(folder, rank=0):
-    found = {}
-    for table in open_run(str(folder)).tables(rank):
-        for i in range(len(table)):
-            record = table.record(i)
-            key = record.step, record.phase, record.module, record.occurrence, record.kind, record.slot
-            assert key not in found
-            found[key] = record
-    return found
-
-
-def assert_is(statistics, values, rel):
-    """Compare with numpy in float64."""
-    values = values.detach().to(torch.float64).numpy().ravel()
-    assert statistics.elements == values.size
-    for name, expected in {
-        "min": values.min(), "max": values.max(), "mean": values.mean(), "std": values.std(),
-        "abs_mean": np.abs(values).mean(), "l2": np.sqrt((values**2).sum()),
-    }.items():  # fmt: skip
-        # a mean of both signs may be next to nothing
-        absolute = rel * np.abs(values).mean() if name == "mean" else 0
-        assert getattr(statistics, name) == pytest.approx(expected, rel=rel, abs=absolute), name
-    assert (statistics.negative, statistics.positive) == ((values < 0).sum(), (values > 0).sum())
-    assert statistics.zero == (values == 0).sum()
-    np.testing.assert_allclose(statistics.first, values[:8], rtol=rel * 10)
-
-
-@pytest.mark.parametrize("ort", [False, True])
-def test_numbers_are_those_of_numpy(tmp_path, ort):
-    model = Net()
-    expected = {}
-    x = model.table(IDS)
-    pooled = x.mean(1)
-    hidden = model.fc(pooled)
-    out = model.head(hidden.relu())
-    for tensor in (x, pooled, hidden):
-        tensor.retain_grad()
-    out.square().sum().backward()
-    expected = {
-        (Phase.FORWARD, "table", "output", ""): x,
-        (Phase.FORWARD, "fc", "input", "[0]"): pooled,
-        (Phase.FORWARD, "fc", "output", ""): hidden,
-        (Phase.FORWARD, "head", "input", "[0]"): hidden.relu(),
-        (Phase.FORWARD, "head", "output", ""): out,
-        (Phase.BACKWARD, "table", "output", ""): x.grad,
-        (Phase.BACKWARD, "fc", "input", "[0]"): pooled.grad,
-        (Phase.BACKWARD, "fc", "output", ""): hidden.grad,
-        (Phase.PARAMETER, "fc", "parameter", "weight"): model.fc.weight,
-        (Phase.PARAMETER_GRADIENT, "fc", "parameter", "weight"): model.fc.weight.grad,
-        (Phase.FORWARD, "", "input", "[0]"): IDS,
-    }
-    with torch.no_grad():
-        expected = {key: value.clone() for key, value in expected.items()}
-    train(tmp_path / "run", 1, ort=ort)
-    found = records(tmp_path / "run")
-    for (phase, module, kind, slot), values in expected.items():
-        record = found[0, phase, module, 1, kind, slot]
-        assert record.shape == tuple(values.shape) and record.dtype == str(values.dtype).removeprefix("torch.")
-        assert_is(record.statistics, values, rel=1e-6)
-    looked_up = found[0, Phase.FORWARD, "", 1, "inspect", "looked up"]
-    own = found[0, Phase.FORWARD, "table", 1, "output", ""]
-    assert looked_up.source == own.order and looked_up.statistics is None and looked_up.shape == own.shape
-    root = found[0, Phase.FORWARD, "", 1, "output", ".logits"]
-    assert root.source == found[0, Phase.FORWARD, "head", 1, "output", ""].order
+@pytest.mark.parametrize("wrap", [lambda model: model, ort_zero.wrap], ids=["torch", "ort"])
+def test_numbers_are_those_of_numpy(tmp_path, wrap):
+    assert_numbers_are_those_of_numpy(tmp_path / "run", wrap)
 
 
 def test_large_parameters_are_sampled_unless_all_of_them_are_wanted(tmp_path):
@@ -156,22 +64,6 @@ def test_only_the_asked_steps_are_there_and_hooks_go(tmp_path):
         model(IDS)["logits"].sum().backward()
     assert open_run(str(tmp_path / "run")).info.steps == (2, 3)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_graph_with_readers_is_built_at_once_and_without_a_word_of_the_exporter(tmp_path, capfd):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(20, 8), nn.LayerNorm(8), nn.Linear(8, 300))
-    runtime, run = wrap_model(model, OrtModuleConfig(log_level="ERROR"), stage=0)
-    session = GlobalSubscriberManager.subscribe(run, [StatisticsSubscriber(str(tmp_path / "run"))])
-    run(IDS).square().sum().backward()
-    session.remove()
-    status = runtime.status()
-    graph = status["graphs"]["training"]
-    assert (graph["exports"], graph["runs"]) == (1, {"forward": 1, "backward": 1})
-    # the gradient of a layer norm runs in a kernel of PyTorch's, which does not tell the type of its results
-    assert graph["kernels"] == {"layer_norm": 1, "layer_norm_gradient": 1} and not status["in_torch"]
-    assert [made["reasons"] for made in status["transitions"]] == [["first call"]]
-    assert "shape inference" not in capfd.readouterr().err
 
 
 def test_a_layer_that_is_unfrozen_has_gradients_from_then_on(tmp_path):

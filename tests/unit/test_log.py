@@ -16,7 +16,6 @@ import pytest
 from ort_zero import config, log
 from ort_zero.compat import third_party
 from ort_zero.errors import ConfigError
-from ort_zero.ortmodule.compat import ortmodule
 from ort_zero.ortmodule.runtime.export.captured_output import CapturedOutput
 from ort_zero.plugin import summary
 
@@ -60,13 +59,6 @@ def test_a_level_sets_all_four_sinks(name, number, all_ranks, backend, exporter)
     level = log.chosen(name)
     assert (level.number, level.all_ranks, level.backend, level.exporter) == (number, all_ranks, backend, exporter)
     assert log.chosen(name.lower()) is level
-
-
-def test_levels_of_ortmodule_are_its_own():
-    package = ortmodule.import_ortmodule()
-    assert [package.LogLevel[level.ortmodule] for level in log.LEVELS] == sorted(
-        package.LogLevel[level.ortmodule] for level in log.LEVELS
-    )
 
 
 def test_devinfo_lies_between_debug_and_info():
