@@ -40,6 +40,8 @@ class _Order:
 
     def arrived(self, parameter: nn.Parameter, *group: Any) -> None:
         """Take a gradient from its hook; hand the gradients of a unit on when its last one is here."""
+        if parameter.grad is None and getattr(parameter, "grad_accum", None) is None:
+            return  # torch calls the hook also where a compiled graph has no gradient for one of its inputs
         unit = self._unit_of.get(id(parameter))
         if unit is not self._current:
             self._flush()

@@ -4,15 +4,23 @@ A leaf module of ZeRO-3 (``set_z3_leaf_modules``) also hands its gradients on to
 module, with zeros for those that are missing. That is meant for mixtures of experts. It is wrong for a module whose
 inputs need no gradient, since torch calls such a hook before the module's backward (DeepSpeed 0.16 to 0.19). So a unit
 is a leaf for the gathers alone.
+
+A forward in a unit may gather weights of submodules itself (``deepspeed.zero.GatheredParameters``). They are whole
+already, with the unit's others, and DeepSpeed refuses to release what a running module uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 
+from ort_zero.utils.patching import Patch, defined_in
+
 _UNIT = "_ort_zero_unit"
+_MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 
 def gather_together(modules: Iterable[nn.Module]) -> None:
@@ -38,3 +46,26 @@ def hand_gradients_on(root: nn.Module) -> None:
             for parameter in module.parameters():
                 if getattr(parameter, "ds_z3_leaf_module", None) is module:
                     delattr(parameter, "ds_z3_leaf_module")
+
+
+def patches() -> tuple[Patch, ...]:
+    """Return the patch by which weights that a running module uses are not gathered again."""
+    return (
+        Patch(
+            target=f"{_MODULE}:GatheredParameters.__enter__",
+            build=_without_whole,
+            why="a unit's forward may gather weights that are gathered with the unit",
+            guard=defined_in(_MODULE),
+        ),
+    )
+
+
+def _without_whole(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def __enter__(self: Any) -> Any:
+        if self.enabled and self.src_rank is None:  # else the block changes weights, which DeepSpeed must see
+            self.params = [each for each in self.params if not each.ds_active_sub_modules]
+            self.enabled = bool(self.params)
+        return original(self)
+
+    return __enter__

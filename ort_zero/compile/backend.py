@@ -54,6 +54,7 @@ def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[Comp
         raises=section.fallback == "raise",
     )
     if stage == 3:
+        registry.apply("gathers in units", deepspeed_units.patches)
         deepspeed_units.gather_together(unit.module for unit in units)
     registry.register(running)
     return running, model
