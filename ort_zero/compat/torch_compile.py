@@ -82,3 +82,8 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def in_backward() -> bool:
+    """Return True within a backward of this thread, such as while activation checkpointing computes again."""
+    return torch._C._current_graph_task_id() != -1

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from ort_zero.compile.executor import SegmentRunner
 
 
+_MIN_SHARE = 0.1
+"""Share of a unit's operations in ONNX Runtime below which Dynamo's and AOTAutograd's time is not worth it."""
+
+
 @dataclass(slots=True)
 class SegmentRecord:
     """One segment of a graph."""
@@ -80,6 +84,15 @@ class ModelRecord:
     def add(self, graph: GraphRecord) -> None:
         """Add a compiled graph."""
         self.graphs.append(graph)
+
+    def prefers_torch(self, unit: str) -> bool:
+        """Return True if the graphs of a class of units are placed, nearly all of their operations in PyTorch."""
+        graphs = [graph for graph in self.graphs if graph.unit == unit]
+        segments = [segment for graph in graphs for segment in graph.segments]
+        if not graphs or any(s.trial.runner is None or s.trial.place != "measured" for s in segments):
+            return False
+        total = sum(graph.torch_flops for graph in graphs) + sum(segment.flops for segment in segments)
+        return sum(segment.flops for segment in segments if segment.in_ort) <= _MIN_SHARE * total
 
     def flop_share(self) -> float | None:
         """Return the share of floating-point operations that ONNX Runtime runs, of one run of each graph."""

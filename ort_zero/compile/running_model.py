@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -98,7 +99,8 @@ class CompiledModel:
             if model is not None:
                 model.note_failure(unit.path, error)
 
-        replace_forward(unit.module, compile_function, failed)
+        name = type(unit.module).__name__
+        replace_forward(unit.module, compile_function, failed, functools.partial(self.record.prefers_torch, name))
 
     def note_failure(self, path: str, error: Exception) -> None:
         """Note that a unit could not be compiled; PyTorch runs the unit.

@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from ort_zero.compat.torch_compile import TorchDynamoException
+from ort_zero.compat.torch_compile import TorchDynamoException, in_backward
 
 _NAME = "forward"
+_ASKED = frozenset(1 << n for n in range(3, 40))
+"""Numbers of calls at which a unit asks whether PyTorch is faster."""
 
 
 class UnitForward:
@@ -26,6 +28,7 @@ class UnitForward:
         compiled: the compiled forward, called with the unit and the arguments.
         original: the unit's own forward, called with the unit and the arguments.
         failed: called with the error of a compilation that failed; raises it or lets PyTorch run the unit.
+        is_slower: returns whether the unit is faster in PyTorch.
     """
 
     def __init__(
@@ -34,17 +37,25 @@ class UnitForward:
         compiled: Callable[..., Any],
         original: Callable[..., Any],
         failed: Callable[[Exception], None],
+        is_slower: Callable[[], bool] = lambda: False,
     ):
         self.unit = unit
         self.compiled: Callable[..., Any] | None = compiled
         self.original = original
         self.failed = failed
+        self.is_slower = is_slower
+        self._calls = 0
         functools.update_wrapper(self, original, updated=())
         self.__signature__ = _bound_signature(original, unit)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit."""
         if self.compiled is None:
+            return self.original(self.unit, *args, **kwargs)
+        self._calls += 1
+        # not in a backward: activation checkpointing must compute again what the forward has computed
+        if self._calls in _ASKED and self.is_slower() and not in_backward():
+            self.compiled = None
             return self.original(self.unit, *args, **kwargs)
         try:
             return self.compiled(self.unit, *args, **kwargs)
@@ -55,7 +66,7 @@ class UnitForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
         unit = memo.get(id(self.unit), self.unit)
-        return UnitForward(unit, self.compiled or self.original, self.original, self.failed)
+        return UnitForward(unit, self.compiled or self.original, self.original, self.failed, self.is_slower)
 
     def __reduce__(self) -> Any:
         if isinstance(self.original, _OwnForward):
@@ -68,7 +79,10 @@ def _bound_signature(function: Callable[..., Any], unit: nn.Module) -> Any:
 
 
 def replace_forward(
-    unit: nn.Module, compile_function: Callable[[Callable[..., Any]], Callable[..., Any]], failed: Callable[..., None]
+    unit: nn.Module,
+    compile_function: Callable[[Callable[..., Any]], Callable[..., Any]],
+    failed: Callable[[Exception], None],
+    is_slower: Callable[[], bool] = lambda: False,
 ) -> None:
     """Replace the forward of a unit by its compiled form.
 
@@ -76,6 +90,7 @@ def replace_forward(
         unit: the unit.
         compile_function: compiles a function of the unit and its arguments; the same function is compiled once.
         failed: see :class:`UnitForward`.
+        is_slower: see :class:`UnitForward`.
     """
     current = vars(unit).get(_NAME)
     if isinstance(current, UnitForward):
@@ -84,7 +99,7 @@ def replace_forward(
         original = _OwnForward(current)
     else:
         original = type(unit).forward
-    setattr(unit, _NAME, UnitForward(unit, compile_function(original), original, failed))
+    setattr(unit, _NAME, UnitForward(unit, compile_function(original), original, failed, is_slower))
 
 
 def restore_forward(unit: nn.Module) -> None:

@@ -134,3 +134,30 @@ def test_a_forward_that_a_library_has_set_is_compiled_and_comes_back():
     assert torch.equal(block(x), 2 * (x + 1))
     restore_forward(block)
     assert block.forward is library
+
+
+def test_a_unit_that_is_faster_in_torch_gets_its_forward_back_between_steps():
+    block, x = Block(4), torch.randn(2, 4, requires_grad=True)
+    wanted = block(x)
+    slower: list[bool] = []
+    replace_forward(block, Doubling(), fail, lambda: bool(slower))
+    for _ in range(20):
+        assert torch.equal(block(x), 2 * wanted)
+    slower.append(True)
+    for _ in range(11):
+        assert torch.equal(block(x), 2 * wanted)
+    assert torch.equal(block(x), wanted)  # the 32nd call
+
+
+def test_a_unit_keeps_its_forward_within_a_backward():
+    block, x = Block(4), torch.randn(2, 4)
+    wanted = block(x)
+    replace_forward(block, Doubling(), fail, lambda: True)
+    results = []
+    y = torch.ones(1, requires_grad=True)
+    (y * 2).register_hook(lambda gradient: None)
+    z = y * 2
+    z.register_hook(lambda gradient: results.extend(block(x) for _ in range(40)))
+    z.sum().backward()
+    assert all(torch.equal(result, 2 * wanted) for result in results)
+    assert not torch.equal(block(x), wanted)
