@@ -1,0 +1,151 @@
+"""Between forward and backward no gathered weight is left under ZeRO-3, nor a view that keeps its memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import tempfile
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from comparison import Run, compare, trained_alike
+from launch_once import once
+from unit_models import losses_of
+
+from ort_zero.testing.ranks import run_on_ranks
+
+MODELS = ("gpt2_sdpa", "llama", "vit", "resnet")
+SETTINGS = {
+    "bare": dict(stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0),
+    "ahead": {},
+    "bounded": dict(stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0, options={"max_unit_elements": 3500}),
+}
+
+# -- what each rank runs -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def released_storages() -> Iterator[list[tuple[str, int, weakref.ref]]]:
+    """Note the memory of each weight at the moment when DeepSpeed lets go of it."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    noted: list[tuple[str, int, weakref.ref]] = []
+    original = partition_parameters.free_param
+
+    def free_param(parameter: torch.nn.Parameter) -> None:
+        storage = parameter.data.untyped_storage()
+        noted.append((tuple(parameter.ds_shape), storage.nbytes(), weakref.ref(storage)))
+        del storage
+        original(parameter)
+
+    partition_parameters.free_param = free_param
+    try:
+        yield noted
+    finally:
+        partition_parameters.free_param = original
+
+
+def alive(noted: list[tuple[str, int, weakref.ref]]) -> dict[str, int]:
+    """Return the bytes of memory that still lives, by the shape of its weight."""
+    gc.collect()
+    found: dict[str, int] = {}
+    for shape, size, storage in noted:
+        if size and storage() is not None:
+            found[str(shape)] = found.get(str(shape), 0) + size
+    return found
+
+
+@contextlib.contextmanager
+def peak_of(model: torch.nn.Module) -> Iterator[list[int]]:
+    """Note the number of gathered elements after each fetch, without the weights that always stay whole."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    noted: list[int] = []
+    original = Coordinator.fetch_sub_module
+
+    @functools.wraps(original)
+    def fetch(*arguments: Any, **named: Any) -> Any:
+        result = original(*arguments, **named)
+        weights = (p for p in model.parameters() if not p.ds_persist and p.ds_status.name != "NOT_AVAILABLE")
+        noted.append(sum(p.ds_numel for p in weights))
+        return result
+
+    Coordinator.fetch_sub_module = fetch
+    try:
+        yield noted
+    finally:
+        Coordinator.fetch_sub_module = original
+
+
+def measured(run: Run, name: str, setting: str) -> None:
+    """Train three steps; look at weights and their memory after the last forward and after the step."""
+    model, loss_of = losses_of(name, run.rank)
+    run.start(model, **SETTINGS[setting])
+    run.train(loss_of, 2)
+    with released_storages() as noted, peak_of(model) as gathered:
+        loss = loss_of(run.engine, 2)
+        run.notes["whole"] = run.whole()
+        run.notes["alive"] = alive(noted)
+        run.notes["released"] = sum(size for _, size, _ in noted)
+        run.step(loss)
+        del loss
+        run.notes["alive after"] = alive(noted)
+        run.notes["whole after"] = run.whole()
+    run.notes["peak"] = max(gathered)
+    run.notes["largest"] = max(p.ds_numel for p in model.parameters())
+
+
+def measure_all(folder: str) -> dict[str, Any]:
+    """Measure each model without prefetch, and one with other settings."""
+    pairs = [(name, "bare") for name in MODELS] + [("gpt2_sdpa", name) for name in SETTINGS if name != "bare"]
+    named = {f"{name} {setting}": functools.partial(measured, name=name, setting=setting) for name, setting in pairs}
+    for name, scenario in named.items():
+        scenario.__name__ = name
+    return compare(named, folder)
+
+
+# -- what comes of it --------------------------------------------------------------------------------------------------
+
+
+@once
+def _launch() -> list[dict]:
+    with tempfile.TemporaryDirectory(prefix="ort_zero_memory_") as folder:
+        return run_on_ranks(measure_all, 2, folder, timeout=400)
+
+
+def _notes(name: str) -> Iterator[tuple[dict, dict, dict]]:
+    """Yield the notes of plain DeepSpeed and of ours on each rank, and the model's status."""
+    for rank, reports in enumerate(_launch()):
+        trained_alike(reports[name], f"{name}, rank {rank}")
+        yield (*reports[name]["notes"], reports[name]["models"][0])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_weight_and_no_view_of_one_is_left_after_a_forward(name):
+    for _, ours, _ in _notes(f"{name} bare"):
+        assert ours["released"] > 0
+        assert (ours["whole"], ours["alive"], ours["whole after"], ours["alive after"]) == ([], {}, [], {})
+
+
+def test_a_unit_at_a_time_is_gathered():
+    for theirs, ours, status in _notes("gpt2_sdpa bare"):
+        block = 12 * 32 * 32 + 13 * 32
+        assert len(status["units"]) == 3
+        assert theirs["peak"] < ours["peak"] == block
+
+
+def test_no_more_weights_than_in_plain_deepspeed_are_gathered_with_its_default_prefetch():
+    for theirs, ours, _ in _notes("gpt2_sdpa ahead"):
+        assert 0 < ours["peak"] <= theirs["peak"]
+        assert len(ours["whole"]) <= len(theirs["whole"])
+
+
+def test_the_section_bounds_what_is_gathered_together():
+    for theirs, ours, status in _notes("gpt2_sdpa bounded"):
+        assert len(status["units"]) > 3
+        assert ours["peak"] <= max(SETTINGS["bounded"]["options"]["max_unit_elements"], theirs["peak"])
+        assert (ours["whole"], ours["alive"]) == ([], {})
