@@ -6,13 +6,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TESTS_READY := $(VENV)/.tests_ready
 # onnxruntime-training has wheels for Python 3.10 and 3.11 alone, and installs the same folder as onnxruntime
 ORTMODULE := $(VENV)/ortmodule
 ORTMODULE_BIN := $(ORTMODULE)/bin
 ORTMODULE_READY := $(ORTMODULE)/.ready
 ORTMODULE_PYTHON ?= $(shell for python in $(PYTHON) python3.11 python3.10; do $$python -c '$(IS_OLD)' 2>/dev/null && echo $$python && break; done)
 IS_OLD := import sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 11)))
-EXTRAS := ort,examples,test,lint
+EXTRAS := ort,examples
+TESTS_EXTRAS := ort,examples,test,lint
 ORTMODULE_EXTRAS := ortmodule,examples,test
 TORCH := torch==2.13.0
 STEPS ?= 200
@@ -53,7 +55,7 @@ define install
 endef
 
 .PHONY: venv
-venv: $(READY) ## Make .venv with everything, on plain onnxruntime; compiles nothing
+venv: $(TESTS_READY) ## Make .venv with everything, on plain onnxruntime; compiles nothing
 
 $(READY): setup.cfg .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null || \
@@ -62,6 +64,11 @@ $(READY): setup.cfg .ci/constraints.txt
 	@# an environment of an earlier checkout: onnxruntime must not be installed over onnxruntime-training
 	@if $(BIN)/python -m pip show -qq onnxruntime-training 2>/dev/null; then $(BIN)/python -m pip uninstall -qq -y onnxruntime-training onnxruntime; fi
 	$(call install,$(VENV),$(PYTHON),$(EXTRAS))
+	@touch $@
+
+$(TESTS_READY): $(READY)
+	@echo "installing the packages of the tests into $(VENV) (a minute)"
+	@$(BIN)/python -m pip install -qq -c .ci/constraints.txt -e '.[$(TESTS_EXTRAS)]'
 	@touch $@
 
 .PHONY: ortmodule
@@ -97,7 +104,7 @@ train: compiler $(READY) ## Train a small GPT-2 on 2 ranks under ZeRO-3 in ONNX 
 	@$(BIN)/python examples/sample_lm.py out/train_model
 
 .PHONY: compare
-compare: compiler $(READY) ## Train 5 steps in ONNX Runtime and in PyTorch, and say where the two begin to differ
+compare: compiler $(TESTS_READY) ## Train 5 steps in ONNX Runtime and in PyTorch, and say where the two begin to differ
 	@for backend in torch ort; do \
 	  $(QUIET) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m deepspeed.launcher.runner --quiet --num_gpus 2 --master_port $(FREE_PORT) examples/train_lm.py \
 	    --deepspeed_config configs/zero3_statistics_$$backend.json --steps 5 || exit 1; \
@@ -118,11 +125,11 @@ browser:
 	echo "no headless browser, so the test of the HTML report will fail: apt-get install chromium chromium-driver" >&2
 
 .PHONY: test
-test: compiler $(READY) browser ## Run the tests of plugin, compile backend, checkpoints, statistics, ranks, commands and pages
+test: compiler $(TESTS_READY) browser ## Run the tests of plugin, compile backend, checkpoints, statistics, ranks, commands and pages
 	$(PYTEST) -m "not slow" $(PARALLEL) $(ONE_PROCESS); one=$$?; $(PYTEST) -m "not slow" $(RANKS) $(SEVERAL_RANKS) && exit $$one
 
 .PHONY: test-fast
-test-fast: $(READY) ## Run the unit tests of what needs no torch, in less than a minute
+test-fast: $(TESTS_READY) ## Run the unit tests of what needs no torch, in less than a minute
 	$(PYTEST) -m "not slow" --without-torch $(PARALLEL) tests/unit
 
 .PHONY: test-ortmodule
@@ -135,7 +142,7 @@ test-smoke: $(ORTMODULE_READY) ## Run a few tests of the engine of onnxruntime-t
 	$(OLD_PYTEST) -m smoke $(RANKS) tests/ortmodule
 
 .PHONY: test-slow
-test-slow: compiler $(READY) $(ORTMODULE_READY) ## Run the tests that take minutes
+test-slow: compiler $(TESTS_READY) $(ORTMODULE_READY) ## Run the tests that take minutes
 	$(PYTEST) -m slow --timeout 1800 $(RANKS) $(ONE_PROCESS) $(SEVERAL_RANKS); one=$$?; \
 	$(OLD_PYTEST) -m slow --timeout 1800 $(RANKS) tests/ortmodule && exit $$one
 
@@ -205,11 +212,11 @@ dist: $(READY) ## Build wheel and sdist, check both, and train from another fold
 	@sha256sum dist/*
 
 .PHONY: lint
-lint: $(READY) ## Check the style with ruff and the types with mypy; changes nothing
+lint: $(TESTS_READY) ## Check the style with ruff and the types with mypy; changes nothing
 	@$(BIN)/ruff check --config $(RUFF) .; one=$$?; $(BIN)/ruff format --config $(RUFF) --check . || one=$$?; $(BIN)/mypy || one=$$?; exit $$one
 
 .PHONY: format
-format: $(READY) ## Lay the code out with ruff, and repair what ruff can repair
+format: $(TESTS_READY) ## Lay the code out with ruff, and repair what ruff can repair
 	$(BIN)/ruff check --config $(RUFF) --fix .
 	$(BIN)/ruff format --config $(RUFF) .
 

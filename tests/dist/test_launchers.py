@@ -50,13 +50,19 @@ def all_forms(folder: str) -> dict[str, str | None]:
         before = len(ort_zero.status()["models"])
         engine.backward(engine(torch.randn(4, 4)).sum())
         engine.step()
-        ours = [m for m in ort_zero.status()["models"] if m["graphs"].get("training", {}).get("runs")]
+        ours = [model for model in ort_zero.status()["models"] if model["graph_runs"].get("backward")]
         result[name] = ours[-1]["backend"] if len(ours) == before and before else None
-        assert (type(engine.module).__name__ == "ORTModule") == (result[name] is not None), name
+        assert type(engine.module) is torch.nn.Linear, name
         engine.destroy()
         del engine, model, _
         gc.collect()
     return result
+
+
+@pytest.fixture(autouse=True)
+def no_placements_of_other_runs(tmp_path, monkeypatch):
+    """Let no earlier run decide who runs a segment: three steps are too few to measure it."""
+    monkeypatch.setenv("ORT_ZERO_CACHE_DIR", str(tmp_path / "cache"))
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------
@@ -77,9 +83,14 @@ def _run(command: list[str], **env: str) -> str:
 def _proof(text: str, stage: int) -> None:
     assert f"backend: onnxruntime, ZeRO stage {stage}" in text, text
     assert "fallbacks: 0" in text
-    runs = re.search(r"training: 1 graph\(s\), (\d+) nodes, (\d+) PythonOps, 3 forward and 3 backward runs", text)
-    assert runs, text
-    assert (int(runs[2]) > 0) == (stage == 3)
+    found = re.search(
+        r"torch.compile: (\d+) unit\(s\), (\d+) graphs, (\d+) of (\d+) segments in ONNX Runtime with (\d+)% of the "
+        r"floating-point operations, (\d+) forward and (\d+) backward runs", text,
+    )  # fmt: skip
+    assert found, text
+    units, graphs, in_ort, segments, share, forwards, backwards = map(int, found.groups())
+    assert units >= 1 and graphs >= 2 and 0 < in_ort <= segments and share > 50, text
+    assert forwards == backwards == 3 * units, text
     assert len(re.findall(r"^step\s+\d/3\s+loss \d", text, re.M)) == 3
 
 
@@ -136,24 +147,25 @@ def trainer_in_pytorch(tmp_path_factory) -> dict:
     return report
 
 
+def _trained_in_units(report: dict) -> None:
+    """Check that ONNX Runtime ran a part of each of the four steps, and that the evaluation took the units too."""
+    (model,) = report["status"]["models"]
+    units, runs = len(model["units"]), model["graph_runs"]
+    assert report["status"]["fallbacks"] == 0 and model["backend"] == "onnxruntime" and units >= 2, model
+    assert runs["backward"] == 4 * units and runs["forward"] >= 4 * units and runs["inference"] >= units, runs
+
+
 def test_trainer_takes_the_section_and_trains_the_same(tmp_path, trainer_in_pytorch):
     theirs, ours = trainer_in_pytorch, _trainer(tmp_path / "ort", {"enabled": True})
-    (model,) = ours["status"]["models"]
-    assert ours["status"]["fallbacks"] == 0 and model["graphs"]["training"]["runs"] == {"forward": 4, "backward": 4}
-    assert model["graphs"]["training"]["reduces"] > 0
-    # evaluate() runs the module that the Trainer was given, not the engine: PyTorch, through the ZeRO-3 hooks
+    _trained_in_units(ours)
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=2e-4)
     assert ours["evaluated"] == pytest.approx(theirs["evaluated"], abs=2e-4)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_trainer_with_gradient_checkpointing(tmp_path, trainer_in_pytorch, stage):
-    section = {"memory": {"checkpointing": "recompute"}}
-    ours = _trainer(tmp_path / "ort", section, "gradient_checkpointing", stage=stage)
-    (model,) = ours["status"]["models"]
-    assert ours["status"]["fallbacks"] == 0 and model["graphs"]["training"]["runs"] == {"forward": 4, "backward": 4}
-    (decision,) = model["memory"]
-    assert (decision["blocks"]["found"], decision["blocks"]["recomputed"]) == (2, 2)
+    ours = _trainer(tmp_path / "ort", {"enabled": True}, "gradient_checkpointing", stage=stage)
+    _trained_in_units(ours)
     assert ours["losses"] == pytest.approx(trainer_in_pytorch["losses"], abs=2e-4)
     assert ours["evaluated"] == pytest.approx(trainer_in_pytorch["evaluated"], abs=2e-4)
 
@@ -185,8 +197,8 @@ def _printed_by(command: str) -> str:
     return done.stdout
 
 
-_ABOUT_BUILDS = r"^DeepSpeed \S+ built successfully|\] (built|building|waiting for the build of) "
-"""What is printed only where C++ code has not been built before: DeepSpeed's, and that of ORTModule."""
+_ABOUT_BUILDS = r"^DeepSpeed \S+ built successfully"
+"""What is printed only where DeepSpeed's operator has not been built before."""
 
 
 def test_the_command_of_make_train_prints_a_screenful_and_compares_with_pytorch(tmp_path):

@@ -70,7 +70,8 @@ def on_both(hosts: Hosts, *commands: list[str], fails: bool = False, **env: str)
 def proof(text: str, steps: int) -> list[float]:
     """Return the losses that rank 0 printed; ONNX Runtime ran every step."""
     assert "backend: onnxruntime, ZeRO stage 3" in text and "fallbacks: 0" in text, text
-    assert f"{steps} forward and {steps} backward runs" in text, text
+    units = int(re.search(r"torch.compile: (\d+) unit", text)[1])
+    assert f"{steps * units} forward and {steps * units} backward runs" in text, text
     return [float(loss) for loss in re.findall(r"^step\s+\d+/\d+\s+loss (\S+)", text, re.M)]
 
 
@@ -143,19 +144,6 @@ def test_statistics_of_two_hosts_lie_in_one_folder_and_are_compared_and_merged(h
     assert main(["stats", "merge", *map(str, words)]) == 0
     names = [str(path.relative_to(merged)) for path in merged.rglob("*")]
     assert any("rank_0" in name for name in names) and any("rank_1" in name for name in names), names
-
-
-def test_both_hosts_load_the_graphs_that_an_earlier_run_left_in_a_shared_folder(hosts, shared):
-    own = config(shared / "cached.json", "zero3.json", ortmodule={"cache_dir": str(shared / "graphs")})
-    found = []
-    for _ in range(2):
-        command = torchrun(["examples/train_lm.py", "--deepspeed_config", own, *SMALL, "--steps", "2"])
-        texts = on_both(hosts, command, ORT_ZERO_LOG_LEVEL="DEVINFO")
-        found.append(proof(texts[0], 2))
-        verb = "loaded" if len(found) == 2 else "exported"
-        for rank, text in enumerate(texts):
-            assert re.search(rf"ort_zero rank {rank}.*training graph 1: {verb} in", text), text[-6000:]
-    assert found[0] == found[1]
 
 
 def test_a_slow_link_that_loses_packets_changes_nothing(hosts, trained):
