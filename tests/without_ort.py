@@ -1,4 +1,4 @@
-"""Whether onnxruntime is missing because this Python has no wheel of it, and how an error shows that."""
+"""Whether onnxruntime is missing where onnxruntime-training has no wheel, and how an error shows that."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ ORT_IS_MISSING = sys.version_info >= (3, 12) and importlib.util.find_spec("onnxr
 NO_WHEEL = "onnxruntime-training has no wheel for it"
 """What whoever asks for ONNX Runtime is told on a Python without a wheel of it."""
 # the extra that brings onnx is the one that would bring onnxruntime
-_SIGNS = (NO_WHEEL, "No module named 'onnx", "No package metadata was found for onnxruntime-training")
+_SIGNS = (
+    NO_WHEEL,
+    "onnxruntime is not installed",
+    "No module named 'onnx",
+    "No package metadata was found for onnxruntime-training",
+)
 
 
 def shows_its_absence(text: str) -> bool:

@@ -50,7 +50,7 @@ def environment(pair: Pair, folder: Path) -> Path | None:
         print(f"{pair.name}: stubs for", *stub_libraries.make(site), flush=True)
         _forget_libraries(site)
     if not shares:
-        extras = "zero,examples,test" if pair.refused else "ort,examples,test"
+        extras = "zero,examples,test" if pair.refused else "ortmodule,examples,test"
         _pip(python, "-c", str(ROOT / ".ci/constraints.txt"), f"{ROOT}[{extras}]")
     (folder / ".ready").touch()
     return python

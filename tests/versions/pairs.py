@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OLD_HUB = ("huggingface_hub==0.36.0",)
-NO_WHEEL = (
-    r"models cannot run in ONNX Runtime on Python 3\.1\d\.\d+, since onnxruntime-training has no wheel for it; "
-    r"checkpoints, statistics and training in PyTorch work here"
-)
+WITHOUT_ORT = r"onnxruntime is not installed; ort_zero works with onnxruntime>=1\.19: pip install"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +93,9 @@ PAIRS = (
             name=f"python-{python}",
             packages=("torch==2.13.0",),
             python=python,
-            why="no wheel of onnxruntime-training; checkpoints, statistics and training in PyTorch",
+            why="without ONNX Runtime: checkpoints, statistics and training in PyTorch",
             full=("one process", "checkpoints"),
-            refused=NO_WHEEL,
+            refused=WITHOUT_ORT,
         )
         for python in ("3.12", "3.13")
     ),

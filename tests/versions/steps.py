@@ -128,12 +128,10 @@ STEPS = {
     ),
     "accelerate": Step(
         short=(
-            "tests/dist/test_launchers.py::test_accelerate_launch_with_the_shipped_yaml",
-            "tests/dist/test_launchers.py::test_trainer_takes_the_section_and_trains_the_same",
+            "tests/ortmodule/dist/test_trainer_example.py",
             "tests/dist/test_checkpoint_frameworks.py::test_accelerate_saves_and_loads_state",
         ),
         full=(
-            "tests/dist/test_launchers.py",
             "tests/dist/test_checkpoint_frameworks.py",
             "tests/ortmodule/dist/test_trainer_example.py",
         ),
