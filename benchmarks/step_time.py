@@ -23,13 +23,15 @@ from typing import Any
 import torch
 from training_models import MODELS, batch, build, make_engine
 
-from ort_zero.ortmodule.compat import cpu_allocator
-
 SIZES = {"4x256": {"layers": 4, "hidden": 256}, "8x512": {"layers": 8, "hidden": 512}}
 ENGINES = {"none": 0, "zero1": 1, "zero3": 3}
 """ZeRO stage by the name of the engine; 0 for none."""
-VARIANTS = ("torch", "compile", "ort", "ort, own kernels")
-DEFAULT = ("torch", "compile", "ort")
+VARIANTS = ("torch", "compile", "segments", "segments, all in ort", "ort", "ort, own kernels")
+"""Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement and with all in ONNX Runtime;
+ORTModule. The last two need onnxruntime-training."""
+DEFAULT = ("torch", "compile", "segments")
+_SETTLING = 20
+"""Steps before the compile backend has placed all segments."""
 
 
 class Variant:
@@ -42,12 +44,18 @@ class Variant:
     """
 
     def __init__(self, name: str, kind: str, options: dict[str, Any]):
-        cpu_allocator.use(False)
+        self._trains_in_ortmodule = any(each.startswith("ort") for each in options["variants"])
+        self._use_allocator(False)
         model, self.stage = build(name, options), options["stage"]
         if kind == "compile":
             model.compile()
-        ort = kind.startswith("ort")
-        section = {"ort_kernels": ["*"]} if kind == "ort, own kernels" else {}
+        self.kind, ort = kind, kind not in ("torch", "compile")
+        self.segments = kind.startswith("segments")
+        section: dict[str, Any] = {"backend": "ortmodule"}
+        if kind == "ort, own kernels":
+            section["ortmodule"] = {"ort_kernels": ["*"]}
+        elif self.segments:
+            section = {"backend": "compile", "compile": {"place": "measured" if kind == "segments" else "ort"}}
         self.runtime: Any = None
         if self.stage:
             zero: dict[str, Any] = {}
@@ -61,19 +69,27 @@ class Variant:
         else:
             self.engine = model
             if ort:
-                from ort_zero.config import OrtModuleConfig
-                from ort_zero.ortmodule.wrap import wrap_model
+                import ort_zero
+                from ort_zero.backends import registry
 
-                self.runtime, self.engine = wrap_model(model, OrtModuleConfig(log_level="ERROR", **section), 0)
+                self.engine = ort_zero.wrap(model, log_level="ERROR", **section)
+                self.runtime = registry.runtimes()[-1]
         self.engine.train()
         # DeepSpeed replaces it for the whole process when a ZeRO-3 model comes
         self.linear = torch.nn.functional.linear
         self.steps = 0
 
+    def _use_allocator(self, use: bool) -> None:
+        """Have tensors allocated as in a program with ORTModule, or by PyTorch's own allocator."""
+        if self._trains_in_ortmodule:
+            from ort_zero.ortmodule.compat import cpu_allocator
+
+            cpu_allocator.use(use)
+
     def step(self, inputs: dict[str, torch.Tensor]) -> tuple[float, float]:
         """Train one step and return its time and CPU time in seconds."""
         saved, torch.nn.functional.linear = torch.nn.functional.linear, self.linear
-        cpu_allocator.use(self.runtime is not None)
+        self._use_allocator(self.runtime is not None and not self.segments)
         try:
             if not self.stage:
                 self.engine.zero_grad(set_to_none=True)
@@ -96,6 +112,10 @@ class Variant:
         if self.runtime is None:
             return {}
         status = self.runtime.status()
+        if self.segments:
+            assert status["fallbacks"] == 0 and status["graph_runs"]["backward"], status
+            share = status["compiled"]["flop_share"]
+            return {"kernels": f"{100 * share:.0f} % of operations in ONNX Runtime, {len(status['units'])} units"}
         graph = status["graphs"]["training"]
         assert status["backend"] == "onnxruntime" and status["fallbacks"] == 0, status
         assert graph["runs"] == {"forward": self.steps, "backward": self.steps}, status
@@ -117,11 +137,12 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
         rank = torch.distributed.get_rank()
     inputs = batch(options, rank, name)
     variants: dict[str, Variant] = {}
+    warmup = max(options["warmup"], _SETTLING if any("segments" in each for each in options["variants"]) else 0)
     failed: dict[str, str] = {}
     for kind in options["variants"]:
         try:
             variant = Variant(name, kind, options)
-            for _ in range(options["warmup"]):  # the first step exports; DeepSpeed's prefetch needs a traced step
+            for _ in range(warmup):  # the first step exports; DeepSpeed's prefetch needs a traced step
                 variant.step(inputs)
             variants[kind] = variant
         except Exception as error:

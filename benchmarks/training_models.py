@@ -90,7 +90,7 @@ def make_engine(
         stage: of ZeRO.
         ort: run in ONNX Runtime.
         batch_size: of one rank.
-        section: more keys of ``"ortmodule"``.
+        section: keys of ``"ort_zero"``.
         zero: more keys of ``"zero_optimization"``.
     """
     import deepspeed
@@ -104,7 +104,7 @@ def make_engine(
         "zero_optimization": {"stage": stage, **zero},
     }
     if ort:
-        config["ort_zero"] = {"ortmodule": {"enabled": True, "log_level": "ERROR", **(section or {})}}
+        config["ort_zero"] = {"log_level": "ERROR", **(section or {})}
     before = registry.runtimes()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     made = [runtime for runtime in registry.runtimes() if runtime not in before]

@@ -111,7 +111,7 @@ class Compiler:
         session = sessions.session_of(assembled.model, device)
         trial = _trials.setdefault(
             (session.key, self.settings.verify, self.settings.place),
-            Trial(session.key, self.settings.verify, self.settings.place),
+            Trial(session.key, self.settings.verify, self.settings.place, devices.clock_of(device)),
         )
         if self.settings.save_onnx is not None and env.rank() == 0:
             folder = Path(self.settings.save_onnx)

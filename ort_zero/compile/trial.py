@@ -41,6 +41,8 @@ class Trial:
     key: str
     verify: str
     place: str
+    clock: Callable[[], float] = time.perf_counter
+    """Returns the time in seconds that a run is measured by."""
     runner: Runner | None = None
     """The runtime that runs the segment from now on; None until that is decided."""
     reason: str = ""
@@ -124,9 +126,9 @@ class Trial:
             return by_ort() if self.runner is Runner.ONNXRUNTIME else by_torch()
         runner, function = ((Runner.ONNXRUNTIME, by_ort), (Runner.TORCH, by_torch))[self._turns % 2]
         self._turns += 1
-        begin = time.perf_counter()
+        begin = self.clock()
         results = function()
-        seconds = time.perf_counter() - begin
+        seconds = self.clock() - begin
         self.seconds[runner] = min(seconds, self.seconds.get(runner, seconds))
         if self._turns == 2 * _TIMED_RUNS:
             faster = min(self.seconds, key=lambda each: self.seconds[each])
