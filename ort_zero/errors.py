@@ -17,7 +17,7 @@ class ConfigError(OrtZeroError):
 
 
 class UnsupportedVersionError(OrtZeroError):
-    """An installed version of Python, torch, DeepSpeed or onnxruntime-training is not supported."""
+    """An installed version of Python, torch, DeepSpeed or ONNX Runtime is not supported."""
 
 
 class PatchError(OrtZeroError):

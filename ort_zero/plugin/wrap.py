@@ -16,10 +16,11 @@ from ort_zero.plugin import profiled_script, statistics, summary
 def wrap(model: Any, **section: Any) -> Any:
     """Return `model` wrapped so that ONNX Runtime runs it, without DeepSpeed.
 
-    ``ort_zero.wrap(model, ortmodule={"exclude": ["head"]}, statistics={"enabled": True, "output_dir": "run"})``: the
+    ``ort_zero.wrap(model, exclude=["head"], statistics={"enabled": True, "output_dir": "run"})``: the
     keys are those of the section in a DeepSpeed config, but for "checkpoint" and "metrics", which need an engine. The
-    result is an ORTModule, or `model` itself if the section or ``ORT_ZERO_DISABLE`` disables ort_zero. In a
-    DistributedDataParallel the module inside is wrapped. All ranks must call with the same options.
+    result is `model` with compiled units, or an ORTModule if that is the backend. It is `model` unchanged if the
+    section or ``ORT_ZERO_DISABLE`` disables ort_zero. In a DistributedDataParallel the module inside is wrapped. All
+    ranks must call with the same options.
 
     Args:
         model: a torch module.
@@ -27,7 +28,7 @@ def wrap(model: Any, **section: Any) -> Any:
 
     Raises:
         ConfigError: an unknown key, or a wrong type or value.
-        UnsupportedVersionError: torch, Python or onnxruntime-training is out of range.
+        UnsupportedVersionError: torch, Python or ONNX Runtime is missing or out of range.
         BuildError: the C++ extensions cannot be built.
     """
     options = config.parse(section)
