@@ -55,6 +55,11 @@ class Dim:
 
     expression: Any
 
+    def __float__(self) -> float:
+        raise NotConvertibleError("an attribute that is a size that changes")
+
+    __int__ = __float__  # type: ignore[assignment]
+
 
 Size = int | Dim
 

@@ -34,13 +34,15 @@ def _reduction(operator: str, *overloads: Any) -> None:
         return _reduced(b, operator, b.cast(x, out.dtype), dims, keepdim)
 
 
-_reduction("ReduceSum", aten.sum.default, aten.sum.dim_IntList)
+_reduction("ReduceSum", aten.sum.dim_IntList)
 _reduction("ReduceMean", aten.mean.default, aten.mean.dim)
 _reduction("ReduceProd", aten.prod.default, aten.prod.dim_int)
 
 
 @converts(aten.any.default, aten.any.dim, aten.any.dims)
 def _any(b: Builder, out: Value, x: Value, dims: Any = None, keepdim: bool = False) -> Value:
+    if out.shape == x.shape:
+        return truth(b, x)  # unlike for a sum, no dimensions are not all dimensions
     number = Value(b.cast(truth(b, x), torch.int32).name, torch.int32, x.shape)
     return b.cast(_reduced(b, "ReduceMax", number, dims, keepdim), torch.bool)
 

@@ -87,7 +87,7 @@ def assert_equal(
         lambda x: x.masked_fill(x.isnan(), 2.0),
         lambda x: (x.sqrt(), x.log(), x.exp(), x.abs(), x.neg(), x.reciprocal()),
         lambda x: (x.sum(1), x.mean(0), x.prod(1), x.cumsum(1)),
-        lambda x: (x.any(1), (x > 0).any(), x.any()),
+        lambda x: (x.any(1), (x > 0).any(), x.any(), x.any(()), x.any((0, 1), True)),
     ],
 )
 def test_nan_infinity_zeros_and_halves_are_treated_as_in_pytorch(function):
@@ -150,6 +150,13 @@ def test_one_graph_serves_all_sizes(function):
     assert record["segments"] and not record["failed"]
     forward = compiler.record.graphs[0]
     assert not forward.reasons
+
+
+def test_a_size_as_an_attribute_leaves_the_operator_to_pytorch():
+    compared, compiler = compiled(lambda x, slope: F.leaky_relu(x, slope))
+    for slope in (5, 6, 7):
+        assert torch.equal(compared(-torch.ones(3), slope), torch.full((3,), -float(slope)))
+    assert compiler.record.as_dict()["reasons"]["aten.leaky_relu.default"] == "an attribute that is a size that changes"
 
 
 SQUARE = torch.arange(16.0).view(4, 4)
