@@ -157,10 +157,8 @@ def clash() -> Clash | None:
         return None
     names = " and ".join(f"{name} {metadata.version(name)}" for name in present)
     wanted = "onnxruntime-gpu" if "onnxruntime-gpu" in present else "onnxruntime"
-    training = any(name in ORT_DISTRIBUTIONS for name in present)
-    alternative = " (or onnxruntime-training, for ORTModule)" if training else ""
     return Clash(
-        what=f"{names} are installed over one another: each writes the folder onnxruntime, so keep one{alternative}",
+        what=f"{names} are installed over one another: each writes the folder onnxruntime, so keep one of them",
         cure=f"pip uninstall -y {' '.join(present)} && pip install {wanted}",
     )
 
