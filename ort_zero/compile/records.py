@@ -138,9 +138,19 @@ def graph_record(number: int, direction: str, plan: Plan, runners: Sequence[Segm
     )
 
 
+_COUNTED_AS = {
+    f"_scaled_dot_product_flash_attention_for_cpu{end}": getattr(
+        torch.ops.aten, f"_scaled_dot_product_flash_attention{end}"
+    )
+    for end in ("", "_backward")
+}
+"""Operators that torch's counter does not know, and the operator with the same sizes that it counts."""
+
+
 def flops_of(node: Node) -> int:
     """Return the floating-point operations of a call, 0 for an operator that torch's counter does not count."""
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    packet = getattr(node.target, "overloadpacket", None)
+    count = flop_registry.get(_COUNTED_AS.get(getattr(packet, "__name__", ""), packet))
     if count is None:
         return 0
 

@@ -44,7 +44,10 @@ class CompiledModel:
         self.announce: Any = None
         self.graph_recorder: Any = None
         self.stage = stage
-        self.record = ModelRecord(on_first_step=self.after_first_step)
+        after_first_step = weakref.WeakMethod(
+            self.after_first_step
+        )  # Dynamo keeps the record for as long as its graphs
+        self.record = ModelRecord(on_first_step=lambda: (call := after_first_step()) and call())
         self.failures: dict[str, str] = {}
         self._raises = raises
         self._units = [(unit.path, weakref.ref(unit.module)) for unit in units]

@@ -54,12 +54,6 @@ def _multiply(b: Builder, out: Value, x: Any, y: Any) -> Value:
     return b.op("Mul", b.number(x, out.dtype), b.number(y, out.dtype))
 
 
-@converts(aten.rsub.Tensor, aten.rsub.Scalar)
-def _reversed_subtract(b: Builder, out: Value, x: Value, y: Any, alpha: Any) -> Value:
-    _refuse_bool(out.dtype)
-    return b.op("Sub", b.number(y, out.dtype), _scaled(b, b.number(x, out.dtype), alpha, out.dtype))
-
-
 @converts(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _divide_rounded(b: Builder, out: Value, x: Any, y: Any, mode: str | None) -> Value:
     if not out.dtype.is_floating_point:
@@ -184,11 +178,6 @@ def _where(b: Builder, out: Value, condition: Value, x: Value, y: Value) -> Valu
     return b.op("Where", truth(b, condition), b.cast(x, out.dtype), b.cast(y, out.dtype))
 
 
-@converts(overload("masked_fill", "Scalar"), overload("masked_fill", "Tensor"))
-def _masked_fill(b: Builder, out: Value, x: Value, mask: Value, value: Any) -> Value:
-    return b.op("Where", mask, b.number(value, out.dtype), x)
-
-
 @converts(overload("_to_copy"))
 def _copy_to(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
     return cast_to(b, x, out.dtype)
@@ -294,13 +283,3 @@ def _clamp(b: Builder, out: Value, x: Value, low: Any, high: Any) -> Value:
     if high is not None:
         result = b.op("Min", result, b.number(high, out.dtype))
     return result
-
-
-@converts(aten.clamp_min.default, aten.clamp_min.Tensor)
-def _clamp_min(b: Builder, out: Value, x: Value, low: Any) -> Value:
-    return _clamp(b, out, x, low, None)
-
-
-@converts(aten.clamp_max.default, aten.clamp_max.Tensor)
-def _clamp_max(b: Builder, out: Value, x: Value, high: Any) -> Value:
-    return _clamp(b, out, x, None, high)

@@ -16,8 +16,6 @@ CONSTANTS = frozenset(
     for name, which in (
         ("full", "default"),
         ("scalar_tensor", "default"),
-        ("zeros", "default"),
-        ("ones", "default"),
         ("arange", "start_step"),
     )
     if (target := overload(name, which)) is not None
@@ -28,16 +26,6 @@ CONSTANTS = frozenset(
 @converts(aten.full.default, aten.full_like.default)
 def _full(b: Builder, out: Value, like: Any, value: Any, *rest: Any) -> Value:
     return b.expand(b.number(value, out.dtype), out.shape) if out.rank else b.number(value, out.dtype)
-
-
-@converts(aten.zeros.default, aten.zeros_like.default)
-def _zeros(b: Builder, out: Value, *rest: Any) -> Value:
-    return _full(b, out, None, 0)
-
-
-@converts(aten.ones.default, aten.ones_like.default)
-def _ones(b: Builder, out: Value, *rest: Any) -> Value:
-    return _full(b, out, None, 1)
 
 
 @converts(aten.scalar_tensor.default)

@@ -38,13 +38,3 @@ def _index(b: Builder, out: Value, x: Value, indices: list[Value | None]) -> Val
         raise NotConvertibleError("a look-up by several tensors or by a mask")
     dim, index = lookups[0]
     return b.op("Gather", x, index, axis=dim)
-
-
-@converts(aten.tril.default)
-def _lower_triangle(b: Builder, out: Value, x: Value, diagonal: int) -> Value:
-    return b.op("Trilu", x, b.constant(diagonal, torch.int64), upper=0)
-
-
-@converts(aten.triu.default)
-def _upper_triangle(b: Builder, out: Value, x: Value, diagonal: int) -> Value:
-    return b.op("Trilu", x, b.constant(diagonal, torch.int64), upper=1)

@@ -17,7 +17,7 @@ def _require_float(out: Value) -> None:
         raise NotConvertibleError("a product of matrices of integers")
 
 
-@converts(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
+@converts(aten.mm.default, aten.bmm.default)
 def _product(b: Builder, out: Value, x: Value, y: Value) -> Value:
     _require_float(out)
     return b.op("MatMul", x, y)
@@ -30,16 +30,3 @@ def _sum_and_product(b: Builder, out: Value, bias: Value, x: Value, y: Value, be
         product = b.op("MatMul", x, y)
         return product if alpha == 1 else b.op("Mul", product, b.number(alpha, out.dtype))
     return b.op("Gemm", x, y, bias, alpha=float(alpha), beta=float(beta))
-
-
-@converts(aten.baddbmm.default)
-def _sum_and_products(b: Builder, out: Value, bias: Value, x: Value, y: Value, beta: Any, alpha: Any) -> Value:
-    _require_float(out)
-    product = b.op("MatMul", x, y)
-    if alpha != 1:
-        product = b.op("Mul", product, b.number(alpha, out.dtype))
-    if beta == 0:
-        return product
-    if beta != 1:
-        bias = b.op("Mul", bias, b.number(beta, out.dtype))
-    return b.op("Add", bias, product)

@@ -15,23 +15,15 @@ VIEWS = frozenset(
     target
     for name, which in (
         ("view", "default"),
-        ("_unsafe_view", "default"),
         ("reshape", "default"),
         ("permute", "default"),
-        ("t", "default"),
-        ("transpose", "int"),
         ("unsqueeze", "default"),
-        ("squeeze", "default"),
-        ("squeeze", "dim"),
         ("squeeze", "dims"),
         ("expand", "default"),
         ("alias", "default"),
-        ("detach", "default"),
         ("slice", "Tensor"),
         ("select", "int"),
         ("split_with_sizes", "default"),
-        ("split", "Tensor"),
-        ("unbind", "int"),
         ("diagonal", "default"),
         ("as_strided", "default"),
         ("view_as_real", "default"),
@@ -48,15 +40,8 @@ VIEWS = frozenset(
 """Overloads whose results share memory with the first argument, in PyTorch. They cost nothing there."""
 
 
-@converts(
-    aten.view.default, overload("_unsafe_view"), aten.reshape.default, aten.unsqueeze.default, aten.squeeze.default
-)
+@converts(aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dims)
 def _reshape(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
-    return b.reshape(x, out.shape)
-
-
-@converts(aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(b: Builder, out: Value, x: Value, dims: Any) -> Value:
     return b.reshape(x, out.shape)
 
 
@@ -65,27 +50,12 @@ def _permute(b: Builder, out: Value, x: Value, dims: list[int]) -> Value:
     return b.op("Transpose", x, perm=[dim % x.rank for dim in dims]) if x.rank else x
 
 
-@converts(aten.t.default)
-def _transpose_matrix(b: Builder, out: Value, x: Value) -> Value:
-    return b.op("Transpose", x, perm=[1, 0]) if x.rank == 2 else x
-
-
-@converts(aten.transpose.int)
-def _transpose(b: Builder, out: Value, x: Value, first: int, second: int) -> Value:
-    if not x.rank:
-        return x
-    order = list(range(x.rank))
-    first, second = first % x.rank, second % x.rank
-    order[first], order[second] = order[second], order[first]
-    return b.op("Transpose", x, perm=order)
-
-
 @converts(aten.expand.default)
 def _expand(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
     return b.expand(x, out.shape)
 
 
-@converts(aten.alias.default, aten.detach.default, aten.clone.default, overload("lift_fresh_copy"))
+@converts(aten.alias.default, aten.clone.default, overload("lift_fresh_copy"))
 def _same(b: Builder, out: Value, x: Value, *rest: Any) -> Value:
     return x
 
@@ -122,17 +92,6 @@ def _split_with_sizes(b: Builder, out: Any, x: Value, sizes: list[Size], dim: in
     if len(parts) == 1:
         return (x,)
     return b.ops("Split", len(parts), x, b.vector([part.shape[dim % x.rank] for part in parts]), axis=dim % x.rank)
-
-
-@converts(aten.split.Tensor)
-def _split(b: Builder, out: Any, x: Value, size: Size, dim: int) -> tuple[Value, ...]:
-    return _split_with_sizes(b, out, x, [size], dim)
-
-
-@converts(aten.unbind.int)
-def _unbind(b: Builder, out: Any, x: Value, dim: int) -> tuple[Value, ...]:
-    parts = out if isinstance(out, tuple) else (out,)
-    return tuple(b.op("Gather", x, b.constant(index, torch.int64), axis=dim % x.rank) for index in range(len(parts)))
 
 
 @converts(aten.cat.default)
