@@ -30,7 +30,7 @@ def register(runtime: Any) -> None:
     Large earlier models without references are freed. A wrapped model refers to itself, as an ORTModule does. Python
     collects cyclic garbage depending on the number of objects, whatever their size.
     """
-    earlier = [other for ref in _not_freed if (other := ref()) is not None]
+    earlier = [other for ref in _not_freed if (other := ref()) is not None and other.module is not None]
     size = sum(_bytes_of(other.module) for other in earlier)
     _not_freed[:] = [*map(weakref.ref, earlier), weakref.ref(runtime)]
     del earlier

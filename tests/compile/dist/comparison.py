@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -146,13 +145,12 @@ def _compare(scenario: Callable[[Run], None], folder: Path) -> dict[str, Any]:
         try:
             scenario(run)
             results.append(run.result())
-        except Exception:
-            return {"error": f"{scenario.__name__} in {kind}:\n{traceback.format_exc()}"}
-        finally:
-            run.end()  # what a failed scenario leaves behind would make the next one fail too
-            run = None
-            torch._dynamo.reset()
-            gc.collect()
+        except Exception as error:
+            raise RuntimeError(f"{scenario.__name__} in {kind}") from error
+        run.end()
+        run = None
+        torch._dynamo.reset()
+        gc.collect()
     theirs, ours = results
     return {
         "reference": theirs["losses"],
@@ -174,7 +172,9 @@ def _distances(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -
     return {name: (theirs[name] - ours[name]).abs().max().item() / scale for name in theirs}
 
 
-def trained_alike(report: dict[str, Any], where: str, *, engines: int = 1, failures: bool = False) -> None:
+def trained_alike(
+    report: dict[str, Any], where: str, *, engines: int = 1, failures: bool = False, ran: bool = True
+) -> None:
     """Assert that a scenario trained as in plain DeepSpeed, and that ONNX Runtime ran each segment.
 
     Args:
@@ -182,8 +182,8 @@ def trained_alike(report: dict[str, Any], where: str, *, engines: int = 1, failu
         where: for messages.
         engines: the number of engines.
         failures: whether PyTorch may have run something, which the caller looks at.
+        ran: whether ONNX Runtime must have run something.
     """
-    assert "error" not in report, report["error"]
     assert not report["plain_models"], f"{where}: the reference was not plain DeepSpeed"
     assert len(report["losses"]) == len(report["reference"]) > 1, where
     for i, (theirs, ours) in enumerate(zip(report["reference"], report["losses"])):
@@ -195,7 +195,7 @@ def trained_alike(report: dict[str, Any], where: str, *, engines: int = 1, failu
     )
     assert report["seen"][0] == report["seen"][1], where
     assert len(report["models"]) == engines, where
-    for status in report["models"]:
+    for status in report["models"] if ran else ():
         assert status["backend"] == "onnxruntime", where
         assert status["graph_runs"]["forward"] and status["graph_runs"]["backward"], where
         if not failures:

@@ -439,7 +439,8 @@ GROUPS = (
      leaf_modules, leaves_around_units, external, external_registered, external_returned, external_in_unit, tied),
     (called_often, switched, gathered_in_forward, gathered_between, frozen, freezing, accumulation,
      forwards_before_backwards, eval_mode, actor_and_critic, initialized_again, checkpoints),
-    (recomputed_units, recomputed_units_reentrant, checkpointing_reentrant, checkpointing, checkpointing_stage_2, generation),
+    (recomputed_units, recomputed_units_reentrant, checkpointing_reentrant, checkpointing, checkpointing_stage_2,
+     generation),
 )  # fmt: skip
 
 
