@@ -1,0 +1,174 @@
+"""A model whose units are compiled stays the user's: class, names, copies, pickles, inheritance, memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from models import Batches, build
+from stack_models import HIDDEN, IN, Block, Stack
+from torch import nn
+
+import ort_zero
+from ort_zero.errors import ConfigError
+
+SECTION = {"backend": "compile", "compile": {"place": "ort"}}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """Return the model with compiled units."""
+    return ort_zero.wrap(model, **SECTION)
+
+
+def status_of(model: nn.Module) -> dict:
+    """Return the status of the newest model, which is `model`."""
+    status = ort_zero.status()["models"][-1]
+    assert status["module"] == type(model).__name__
+    return status
+
+
+def stack(kind: type[nn.Module] = Stack) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """Return a plain model, a compiled one with the same weights, and inputs."""
+    torch.manual_seed(0)
+    plain = kind()
+    return plain, wrapped(copy.deepcopy(plain)), torch.randn(4, IN)
+
+
+def test_class_names_and_results_stay():
+    plain, model, x = stack()
+    assert type(model) is Stack and isinstance(model.blocks[0], Block)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    torch.testing.assert_close(model(x), plain(x))
+    assert status_of(model)["graph_runs"] == {"forward": 5}
+    plain.load_state_dict(model.state_dict())
+
+
+class Scaled(Block):
+    """Calls its parent's forward, which calls a method that a subclass has replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((HIDDEN,), 0.5))
+
+    def forward(self, x):
+        return super().forward(self.prepared(x)) * self.scale
+
+    def prepared(self, x):
+        return x + 1
+
+
+class Shifted(Scaled):
+    def prepared(self, x):
+        return super().prepared(x) * 2
+
+
+class Inherited(Stack):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled(), Scaled(), Shifted()])
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_super_in_forwards():
+    plain, model, x = stack(Inherited)
+    ours, theirs = model(x), plain(x)
+    torch.testing.assert_close(ours, theirs)
+    ours.sum().backward()
+    theirs.sum().backward()
+    for mine, other in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(mine.grad, other.grad)
+    assert status_of(model)["failures"] == {}
+
+
+def test_a_copy_runs_with_its_own_weights():
+    plain, model, x = stack()
+    before = model(x)
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    torch.testing.assert_close(average(x), before)
+    assert not torch.allclose(model(x), before)
+    assert average.blocks[0].forward.unit is average.blocks[0]
+    runs = status_of(model)["graph_runs"]["forward"]
+    average(x)
+    assert status_of(model)["graph_runs"]["forward"] == runs + 5, "the copy runs the same graphs"
+
+
+def test_a_pickle_is_loaded_without_ort_zero(tmp_path):
+    model = wrapped(build("gpt2_sdpa"))
+    loss = Batches("gpt2_sdpa", 0).loss(model, 0)
+    loss.backward()
+    torch.save(model, tmp_path / "model.pt")
+    code = (
+        "import sys, torch; model = torch.load(sys.argv[1], weights_only=False); "
+        "print(model(torch.arange(8)[None]).logits.shape); assert 'ort_zero.compile' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "model.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([1, 8, 211])" in done.stdout
+
+
+def test_a_pickle_trains_in_this_process():
+    plain, model, x = stack()
+    model(x).sum().backward()
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = wrapped(torch.load(buffer, weights_only=False))
+    torch.testing.assert_close(loaded(x), plain(x))
+    assert status_of(loaded)["graph_runs"]["forward"] == 5
+
+
+def test_save_pretrained_and_generate(tmp_path):
+    plain, model = build("gpt2_sdpa"), wrapped(build("gpt2_sdpa"))
+    Batches("gpt2_sdpa", 0).loss(model, 0).backward()
+    model.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), plain.parameters()))
+    arguments = dict(max_new_tokens=4, do_sample=False, pad_token_id=0)
+    ids = torch.arange(6).reshape(2, 3)
+    texts = [each.eval().generate(ids, attention_mask=torch.ones_like(ids), **arguments) for each in (plain, model)]
+    assert torch.equal(*texts)
+
+
+def test_a_model_is_freed_before_and_after_its_first_step():
+    torch.manual_seed(0)
+    for steps in (0, 2):
+        model = wrapped(Stack())
+        for _ in range(steps):
+            model(torch.randn(4, IN)).sum().backward()
+        alive = [weakref.ref(model), weakref.ref(model.first.weight), weakref.ref(model.blocks[0])]
+        del model
+        gc.collect()
+        assert [ref() for ref in alive] == [None, None, None]
+        assert ort_zero.status()["models"] == []
+
+
+def test_an_unknown_module_to_exclude_is_refused():
+    with pytest.raises(ConfigError, match="matches no module"):
+        ort_zero.wrap(Stack(), exclude=["nowhere.*"], **SECTION)
+
+
+def test_what_is_excluded_runs_in_pytorch():
+    torch.manual_seed(0)
+    model = ort_zero.wrap(Stack(), exclude=["blocks.1", "blocks.2.up"], **SECTION)
+    model(torch.randn(4, IN)).sum().backward()
+    status = status_of(model)
+    assert status["units"] == ["first", "blocks.0", "blocks.2", "last"]
+    assert "excluded" in status["in_torch"].values()
