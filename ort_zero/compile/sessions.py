@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime
 import torch
 
+from ort_zero.compat import onnxruntime_binding
 from ort_zero.compile import devices
 from ort_zero.compile.assembly import SegmentModel
 from ort_zero.compile.conversion.fragments import NUMPY_TYPES, ONNX_TYPES
@@ -35,7 +36,7 @@ class Session:
         provider = devices.provider_of(device)
         if provider is None:
             raise ValueError(f"the installed ONNX Runtime has no provider for {device}")
-        self._device_id = device.index or 0
+        self._device = onnxruntime_binding.device_arguments(device.type, device.index or 0)
         self._inputs = [(edge.name, _element_type(edge.dtype), edge.order, edge.dtype) for edge in model.inputs]
         self._outputs = [
             (edge.name, _element_type(edge.dtype), edge.order, edge.dtype, edge.torch_dtype) for edge in model.outputs
@@ -70,16 +71,16 @@ class Session:
             shapes: the sizes in memory of each result.
         """
         binding = self._session.io_binding()
-        kind, number = self.device.type, self._device_id
+        device, binder = self._device, onnxruntime_binding.binder(binding, self._device)
         feeds = self.feeds(inputs)
         for (name, element, _, _), tensor in zip(self._inputs, feeds):
-            binding.bind_input(name, kind, number, element, tensor.shape, tensor.data_ptr())
+            binder.bind_input(name, *device, element, tensor.shape, tensor.data_ptr())
         for name, size in zip(self.model.sizes, sizes):
             binding.bind_cpu_input(name, np.array([size], dtype=np.int64))
         made = []
         for (name, element, _, dtype, _), shape in zip(self._outputs, shapes):
             result = torch.empty(shape, dtype=dtype, device=self.device)
-            binding.bind_output(name, kind, number, element, shape, result.data_ptr())
+            binder.bind_output(name, *device, element, shape, result.data_ptr())
             made.append(result)
         self.runs += 1
         with named_range(SESSION):
