@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -102,20 +101,3 @@ def _softmax_backward(b: Builder, out: Value, gradient: Value, result: Value, di
     product = b.op("Mul", gradient, result)
     total = b.reduce("ReduceSum", product, [dim % result.rank], True)
     return b.op("Sub", product, b.op("Mul", result, total))
-
-
-@converts(aten.erfc.default)
-def _erfc(b: Builder, out: Value, x: Value) -> Value:
-    _require_float(out)
-    return b.op("Sub", b.constant(1, out.dtype), b.op("Erf", b.cast(x, out.dtype)))
-
-
-def _logarithm(name: str, base: float) -> None:
-    @converts(overload(name))
-    def convert(b: Builder, out: Value, x: Value) -> Value:
-        _require_float(out)
-        return b.op("Mul", b.op("Log", b.cast(x, out.dtype)), b.constant(1 / math.log(base), out.dtype))
-
-
-_logarithm("log2", 2)
-_logarithm("log10", 10)

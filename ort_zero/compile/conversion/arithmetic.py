@@ -54,16 +54,6 @@ def _multiply(b: Builder, out: Value, x: Any, y: Any) -> Value:
     return b.op("Mul", b.number(x, out.dtype), b.number(y, out.dtype))
 
 
-@converts(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def _divide_rounded(b: Builder, out: Value, x: Any, y: Any, mode: str | None) -> Value:
-    if not out.dtype.is_floating_point:
-        raise NotConvertibleError("a rounded division of integers")
-    quotient = b.op("Div", b.number(x, out.dtype), b.number(y, out.dtype))
-    if mode == "floor":
-        raise NotConvertibleError("a division rounded down")
-    return _truncated(b, quotient) if mode == "trunc" else quotient
-
-
 def _extreme(operator: str, name: str) -> None:
     @converts(overload(name))
     def convert(b: Builder, out: Value, x: Value, y: Value) -> Value:
@@ -221,15 +211,7 @@ for _operator, _names in {
     "Sigmoid": ("sigmoid",),
     "Sin": ("sin",),
     "Cos": ("cos",),
-    "Tan": ("tan",),
-    "Asin": ("asin",),
-    "Acos": ("acos",),
     "Atan": ("atan",),
-    "Sinh": ("sinh",),
-    "Cosh": ("cosh",),
-    "Asinh": ("asinh",),
-    "Acosh": ("acosh",),
-    "Atanh": ("atanh",),
     "Sqrt": ("sqrt",),
     "Reciprocal": ("reciprocal",),
     "Floor": ("floor",),
@@ -256,17 +238,8 @@ def _sign_of(b: Builder, out: Value, x: Value) -> Value:
     return b.op("Where", b.op("IsNaN", x), b.constant(0, x.dtype), b.op("Sign", x)) if _floats(x) else b.op("Sign", x)
 
 
-@converts(aten.trunc.default)
-def _truncate(b: Builder, out: Value, x: Value) -> Value:
-    return _truncated(b, x) if _floats(x) else x
-
-
 def _floats(x: Value) -> bool:
     return x.dtype.is_floating_point
-
-
-def _truncated(b: Builder, x: Value) -> Value:
-    return b.op("Mul", b.op("Sign", x), b.op("Floor", b.op("Abs", x)))
 
 
 @converts(aten.rsqrt.default)
