@@ -43,6 +43,8 @@ class Session:
         ]
         self.runs = 0
         """Number of runs."""
+        self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        """The stream that the session is made for; None for a CPU."""
         self._session = onnxruntime.InferenceSession(self.serialized, _options(threads), providers=[provider])
 
     def end_profiling(self) -> str:
@@ -83,8 +85,13 @@ class Session:
             binder.bind_output(name, *device, element, shape, result.data_ptr())
             made.append(result)
         self.runs += 1
+        current = torch.cuda.current_stream(self.device) if self._stream is not None else None
+        if current is not None:
+            self._stream.wait_stream(current)
         with named_range(SESSION):
             self._session.run_with_iobinding(binding)
+        if current is not None:
+            current.wait_stream(self._stream)
         results = []
         for (_, _, order, dtype, torch_dtype), result in zip(self._outputs, made):
             if order is not None:
