@@ -1,6 +1,6 @@
 """Run the operators of torch's OpInfo table compiled and eager, sample by sample, and compare results and gradients.
 
-As a program, write the page on which runtime runs which operator, in 5 minutes on one core::
+As a program, write the page on which runtime runs which operator, in 3 minutes on one core::
 
     python tests/compile/contract/operator_sweep.py docs/compiled-operators.md
 """
@@ -287,7 +287,7 @@ _PAGE = """# Operators in ONNX Runtime and in PyTorch
 
 Which of the two runs an operator of [the compile backend](compile.md), by a run of torch's table of sample inputs,
 forward and backward in fp32. torch decomposes the operators of a model into these first. torch {torch}, onnxruntime
-{onnxruntime}, CPU. This command writes the page again, in 5 minutes:
+{onnxruntime}, CPU. This command writes the page again, in 3 minutes:
 `python tests/compile/contract/operator_sweep.py docs/compiled-operators.md`.
 
 ## ONNX Runtime
@@ -310,4 +310,4 @@ These have no conversion: either PyTorch has one kernel for them and ONNX has no
 if __name__ == "__main__":
     torch.set_num_threads(1)
     supported = [name for name, op in OPERATORS.items() if torch.float32 in op.supported_dtypes("cpu")]
-    Path(sys.argv[1]).write_text(page_of(sweep(name, torch.float32, limit=8) for name in supported))
+    Path(sys.argv[1]).write_text(page_of(sweep(name, torch.float32, limit=4) for name in supported))

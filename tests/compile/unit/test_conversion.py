@@ -197,7 +197,7 @@ INTEGERS, FLOATS = torch.tensor([1, 0, -3]), torch.tensor([0.5, -1.0, 2.0])
         lambda i, f: (torch.where(i > 0, i, f), f.masked_fill(i == 0, 3)),
         lambda i, f: ((i > 0).sum(), (i > 0).cumsum(0), i.int().sum(), i.float().mean()),
         lambda i, f: (i.sqrt(), i.exp(), i.sigmoid(), i.clamp(-1, 0), i.abs(), i.neg(), i.sign()),
-        lambda i, f: torch.cat([i.double(), f.double()]),
+        lambda i, f: (torch.cat([i.double(), f.double()]), torch.arange(5, -1, -2) * i),
         lambda i, f: (f.bfloat16() + f.bfloat16(), f.bfloat16() * f, f.half() * 3),
         lambda i, f: (torch.zeros_like(f).copy_(i), torch.zeros(2, 3).copy_(f + 1)),
     ],
