@@ -80,8 +80,8 @@ def destroyed(run: Run) -> None:
         run.engine = run.model = model = None
         run.gradients.clear()
         gc.collect()
-        run.seen[f"alive {len(sizes)}"] = [name for name, ref in alive.items() if ref() is not None]
-        run.seen[f"models {len(sizes)}"] = len(ort_zero.status()["models"])
+        run.notes[f"alive {len(sizes)}"] = [name for name, ref in alive.items() if ref() is not None]
+        run.notes[f"models {len(sizes)}"] = len(ort_zero.status()["models"])
         sizes.append(memory_of_tensors())
     run.notes["grown"] = sizes[1] - sizes[0]
     model, loss_of = losses_of("gpt2_sdpa", run.rank)
@@ -142,11 +142,11 @@ def test_an_engine_does_what_plain_deepspeed_does(name):
 
 def test_a_destroyed_engine_leaves_nothing_behind():
     for reports in _launch():
-        seen = reports["destroyed"]["seen"][1]
-        assert [seen[f"alive {number}"] for number in range(3)] == [[], [], []]
-        assert [seen[f"models {number}"] for number in range(3)] == [0, 0, 0]
+        notes = reports["destroyed"]["notes"][1]
+        assert [notes[f"alive {number}"] for number in range(3)] == [[], [], []]
+        assert [notes[f"models {number}"] for number in range(3)] == [0, 0, 0]
         smallest = 32 * 4  # bytes of a bias; a few scalars of graphs stay with their code
-        assert reports["destroyed"]["notes"][1]["grown"] < smallest
+        assert notes["grown"] < smallest
 
 
 def test_a_wrapped_model_trains_in_a_distributed_data_parallel():
