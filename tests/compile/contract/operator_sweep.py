@@ -234,11 +234,14 @@ def _compare(
 
 
 def _is_as_exact(one: torch.Tensor, other: torch.Tensor, exact: torch.Tensor | None) -> bool:
-    """Return True if `one` is as near to the exact values as `other`, up to one rounding to bfloat16."""
+    """Return True if the error of `one` is at most twice that of `other`, and one rounding to bfloat16.
+
+    Both round at different places: `one` after each segment, `other` after each operator.
+    """
     if exact is None or not torch.equal(one.isnan(), other.isnan()):
         return False
     errors = [float((each.double() - exact).nan_to_num(0).abs().max()) for each in (one, other)]
-    return errors[0] <= errors[1] + 2**-8 * float(exact.nan_to_num(0).abs().max())
+    return errors[0] <= 2 * errors[1] + 2**-8 * float(exact.nan_to_num(0).abs().max())
 
 
 @contextlib.contextmanager
@@ -310,4 +313,4 @@ These have no conversion: either PyTorch has one kernel for them and ONNX has no
 if __name__ == "__main__":
     torch.set_num_threads(1)
     supported = [name for name, op in OPERATORS.items() if torch.float32 in op.supported_dtypes("cpu")]
-    Path(sys.argv[1]).write_text(page_of(sweep(name, torch.float32, limit=4) for name in supported))
+    Path(sys.argv[1]).write_text(page_of(sweep(name, torch.float32, limit=3) for name in supported))
