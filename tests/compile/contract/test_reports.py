@@ -1,0 +1,152 @@
+"""What people see of the compile backend: explain, profile, reproducers, saved models, refused options."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+import torch
+
+import ort_zero
+from ort_zero.compile.conversion import registry
+from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.settings import Settings
+from ort_zero.errors import ConfigError
+
+SCRIPT = """
+import torch
+import ort_zero
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(8, 16)
+        self.second = torch.nn.Linear(16, 4)
+
+    def forward(self, x):
+        h = torch.relu(self.first(x))
+        if h.sum().item() < 0:
+            h = h * 2
+        return self.second(torch.linalg.matrix_exp(h.reshape(-1, 4, 4)).reshape(-1, 16))
+
+torch.manual_seed(0)
+model = ort_zero.wrap(Net(), backend="compile", compile={"place": "ort"})
+for step in range(40):
+    model(torch.randn(4, 8)).square().mean().backward()
+    print("step", step)
+"""
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run a command of ort_zero on the script."""
+    (folder / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "ORT_ZERO_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "ort_zero", *arguments],
+        capture_output=True, text=True, timeout=300, cwd=folder, env=environment,
+    )  # fmt: skip
+
+
+def test_explain_names_breaks_operators_and_shares(tmp_path: Path):
+    done = command(tmp_path, "explain", "script.py", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["model"] == "Net" and report["flop_share"] > 0.5
+    (unit,) = report["units"].values()
+    assert {graph["direction"] for graph in unit["graphs"]} == {"forward", "backward"}
+    assert unit["in_torch"]["aten.linalg_matrix_exp.default"]["why"] == "no conversion"
+    (broken,) = [each for each in report["graph_breaks"] if "item" in each["reason"]]
+    assert broken["where"].endswith("script.py:13")
+
+
+def test_explain_says_what_hinders_it(tmp_path: Path):
+    done = command(tmp_path, "explain", "missing.py")
+    assert done.returncode == 2 and done.stderr.startswith("error: the script missing.py does not exist")
+
+
+def test_profile_divides_a_compiled_step(tmp_path: Path):
+    done = command(tmp_path, "profile", "--script", "script.py", "--steps", "2", "--warmup", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    kernels = {part["name"] for part in json.loads(done.stdout)["ort"]["parts"] if part["kind"] == "kernels"}
+    assert kernels & {"Gemm", "FusedMatMul", "MatMul"} and "aten::linalg_matrix_exp" in kernels
+
+
+def test_a_wrong_segment_leaves_a_reproducer_that_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    aten = torch.ops.aten
+    convert_tanh = registry.table()[aten.tanh.default]
+    monkeypatch.setitem(
+        registry.table(),
+        aten.tanh.default,
+        lambda b, out, x: b.op("Mul", convert_tanh(b, out, x), b.constant(1.001, out.dtype)),
+    )
+    compiler = Compiler(Settings(place="ort", reproducers=str(tmp_path)))
+    linear, x = torch.nn.Linear(32, 32), torch.randn(4, 32)
+    compiled = torch.compile(lambda x: torch.tanh(linear(x)), backend=compiler)
+    assert torch.equal(compiled(x), torch.tanh(linear(x)))
+    ((key, reason),) = compiler.record.as_dict()["failed"].items()
+    assert "wrong by 1.0e-03 of its size" in reason
+    done = subprocess.run(
+        [sys.executable, "reproduce.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path / key
+    )
+    assert done.returncode == 0, done.stderr
+    assert "onnxruntime and PyTorch differ by" in done.stdout and "e-04, largest element" in done.stdout
+
+
+def test_models_of_segments_are_saved(tmp_path: Path):
+    compiler = Compiler(Settings(place="ort", save_onnx=str(tmp_path)))
+    compiled = torch.compile(lambda x: torch.tanh(x) * 2, backend=compiler)
+    compiled(torch.randn(3))
+    (file,) = tmp_path.glob("*.onnx")
+    model = onnx.load(file)
+    onnx.checker.check_model(model)
+    assert [node.op_type for node in model.graph.node] == ["Tanh", "Mul"]
+
+
+@pytest.mark.parametrize(
+    "section, message",
+    [
+        ({"ortmodule": {"fuse_loss": "on"}}, "ort_zero.ortmodule.fuse_loss: a key of ORTModule"),
+        ({"memory": {"recompute": "all"}}, "recomputation plans belong to ORTModule"),
+        ({"compile": {"plaec": "ort"}}, 'did you mean "place"'),
+        ({"exclude": ["nothing.*"]}, "matches no module"),
+        ({"exclude": ["a"], "ortmodule": {"exclude": ["b"]}}, 'below "ortmodule"; keep one of them'),
+    ],
+)
+def test_foreign_and_misspelt_keys_are_refused(section: dict, message: str):
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.").replace("*", r"\*")):
+        ort_zero.wrap(torch.nn.Linear(2, 2), backend="compile", **section)
+
+
+def test_shared_options_have_one_place_and_the_old_spelling():
+    from ort_zero import config
+
+    new = config.parse({"exclude": ["a"], "fallback": "warn", "log_level": "ERROR"})
+    old = config.parse({"ortmodule": {"exclude": ["a"], "fallback": "warn", "log_level": "ERROR"}})
+    for parsed in (new, old):
+        assert (parsed.exclude, parsed.fallback, parsed.log_level) == (["a"], "warn", "ERROR")
+        assert (parsed.ortmodule.exclude, parsed.ortmodule.fallback) == (["a"], "warn")
+
+
+def test_an_excluded_submodule_runs_in_pytorch_within_its_unit():
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(4, 4)
+            self.second = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.tanh(self.first(x)))
+
+    model = torch.nn.Sequential(Block(), Block())
+    wanted = model(torch.ones(2, 4))
+    model = ort_zero.wrap(model, backend="compile", compile={"place": "ort"}, exclude=["*.second"], log_level="ERROR")
+    result = model(torch.ones(2, 4))
+    torch.testing.assert_close(result, wanted)
+    result.sum().backward()
+    status = ort_zero.status()["models"][-1]
+    assert set(status["in_torch"].values()) == {"excluded"} and status["backend"] == "onnxruntime"
