@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -264,14 +265,19 @@ def page_of(outcomes: Iterable[Outcome]) -> str:
     for outcome in outcomes:
         in_ort |= {_plain(target) for target in outcome.in_ort if target.startswith("aten.")}
         for reason, target in outcome.in_torch:
-            reasons.setdefault(reason.partition(" of torch.")[0], set()).add(_plain(target))
+            reason = "a tensor of a dtype that ONNX lacks, such as complex" if " of torch." in reason else reason
+            if target.startswith("aten."):
+                reasons.setdefault(reason, set()).add(_plain(target))
     never = reasons.pop("no conversion") - in_ort
-    rows = [f"| {reason} | {_names(names)} |" for reason, names in sorted(reasons.items())]
+    rows = [
+        f"| {reason} | {_names(names) if len(names) <= 20 else 'any operator'} |"
+        for reason, names in sorted(reasons.items())
+    ]
     return _PAGE.format(
         torch=torch.__version__.partition("+")[0],
         onnxruntime=onnxruntime.__version__,
-        in_ort=", ".join(f"`{name}`" for name in sorted(in_ort)),
-        never=", ".join(f"`{name}`" for name in sorted(never)),
+        in_ort=textwrap.fill(_names(in_ort), 120),
+        never=textwrap.fill(_names(never), 120),
         rows="\n".join(rows),
     )
 
@@ -281,8 +287,6 @@ def _plain(target: str) -> str:
 
 
 def _names(names: set[str]) -> str:
-    if len(names) > 20:
-        return "any operator"
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
