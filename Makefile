@@ -29,8 +29,8 @@ OLD_PYTEST := $(ORTMODULE_BIN)/python -m pytest
 PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # two launches of ranks side by side: while one waits, imports in a single process or exports, the other has the cores
 RANKS := -n 2 --dist loadfile
-ONE_PROCESS := tests/unit tests/contract $(wildcard tests/compile/unit tests/compile/contract)
-SEVERAL_RANKS := tests/dist $(wildcard tests/compile/dist)
+ONE_PROCESS := tests/unit tests/contract tests/compile/unit tests/compile/contract
+SEVERAL_RANKS := tests/dist tests/compile/dist
 FREE_PORT = $$("$(CURDIR)/$(BIN)/python" -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
 
 .PHONY: help
