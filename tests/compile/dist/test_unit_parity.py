@@ -14,9 +14,7 @@ from unit_models import losses_of
 from ort_zero.testing.ranks import run_on_ranks
 
 STEPS = 20
-PAIRS = (
-    ("gpt2_sdpa", 2), ("gpt2_sdpa", 3), ("bert", 1), ("bert", 3), ("llama", 3), ("vit", 2), ("resnet", 1), ("resnet", 3)
-)  # fmt: skip
+PAIRS = (("gpt2_sdpa", 2), ("gpt2_sdpa", 3), ("bert", 1), ("llama", 3), ("vit", 2), ("resnet", 3))
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 
