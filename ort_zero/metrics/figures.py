@@ -62,22 +62,41 @@ def figures_of(status: Mapping[str, Any] | None, saves: Saves, step_seconds: flo
         saves: saves of the model's engine.
         step_seconds: mean wall time of the last steps, in seconds.
     """
+    if status is not None and status.get("engine") == "compile":
+        return _ordered(_compiled(status) | _common(saves, step_seconds))
     graphs: Iterable[Mapping[str, Any]] = (status or {}).get("graphs", {}).values()
     graphs = [*graphs]
     values = {name: sum(graph[name] for graph in graphs) for name in
              ("exports", "gathers", "gathered_elements", "reduces")}  # fmt: skip
     values |= {
-        "step_seconds": step_seconds,
         "graphs": sum(graph["kept"] for graph in graphs),
         "build_seconds": sum(done["seconds"] for done in (status or {}).get("transitions", ())),
         "fallbacks": (status or {}).get("fallbacks", 0),
         "parts_in_torch": len((status or {}).get("in_torch", ())),
         "forward_runs": sum(graph["runs"].get("forward", 0) for graph in graphs),
         "backward_runs": sum(graph["runs"].get("backward", 0) for graph in graphs),
-        "saves": saves.count,
-        "save_seconds": saves.seconds,
-        **_memory(),
     }
+    return _ordered(values | _common(saves, step_seconds))
+
+
+def _compiled(status: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a model of the compile backend; DeepSpeed makes its gathers and reduces."""
+    compiled, runs = status["compiled"], status["graph_runs"]
+    return {
+        "graphs": compiled["graphs"],
+        "exports": compiled["graphs"],
+        "fallbacks": status["fallbacks"],
+        "parts_in_torch": len(status["in_torch"]),
+        "forward_runs": runs.get("forward", 0),
+        "backward_runs": runs.get("backward", 0),
+    }
+
+
+def _common(saves: Saves, step_seconds: float) -> dict[str, float]:
+    return {"step_seconds": step_seconds, "saves": saves.count, "save_seconds": saves.seconds, **_memory()}
+
+
+def _ordered(values: Mapping[str, float]) -> dict[str, float]:
     return {figure.name: values[figure.name] for figure in FIGURES if figure.name in values}
 
 

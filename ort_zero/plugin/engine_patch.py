@@ -56,6 +56,8 @@ def _engine_init(original):
             original(*bound.args, **bound.kwargs)
         backend.connect(runtime, self)
         _note(self)
+        if engine == "compile":
+            statistics.note_onnxruntime(self.module)
         self.__dict__["ort_zero_runtime"] = weakref.ref(runtime)
         runtime.announce = lambda ready: summary.announce(section, ready.module, ready)
         profiled_script.measure_engine(self, runtime)

@@ -11,6 +11,13 @@ _collecting: Counter[str | None] = Counter()
 """Number of models that collect statistics, by the output folder in the section."""
 
 
+def note_onnxruntime(module: Any) -> None:
+    """Note that ONNX Runtime runs units of a module whose own forward PyTorch calls."""
+    from ort_zero.statistics.collect.subscriber_manager import remember_backend
+
+    remember_backend(module, "onnxruntime")
+
+
 def collect(model: Any, section: config.StatisticsConfig) -> Any:
     """Collect statistics of a model, and return the session, None if the section disables it. All ranks must call.
 

@@ -45,7 +45,10 @@ def wrap(model: Any, **section: Any) -> Any:
         return model
     wrapped = model
     if options.ortmodule.enabled:
-        running, wrapped = loading.load(options.engine()).run_alone(model, profiled_script.without_fallback(options))
+        engine = options.engine()
+        running, wrapped = loading.load(engine).run_alone(model, profiled_script.without_fallback(options))
+        if engine == "compile":
+            statistics.note_onnxruntime(wrapped)
         report_on(running, options)
     log.set_level(options.ortmodule.log_level, wrapped)
     session = statistics.collect(wrapped, options.statistics)

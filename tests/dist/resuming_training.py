@@ -115,7 +115,7 @@ def train(args: argparse.Namespace, name: str) -> None:
     model = torch.nn.Sequential(*layers, torch.nn.Linear(SIZE, 1))
     config = ds_config(3, ort=True, lr=1e-2, stage3_param_persistence_threshold=0)
     config["train_micro_batch_size_per_gpu"] = ROWS // world
-    config["ort_zero"]["checkpoint"] = {"async_save": args.asynchronous}
+    config["ort_zero"] |= {"checkpoint": {"async_save": args.asynchronous}, "compile": {"place": "ort"}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if (args.dir / "checkpoints" / "latest").exists():
         killer.enter(rank, 0, "load")

@@ -135,6 +135,8 @@ CLEAN = {
 
 def in_ort(model: str, fault: str) -> bool:
     """Return where a fault is tried: of the three models, in both."""
+    if fault == "bf16 rounding in one block":
+        return False  # ONNX Runtime computes 16-bit types in float32 on CPUs, so it does not round
     return (list(FAULTS).index(fault) + MODELS.index(model)) % 2 == 1
 
 

@@ -16,6 +16,7 @@ from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.zero3_hooks.hook_manager import is_paused
 
 _zero_stages: weakref.WeakKeyDictionary[Module, int] = weakref.WeakKeyDictionary()
+_backends: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
 inspect_in_trace: list[Callable[[str, torch.Tensor], torch.Tensor]] = []
 """The function that :func:`inspect_activation` calls while :mod:`ort_zero.ortmodule.statistics` traces; else empty."""
 
@@ -53,6 +54,16 @@ def unwrapped(model: Any) -> Module:
 def remember_zero_stage(model: Module, stage: int) -> None:
     """Remember the ZeRO stage of the engine around a model, for subscriptions to the model without its engine."""
     _zero_stages[unwrapped(model)] = stage
+
+
+def remember_backend(model: Module, backend: str) -> None:
+    """Remember the backend of a model whose own hooks run, for the manifests of its statistics."""
+    _backends[unwrapped(model)] = backend
+
+
+def backend_of(root: Module, otherwise: str) -> str:
+    """Return the remembered backend of a user's module, else `otherwise`."""
+    return _backends.get(root, otherwise)
 
 
 def zero_stage_of(root: Module) -> int:
