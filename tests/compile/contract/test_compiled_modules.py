@@ -157,7 +157,8 @@ def test_a_model_is_freed_before_and_after_its_first_step():
         del model
         gc.collect()
         assert [ref() for ref in alive] == [None, None, None]
-        assert ort_zero.status()["models"] == []
+        # what the process has compiled by torch.compile itself, if anything, has an entry for as long as it runs
+        assert [each for each in ort_zero.status()["models"] if each["module"] != "TorchCompile"] == []
 
 
 def test_an_unknown_module_to_exclude_is_refused():

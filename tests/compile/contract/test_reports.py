@@ -66,7 +66,7 @@ def test_explain_names_breaks_operators_and_shares(tmp_path: Path):
 
 def test_explain_says_what_hinders_it(tmp_path: Path):
     done = command(tmp_path, "explain", "missing.py")
-    assert done.returncode == 2 and done.stderr.startswith("error: the script missing.py does not exist")
+    assert done.returncode == 2 and done.stderr.startswith("ort-zero explain: the script missing.py does not exist")
 
 
 def test_profile_divides_a_compiled_step(tmp_path: Path):
