@@ -29,12 +29,7 @@ def leave_out_caches(model: nn.Module) -> None:
 def _without_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def without_cache(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (
-            module.training
-            and torch.is_grad_enabled()
-            and "use_cache" not in kwargs
-            and "past_key_values" not in kwargs
-        ):
+        if module.training and torch.is_grad_enabled() and not kwargs.keys() & {"use_cache", "past_key_values"}:
             kwargs["use_cache"] = False
         return forward(module, *args, **kwargs)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,7 +118,7 @@ def _options(threads: int) -> Any:
     options.log_severity_level = 3
     if _profiling["prefix"] is not None:
         options.enable_profiling = True
-        options.profile_file_prefix = f"{_profiling['prefix']}.{len(_sessions)}"
+        options.profile_file_prefix = f"{_profiling['prefix']}.{next(_numbers)}"
     # all sessions take their memory from one arena; each its own would keep the peaks of all
     options.add_session_config_entry("session.use_env_allocators", "1")
     # spinning threads would take the cores from PyTorch's
@@ -135,7 +137,8 @@ def profile(prefix: str | None, session_made: Callable[[Session], None] | None) 
 
 
 _profiling: dict[str, Any] = {"prefix": None, "session_made": None}
-_sessions: dict[tuple[SegmentModel, torch.device, int], Session] = {}
+_numbers = itertools.count()
+_sessions: weakref.WeakValueDictionary[tuple[SegmentModel, torch.device, int], Session] = weakref.WeakValueDictionary()
 _making = threading.Lock()
 _registered = False
 
@@ -145,11 +148,12 @@ def session_of(model: SegmentModel, device: torch.device) -> Session:
     key = (model, device, torch.get_num_threads())
     with _making:
         _register_arena()
-        if key not in _sessions:
-            _sessions[key] = Session(model, device, key[2])
+        session = _sessions.get(key)
+        if session is None:
+            session = _sessions[key] = Session(model, device, key[2])
             if _profiling["session_made"] is not None:
-                _profiling["session_made"](_sessions[key])
-        return _sessions[key]
+                _profiling["session_made"](session)
+        return session
 
 
 def count() -> int:
