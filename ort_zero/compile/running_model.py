@@ -129,6 +129,11 @@ class CompiledModel:
     def after_first_step(self) -> None:
         """Announce the model; called once, after the first step or when a second step begins."""
         self.record.on_first_step = None
+        captured = {graph.unit for graph in self.record.graphs}
+        for path, reference in self._units:
+            forward = getattr(reference(), "forward", None)
+            if getattr(forward, "calls", 0) and type(reference()).__name__ not in captured:
+                self.failures.setdefault(path, "Dynamo captured no graph of it")
         explain.end_if_asked(self.record, self.status)
         announce, self.announce = self.announce, None
         if announce is not None:

@@ -44,17 +44,17 @@ class UnitForward:
         self.original = original
         self.failed = failed
         self.is_slower = is_slower
-        self._calls = 0
+        self.calls = 0
         functools.update_wrapper(self, original, updated=())
-        self.__signature__ = _bound_signature(original, unit)
+        self.__signature__ = inspect.signature(types.MethodType(original, unit))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit."""
         if self.compiled is None:
             return self.original(self.unit, *args, **kwargs)
-        self._calls += 1
+        self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
-        if self._calls in _ASKED and self.is_slower() and not in_backward():
+        if self.calls in _ASKED and self.is_slower() and not in_backward():
             self.compiled = None
             return self.original(self.unit, *args, **kwargs)
         try:
@@ -72,10 +72,6 @@ class UnitForward:
         if isinstance(self.original, _OwnForward):
             return functools.partial, (self.original.function,)
         return getattr, (self.unit, _NAME)  # the class's forward: when this is loaded, the instance has no other
-
-
-def _bound_signature(function: Callable[..., Any], unit: nn.Module) -> Any:
-    return inspect.signature(types.MethodType(function, unit))
 
 
 def replace_forward(

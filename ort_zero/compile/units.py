@@ -62,12 +62,12 @@ def find_units(model: nn.Module, *, exclude: Sequence[str] = (), max_elements: i
 
 
 def _repeated(model: nn.Module) -> Iterator[int]:
-    """Yield the identities of modules of one class that a container holds several of."""
+    """Yield the identities of modules that a container holds alone, of one class; a Sequential must hold several."""
     for container in model.modules():
         if not isinstance(container, _CONTAINERS):
             continue
         children = [child for child in container.children() if _multiplies(child)]
-        if len(children) > 1 and len({type(child) for child in children}) == 1:
+        if len(children) > (not isinstance(container, nn.ModuleList)) and len({type(child) for child in children}) == 1:
             yield from map(id, children)
 
 
