@@ -196,11 +196,9 @@ class Config(_Strict):
         Raises:
             ConfigError: the section has keys of the other engine.
         """
-        from ort_zero.compat.versions import installed
+        from ort_zero.compat import versions
 
-        engine = self.backend
-        if engine == "auto":
-            engine = "compile" if installed("onnxruntime-training") is None else "ortmodule"
+        engine = versions.engine() if self.backend == "auto" else self.backend
         chosen = f'the backend is "{engine}"' + (
             "" if self.backend != "auto" else ": onnxruntime-training is not installed"
         )

@@ -9,9 +9,15 @@ from typing import Any
 
 from ort_zero.cli import print_json
 from ort_zero.cli.script_options import add_launcher, script_progress
+from ort_zero.errors import OrtZeroError
+from ort_zero.utils.script_process import ScriptFailure
 
 _EPILOG = """The script is started unchanged and ended after its first step. Exit status: 0 = explained; 2 = not
 explained, with an error."""
+
+
+class ExplainedScriptError(ScriptFailure, OrtZeroError):
+    """The error of a script that ended before it explained a step."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -26,9 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain the script's first step, and return the exit status."""
+    """Run one step of the script, print which runtime runs what, and return the exit status."""
     from ort_zero import env
-    from ort_zero.errors import ConfigError
     from ort_zero.utils import script_process
 
     script = Path(args.script)
@@ -51,14 +56,10 @@ def run(args: argparse.Namespace) -> int:
             bool,
         )
         if not done.reports:
-            problem = f"it ended with status {done.status}" if done.status else "it ran no second training step"
-            raise (
-                script_process.ScriptFailure(
-                    f"{script} did not report: {problem}, or no model of it runs in the compile backend", done.tail
-                )
-                if done.status
-                else ConfigError(f"{script} did not report: {problem}, or it has no model of ort_zero")
-            )
+            why = "it trained no second step, or no model of it runs in the compile backend"
+            if done.status:
+                why = f"it ended with status {done.status}"
+            raise ExplainedScriptError(f"{script} explained nothing: {why}", done.tail if done.status else ())
     report = done.reports[0]
     if args.json:
         print_json(report)

@@ -54,7 +54,7 @@ class _Order:
             self._flush()
 
     def _is_complete(self, parameter: nn.Parameter) -> bool:
-        """Return False where DeepSpeed computes a gradient in several parts, or leaves it to the end of a block."""
+        """Return True if a parameter's gradient is whole, and DeepSpeed does not postpone its reduction."""
         is_ready = getattr(parameter, "ds_grad_is_ready", True)
         return is_ready and not getattr(self._optimizer(), "_coalesce_grad_reduction", False)
 

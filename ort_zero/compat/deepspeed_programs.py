@@ -31,7 +31,7 @@ def missing_program() -> str | None:
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler with which torch compiles DeepSpeed's operators; None if there is none."""
+    """Return the command of the C++ compiler for DeepSpeed's operators, ``CXX`` or ``c++``; None if PATH has none."""
     name = os.environ.get("CXX") or "c++"
     return name if shutil.which(shlex.split(name)[0]) is not None else None
 

@@ -49,7 +49,7 @@ def hand_gradients_on(root: nn.Module) -> None:
 
 
 def patches() -> tuple[Patch, ...]:
-    """Return the patch by which weights that a running module uses are not gathered again."""
+    """Return the patch of ``GatheredParameters`` that leaves out parameters which a running module has gathered."""
     return (
         Patch(
             target=f"{_MODULE}:GatheredParameters.__enter__",

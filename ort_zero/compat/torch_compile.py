@@ -46,7 +46,7 @@ def compile_function(function: Callable[..., Any], backend: Callable[..., Any]) 
 
 
 def recompile_reason() -> str | None:
-    """Return why Dynamo compiles a function again, in Dynamo's words; None for a first compilation.
+    """Return Dynamo's reason for recompiling the function that it compiles now; None at the first compilation.
 
     To be called within a compilation, by a backend.
     """

@@ -137,7 +137,7 @@ def _is_installed(name: str) -> bool:
 
 
 def engine() -> str:
-    """Return the engine that runs models here unless the section names one: ``"compile"`` or ``"ortmodule"``."""
+    """Return the engine that ``"backend": "auto"`` stands for in this environment: "compile" or "ortmodule"."""
     return "compile" if installed("onnxruntime-training") is None else "ortmodule"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from onnx import ModelProto, TensorProto, helper
+from onnx import GraphProto, ModelProto, TensorProto, helper
 from torch.fx import Node
 
 from ort_zero.compile.conversion.fragments import (
@@ -24,9 +24,15 @@ from ort_zero.compile.conversion.fragments import (
 from ort_zero.compile.conversion.registry import size_of
 from ort_zero.compile.plan import Segment
 
-OPSET = 20
+_OPSET = 20
 """The ONNX operator set of all models; ONNX Runtime 1.19 and later have it."""
 _IR_VERSION = 10
+
+
+def model_of(graph: GraphProto) -> ModelProto:
+    """Return the ONNX model of a graph, with the operator sets that all models here have."""
+    opsets = [helper.make_opsetid("", _OPSET), helper.make_opsetid(MICROSOFT, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +85,7 @@ class SegmentModel:
                 for name, c in self.constants
             ],
         )
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION)
+        return model_of(graph)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def import_hooks(on_wrapped: OnModelWrapped) -> dict[str, Callable[[Any], None]]:
-    """Return no hooks: plain onnxruntime needs none."""
+    """Return an empty dict: no function need be called after imports of plain onnxruntime."""
     return {}
 
 
@@ -45,11 +45,11 @@ def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[Comp
         Settings(
             verify=section.compile.verify,
             place=section.compile.place,
-            save_onnx=section.ortmodule.save_onnx,
+            save_onnx=section.save_onnx,
             reproducers=section.compile.reproducers,
         ),
         stage=stage,
-        exclude=section.ortmodule.exclude,
+        exclude=section.exclude,
         max_elements=section.compile.max_unit_elements,
         raises=section.fallback == "raise",
     )

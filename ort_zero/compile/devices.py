@@ -11,8 +11,8 @@ import onnxruntime
 import torch
 from onnx import helper
 
-from ort_zero.compile.assembly import OPSET
-from ort_zero.compile.conversion.fragments import MICROSOFT, ONNX_TYPES, Fragment
+from ort_zero.compile.assembly import model_of
+from ort_zero.compile.conversion.fragments import ONNX_TYPES, Fragment
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -88,14 +88,12 @@ def _has_kernel(
         ],
         [helper.make_tensor_value_info(name, ONNX_TYPES[dtype], None) for name, dtype in zip(outputs, results)],
     )
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        onnxruntime.InferenceSession(model.SerializeToString(), options, providers=[_PROVIDERS[device]])
+        onnxruntime.InferenceSession(model_of(graph).SerializeToString(), options, providers=[_PROVIDERS[device]])
     except Exception:  # ONNX Runtime's exceptions have no public base class
         return False
     return True

@@ -53,18 +53,19 @@ class Compiler:
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
         """Return the compiled form of a graph of Dynamo."""
-        number, reason = self.record.next_graph(), torch_compile.recompile_reason()
+        self.record.dynamo_graphs += 1
+        reason = torch_compile.recompile_reason()
         replace_compositions(module)
         compiler = torch_compile.aot_autograd(
-            fw_compiler=lambda graph, inputs: self._compile(graph, "forward", number, reason),
-            bw_compiler=lambda graph, inputs: self._compile(graph, "backward", number),
-            inference_compiler=lambda graph, inputs: self._compile(graph, "inference", number, reason),
+            fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason),
+            bw_compiler=lambda graph, inputs: self._compile(graph, "backward"),
+            inference_compiler=lambda graph, inputs: self._compile(graph, "inference", reason),
             decompositions=decompositions(),
             partition_fn=partition,
         )
         return compiler(module, example_inputs)
 
-    def _compile(self, module: GraphModule, direction: str, number: int, reason: str | None = None) -> Compiled:
+    def _compile(self, module: GraphModule, direction: str, reason: str | None = None) -> Compiled:
         device = _device_of(module)
         symbols = SymbolReader([node for node in module.graph.nodes if node.op == "placeholder"])
         widen = device is not None and devices.computes_in_float32(device)
@@ -93,10 +94,7 @@ class Compiler:
             if len(refused) == before:
                 break
         program = program_of(module, plan, runners, symbols)
-        graph = records.graph_record(number, direction, plan, runners)
-        graph.unit, graph.recompile_reason = self._unit, reason
-        self.record.add(graph)
-
+        self.record.graphs.append(records.graph_record(plan, runners, direction, self._unit, reason))
         note_run = self.record.note_run
 
         def run(arguments: list[Any]) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.fx import GraphModule, Node
 from ort_zero import log
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled
-from ort_zero.compile.plan import Plan, Segment, TorchCall
+from ort_zero.compile.plan import Plan, Segment
 from ort_zero.compile.reference import in_float64, reference_of, runnable
 from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Session
@@ -157,12 +158,10 @@ def program_of(
         names[f"k{len(names)}"] = value
         return f"k{len(names) - 1}"
 
-    lines = ["def run(arguments):"]
-    lines += ["symbols = read(arguments)" if symbols else "symbols = ()"]
-    lines += (
-        [f"{''.join(f'{variables[node]}, ' for node in plan.placeholders)} = arguments"] if plan.placeholders else []
-    )
-    lines += ["arguments.clear()"]
+    lines = ["def run(arguments):", "symbols = read(arguments)" if symbols else "symbols = ()"]
+    if plan.placeholders:
+        lines.append(f"{''.join(f'{variables[node]}, ' for node in plan.placeholders)} = arguments")
+    lines.append("arguments.clear()")
     last, waiting = _last_uses(plan), iter(runners)
     for index, step in enumerate(plan.steps):
         if isinstance(step, Segment):
@@ -182,31 +181,20 @@ def program_of(
 
 def _call(node: Node, module: GraphModule, text: Callable[[Any], str]) -> str:
     if node.op == "get_attr":
-        return text(_attribute(module, str(node.target)))
+        return text(operator.attrgetter(str(node.target))(module))
     arguments = [text(argument) for argument in node.args]
     arguments += [f"{name}={text(value)}" for name, value in node.kwargs.items()]
     return f"{text(runnable(node.target))}({', '.join(arguments)})"
 
 
-def _attribute(module: GraphModule, path: str) -> Any:
-    value: Any = module
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _reads(step: Segment | TorchCall) -> Iterable[Node]:
-    return step.inputs if isinstance(step, Segment) else step.node.all_input_nodes
-
-
 def _last_uses(plan: Plan) -> dict[int, list[Node]]:
     """Return the nodes whose results are freed after each step, by the number of the step."""
-
-    def used(index: int, step: Segment | TorchCall) -> Iterator[tuple[Node, int]]:
-        made = step.outputs if isinstance(step, Segment) else (step.node,)
-        yield from ((node, index) for node in (*_reads(step), *made))
-
-    last = dict(pair for index, step in enumerate(plan.steps) for pair in used(index, step))
+    last: dict[Node, int] = {}
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, Segment):
+            last.update(dict.fromkeys((*step.inputs, *step.outputs), index))
+        else:
+            last.update(dict.fromkeys((*step.node.all_input_nodes, step.node), index))
     kept = set(plan.output.all_input_nodes)
     freed: dict[int, list[Node]] = {}
     for node, index in last.items():

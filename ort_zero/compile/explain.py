@@ -20,7 +20,6 @@ _WAYS_OUT = (
     ),
     ("depends on values", "sizes that follow from values (nonzero, masks) stay in PyTorch"),
     ("ONNX Runtime has no", "use a dtype that the provider has kernels for, such as float32"),
-    ("PyTorch is faster", 'set "compile": {"place": "ort"} to run it in ONNX Runtime all the same'),
     ("excluded", "take the module off exclude"),
 )
 

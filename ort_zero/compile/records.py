@@ -42,8 +42,6 @@ class SegmentRecord:
 class GraphRecord:
     """One compiled graph."""
 
-    number: int
-    """The number of Dynamo's graph in the model."""
     direction: str
     """``forward``, ``backward`` or ``inference``."""
     segments: list[SegmentRecord]
@@ -52,9 +50,9 @@ class GraphRecord:
     reasons: dict[str, str]
     """Why PyTorch runs each of these operators."""
     torch_flops: int
-    unit: str = ""
+    unit: str
     """Name of the compiled module's class."""
-    recompile_reason: str | None = None
+    recompile_reason: str | None
     """Why Dynamo compiled the unit again; None for its first graph."""
 
 
@@ -64,26 +62,23 @@ class ModelRecord:
 
     graphs: list[GraphRecord] = field(default_factory=list)
     dynamo_graphs: int = 0
+    """Number of graphs that Dynamo has captured; each becomes a forward and a backward, or an inference graph."""
     runs: Counter[str] = field(default_factory=Counter)
     """Number of graph runs by direction."""
     on_first_step: Callable[[], None] | None = None
-    """Called once, when a forward begins after the first backward."""
+    """Called once: when a forward begins after the first backward, or after the engine's first step."""
 
     def note_run(self, direction: str) -> None:
         """Count a run of a graph."""
         self.runs[direction] += 1
-        if direction == "forward" and self.on_first_step is not None and self.runs["backward"]:
+        if direction == "forward":
+            self.end_first_step()
+
+    def end_first_step(self) -> None:
+        """Call :attr:`on_first_step`, once, if a backward has run."""
+        if self.on_first_step is not None and self.runs["backward"]:
             call, self.on_first_step = self.on_first_step, None
             call()
-
-    def next_graph(self) -> int:
-        """Return the number of the next graph of Dynamo."""
-        self.dynamo_graphs += 1
-        return self.dynamo_graphs - 1
-
-    def add(self, graph: GraphRecord) -> None:
-        """Add a compiled graph."""
-        self.graphs.append(graph)
 
     def prefers_torch(self, unit: str) -> bool:
         """Return True if the graphs of a class of units are placed, nearly all of their operations in PyTorch."""
@@ -117,17 +112,15 @@ class ModelRecord:
         }
 
 
-def graph_record(number: int, direction: str, plan: Plan, runners: Sequence[SegmentRunner]) -> GraphRecord:
+def graph_record(
+    plan: Plan, runners: Sequence[SegmentRunner], direction: str, unit: str, recompile_reason: str | None
+) -> GraphRecord:
     """Return the record of a planned graph."""
-    inside = {node for runner in runners for node in runner.segment.nodes}
-    calls = [
-        step.node
-        for step in plan.steps
-        if isinstance(step, TorchCall) and step.node in plan.reasons and step.node not in inside
-    ]
+    calls = [step.node for step in plan.steps if isinstance(step, TorchCall) and step.node in plan.reasons]
     return GraphRecord(
-        number=number,
         direction=direction,
+        unit=unit,
+        recompile_reason=recompile_reason,
         segments=[
             SegmentRecord(runner.trial, len(runner.segment.nodes), sum(map(flops_of, runner.segment.nodes)))
             for runner in runners

@@ -44,18 +44,16 @@ class CompiledModel:
         self.announce: Any = None
         self.graph_recorder: Any = None
         self.stage = stage
-        after_first_step = weakref.WeakMethod(
-            self.after_first_step
-        )  # Dynamo keeps the record for as long as its graphs
-        self.record = ModelRecord(on_first_step=lambda: (call := after_first_step()) and call())
+        announce = weakref.WeakMethod(self._announce_model)  # Dynamo's graphs hold the record, and may outlive this
+        self.record = ModelRecord(on_first_step=lambda: (call := announce()) and call())
         self.failures: dict[str, str] = {}
         self._raises = raises
         self._units = [(unit.path, weakref.ref(unit.module)) for unit in units]
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._settings = settings
+        leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
         for unit in units:
             self._compile(unit)
-        leave_out_caches(module)
         _models[module] = self
 
     @property
@@ -123,12 +121,9 @@ class CompiledModel:
 
     def after_step(self) -> None:
         """Announce the model after the engine's first step."""
-        if self.record.on_first_step is not None and self.record.runs["backward"]:
-            self.after_first_step()
+        self.record.end_first_step()
 
-    def after_first_step(self) -> None:
-        """Announce the model; called once, after the first step or when a second step begins."""
-        self.record.on_first_step = None
+    def _announce_model(self) -> None:
         captured = {graph.unit for graph in self.record.graphs}
         for path, reference in self._units:
             forward = getattr(reference(), "forward", None)

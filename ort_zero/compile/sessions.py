@@ -162,7 +162,7 @@ def count() -> int:
 
 
 def _register_arena() -> None:
-    """Make the CPU arena that all sessions of this process share."""
+    """Register ONNX Runtime's CPU allocator of this process, from which all sessions take memory."""
     global _registered
     if _registered:
         return

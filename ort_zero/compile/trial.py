@@ -83,13 +83,13 @@ class Trial:
         self.runs += 1
         if self.runner is Runner.TORCH:
             return by_torch()
-        if self.is_settled:
-            failure = agreement.failure(self.key)
-            if not failure:
-                return by_ort()
+        is_checked = self.verify == "always" or self.runs == 1
+        if (self.is_settled or is_checked) and (failure := agreement.failure(self.key)):
             self._fail(failure, agreement)
             return by_torch()
-        if self.runs == 1 or self.verify == "always":
+        if self.is_settled:
+            return by_ort()
+        if is_checked:
             return self._checked(by_ort, by_torch, in_float64, agreement)
         return self._timed(by_ort, by_torch, agreement)
 
@@ -100,10 +100,6 @@ class Trial:
         in_float64: Callable[[], Outputs],
         agreement: Agreement,
     ) -> Outputs:
-        failure = agreement.failure(self.key)
-        if failure:
-            self._fail(failure, agreement)
-            return by_torch()
         try:
             results = by_ort()
         except Exception as error:  # ONNX Runtime's exceptions have no public base class

@@ -119,6 +119,6 @@ class _OwnForward:
 
 
 def is_compiled(unit: nn.Module) -> bool:
-    """Return True while a compiled forward stands in for the unit's current."""
+    """Return True while a compiled forward stands in for the unit's own."""
     current = vars(unit).get(_NAME)
     return isinstance(current, UnitForward) and current.compiled is not None

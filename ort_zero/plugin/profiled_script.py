@@ -9,7 +9,7 @@ import torch
 
 from ort_zero import config, env
 from ort_zero.backends import loading
-from ort_zero.compat import deepspeed_collectives
+from ort_zero.compat import deepspeed_collectives, versions
 from ort_zero.profiling import exchange
 from ort_zero.profiling.recorder import Recorder, in_range
 from ort_zero.utils import named_ranges
@@ -25,7 +25,7 @@ def recorder() -> Recorder | None:
     path = env.profile_file()
     if path is None:
         return None
-    return Recorder(exchange.read_request(path), loading.load(config.Config().engine()).node_profiles)
+    return Recorder(exchange.read_request(path), loading.load(versions.engine()).node_profiles)
 
 
 def in_torch() -> bool:
@@ -74,7 +74,7 @@ def measure_model(runtime: Any) -> None:
         runtime.fallback_reason = "ort-zero profile measures it in PyTorch"
     else:
         runtime.graph_recorder = active.graph_recorder
-    if config.Config().engine() == "compile":
+    if versions.engine() == "compile":
         runtime.module.register_forward_pre_hook(
             lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
         )

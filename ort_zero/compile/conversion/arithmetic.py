@@ -124,7 +124,7 @@ def _logic(operator: str, *names: str, only_bool: bool = False) -> None:
 
 
 def truth(b: Builder, value: Any) -> Value:
-    """Return True where a number or the elements of a tensor differ from 0."""
+    """Return a number or a tensor as bool: True where an element differs from 0."""
     if not isinstance(value, Value):
         return b.constant(bool(value), torch.bool)
     if value.dtype is torch.bool:

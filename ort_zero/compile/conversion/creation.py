@@ -7,19 +7,11 @@ from typing import Any
 import torch
 
 from ort_zero.compile.conversion.fragments import Builder, Dim, NotConvertibleError, Value
-from ort_zero.compile.conversion.registry import converts, overload
+from ort_zero.compile.conversion.registry import converts, overloads
 
 aten = torch.ops.aten
 
-CONSTANTS = frozenset(
-    target
-    for name, which in (
-        ("full", "default"),
-        ("scalar_tensor", "default"),
-        ("arange", "start_step"),
-    )
-    if (target := overload(name, which)) is not None
-)
+CONSTANTS = overloads("arange.start_step full scalar_tensor")
 """Overloads that read no values of tensors: each segment that needs their result makes it anew."""
 
 

@@ -66,7 +66,7 @@ Size = int | Dim
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor in a fragment."""
+    """A named ONNX tensor of a fragment, with its dtype and sizes in PyTorch."""
 
     name: str
     dtype: torch.dtype

@@ -71,6 +71,12 @@ def overload(name: str, which: str = "default") -> Any:
     return getattr(packet, which, None) if packet is not None else None
 
 
+def overloads(names: str) -> frozenset[Any]:
+    """Return the ATen overloads of names such as ``"view slice.Tensor"``, as far as the installed torch has them."""
+    candidates = (overload(*name.split(".")) for name in names.split())
+    return frozenset(each for each in candidates if each is not None)
+
+
 def table() -> dict[Any, Conversion]:
     """Return the conversions by overload; the families are imported at the first call."""
     for family in _FAMILIES:

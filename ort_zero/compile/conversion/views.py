@@ -7,35 +7,13 @@ from typing import Any
 import torch
 
 from ort_zero.compile.conversion.fragments import Builder, NotConvertibleError, Size, Value
-from ort_zero.compile.conversion.registry import converts, overload
+from ort_zero.compile.conversion.registry import converts, overload, overloads
 
 aten = torch.ops.aten
 
-VIEWS = frozenset(
-    target
-    for name, which in (
-        ("view", "default"),
-        ("reshape", "default"),
-        ("permute", "default"),
-        ("unsqueeze", "default"),
-        ("squeeze", "dims"),
-        ("expand", "default"),
-        ("alias", "default"),
-        ("slice", "Tensor"),
-        ("select", "int"),
-        ("split_with_sizes", "default"),
-        ("diagonal", "default"),
-        ("as_strided", "default"),
-        ("view_as_real", "default"),
-        ("view_as_complex", "default"),
-        ("_conj", "default"),
-        ("_neg_view", "default"),
-        ("real", "default"),
-        ("imag", "default"),
-        ("unfold", "default"),
-        ("view", "dtype"),
-    )
-    if (target := overload(name, which)) is not None
+VIEWS = overloads(
+    "_conj _neg_view alias as_strided diagonal expand imag permute real reshape select.int slice.Tensor "
+    "split_with_sizes squeeze.dims unfold unsqueeze view view.dtype view_as_complex view_as_real"
 )
 """Overloads whose results share memory with the first argument, in PyTorch. They cost nothing there."""
 

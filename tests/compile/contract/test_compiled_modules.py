@@ -7,6 +7,7 @@ import gc
 import io
 import subprocess
 import sys
+import types
 import weakref
 
 import pytest
@@ -173,3 +174,18 @@ def test_what_is_excluded_runs_in_pytorch():
     status = status_of(model)
     assert status["units"] == ["first", "blocks.0", "blocks.2", "last"]
     assert "excluded" in status["in_torch"].values()
+
+
+def test_a_model_with_a_cache_that_is_a_unit_itself_is_compiled():
+    class Cached(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = types.SimpleNamespace(use_cache=True)
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
+            return self.layer(x)
+
+    model = ort_zero.wrap(Cached(), **SECTION)
+    model(torch.ones(2, 4)).sum().backward()
+    assert status_of(model)["graph_runs"] == {"forward": 1, "backward": 1}

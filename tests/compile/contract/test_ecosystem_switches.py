@@ -8,8 +8,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 REPORT = """
 import json, ort_zero
 (model,) = ort_zero.status()["models"]
@@ -28,7 +26,6 @@ def run(script: str, folder: Path, *launcher: str) -> dict:
 
 
 def test_accelerate_launch_with_dynamo_backend_onnxrt(tmp_path: Path):
-    pytest.importorskip("accelerate")
     report = run(
         """
         import torch
@@ -51,7 +48,6 @@ def test_accelerate_launch_with_dynamo_backend_onnxrt(tmp_path: Path):
 
 
 def test_trainer_with_torch_compile_backend(tmp_path: Path):
-    pytest.importorskip("transformers")
     report = run(
         """
         import torch

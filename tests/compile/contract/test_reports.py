@@ -150,3 +150,10 @@ def test_an_excluded_submodule_runs_in_pytorch_within_its_unit():
     result.sum().backward()
     status = ort_zero.status()["models"][-1]
     assert set(status["in_torch"].values()) == {"excluded"} and status["backend"] == "onnxruntime"
+
+
+def test_explain_tells_of_a_script_that_fails(tmp_path: Path):
+    (tmp_path / "failing.py").write_text("raise SystemExit('no data')")
+    done = command(tmp_path, "explain", "failing.py")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "failing.py explained nothing: it ended with status 1" in done.stderr and "no data" in done.stderr
