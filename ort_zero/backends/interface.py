@@ -125,10 +125,15 @@ class Backend(Protocol):
     def refuse(self, ds_config: Mapping[str, Any]) -> None:
         """Raise ConfigError for a key of a DeepSpeed config that the backend does not support."""
 
-    def run_for_engine(self, model: Any, section: config.Config, stage: int) -> tuple[RunningModel, Any]:
+    def run_for_engine(self, model: Any, section: config.Config, zero: Mapping[str, Any]) -> tuple[RunningModel, Any]:
         """Return the running model and the module that DeepSpeed's engine gets in place of `model`.
 
         All ranks must call.
+
+        Args:
+            model: the user's model.
+            section: how the model runs.
+            zero: the section ``"zero_optimization"`` of the DeepSpeed config.
 
         Raises:
             ConfigError: a key of the section is wrong, or a file that it names is missing on a rank.

@@ -20,6 +20,11 @@ def full_size(parameter: Any) -> int:
     return int(parameter.ds_numel) if is_partitioned(parameter) else parameter.numel()
 
 
+def elements_of(module: Any) -> int:
+    """Return the number of elements of a module's parameters, whole also where ZeRO-3 has partitioned them."""
+    return sum(map(full_size, module.parameters()))
+
+
 def number_of(parameter: Any) -> int | None:
     """Return the number by which DeepSpeed's messages name a partitioned parameter, None for any other."""
     return getattr(parameter, "ds_id", None)

@@ -12,14 +12,18 @@ already, with the unit's others, and DeepSpeed refuses to release what a running
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
+from ort_zero.compat.deepspeed_parameters import elements_of, full_size
 from ort_zero.utils.patching import Patch, defined_in
 
 _UNIT = "_ort_zero_unit"
+_BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+_PREFETCH = 50_000_000
+"""DeepSpeed's default of ``stage3_prefetch_bucket_size``, in elements."""
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 
@@ -36,13 +40,53 @@ def gather_together(modules: Iterable[nn.Module]) -> None:
             setattr(module, _UNIT, True)
 
 
+def max_gathered_elements(model: nn.Module, zero: Mapping[str, Any]) -> int:
+    """Return the number of elements that DeepSpeed gathers at most: for its largest module, and ahead.
+
+    Args:
+        model: the user's model, before units are gathered together.
+        zero: the section ``"zero_optimization"`` of the DeepSpeed config.
+    """
+    return _largest_module(model) + int(zero.get("stage3_prefetch_bucket_size", _PREFETCH))
+
+
+def prefetch_less(engine: Any, units: Iterable[nn.Module]) -> None:
+    """Have DeepSpeed prefetch fewer elements by as many as a unit has more than the model's largest module.
+
+    To be called once the engine exists: DeepSpeed prefetches from its second step on.
+    """
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    coordinator = getattr(offload, "param_coordinator", None)
+    if hasattr(coordinator, _BUCKET):
+        largest = max((elements_of(unit) for unit in units), default=0)
+        more = max(0, largest - _largest_module(engine.module))
+        setattr(coordinator, _BUCKET, max(0, getattr(coordinator, _BUCKET) - more))
+
+
+def _largest_module(model: nn.Module) -> int:
+    """Return the largest number of elements that DeepSpeed gathers for one module: its own, or all of a user's leaf."""
+    from deepspeed.utils.z3_leaf_module import z3_leaf_module
+
+    def elements(module: nn.Module) -> int:
+        if z3_leaf_module(module) and not is_unit(module):
+            return elements_of(module)
+        return sum(map(full_size, module.parameters(recurse=False)))
+
+    return max(map(elements, model.modules()), default=0)
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Return True if the parameters of a module and of the modules below are gathered together."""
+    return getattr(module, _UNIT, False)
+
+
 def hand_gradients_on(root: nn.Module) -> None:
     """Have each gradient of the units below `root` handed on as soon as it exists, as other modules do.
 
     To be called after the hooks of modules are registered, and before the optimizer registers those of parameters.
     """
     for module in root.modules():
-        if getattr(module, _UNIT, False):
+        if is_unit(module):
             for parameter in module.parameters():
                 if getattr(parameter, "ds_z3_leaf_module", None) is module:
                     delattr(parameter, "ds_z3_leaf_module")

@@ -31,8 +31,9 @@ def refuse(ds_config: Mapping[str, Any]) -> None:
     """Refuse nothing: what ONNX Runtime cannot run, PyTorch runs."""
 
 
-def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[CompiledModel, Any]:
+def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) -> tuple[CompiledModel, Any]:
     """Compile the units of `model` in place for a DeepSpeed engine; return what runs the model, and the model."""
+    stage, max_elements = int(zero.get("stage", 0)), section.compile.max_unit_elements
     from ort_zero.backends import registry
     from ort_zero.compat import deepspeed_units, versions
 
@@ -40,6 +41,8 @@ def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[Comp
     from ort_zero.compile.running_model import compile_model
     from ort_zero.compile.settings import Settings
 
+    if stage == 3 and max_elements is None:
+        max_elements = deepspeed_units.max_gathered_elements(model, zero)
     running, units = compile_model(
         model,
         Settings(
@@ -50,7 +53,7 @@ def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[Comp
         ),
         stage=stage,
         exclude=section.exclude,
-        max_elements=section.compile.max_unit_elements,
+        max_elements=max_elements,
         raises=section.fallback == "raise",
     )
     if stage == 3:
@@ -61,16 +64,18 @@ def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[Comp
 
 
 def connect(running: Any, engine: Any) -> None:
-    """Note the engine's ZeRO stage, and have gradients reach its optimizer in one order on all ranks."""
-    from ort_zero.compat import deepspeed_gradient_order
+    """Note the engine's ZeRO stage, hand its optimizer gradients in one order on all ranks, bound its prefetch."""
+    from ort_zero.compat import deepspeed_gradient_order, deepspeed_units
 
     running.stage = int(engine.zero_optimization_stage())
     deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
+    if running.stage == 3:
+        deepspeed_units.prefetch_less(engine, running.unit_modules())
 
 
 def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:
     """Compile the units of `model` in place; return what runs the model, and the model."""
-    return run_for_engine(model, section, 0)
+    return run_for_engine(model, section, {})
 
 
 def node_profiles(prefix: str) -> NodeProfiles:

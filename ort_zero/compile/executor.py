@@ -80,12 +80,19 @@ class SegmentRunner:
         sizes, shapes, empty = self._layouts.get(symbols) or self._layout(symbols)
         if empty:
             return self.reference(*inputs)
+        feeds = [inputs[index] for index in self._inputs]
         if trial.is_settled and not trial.is_polled:
             trial.runs += 1
-            return self.session.run([inputs[index] for index in self._inputs], sizes, shapes)
+            try:
+                return self.session.run(feeds, sizes, shapes)
+            except Exception as error:  # ONNX Runtime's exceptions have no public base class
+                results = self.reference(*inputs)  # raises where the inputs are wrong
+                trial.fail(error, self._agreement)
+            self._tell(inputs, sizes)
+            return results
 
         def by_ort() -> Sequence[torch.Tensor]:
-            return self.session.run([inputs[index] for index in self._inputs], sizes, shapes)
+            return self.session.run(feeds, sizes, shapes)
 
         failed = trial.failed
         results = trial.run(

@@ -87,11 +87,20 @@ class Trial:
         if (self.is_settled or is_checked) and (failure := agreement.failure(self.key)):
             self._fail(failure, agreement)
             return by_torch()
-        if self.is_settled:
-            return by_ort()
-        if is_checked:
-            return self._checked(by_ort, by_torch, in_float64, agreement)
-        return self._timed(by_ort, by_torch, agreement)
+        try:
+            if self.is_settled:
+                return _in_ort(by_ort)
+            if is_checked:
+                return self._checked(by_ort, by_torch, in_float64, agreement)
+            return self._timed(by_ort, by_torch, agreement)
+        except _SessionError as error:
+            results = by_torch()  # raises where the inputs are wrong
+            self.fail(error.cause, agreement)
+        return results
+
+    def fail(self, error: Exception, agreement: Agreement) -> None:
+        """Have PyTorch run the segment from now on, on all ranks, since its session failed in a run."""
+        self._fail(f"ONNX Runtime failed: {' '.join(str(error).split())[:300]}", agreement)
 
     def _checked(
         self,
@@ -100,11 +109,7 @@ class Trial:
         in_float64: Callable[[], Outputs],
         agreement: Agreement,
     ) -> Outputs:
-        try:
-            results = by_ort()
-        except Exception as error:  # ONNX Runtime's exceptions have no public base class
-            self._fail(f"ONNX Runtime failed: {' '.join(str(error).split())[:300]}", agreement)
-            return by_torch()
+        results = _in_ort(by_ort)
         if self.verify != "off":
             wanted = by_torch()
             difference = explain_difference(results, wanted, in_float64)
@@ -119,11 +124,11 @@ class Trial:
         decided = agreement.placement(self.key)
         if decided is not None:
             self._place(decided)
-            return by_ort() if self.runner is Runner.ONNXRUNTIME else by_torch()
-        runner, function = ((Runner.ONNXRUNTIME, by_ort), (Runner.TORCH, by_torch))[self._turns % 2]
+            return _in_ort(by_ort) if self.runner is Runner.ONNXRUNTIME else by_torch()
+        runner = (Runner.ONNXRUNTIME, Runner.TORCH)[self._turns % 2]
         self._turns += 1
         begin = self.clock()
-        results = function()
+        results = _in_ort(by_ort) if runner is Runner.ONNXRUNTIME else by_torch()
         seconds = self.clock() - begin
         self.seconds[runner] = min(seconds, self.seconds.get(runner, seconds))
         if self._turns == 2 * _TIMED_RUNS:
@@ -139,6 +144,21 @@ class Trial:
     def _fail(self, reason: str, agreement: Agreement) -> None:
         self.runner, self.reason, self.failed = Runner.TORCH, reason, True
         agreement.tell_failure(self.key, reason)
+
+
+class _SessionError(Exception):
+    """A session failed; an error of PyTorch's form of the segment is the user's and passes as it is."""
+
+    def __init__(self, cause: Exception):
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def _in_ort(by_ort: Callable[[], Outputs]) -> Outputs:
+    try:
+        return by_ort()
+    except Exception as error:  # ONNX Runtime's exceptions have no public base class
+        raise _SessionError(error) from error
 
 
 def explain_difference(results: Outputs, wanted: Outputs, in_float64: Callable[[], Outputs]) -> str | None:

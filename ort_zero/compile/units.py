@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ort_zero.compat.deepspeed_parameters import full_shape, full_size
+from ort_zero.compat.deepspeed_parameters import elements_of, full_shape
 from ort_zero.errors import ConfigError
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -79,11 +79,6 @@ def _multiplies(module: nn.Module) -> bool:
         if not isinstance(below, (nn.Embedding, nn.EmbeddingBag))
         for parameter in below.parameters(recurse=False)
     )
-
-
-def elements_of(module: nn.Module) -> int:
-    """Return the number of elements of a module's parameters, whole also where ZeRO-3 has partitioned them."""
-    return sum(full_size(parameter) for parameter in module.parameters())
 
 
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:

@@ -72,14 +72,14 @@ def refuse(ds_config: Mapping[str, Any]) -> None:
             )
 
 
-def run_for_engine(model: Any, section: config.Config, stage: int) -> tuple[Runtime, Any]:
+def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) -> tuple[Runtime, Any]:
     """Return the runtime of `model` and the ORTModule around the model, for a DeepSpeed engine of a ZeRO stage."""
     from ort_zero.ortmodule.wrap import wrap_model
 
     return wrap_model(
         model,
         section.ortmodule,
-        stage,
+        int(zero.get("stage", 0)),
         memory_efficient_gradients=section.memory_efficient_gradients,
         memory=section.memory,
     )
@@ -109,7 +109,7 @@ def connect(running: Any, engine: Any) -> None:
 
 def run_alone(model: Any, section: config.Config) -> tuple[Runtime, Any]:
     """Return the runtime of `model` and the ORTModule around the model; no other rank need call at the same time."""
-    runtime, wrapped = run_for_engine(model, section, 0)
+    runtime, wrapped = run_for_engine(model, section, {})
     runtime.in_step = False
     return runtime, wrapped
 

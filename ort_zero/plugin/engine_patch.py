@@ -45,12 +45,13 @@ def _engine_init(original):
             summary.announce(section, self.module, None)
             metrics.write_metrics_of(self, section.metrics, None)
             return _subscribe(self, section.statistics)
-        stage = int((ds_config.get("zero_optimization") or {}).get("stage", 0))
         engine = section.engine()
         backend = loading.load(engine)
         backend.refuse(ds_config)
         runtime, bound.arguments["model"] = backend.run_for_engine(
-            bound.arguments["model"], profiled_script.without_fallback(section), stage
+            bound.arguments["model"],
+            profiled_script.without_fallback(section),
+            ds_config.get("zero_optimization") or {},
         )
         with backend_context.running_in("ort" if engine == "ortmodule" else "torch"):
             original(*bound.args, **bound.kwargs)

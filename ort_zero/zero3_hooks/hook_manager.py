@@ -94,10 +94,10 @@ def _register(subscriber: ModuleSubscriber, module: Module, handles: Handles) ->
     def after_tensors(module: Module, args: tuple, outputs: Any) -> Any:
         return None if _paused else subscriber.post_forward_tensors(module, args, outputs)
 
-    def before_tensors(module: Module, args: tuple) -> Any:
-        return None if _paused else subscriber.pre_forward_tensors(module, args)
+    def before_tensors(module: Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return None if _paused else subscriber.pre_forward_tensors(module, args, kwargs)
 
     handles.module.append(module.register_forward_pre_hook(before_module))
     handles.module.append(module.register_forward_hook(after_module))
     handles.tensor.append(module.register_forward_hook(after_tensors))
-    handles.tensor.append(module.register_forward_pre_hook(before_tensors))
+    handles.tensor.append(module.register_forward_pre_hook(before_tensors, with_kwargs=True))

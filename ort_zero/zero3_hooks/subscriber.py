@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ort_zero.compat import deepspeed_hooks
+from ort_zero.compat import deepspeed_hooks, deepspeed_units
 from ort_zero.distributed.lone_failures import ended_unless_shared
 from ort_zero.zero3_hooks.hook_manager import SubscriberManager
 from ort_zero.zero3_hooks.subscriber_base import ModuleSubscriber
@@ -142,9 +142,17 @@ class ZeROOffloadSubscriber(ModuleSubscriber):
         """Release the parameters of `module` after its forward."""
         return self.hooks.post_forward(module, args, outputs)
 
-    def pre_forward_tensors(self, module: torch.nn.Module, args: tuple) -> Any:
-        """Pass each input through :class:`AfterBackward`."""
-        return self.hooks.post_backward(module, args)
+    def pre_forward_tensors(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict]:
+        """Pass each input through :class:`AfterBackward`, a named one only for units.
+
+        DeepSpeed leaves out inputs that are given by name. The modules inside of a unit, which release their weights
+        in DeepSpeed alone, have no hooks: without its named inputs a unit would keep its weights until the step ends.
+        """
+        named = {}
+        if deepspeed_units.is_unit(module):
+            named = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        args, named = self.hooks.post_backward(module, (args, named))
+        return args, {**kwargs, **named}
 
     def post_forward_tensors(self, module: torch.nn.Module, args: tuple, outputs: Any) -> Any:
         """Pass each output through :class:`BeforeBackward`."""

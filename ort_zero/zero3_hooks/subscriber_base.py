@@ -26,8 +26,8 @@ class ModuleSubscriber:
     def post_forward_module_apply(self, module: Any, args: tuple, outputs: Any) -> Any:
         """Act after the forward of `module`; a value that is not None replaces `outputs`."""
 
-    def pre_forward_tensors(self, module: Any, args: tuple) -> Any:
-        """Act on the tensors in `args`, after the module action; a value that is not None replaces `args`."""
+    def pre_forward_tensors(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        """Act on the tensors in the arguments, after the module action; a value that is not None replaces both."""
 
     def post_forward_tensors(self, module: Any, args: tuple, outputs: Any) -> Any:
         """Act on the tensors in `outputs`, after the module action; a value that is not None replaces `outputs`."""

@@ -302,3 +302,35 @@ def test_graph_breaks_and_values_from_data():
     for sign in (1, -1):
         torch._dynamo.reset()
         assert_same(broken, sign * torch.rand(4, 4), grad=False)
+
+
+def test_a_session_that_fails_in_a_later_run_leaves_its_segment_to_pytorch(monkeypatch, tmp_path):
+    backend = Compiler(Settings(place="ort", reproducers=str(tmp_path)))
+    layer = Layer()
+    call = torch.compile(layer, backend=backend)
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        call(x)
+    with monkeypatch.context() as patched:
+        patched.setattr(sessions.Session, "run", _out_of_memory)
+        with torch.no_grad():
+            torch.testing.assert_close(call(x.requires_grad_()), layer(x))
+    call(x).square().sum().backward()
+    record = backend.record.as_dict()
+    assert record["segments_in_torch"] > 0 and "ONNX Runtime failed: out of memory" in str(record["failed"])
+    assert list(tmp_path.rglob("*.onnx"))
+
+
+def _out_of_memory(*arguments: Any) -> Any:
+    raise RuntimeError("out of memory")
+
+
+def test_an_index_beyond_the_rows_raises_in_the_words_of_pytorch():
+    embedding = nn.Embedding(5, 8)
+    call, backend = compiled(lambda ids: torch.tanh(embedding(ids)) * 2)
+    for _ in range(3):
+        call(torch.tensor([0, 4]))
+    ran(backend)
+    with pytest.raises(IndexError, match="index out of range"):
+        call(torch.tensor([0, 5]))
+    ran(backend)

@@ -65,6 +65,27 @@ def test_an_error_is_replaced_and_named():
     assert trial.failed and trial.reason == "ONNX Runtime failed: no kernel"
 
 
+@pytest.mark.parametrize(("place", "runs"), [("measured", 2), ("measured", 20), ("ort", 5)])
+def test_an_error_of_a_later_run_is_replaced_and_named(place: str, runs: int):
+    calls = correct((0, 0.002))
+    trial, agreement = Trial("key", "first", place), Agreement()
+    calls.run(trial, agreement, runs)
+    calls.ort = RuntimeError("out of memory")
+    assert torch.equal(calls.run(trial, agreement, 2), calls.exact.float())
+    assert trial.runner is Runner.TORCH and trial.reason == "ONNX Runtime failed: out of memory"
+    assert agreement.failure("key") == trial.reason
+
+
+def test_an_error_of_pytorch_passes():
+    calls = correct()
+    trial = Trial("key", "off", "ort")
+    calls.ort = RuntimeError("no kernel")
+    calls.by_torch = lambda: (_ for _ in ()).throw(IndexError("index 5"))
+    with pytest.raises(IndexError, match="index 5"):
+        calls.run(trial, Agreement())
+    assert not trial.failed
+
+
 def test_rounding_is_no_difference_where_float64_says_so():
     exact = torch.tensor([1e-3], dtype=torch.float64)
     theirs, ours = torch.tensor([1.01e-3]), torch.tensor([0.97e-3])  # both lose digits by cancellation
