@@ -21,7 +21,7 @@ _WHOLE = frozenset(
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
     "_softmax _softmax_backward_data binary_cross_entropy binary_cross_entropy_backward elu_backward "
     "embedding_dense_backward gelu gelu_backward glu_backward hardsigmoid hardsigmoid_backward hardswish "
-    "hardswish_backward hardtanh_backward huber_loss huber_loss_backward leaky_relu_backward "
+    "hardswish_backward hardtanh_backward huber_loss huber_loss_backward leaky_relu_backward linspace "
     "log_sigmoid_backward log_sigmoid_forward mish mish_backward mse_loss mse_loss_backward "
     "native_batch_norm native_batch_norm_backward native_dropout native_dropout_backward "
     "native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward "
@@ -29,7 +29,8 @@ _WHOLE = frozenset(
     "sigmoid_backward silu silu_backward slice_backward smooth_l1_loss smooth_l1_loss_backward softplus "
     "softplus_backward tanh_backward threshold_backward upsample_bilinear2d upsample_nearest2d".split()
 )
-"""Operators that one of the two runtimes has as one kernel: they are not decomposed."""
+"""Operators that one of the two runtimes has as one kernel: they are not decomposed. (torch 2.13 decomposes linspace of
+integers into other numbers.)"""
 
 
 @functools.cache

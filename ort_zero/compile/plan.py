@@ -2,7 +2,8 @@
 
 A segment holds all nodes for ONNX Runtime of one level: the number of alternations between the two runtimes on the way
 to a node. Views and constants belong to no segment: a segment repeats those that it reads, and PyTorch makes the others
-from their base, which costs nothing.
+from their base, which costs nothing. A large product whose result no segment reads, as the gradient of a weight, is a
+segment of its own: it is placed by its own time, beside which a session's call costs nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.fragments import Fragment, NotConvertibleError
 from ort_zero.compile.conversion.registry import convert
 from ort_zero.compile.conversion.views import VIEWS
+from ort_zero.compile.flops import flops_of
 
+_LARGE = 10**9
+"""Floating-point operations of a product that may be a segment of its own; 10 ms on one core."""
 _COPIES = frozenset({torch.ops.aten.clone.default})
 """Free within a segment, as views are; PyTorch makes a real copy of them."""
 
@@ -187,12 +191,19 @@ def _levels(nodes: Iterable[Node], fragments: Mapping[Node, Fragment], free: set
 def _groups(
     nodes: Iterable[Node], fragments: Mapping[Node, Fragment], free: set[Node], levels: Mapping[Node, int]
 ) -> Iterator[list[Node]]:
-    by_level: dict[int, list[Node]] = {}
-    for node in nodes:
+    groups: dict[tuple[int, int], list[Node]] = {}
+    for position, node in enumerate(nodes, 1):
         if node in levels:
-            by_level.setdefault(levels[node], []).append(node)
-    for level in sorted(by_level):
-        yield by_level[level]
+            alone = node in fragments and flops_of(node) >= _LARGE and not _is_read_in_segments(node, fragments, free)
+            groups.setdefault((levels[node], position if alone else 0), []).append(node)
+    for key in sorted(groups):
+        yield groups[key]
+
+
+def _is_read_in_segments(node: Node, fragments: Mapping[Node, Fragment], free: set[Node]) -> bool:
+    return any(
+        _is_read_in_segments(user, fragments, free) if user in free else user in fragments for user in node.users
+    )
 
 
 def _segment(members: list[Node], free: set[Node], output: Node) -> Segment:

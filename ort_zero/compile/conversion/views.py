@@ -98,6 +98,8 @@ def _padded(b: Builder, x: Value, before: list[int], after: list[int], value: An
 
 @converts(aten.repeat.default)
 def _repeat(b: Builder, out: Value, x: Value, times: list[Size]) -> Value:
+    if x.rank == 0 and not times:
+        return x  # ONNX Runtime 1.22 tiles no tensor without dimensions
     wide: list[Size] = [1] * (len(times) - x.rank)
     return b.op("Tile", b.reshape(x, [*wide, *x.shape]) if wide else x, b.vector(times))
 

@@ -15,8 +15,14 @@ from operator_sweep import OPERATORS, sweep
 
 SIZE = 20
 """Number of operators in one test."""
-WRITES_INFINITY = frozenset("nn.functional.gelu std_mean std_mean.unbiased var_mean var_mean.unbiased lcm".split())
-"""PyTorch's gelu and var_mean return NaN for infinity where the formula has infinity; its lcm divides by zero."""
+NO_SPECIAL_VALUES = frozenset(
+    "nn.functional.gelu std_mean std_mean.unbiased var_mean var_mean.unbiased lcm nn.functional.conv1d "
+    "nn.functional.conv2d nn.functional.conv3d nn.functional.grid_sample grid_sampler_2d grid_sampler_3d "
+    "nn.functional.ctc_loss".split()
+)
+"""PyTorch's gelu and var_mean return NaN for infinity where the formula has infinity, its lcm divides by zero, oneDNN's
+convolution loses NaN (PyTorch's other kernel and float64 have it), and its gradient of
+grid_sample of NaN and its ctc_loss with wrong lengths write beyond their memory."""
 
 
 def _tenth() -> int:
@@ -69,6 +75,6 @@ def test_operators_read_tensors_with_gaps(dtype, names):
 def test_segments_treat_special_values_as_pytorch_does(dtype, names):
     change = operator_sweep.with_special_values
     outcomes = [
-        sweep(name, dtype, limit=6, change=change, by_segment=True) for name in names if name not in WRITES_INFINITY
+        sweep(name, dtype, limit=6, change=change, by_segment=True) for name in names if name not in NO_SPECIAL_VALUES
     ]
     assert not [fault for outcome in outcomes for fault in outcome.faults]

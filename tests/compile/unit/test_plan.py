@@ -40,6 +40,17 @@ def test_neighbours_share_a_segment():
     assert plan.reasons == {}
 
 
+def test_a_large_product_that_no_segment_reads_is_a_segment_of_its_own():
+    def gradients(g: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.tanh(g @ w), g.t() @ x, x.sum(0)
+
+    with torch.device("meta"):
+        large, small = (plan_of(gradients, torch.empty(n, n), torch.empty(n, n), torch.empty(n, n)) for n in (1024, 64))
+    assert [targets(step)[-1] for step in large.steps] == ["sum", "mm"]
+    assert [targets(step).count("mm") for step in large.steps] == [1, 1]
+    assert [targets(step).count("mm") for step in small.steps] == [2]
+
+
 def test_a_call_without_conversion_divides_the_segments_and_has_a_reason():
     plan = plan_of(lambda x: torch.tanh(torch.linalg.svdvals(torch.tanh(x))), torch.randn(4, 4))
     kinds = [type(step).__name__ for step in plan.steps]
