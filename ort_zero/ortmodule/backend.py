@@ -87,6 +87,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
 
 def connect(running: Any, engine: Any) -> None:
     """Give a runtime what is known only once the engine exists: its stage, process group and prefetch window."""
+    from ort_zero.compat import deepspeed_gradient_order
     from ort_zero.compat.deepspeed import counts_flops_now, parameter_offload_of
     from ort_zero.ortmodule.compat import deepspeed_engine
     from ort_zero.ortmodule.runtime.zero3 import prefetch_limits
@@ -105,6 +106,9 @@ def connect(running: Any, engine: Any) -> None:
         running.group = deepspeed_engine.partition_group_of(offload)
         running.kept_weights = KeptWeights(prefetch_limits.limits_of(offload))
         deepspeed_engine.connect_leaf_gradients(engine)
+    elif not running.memory_efficient_gradients:
+        # a rank may divide its graph, or build another one, alone: its gradients come in another order from then on
+        deepspeed_gradient_order.keep_order(engine.optimizer, [engine.module])
 
 
 def run_alone(model: Any, section: config.Config) -> tuple[Runtime, Any]:

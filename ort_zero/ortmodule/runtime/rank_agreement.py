@@ -129,8 +129,9 @@ class RankAgreement:
         odd = [rank for rank, vote in enumerate(votes) if vote != votes[0]]
         if odd:
             raise GraphEditError(
-                f"ranks {odd} have gradients of other parameters than rank 0 in this backward, and ZeRO-2 would mix "
-                "them up: let every rank use the same parameters, or use ZeRO-1"
+                f"ranks {odd} have other gradients than rank 0 in this backward, or the same in the order of another "
+                "graph, and ZeRO-2 would mix them up: let every rank use the same parameters and values, or set "
+                '"memory_efficient_gradients": false'
             )
 
     def _advance(self, event: Event) -> Action:
