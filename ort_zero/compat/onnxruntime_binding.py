@@ -1,24 +1,63 @@
-"""Bind memory to a session without a new record of the device for each tensor.
+"""Run a session on memory of others, with few calls into ONNX Runtime.
 
-``IOBinding.bind_input`` and ``bind_output`` look the device up by name at every call (ONNX Runtime 1.19 to 1.32), which
-takes longer than the binding itself.
+``IOBinding.bind_input`` and ``bind_output`` (ONNX Runtime 1.19 to 1.32) take a call for each tensor, and look the
+device up by its name each time. A vector of values takes one call for all tensors. It names element types by NumPy,
+which has no bfloat16: a session with such inputs or results gets an IOBinding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import onnxruntime
+from onnxruntime.capi import _pybind_state
+
+ElementType = Any
+"""A type of NumPy, or the number of a type in ONNX."""
 
 
-def device_arguments(kind: str, number: int) -> tuple[Any, ...]:
-    """Return what stands for a device in calls of :func:`binder`: its record, or kind and number in public calls."""
-    try:
-        return (onnxruntime.OrtDevice.make(kind, number)._get_c_device(),)
-    except AttributeError:
-        return kind, number
+def runner_of(
+    session: onnxruntime.InferenceSession,
+    device: tuple[str, int],
+    inputs: Sequence[tuple[str, ElementType]],
+    sizes: Sequence[str],
+    outputs: Sequence[tuple[str, ElementType]],
+) -> Callable[[Sequence[Any], Sequence[Any]], None]:
+    """Return a function that runs a session: it takes contiguous tensors, the inputs and sizes, and the results.
 
+    Args:
+        session: the session.
+        device: kind and number of the device of inputs and results.
+        inputs: name and element type of each input.
+        sizes: names of further inputs, int64 on CPU.
+        outputs: name and element type of each result.
+    """
+    names, types = [name for name, _ in inputs], [kind for _, kind in inputs]
+    result_names, result_types = [name for name, _ in outputs], [kind for _, kind in outputs]
+    cpu, place = (onnxruntime.OrtDevice.make(*each)._get_c_device() for each in (("cpu", 0), device))
+    names, types = [*names, *sizes], [*types, *[np.int64 for _ in sizes]]
+    devices, result_devices = [place] * len(inputs) + [cpu] * len(sizes), [place] * len(outputs)
+    if any(isinstance(kind, int) for kind in (*types, *result_types)):
 
-def binder(binding: Any, device: tuple[Any, ...]) -> Any:
-    """Return the object whose ``bind_input`` and ``bind_output`` take the arguments of a device after the name."""
-    return binding._iobinding if len(device) == 1 else binding
+        def bind(feeds: Sequence[Any], results: Sequence[Any]) -> None:
+            binding = _pybind_state.SessionIOBinding(session._sess)
+            for name, where, kind, each in zip(names, devices, types, feeds):
+                binding.bind_input(name, where, kind, each.shape, each.data_ptr())
+            for name, kind, each in zip(result_names, result_types, results):
+                binding.bind_output(name, place, kind, each.shape, each.data_ptr())
+            session._sess.run_with_iobinding(binding, None)
+
+        return bind
+    run, options, make = session._sess.run_with_ortvaluevector, _pybind_state.RunOptions(), _pybind_state.OrtValueVector
+
+    def call(feeds: Sequence[Any], results: Sequence[Any]) -> None:
+        read, made = make(), make()
+        addresses = [each.data_ptr() for each in feeds]
+        read.push_back_batch(feeds, addresses, types, [each.shape for each in feeds], devices)
+        addresses = [each.data_ptr() for each in results]
+        made.push_back_batch(results, addresses, result_types, [each.shape for each in results], result_devices)
+        run(options, names, read, result_names, made, result_devices)
+
+    return call

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import onnxruntime
 import torch
 
@@ -38,16 +37,26 @@ class Session:
         provider = devices.provider_of(device)
         if provider is None:
             raise ValueError(f"the installed ONNX Runtime has no provider for {device}")
-        self._device = onnxruntime_binding.device_arguments(device.type, device.index or 0)
-        self._inputs = [(edge.name, _element_type(edge.dtype), edge.order, edge.dtype) for edge in model.inputs]
-        self._outputs = [
-            (edge.name, _element_type(edge.dtype), edge.order, edge.dtype, edge.torch_dtype) for edge in model.outputs
+        self._inputs = [(edge.order, edge.dtype) for edge in model.inputs]
+        self._dtypes = [edge.dtype for edge in model.outputs]
+        self._changes = [
+            (index, None if edge.order is None else _inverse(edge.order), edge.torch_dtype)
+            for index, edge in enumerate(model.outputs)
+            if edge.order is not None or edge.torch_dtype is not edge.dtype
         ]
+        """What is left to do to results: permutation and dtype by the number of the result."""
         self.runs = 0
         """Number of runs."""
         self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
         """The stream that the session is made for; None for a CPU."""
         self._session = onnxruntime.InferenceSession(self.serialized, _options(threads), providers=[provider])
+        self._run = onnxruntime_binding.runner_of(
+            self._session,
+            (device.type, device.index or 0),
+            [(edge.name, _element_type(edge.dtype)) for edge in model.inputs],
+            model.sizes,
+            [(edge.name, _element_type(edge.dtype)) for edge in model.outputs],
+        )
 
     def end_profiling(self) -> str:
         """End the recording of nodes, and return the file with the profile."""
@@ -56,7 +65,7 @@ class Session:
     def feeds(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the inputs as the model reads them: contiguous, in memory order, in the model's dtypes."""
         feeds = []
-        for (_, _, order, dtype), tensor in zip(self._inputs, inputs):
+        for (order, dtype), tensor in zip(self._inputs, inputs):
             if order is not None:
                 tensor = tensor.permute(order)
             if tensor.dtype is not dtype:
@@ -74,31 +83,20 @@ class Session:
             sizes: the values of ``model.sizes``.
             shapes: the sizes in memory of each result.
         """
-        binding = self._session.io_binding()
-        device, binder = self._device, onnxruntime_binding.binder(binding, self._device)
         feeds = self.feeds(inputs)
-        for (name, element, _, _), tensor in zip(self._inputs, feeds):
-            binder.bind_input(name, *device, element, tensor.shape, tensor.data_ptr())
-        for name, size in zip(self.model.sizes, sizes):
-            binding.bind_cpu_input(name, np.array([size], dtype=np.int64))
-        made = []
-        for (name, element, _, dtype, _), shape in zip(self._outputs, shapes):
-            result = torch.empty(shape, dtype=dtype, device=self.device)
-            binder.bind_output(name, *device, element, shape, result.data_ptr())
-            made.append(result)
+        feeds += [torch.tensor((size,)) for size in sizes]
+        results = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in zip(shapes, self._dtypes)]
         self.runs += 1
         current = torch.cuda.current_stream(self.device) if self._stream is not None else None
         if current is not None:
             self._stream.wait_stream(current)
         with named_range(SESSION):
-            self._session.run_with_iobinding(binding)
+            self._run(feeds, results)
         if current is not None:
             current.wait_stream(self._stream)
-        results = []
-        for (_, _, order, dtype, torch_dtype), result in zip(self._outputs, made):
-            if order is not None:
-                result = result.permute(_inverse(order))
-            results.append(result if torch_dtype is dtype else result.to(torch_dtype))
+        for index, order, dtype in self._changes:
+            result = results[index] if order is None else results[index].permute(order)
+            results[index] = result.to(dtype)
         return results
 
 

@@ -412,9 +412,7 @@ def test_stages_of_zero(name):
         if name.startswith("hooks"):
             assert set(seen["calls"].values()) == {STEPS}
         if name.startswith("other_parameters"):
-            assert seen["refused"].startswith(
-                "GraphEditError: ranks [1] have other gradients than rank 0"
-            )
+            assert seen["refused"].startswith("GraphEditError: ranks [1] have other gradients than rank 0")
         if name.startswith("penalty_refused"):
             assert seen["refused"].startswith(REFUSED)
 
