@@ -35,9 +35,13 @@ RECOMPILE_LIMIT = 64
 
 
 def compile_function(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled form of a function, which keeps up to :data:`RECOMPILE_LIMIT` graphs."""
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT}
+    """Return the compiled form of a function, which keeps up to :data:`RECOMPILE_LIMIT` graphs.
+
+    Where torch can (from 2.13 on), the graphs of other models of the same class do not count.
+    """
+    wanted: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+    options = {name: value for name, value in wanted.items() if name in inspect.signature(torch.compile).parameters}
+    if options:
         return torch.compile(function, backend=backend, **options)
     # before torch 2.12 the limit is one for the whole process
     name = "recompile_limit" if hasattr(dynamo_config, "recompile_limit") else "cache_size_limit"

@@ -1,0 +1,150 @@
+"""Trainings in which one rank decides alone what it runs, for the tests of both engines.
+
+Rank 1 sees the same kind of batch at every step. Rank 0 sees others, so that it builds, divides or keeps other graphs.
+The gradients of the ranks must still meet those of the same parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed_setup import ds_config, full_parameters, start
+from torch import nn
+
+import ort_zero
+
+STEPS = 8
+WIDTH = 6
+SETTINGS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "zero1": (1, 1, {}),
+    "zero1-overlap": (1, 1, {"overlap_comm": True}),
+    "zero2": (2, 1, {}),
+    "zero2-overlap": (2, 1, {"overlap_comm": True}),
+    "zero2-not-contiguous": (2, 1, {"contiguous_gradients": False}),
+    "zero2-accumulation": (2, 2, {}),
+    "ddp": (0, 1, {}),
+}
+"""ZeRO stage, steps of accumulation and keys of ``zero_optimization``; stage 0 is DistributedDataParallel of torch."""
+
+
+class Layers(nn.Module):
+    """Layers of one width, whose gradients ZeRO-2 could add up in any order without an error."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.scale = 1.0
+
+    def forward(self, x, length=None, mask=None, unusual=False):
+        if length is not None:
+            x = x[:, : int(length.max())]
+        for block in self.blocks:
+            x = block(torch.tanh(x))
+        if unusual:
+            x = torch.linalg.matrix_exp(x[..., :WIDTH].transpose(1, 2) @ x / 100) @ x.transpose(1, 2)
+        if mask is not None:
+            x = x * mask
+        return (x - self.scale).pow(2).mean()
+
+
+def _inputs(step: int) -> torch.Tensor:
+    seed = 10 * step + torch.distributed.get_rank()
+    return torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def value(model: Any, whole: Layers, step: int) -> torch.Tensor:
+    """Slice by a value, which changes on rank 0: after a few of them it divides its graph."""
+    changes = torch.distributed.get_rank() == 0
+    return model(_inputs(step), torch.tensor([8 - step % 6 if changes else 8]))
+
+
+def sizes(model: Any, whole: Layers, step: int) -> torch.Tensor:
+    """Give rank 0 other sizes, among them 1."""
+    changes = torch.distributed.get_rank() == 0
+    return model(_inputs(step)[:, : (8, 5, 1, 3)[step % 4] if changes else 8])
+
+
+def attribute(model: Any, whole: Layers, step: int) -> torch.Tensor:
+    """Change a number of the model on rank 0, which builds a graph for each."""
+    if torch.distributed.get_rank() == 0:
+        whole.scale = 1.0 + step / 10
+    return model(_inputs(step))
+
+
+def operator(model: Any, whole: Layers, step: int) -> torch.Tensor:
+    """Have rank 0 call an operator that ONNX lacks."""
+    return model(_inputs(step), unusual=torch.distributed.get_rank() == 0 and step > 2)
+
+
+def arguments(model: Any, whole: Layers, step: int) -> torch.Tensor:
+    """Give rank 0 another argument at every second step: it has two graphs, and keeps both."""
+    return model(_inputs(step), mask=torch.ones(1) if torch.distributed.get_rank() == 0 and step % 2 else None)
+
+
+def evaluation(model: Any, whole: Layers, step: int) -> torch.Tensor:
+    """Evaluate on rank 0 alone before each forward; the graph shares the export of the training's."""
+    if torch.distributed.get_rank() == 0:
+        whole.eval()
+        with torch.no_grad():
+            whole(_inputs(step)[:1])
+        whole.train()
+    return model(_inputs(step))
+
+
+DECISIONS: dict[str, Callable[[Any, Layers, int], torch.Tensor]] = {
+    each.__name__: each for each in (value, sizes, attribute, operator, arguments, evaluation)
+}
+
+
+def _train(decision: str, setting: str, section: dict[str, Any] | None) -> dict[str, Any]:
+    stage, accumulation, zero = SETTINGS[setting]
+    whole, loss_of = Layers(), DECISIONS[decision]
+    if stage == 0:
+        options = {key: value for key, value in (section or {}).items() if key != "enabled"}
+        inner = whole if section is None else ort_zero.wrap(whole, **options)
+        model = nn.parallel.DistributedDataParallel(inner)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        config = ds_config(stage, ort=None, gas=accumulation, **zero)
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        if section is not None:
+            config["ort_zero"] = copy.deepcopy(section)
+        import deepspeed
+
+        model = deepspeed.initialize(model=whole, model_parameters=list(whole.parameters()), config=config)[0]
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, whole, step)
+        losses.append(loss.item())
+        if stage == 0:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        else:
+            model.backward(loss)
+            model.step()
+    report = {"losses": losses, "parameters": full_parameters(whole), "models": ort_zero.status()["models"]}
+    if stage:
+        model.destroy()
+    return report
+
+
+def both(decisions: list[str], settings: list[str], section: dict[str, Any]) -> dict[str, tuple[dict, dict]]:
+    """Return PyTorch's report and ours for each decision under each setting, by their names."""
+    start()
+    return {
+        f"{decision} {setting}": (_train(decision, setting, None), _train(decision, setting, section))
+        for setting in settings
+        for decision in decisions
+    }
+
+
+def assert_alike(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Assert that ONNX Runtime has run a training, with PyTorch's losses and parameters."""
+    assert ours["models"][-1]["backend"] == "onnxruntime", ours["models"]
+    torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=2e-4, atol=2e-6)
+    torch.testing.assert_close(ours["parameters"], theirs["parameters"], rtol=2e-4, atol=2e-5)
