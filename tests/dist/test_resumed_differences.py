@@ -25,6 +25,7 @@ def made(
     accumulate: int = 1,
     sharded: bool = True,
     groups: Callable[[Any], list] | None = None,
+    section: bool = True,
     **options: Any,
 ) -> Any:
     """Return an engine around :class:`Odd` with one of torch's optimizers."""
@@ -34,13 +35,14 @@ def made(
     model = model or Odd()
     trained = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
     own = optimizer(trained, **{"lr": 0.01, **options})
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulate,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
-        "ort_zero": {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}},
     }
+    if section:
+        config["ort_zero"] = {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}}
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=own, lr_scheduler=scheduler(own) if scheduler else None, config=config
     )
@@ -336,6 +338,69 @@ def test_another_accumulation_after_resuming_steps_where_plain_deepspeed_does(st
         steps.append(engine.global_steps)
     assert steps == [3, 3, 3, 4, 4, 4, 4, 5]
     engine.destroy()
+
+
+def _other_rate(engine: Any) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.05
+
+
+def _other_decay(engine: Any) -> None:
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.3
+
+
+def _other_scheduler(engine: Any) -> None:
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(inner, step_size=1, gamma=0.5)
+
+
+def _no_gradients(engine: Any) -> None:
+    engine.zero_grad()
+    engine.optimizer.zero_grad()
+
+
+def _other_clipping(engine: Any) -> None:
+    engine.optimizer.clip_grad = 1e-3
+
+
+def _another_backward(engine: Any) -> None:
+    step(engine, range(90, 91))  # in the middle of a window of accumulation
+    engine.zero_grad()
+
+
+CHANGES = [_other_rate, _other_decay, _other_scheduler, _no_gradients, _other_clipping, _another_backward]
+
+
+def _resumed(folder: Path, stage: int, change: Callable[[Any], None], plain: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Train, save, resume in another engine, change something, train on; return steps and rates, and the values."""
+
+    def scheduler(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+
+    options: dict[str, Any] = {"stage": stage, "accumulate": 2, "scheduler": scheduler, "section": not plain}
+    engine = made(**options)
+    step(engine, range(4))
+    engine.save_checkpoint(str(folder), tag="t")
+    engine.destroy()
+    engine = made(model=Odd(seed=1), **options)
+    engine.load_checkpoint(str(folder))
+    change(engine)
+    seen = []
+    for seed in range(4, 10):
+        step(engine, range(seed, seed + 1))
+        seen.append((engine.global_steps, engine.get_lr()))
+    values = values_of(engine)
+    engine.destroy()
+    return seen, values
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_program_changes_before_the_first_step_acts_as_in_plain_deepspeed(change, stage, tmp_path):
+    theirs = _resumed(tmp_path / "plain", stage, change, plain=True)
+    ours = _resumed(tmp_path / "ours", stage, change, plain=False)
+    assert ours[0] == theirs[0]
+    torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=0)
 
 
 # ---- states that DeepSpeed moves, and states that differ by group ----------------------------------------------------
