@@ -76,7 +76,7 @@ REQUIREMENTS = (
     Requirement(
         distribution="onnxruntime",
         specifier=">=1.19",
-        tried=">=1.32,<1.33",
+        tried=">=1.23,<1.33",  # the newest for Python 3.10, and for later ones
         cure="pip install 'onnxruntime>=1.19'",
         needed_for=("compile",),
     ),
