@@ -113,6 +113,9 @@ def runs(folder: str, plan: list[dict[str, Any]]) -> list[list[float]]:
     return found
 
 
+# Dynamo traces the hooks of statistics, which takes minutes on a busy machine
+pytestmark = pytest.mark.timeout(1700)
+
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
@@ -177,7 +180,7 @@ def folders(request, tmp_path_factory):
                     continue
                 options = {"ort": ort, "stage": 3, **ALL_GATHERED} if ort else {"ort": False, "stage": 2}
                 plan.append({"to": fault, "model": model, "steps": 2, "fault": fault, **options})
-            run_on_ranks(runs, 2, str(folder), plan, timeout=800)
+            run_on_ranks(runs, 2, str(folder), plan, timeout=1600)
         return made[model, reference_only]
 
     return runs_of
