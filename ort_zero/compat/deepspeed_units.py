@@ -17,13 +17,12 @@ from typing import Any
 
 from torch import nn
 
+from ort_zero.compat.deepspeed import parameter_offload_of
 from ort_zero.compat.deepspeed_parameters import elements_of, full_size
 from ort_zero.utils.patching import Patch, defined_in
 
 _UNIT = "_ort_zero_unit"
 _BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
-_PREFETCH = 50_000_000
-"""DeepSpeed's default of ``stage3_prefetch_bucket_size``, in elements."""
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
 
@@ -41,13 +40,17 @@ def gather_together(modules: Iterable[nn.Module]) -> None:
 
 
 def max_gathered_elements(model: nn.Module, zero: Mapping[str, Any]) -> int:
-    """Return the number of elements that DeepSpeed gathers at most: for its largest module, and ahead.
+    """Return the largest number of parameter elements that plain DeepSpeed gathers at a time.
+
+    These are the elements of the largest module, and of one prefetch.
 
     Args:
         model: the user's model, before units are gathered together.
         zero: the section ``"zero_optimization"`` of the DeepSpeed config.
     """
-    return _largest_module(model) + int(zero.get("stage3_prefetch_bucket_size", _PREFETCH))
+    from deepspeed.runtime.zero.config import get_zero_config
+
+    return _largest_module(model) + get_zero_config({"zero_optimization": dict(zero)}).prefetch_bucket_size
 
 
 def prefetch_less(engine: Any, units: Iterable[nn.Module]) -> None:
@@ -55,8 +58,7 @@ def prefetch_less(engine: Any, units: Iterable[nn.Module]) -> None:
 
     To be called once the engine exists: DeepSpeed prefetches from its second step on.
     """
-    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
-    coordinator = getattr(offload, "param_coordinator", None)
+    coordinator = getattr(parameter_offload_of(engine), "param_coordinator", None)
     if hasattr(coordinator, _BUCKET):
         largest = max((elements_of(unit) for unit in units), default=0)
         more = max(0, largest - _largest_module(engine.module))
@@ -76,7 +78,7 @@ def _largest_module(model: nn.Module) -> int:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Return True if the parameters of a module and of the modules below are gathered together."""
+    """Return True if :func:`gather_together` has DeepSpeed gather all parameters below a module at once."""
     return getattr(module, _UNIT, False)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from ort_zero.compat.deepspeed_units import max_gathered_elements
 from ort_zero.compile.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
 from ort_zero.compile.units import find_units
 from ort_zero.errors import ConfigError
@@ -62,6 +63,13 @@ def test_large_blocks_are_divided():
         *(f"blocks.{n}.{name}" for n in range(3) for name in ("first", "second")),
         "head",
     ]
+
+
+@pytest.mark.parametrize(("bucket", "ahead"), [({}, 50_000_000), ("auto", 50_000_000), (7, 7), (5e3, 5000)])
+def test_the_bound_of_gathered_elements_follows_deepspeeds_prefetch(bucket, ahead):
+    zero = {"stage": 3} | ({"stage3_prefetch_bucket_size": bucket} if bucket != {} else {})
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    assert max_gathered_elements(model, zero) == 4 * 8 + 8 + ahead
 
 
 def test_excluded_modules_are_no_units_and_known_to_the_units_around_them():
