@@ -21,7 +21,7 @@ def full_size(parameter: Any) -> int:
 
 
 def elements_of(module: Any) -> int:
-    """Return the number of elements of a module's parameters, whole also where ZeRO-3 has partitioned them."""
+    """Return the number of elements of all parameters below a module; a partitioned parameter counts whole."""
     return sum(map(full_size, module.parameters()))
 
 

@@ -1,4 +1,4 @@
-"""Run a session on memory of others, with few calls into ONNX Runtime.
+"""Run a session of ONNX Runtime on the memory of torch's tensors, with one call for all inputs.
 
 ``IOBinding.bind_input`` and ``bind_output`` (ONNX Runtime 1.19 to 1.32) take a call for each tensor, and look the
 device up by its name each time. A vector of values takes one call for all tensors. It names element types by NumPy,
@@ -34,10 +34,10 @@ def runner_of(
         sizes: names of further inputs, int64 on CPU.
         outputs: name and element type of each result.
     """
-    names, types = [name for name, _ in inputs], [kind for _, kind in inputs]
+    names = [*(name for name, _ in inputs), *sizes]
+    types = [*(kind for _, kind in inputs), *(np.int64 for _ in sizes)]
     result_names, result_types = [name for name, _ in outputs], [kind for _, kind in outputs]
     cpu, place = (onnxruntime.OrtDevice.make(*each)._get_c_device() for each in (("cpu", 0), device))
-    names, types = [*names, *sizes], [*types, *[np.int64 for _ in sizes]]
     devices, result_devices = [place] * len(inputs) + [cpu] * len(sizes), [place] * len(outputs)
     if any(isinstance(kind, int) for kind in (*types, *result_types)):
 

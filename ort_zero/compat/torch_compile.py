@@ -35,7 +35,7 @@ RECOMPILE_LIMIT = 64
 
 
 def compile_function(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the compiled form of a function, which keeps up to :data:`RECOMPILE_LIMIT` graphs.
+    """Compile a function with ``torch.compile``, for up to :data:`RECOMPILE_LIMIT` graphs, and return the compiled one.
 
     Where torch can (from 2.13 on), the graphs of other models of the same class do not count.
     """

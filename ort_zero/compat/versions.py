@@ -137,7 +137,7 @@ def _is_installed(name: str) -> bool:
 
 
 def engine() -> str:
-    """Return the engine that ``"backend": "auto"`` stands for in this environment: "compile" or "ortmodule"."""
+    """Return the engine that ``"backend": "auto"`` chooses for the installed packages: "compile" or "ortmodule"."""
     return "compile" if installed("onnxruntime-training") is None else "ortmodule"
 
 

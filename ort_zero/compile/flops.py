@@ -34,7 +34,7 @@ def flops_of(node: Node) -> int:
 
 
 def _sized(value: Any) -> Any:
-    """Return a fake tensor with the sizes of the call for which it was traced."""
+    """Return a tensor without memory, of the sizes that a fake tensor had in the call that was traced."""
     if not isinstance(value, torch.Tensor):
         return value
     hints = [size if isinstance(size, int) else size.node.hint for size in value.shape]

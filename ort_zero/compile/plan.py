@@ -23,7 +23,7 @@ from ort_zero.compile.conversion.views import VIEWS
 from ort_zero.compile.flops import flops_of
 
 _LARGE = 10**9
-"""Floating-point operations of a product that may be a segment of its own; 10 ms on one core."""
+"""Floating-point operations from which on a product can be a segment of its own; they take 10 ms on one core."""
 _COPIES = frozenset({torch.ops.aten.clone.default})
 """Free within a segment, as views are; PyTorch makes a real copy of them."""
 

@@ -62,7 +62,7 @@ class ModelRecord:
     runs: Counter[str] = field(default_factory=Counter)
     """Number of graph runs by direction."""
     on_first_step: Callable[[], None] | None = None
-    """Called once: when a forward begins after the first backward, or after the engine's first step."""
+    """The function to call once the first step is over: at the next forward, or after the engine's step."""
 
     def note_run(self, direction: str) -> None:
         """Count a run of a graph."""

@@ -44,7 +44,7 @@ class Session:
             for index, edge in enumerate(model.outputs)
             if edge.order is not None or edge.torch_dtype is not edge.dtype
         ]
-        """What is left to do to results: permutation and dtype by the number of the result."""
+        """The results to permute or to cast after a run: number, permutation and dtype of each."""
         self.runs = 0
         """Number of runs."""
         self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -84,7 +84,7 @@ class Session:
             shapes: the sizes in memory of each result.
         """
         feeds = self.feeds(inputs)
-        feeds += [torch.tensor((size,)) for size in sizes]
+        feeds += [torch.tensor((size,), device="cpu") for size in sizes]
         results = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in zip(shapes, self._dtypes)]
         self.runs += 1
         current = torch.cuda.current_stream(self.device) if self._stream is not None else None

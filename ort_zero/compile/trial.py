@@ -95,7 +95,7 @@ class Trial:
             return self._timed(by_ort, by_torch, agreement)
         except _SessionError as error:
             results = by_torch()  # raises where the inputs are wrong
-            self.fail(error.cause, agreement)
+            self.fail(error, agreement)
         return results
 
     def fail(self, error: Exception, agreement: Agreement) -> None:
@@ -147,18 +147,14 @@ class Trial:
 
 
 class _SessionError(Exception):
-    """A session failed; an error of PyTorch's form of the segment is the user's and passes as it is."""
-
-    def __init__(self, cause: Exception):
-        super().__init__(str(cause))
-        self.cause = cause
+    """The error of ONNX Runtime in a run; errors of PyTorch's form of a segment are the user's, and pass."""
 
 
 def _in_ort(by_ort: Callable[[], Outputs]) -> Outputs:
     try:
         return by_ort()
     except Exception as error:  # ONNX Runtime's exceptions have no public base class
-        raise _SessionError(error) from error
+        raise _SessionError(str(error)) from error
 
 
 def explain_difference(results: Outputs, wanted: Outputs, in_float64: Callable[[], Outputs]) -> str | None:

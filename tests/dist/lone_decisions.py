@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from deepspeed_setup import ds_config, full_parameters, start
+from launch_once import once
 from torch import nn
 
 import ort_zero
+from ort_zero.testing.ranks import run_on_ranks
 
 STEPS = 8
 WIDTH = 6
@@ -143,8 +145,21 @@ def both(decisions: list[str], settings: list[str], section: dict[str, Any]) -> 
     }
 
 
-def assert_alike(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Assert that ONNX Runtime has run a training, with PyTorch's losses and parameters."""
+@once
+def _launch(engine: str) -> list[dict]:
+    section = {"enabled": True, "backend": engine}
+    if engine == "compile":
+        section["compile"] = {"place": "ort"}
+    return run_on_ranks(both, 2, list(DECISIONS), list(SETTINGS), section, timeout=1200)
+
+
+def assert_trained_as_in_pytorch(engine: str, decision: str, setting: str) -> None:
+    """Assert that ONNX Runtime has run a training, with PyTorch's losses and parameters on each rank."""
+    for reports in _launch(engine):
+        _assert_alike(*reports[f"{decision} {setting}"])
+
+
+def _assert_alike(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     assert ours["models"][-1]["backend"] == "onnxruntime", ours["models"]
     torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=2e-4, atol=2e-6)
     torch.testing.assert_close(ours["parameters"], theirs["parameters"], rtol=2e-4, atol=2e-5)

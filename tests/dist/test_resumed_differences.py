@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,14 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
+def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any], dict[str, Any]]]:
+    """Yield each parameter that has a gradient, with its group and its state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter, group, optimizer.state[parameter]
+
+
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al., 2023), with one state."""
 
@@ -83,14 +91,11 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                mean = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                first, second = group["betas"]
-                p.add_(torch.sign(mean * first + p.grad * (1 - first)), alpha=-group["lr"])
-                mean.lerp_(p.grad, 1 - second)
+        for p, group, state in _with_gradients(self):
+            mean = state.setdefault("exp_avg", torch.zeros_like(p))
+            first, second = group["betas"]
+            p.add_(torch.sign(mean * first + p.grad * (1 - first)), alpha=-group["lr"])
+            mean.lerp_(p.grad, 1 - second)
 
 
 class Peculiar(torch.optim.Optimizer):
@@ -101,19 +106,14 @@ class Peculiar(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["count"] = state.get("count", 0) + 1
-                state["norms"] = [*state.get("norms", []), float(p.grad.norm())][-3:]
-                state.setdefault("scale", torch.ones(2)).mul_(0.9)
-                if state["count"] > 1:
-                    state.setdefault("late", torch.zeros_like(p)).add_(p.grad)
-                p.sub_(
-                    p.grad * float(state["scale"].sum()) + state.get("late", 0) * sum(state["norms"]), alpha=group["lr"]
-                )
+        for p, group, state in _with_gradients(self):
+            state["count"] = state.get("count", 0) + 1
+            state["norms"] = [*state.get("norms", []), float(p.grad.norm())][-3:]
+            state.setdefault("scale", torch.ones(2)).mul_(0.9)
+            if state["count"] > 1:
+                state.setdefault("late", torch.zeros_like(p)).add_(p.grad)
+            change = p.grad * float(state["scale"].sum()) + state.get("late", 0) * sum(state["norms"])
+            p.sub_(change, alpha=group["lr"])
 
 
 def half_with_momentum(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from launch_once import once
-from lone_decisions import DECISIONS, SETTINGS, assert_alike, both
-
-from ort_zero.testing.ranks import run_on_ranks
-
-SECTION = {"enabled": True, "backend": "compile", "compile": {"place": "ort"}}
-
-
-@once
-def _launch() -> list[dict]:
-    return run_on_ranks(both, 2, list(DECISIONS), list(SETTINGS), SECTION, timeout=1200)
+from lone_decisions import DECISIONS, SETTINGS, assert_trained_as_in_pytorch
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("decision", DECISIONS)
 def test_gradients_are_those_of_pytorch(decision, setting):
-    for reports in _launch():
-        assert_alike(*reports[f"{decision} {setting}"])
+    assert_trained_as_in_pytorch("compile", decision, setting)
