@@ -27,3 +27,8 @@ def version_of(tensor: Any) -> int:
         return tensor._version
     except RuntimeError:
         return 0
+
+
+def is_view(tensor: Any) -> bool:
+    """Return True for a view of another tensor."""
+    return bool(tensor._is_view())

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from ort_zero import env
 from ort_zero.compat import torch_compile
-from ort_zero.compile import devices, records, sessions
+from ort_zero.compile import devices, observations, records, sessions
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
@@ -55,6 +55,7 @@ class Compiler:
         """Return the compiled form of a graph of Dynamo."""
         self.record.dynamo_graphs += 1
         reason = torch_compile.recompile_reason()
+        observations.follow_gradients(module)
         replace_compositions(module)
         compiler = torch_compile.aot_autograd(
             fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason),
@@ -66,6 +67,8 @@ class Compiler:
         return compiler(module, example_inputs)
 
     def _compile(self, module: GraphModule, direction: str, reason: str | None = None) -> Compiled:
+        if direction == "inference":
+            observations.settle(module.graph)
         device = _device_of(module)
         symbols = SymbolReader([node for node in module.graph.nodes if node.op == "placeholder"])
         widen = device is not None and devices.computes_in_float32(device)

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ort_zero.compat.torch_compile import core_aten_decompositions, min_cut_rematerialization_partition
+from ort_zero.compile import observations
 from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.views import VIEWS
 
@@ -49,10 +50,13 @@ def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **rest: 
     Torch's min-cut then chooses the smallest set of values to keep. A view of a parameter is never kept: the parameter
     itself is, so that ZeRO-3 can release its memory. Regions of activation checkpointing keep the user's choice.
     """
+    observations.settle(joint.graph)
     for node in joint.graph.nodes:
         if node.op == "call_function" and "recompute" not in node.meta and not _is_free(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+    divided = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+    observations.leave_to_forward(divided[1].graph)
+    return divided
 
 
 def _is_free(node: torch.fx.Node) -> bool:

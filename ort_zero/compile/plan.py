@@ -21,6 +21,7 @@ from ort_zero.compile.conversion.fragments import Fragment, NotConvertibleError
 from ort_zero.compile.conversion.registry import convert
 from ort_zero.compile.conversion.views import VIEWS
 from ort_zero.compile.flops import flops_of
+from ort_zero.compile.observations import is_observation
 
 _LARGE = 10**9
 """Floating-point operations from which on a product can be a segment of its own; they take 10 ms on one core."""
@@ -100,8 +101,10 @@ def _converted(
     fragments: dict[Node, Fragment] = {}
     reasons: dict[Node, str] = {}
     for node in nodes:
-        if node.op != "call_function" or isinstance(
-            node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)
+        if (
+            node.op != "call_function"
+            or is_observation(node)
+            or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
         ):
             continue
         source = node.args[0] if node.target is operator.getitem else None

@@ -19,6 +19,8 @@ from ort_zero.compile.settings import Settings
 from ort_zero.compile.unit_forward import is_compiled, replace_forward, restore_forward
 from ort_zero.compile.units import Unit, find_units
 from ort_zero.errors import ExportError
+from ort_zero.statistics.collect import subscribed_model
+from ort_zero.statistics.collect.graph_capture import mark_places
 
 _MIN_SHARE = 0.5
 """Share of floating-point operations in ONNX Runtime below which a warning says so."""
@@ -49,12 +51,15 @@ class CompiledModel:
         self.failures: dict[str, str] = {}
         self._raises = raises
         self._units = [(unit.path, weakref.ref(unit.module)) for unit in units]
+        self._excluded = {unit.path: unit.excluded for unit in units}
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._settings = settings
         leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
         for unit in units:
             self._compile(unit)
         _models[module] = self
+        if subscribed_model.subscribed_models_in(module):
+            self.compile_again()
 
     @property
     def module(self) -> Any:
@@ -84,6 +89,15 @@ class CompiledModel:
     @call.setter
     def call(self, function: Callable[..., Any]) -> None:
         self.module.forward = function
+
+    def compile_again(self) -> None:
+        """Have Dynamo look at the units anew, since the modules in them have other hooks."""
+        self._compiled.clear()
+        for path, reference in self._units:
+            unit = reference()
+            if unit is not None and is_compiled(unit):
+                mark_places(unit)
+                self._compile(Unit(path, unit, self._excluded[path]))
 
     def _compile(self, unit: Unit) -> None:
         def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,6 +181,16 @@ class CompiledModel:
     def memory_summary(self) -> Sequence[tuple[str, str]]:
         """Return nothing: recomputation is torch's activation checkpointing."""
         return ()
+
+
+def _hooks_changed(root: nn.Module) -> None:
+    for part in root.modules():
+        model = _models.get(part)
+        if model is not None:
+            model.compile_again()
+
+
+subscribed_model.hooks_changed.append(_hooks_changed)
 
 
 def compile_model(

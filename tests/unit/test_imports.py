@@ -113,7 +113,7 @@ ALLOWED: dict[str, set[str]] = {
     # the torch.compile backend on today's ONNX Runtime; its conversions know nothing of the rest
     "compile.conversion": {"compat"},
     "compile": {"backends.interface", "backends.registry", "compat", "compile.conversion", "config", "env", "errors",
-                "log", "utils"},
+                "log", "statistics.collect", "utils"},
     "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule"},
     "backends": {"backends.interface", "compile", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +79,18 @@ class CallTracker:
     def running(self) -> ModuleCall | None:
         """The innermost call that has begun and not ended; None outside of calls."""
         return self._open[-1] if self._open else None
+
+    def innermost(self, accepts: Callable[[Module], bool]) -> ModuleCall | None:
+        """Return the innermost running call of a module that is accepted; None if there is none."""
+        return next((c for c in reversed(self._open) if (module := c.module) is not None and accepts(module)), None)
+
+    def occurrences(self, module: Module) -> int:
+        """Return the number of calls of a module in the step."""
+        return self._occurrences.get(self.path_of(module), 0)
+
+    def earlier_slots(self, path: str, kind: str, name: str) -> list[TensorSlot]:
+        """Return the slots of the step with a path, a kind and a name, in order."""
+        return [slot for slot in self.slots if (slot.call.path, slot.kind, slot.name) == (path, kind, name)]
 
     def path_of(self, module: Module) -> str:
         """Return the path of a module from the root, or the name of its class if it is not below the root."""

@@ -1,6 +1,7 @@
 """Count the steps of a model that has subscribers, and call the subscribers' actions on modules and tensors.
 
-In PyTorch, module hooks call the actions. In ONNX Runtime, extra graph nodes pass the values to the actions (see
+In PyTorch, module hooks call the actions. Within a compiled unit Dynamo captures operators in place of the hooks' code
+(:mod:`.graph_operators`). In ORTModule, extra graph nodes pass the values to the actions (see
 :mod:`ort_zero.ortmodule.statistics.graph_readers`), and the runtime calls :meth:`SubscribedModel.begin_step` and
 :meth:`SubscribedModel.end_step`.
 """
@@ -9,8 +10,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from ort_zero.log import get_logger
+from ort_zero.statistics.collect.graph_capture import PLACE, capture, is_captured
 from ort_zero.statistics.collect.module_calls import CallTracker, TensorSlot
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.utils.tree_map import map_arguments, map_slots
@@ -26,6 +31,13 @@ from ort_zero.zero3_hooks.hook_manager import is_paused
 _by_root: weakref.WeakKeyDictionary[Module, SubscribedModel] = weakref.WeakKeyDictionary()
 running: list[SubscribedModel] = []
 """Models whose forward is running in PyTorch, innermost last."""
+running_again: list[RunAgain] = []
+"""Runs of compiled units by activation checkpointing, innermost last."""
+hooks_changed: list[Callable[[Module], None]] = []
+"""Functions to call with a user's module whose hooks were added or removed: compiled graphs hold the hooks' code."""
+_KEPT_STEPS = 8
+"""Number of steps whose slots are kept for gradients that arrive later."""
+_numbers = itertools.count()
 _to_close: weakref.WeakSet[SubscriberBase] = weakref.WeakSet()
 
 
@@ -50,6 +62,16 @@ def subscribe(root: Module, subscribers: Sequence[SubscriberBase]) -> Subscribed
     return model
 
 
+@dataclass
+class RunAgain:
+    """A run of a compiled unit within a backward."""
+
+    model: SubscribedModel
+    unit: Module
+    slots: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    """Number of tensors so far, by path of the module, kind and name."""
+
+
 class SubscribedModel:
     """The subscribers of one model, and the number of the model's step.
 
@@ -60,6 +82,8 @@ class SubscribedModel:
     def __init__(self, root: Module):
         # weak references in both directions: neither the model nor this object keeps the other alive
         self._root = weakref.ref(root)
+        self.number = next(_numbers)
+        """Number of the model in this process."""
         self.subscribers: tuple[SubscriberBase, ...] = ()
         self.active: tuple[SubscriberBase, ...] = ()
         """The subscribers whose actions run in the current step."""
@@ -70,6 +94,8 @@ class SubscribedModel:
         self.backend = "torch"
         """The backend of the step: ``"torch"`` or ``"onnxruntime"``."""
         self.calls = CallTracker(root)
+        self._slots: dict[int, list[TensorSlot]] = {}
+        """The slots of the last steps, by the number of the step."""
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -86,9 +112,12 @@ class SubscribedModel:
 
     def remove(self) -> None:
         """Remove all hooks and close the subscribers. May be called twice."""
-        for handle in self._handles:
+        handles, self._handles = self._handles, []
+        for handle in handles:
             handle.remove()
-        self._handles = []
+        if handles and self.root is not None:
+            for changed in hooks_changed:
+                changed(self.root)
         subscribers, self.subscribers, self.active = self.subscribers, (), ()
         for subscriber in subscribers:
             subscriber.close()
@@ -112,6 +141,8 @@ class SubscribedModel:
         if not self.active:
             return
         self.calls.begin_step()
+        self._slots[self.step] = self.calls.slots
+        self._slots.pop(self.step - _KEPT_STEPS, None)
         for subscriber in self.active:
             subscriber.pre_forward_model_apply(self.step, self.root)
 
@@ -148,6 +179,11 @@ class SubscribedModel:
         for subscriber in subscribers:
             subscriber.gradient_slot_apply(step, slot, gradient)
 
+    def show_gradient_of(self, step: int, order: int, gradient: torch.Tensor) -> None:
+        """Show the gradient of a slot to the subscribers that were active in `step`; a step long past is left out."""
+        if step in self._slots:
+            self.show_gradient(step, self._slots[step][order], gradient)
+
     def _expect_gradient(self, step: int, slot: TensorSlot, tensor: torch.Tensor) -> None:
         subscribers = self._for_gradients
 
@@ -174,10 +210,14 @@ class SubscribedModel:
 
         # functions with a weak reference to self: a deep copy of the module must not copy this object
         def before(module: Module, args: tuple, kwargs: dict) -> Any:
+            if is_captured(module):
+                return capture(module, "input", _slots_in((args, kwargs)))
             here = reference()
             return None if here is None or is_paused() else here._before(module, args, kwargs)
 
         def after(module: Module, args: tuple, kwargs: dict, outputs: Any) -> Any:
+            if is_captured(module):
+                return capture(module, "output", _slots_in((outputs,)))
             here = reference()
             return None if here is None or is_paused() else here._after(module, args, outputs)
 
@@ -189,6 +229,8 @@ class SubscribedModel:
         # after a forward that raised, no call may stay open: the next forward would take that call for its caller
         ended = functools.partial(_forward_ended, reference)
         self._handles.append(root.register_forward_hook(ended, always_call=True))
+        for changed in hooks_changed:
+            changed(root)
 
     def _before(self, module: Module, args: tuple, kwargs: dict) -> Any:
         if module is self.root:
@@ -196,7 +238,11 @@ class SubscribedModel:
             if not self._handles:
                 return None  # the last step of all subscribers was the one before
             running.append(self)
-        if not self.active or not (module is self.root or self.calls.running):
+        if not self.active:
+            return None
+        if module is not self.root and not self.calls.running:
+            if getattr(module, PLACE, None) == "":
+                running_again.append(RunAgain(self, module))
             return None
         call = self.calls.enter(module)
         old_args, old_kwargs = args, kwargs
@@ -214,6 +260,8 @@ class SubscribedModel:
             return None
         call = self.calls.leave(module)
         if call is None:
+            if running_again and running_again[-1].unit is module:
+                running_again.pop()
             self._expect_recomputed(module, outputs)
             return None
         old_outputs = outputs
@@ -235,13 +283,21 @@ class SubscribedModel:
         if not torch.is_grad_enabled():
             return
         path = self.calls.path_of(module)
-        first = {slot.name: slot for slot in self.calls.slots if slot.call.path == path and slot.kind == "output"}
 
         def expect(name: str, tensor: torch.Tensor) -> None:
-            if tensor.requires_grad and name in first and first[name].source < 0:
-                self._expect_gradient(self.step, first[name], tensor)
+            slots = self.calls.earlier_slots(path, "output", name)
+            if tensor.requires_grad and slots and slots[-1].source < 0:
+                self._expect_gradient(self.step, slots[-1], tensor)
 
         map_slots(expect, outputs)
+
+
+def _slots_in(values: tuple) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors in each of the values with their slots; Dynamo traces the function."""
+    slots: list[tuple[str, torch.Tensor]] = []
+    for value in values:
+        map_slots(lambda name, tensor: slots.append((name, tensor)), value)
+    return slots
 
 
 def _forward_ended(reference: weakref.ref, module: Module, args: tuple, outputs: Any) -> None:

@@ -142,8 +142,9 @@ class StatisticsSubscriber(SubscriberBase):
             self._failed = True  # no step can be added to a closed file
 
     def __del__(self) -> None:
-        with suppress(Exception):  # when the interpreter exits, modules may be gone
-            self.close()
+        if suppress is not None:  # when the interpreter exits, modules may be gone
+            with suppress(Exception):
+                self.close()
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from torch.nn import Module
 
 from ort_zero.compat.torch_modules import inside_of_compiled
 from ort_zero.statistics.collect import subscribed_model
-from ort_zero.statistics.collect.subscribed_model import SubscribedModel
+from ort_zero.statistics.collect.graph_capture import capture_inspected
+from ort_zero.statistics.collect.subscribed_model import SubscribedModel, running
 from ort_zero.statistics.collect.subscriber_base import SubscriberBase
 from ort_zero.zero3_hooks.hook_manager import is_paused
 
@@ -80,6 +81,8 @@ def inspect_activation(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """
     if inspect_in_trace:
         return inspect_in_trace[-1](name, tensor)
-    if is_paused() or not subscribed_model.running:
+    if torch.compiler.is_dynamo_compiling() and capture_inspected(name, tensor):
         return tensor
-    return subscribed_model.running[-1].inspect(name, tensor)
+    if is_paused() or not running:
+        return tensor
+    return running[-1].inspect(name, tensor)

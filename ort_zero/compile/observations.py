@@ -1,0 +1,87 @@
+"""Rewrite the calls of statistics' operators in graphs, so that they read values and change nothing.
+
+The operators are those of :mod:`ort_zero.statistics.collect.graph_operators`. In Dynamo's graph a hook has left a call
+of ``observe``. :func:`follow_gradients` adds ``pass_through`` where the tensor is made, and AOTAutograd derives its
+backward. :func:`settle` takes the pass-throughs out again: ``observe`` reads the value itself, and in the backward
+``observe_gradient`` reads the tensor's whole gradient. Neither has a user, so segments are divided no further.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ort_zero.compat.torch_modules import is_view, version_of
+from ort_zero.statistics.collect import graph_operators
+
+_OBSERVE, _OBSERVE_GRADIENT, _PASS_THROUGH, _GRADIENT_PASSES = (
+    getattr(torch.ops.ort_zero, name).default for name in graph_operators.NAMES
+)
+
+
+def is_observation(node: Node) -> bool:
+    """Return True for a call of an operator of statistics."""
+    return node.target is _OBSERVE or node.target is _OBSERVE_GRADIENT
+
+
+def follow_gradients(module: GraphModule) -> None:
+    """Add to a graph of Dynamo what the backward needs to meet the gradients of observed tensors."""
+    keys = itertools.count()
+    for part in module.modules():
+        if isinstance(part, GraphModule) and any(node.target is _OBSERVE for node in part.graph.nodes):
+            _follow_gradients(part.graph, keys, is_nested=part is not module)
+            part.recompile()
+
+
+def _follow_gradients(graph: Graph, keys: Iterator[int], is_nested: bool) -> None:
+    followed: dict[Node, int] = {}
+    for node in list(graph.nodes):
+        tensor: Any = node.args[0] if node.target is _OBSERVE else None
+        if tensor is None or tensor in followed:
+            continue
+        value = tensor.meta.get("example_value")
+        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+            continue
+        if is_nested and tensor.op == "placeholder":
+            continue  # a region of activation checkpointing is not the tensor's only reader
+        if version_of(value) and (is_view(value) or tensor.op in ("placeholder", "get_attr")):
+            continue  # a change in place must reach the tensor itself where the graph did not make the memory
+        key = followed[tensor] = next(keys)
+        after = tensor.next
+        while after.op == "placeholder":
+            after = after.next
+        with graph.inserting_before(after):
+            passed = graph.call_function(_PASS_THROUGH, (tensor, key))
+        passed.meta = dict(tensor.meta)
+        tensor.replace_all_uses_with(passed, delete_user_cb=functools.partial(operator.is_not, passed))
+        node.args = (*node.args, key)
+        followed[passed] = key
+
+
+def settle(graph: Graph) -> None:
+    """Have observations of a joint or an inference graph of ATen calls read values, without a user of their own."""
+    tokens = {node.args[6]: node for node in graph.nodes if node.target is _OBSERVE and len(node.args) > 6}
+    for node in list(graph.nodes):
+        if node.target is _OBSERVE:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # a second run would be a call of the module
+        elif node.target in (_PASS_THROUGH, _GRADIENT_PASSES):
+            if node.target is _GRADIENT_PASSES and node.args[1] in tokens:
+                with graph.inserting_before(node):
+                    shown = graph.call_function(_OBSERVE_GRADIENT, (node.args[0], tokens[node.args[1]]))
+                shown.meta = {**node.meta, "val": None}
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def leave_to_forward(backward: Graph) -> None:
+    """Take the observations of the forward out of a backward graph."""
+    for node in list(backward.nodes):
+        if node.target is _OBSERVE and not node.users:
+            backward.erase_node(node)
