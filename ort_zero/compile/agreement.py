@@ -46,17 +46,22 @@ class Agreement:
             store.set(f"failed/{key}", reason)
 
     def placement(self, key: str) -> str | None:
-        """Return which runtime is faster, as a rank or an earlier run has measured; None if nobody has."""
+        """Return the runtime and its gain, as a rank or an earlier run has measured them; None if nobody has."""
         if key not in self._placements:
             told = _told(f"placed/{key}")
-            if told is None and key in self._kept:
+            if told is None and " " in self._kept.get(key, ""):  # older releases kept no gain
                 told = self.propose(key, self._kept[key])
             if told is not None:
                 self._placements[key] = told
         return self._placements.get(key)
 
     def propose(self, key: str, runner: str) -> str:
-        """Return the decision of all ranks: the first rank that proposes one decides."""
+        """Return the decision of all ranks: the first rank that proposes one decides.
+
+        Args:
+            key: name of the segment's model.
+            runner: the faster runtime, and after a space the seconds that ONNX Runtime saves.
+        """
         store = _store()
         decided = store.compare_set(f"placed/{key}", "", runner).decode() if store is not None else runner
         self._placements[key] = decided

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _MIN_SHARE = 0.1
 """Share of a unit's operations in ONNX Runtime below which Dynamo's and AOTAutograd's time is not worth it."""
+_MIN_GAIN = 2e-4
+"""Seconds that Dynamo's guards and AOTAutograd's code take in a forward and a backward of a small unit."""
 
 
 @dataclass(slots=True)
@@ -77,12 +79,17 @@ class ModelRecord:
             call()
 
     def prefers_torch(self, unit: str) -> bool:
-        """Return True if the graphs of a class of units are placed, nearly all of their operations in PyTorch."""
+        """Return True if the graphs of a class of units are placed, and ONNX Runtime does or saves too little."""
         graphs = [graph for graph in self.graphs if graph.unit == unit]
         segments = [segment for graph in graphs for segment in graph.segments]
         if not graphs or any(s.trial.runner is None or s.trial.place != "measured" for s in segments):
             return False
         total = sum(graph.torch_flops for graph in graphs) + sum(segment.flops for segment in segments)
+        calls = sum(graph.direction != "backward" for graph in graphs)
+        in_ort = [segment.trial for segment in segments if segment.in_ort]
+        gains = [trial.gain for trial in in_ort if trial.gain is not None]
+        if len(gains) == len(in_ort) and sum(gains) < _MIN_GAIN * calls:
+            return True
         return sum(segment.flops for segment in segments if segment.in_ort) <= _MIN_SHARE * total
 
     def flop_share(self) -> float | None:

@@ -51,6 +51,8 @@ class Trial:
     """Whether ONNX Runtime failed or computed something else."""
     runs: int = 0
     """Number of runs on this rank."""
+    gain: float | None = None
+    """Seconds that a run in ONNX Runtime saves, negative if it takes longer; None if nobody has measured it."""
     seconds: dict[Runner, float] = field(default_factory=dict)
     """The fastest timed run of each runtime, in seconds."""
     _turns: int = 0
@@ -132,12 +134,14 @@ class Trial:
         seconds = self.clock() - begin
         self.seconds[runner] = min(seconds, self.seconds.get(runner, seconds))
         if self._turns == 2 * _TIMED_RUNS:
-            faster = min(self.seconds, key=lambda each: self.seconds[each])
-            self._place(agreement.propose(self.key, faster.value))
+            gain = self.seconds[Runner.TORCH] - self.seconds[Runner.ONNXRUNTIME]
+            faster = Runner.ONNXRUNTIME if gain >= 0 else Runner.TORCH
+            self._place(agreement.propose(self.key, f"{faster.value} {gain:.3g}"))
         return results
 
     def _place(self, decision: str) -> None:
-        self.runner = Runner(decision)
+        runner, _, gain = decision.partition(" ")
+        self.runner, self.gain = Runner(runner), float(gain) if gain else None
         if self.runner is Runner.TORCH:
             self.reason = "PyTorch is faster"
 

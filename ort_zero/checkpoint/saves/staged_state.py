@@ -134,20 +134,26 @@ class StagedState:
 
         Without ZeRO these are the states of the parameter: none if it had no gradient. Under ZeRO these are the states
         of any parameter of the group, since optimizers such as Muon keep other states for each group. A group that is
-        new since the save gets zeros for all states.
+        new since the save gets zeros for all states; one that had no state, as of SGD without momentum, gets none.
         """
         parameter = self._state.name_of_key(flat)
         if parameter is not None:
             return self._kinds_stored_for([parameter])
         if flat.group not in self._kinds_of_group:
             names = self._state.group_names()[flat.group]
-            self._kinds_of_group[flat.group] = self._kinds_stored_for(names) or list(self._moments)
+            kinds = self._kinds_stored_for(names)
+            self._kinds_of_group[flat.group] = kinds or ([] if self._was_saved(names) else list(self._moments))
         return self._kinds_of_group[flat.group]
 
     def _kinds_stored_for(self, names: Sequence[str]) -> list[str]:
         """Return the optimizer states that the checkpoint holds for any of these parameters."""
         stored_names = {self._name(name) for name in names}
         return [kind for kind, by_name in self._moments.items() if not stored_names.isdisjoint(by_name)]
+
+    def _was_saved(self, names: Sequence[str]) -> bool:
+        """Return True if the optimizer trained any of these parameters when it was saved."""
+        groups = self._source.optimizer.groups if self._source.optimizer is not None else ()
+        return not {self._name(name) for name in names}.isdisjoint(name for group in groups for name in group.names)
 
     def _name(self, name: str) -> str:
         """Return the name under which a parameter is stored."""

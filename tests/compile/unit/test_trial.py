@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from ort_zero.compile.agreement import Agreement
+from ort_zero.compile.records import GraphRecord, ModelRecord, SegmentRecord
 from ort_zero.compile.trial import Runner, Trial, explain_difference
 
 
@@ -173,3 +175,23 @@ def test_placements_are_kept_on_disk(tmp_path, monkeypatch: pytest.MonkeyPatch):
     trial = Trial("key", "first", "measured")
     correct((0.0, 0.002)).run(trial, Agreement(tmp_path), 7)
     assert trial.runner is Runner.ONNXRUNTIME
+
+
+@pytest.mark.parametrize("gains, prefers", [((1e-3, -2e-4), False), ((1e-4, 5e-5), True), ((None, 1e-5), False)])
+def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains, prefers):
+    """Gains are of the forward's and the backward's segment; None is a placement that nobody has timed."""
+    record = ModelRecord()
+    for direction, gain in zip(("forward", "backward"), gains, strict=True):
+        trial = Trial(direction, "first", "measured", runner=Runner.ONNXRUNTIME, gain=gain)
+        record.graphs.append(GraphRecord(direction, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0, "Block", None))
+    assert record.prefers_torch("Block") is prefers
+    assert not record.prefers_torch("Another")
+
+
+def test_the_gain_of_a_placement_is_kept(tmp_path):
+    agreement = Agreement(tmp_path)
+    agreement.propose("key", "onnxruntime 0.0015")
+    trial = Trial("key", "first", "measured", runs=1)
+    calls = correct()
+    calls.run(trial, Agreement(tmp_path))
+    assert trial.runner is Runner.ONNXRUNTIME and trial.gain == 0.0015

@@ -1,0 +1,110 @@
+"""What one world size has saved goes on at another: every kind of optimizer, and every change before the first step.
+
+All ranks see the same batches, so that the averaged gradients do not depend on the world size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_engines import Odd
+from optimizer_kinds import BY_SHARD, OPTIMIZERS
+from resumed_engines import CHANGES, made, step
+from safetensors.torch import load_file
+
+from ort_zero.checkpoint import aggregate, verify
+from ort_zero.testing.ranks import run_on_ranks
+
+STAGES = (1, 2, 3)
+CASES = [f"{name}-{stage}" for name in (*OPTIMIZERS, *(change.__name__ for change in CHANGES)) for stage in STAGES]
+
+
+def options_of(case: str) -> tuple[dict[str, Any], Any]:
+    """Return the options of an engine, and what the program changes after the load."""
+    name, stage = case.rsplit("-", 1)
+    change = next((change for change in CHANGES if change.__name__ == name), None)
+    if change is None:
+        kind, options = OPTIMIZERS[name]
+        return {"stage": int(stage), "optimizer": kind, **options}, None
+    return {"stage": int(stage), "accumulate": 2, "scheduler": half_each_step}, change
+
+
+def half_each_step(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
+
+
+def save_all(folder: str) -> None:
+    """Train each case, and save it."""
+    start()
+    for case in CASES:
+        engine = made(**options_of(case)[0])
+        step(engine, range(4))
+        engine.save_checkpoint(f"{folder}/saved/{case}", tag="t")
+        engine.destroy()
+
+
+def go_on(folder: str, name: str) -> dict[str, list[Any]]:
+    """Load each case, save it at once, change what the program changes, train on and save again.
+
+    Returns:
+        The number of optimizer steps and the rate after each micro-step, by case.
+    """
+    start()
+    seen: dict[str, list[Any]] = {}
+    for case in CASES:
+        options, change = options_of(case)
+        engine = made(model=Odd(seed=1), **options)
+        assert engine.load_checkpoint(f"{folder}/saved/{case}")[0]
+        engine.save_checkpoint(f"{folder}/{name} loaded/{case}", tag="t")
+        if change is not None:
+            change(engine)
+        seen[case] = []
+        for seed in range(4, 8):
+            step(engine, range(seed, seed + 1))
+            seen[case].append((engine.global_steps, [float(rate) for rate in engine.get_lr()]))
+        engine.save_checkpoint(f"{folder}/{name} trained/{case}", tag="t")
+        engine.destroy()
+    return seen
+
+
+def start() -> None:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+
+
+WORLDS = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, dict[int, dict[str, list[Any]]]]:
+    """Return the folder, and what each world size has seen after it loaded what two ranks had saved."""
+    folder = tmp_path_factory.mktemp("worlds")
+    run_on_ranks(save_all, 2, str(folder), timeout=800)
+    return folder, {world: run_on_ranks(go_on, world, str(folder), str(world), timeout=800)[0] for world in WORLDS}
+
+
+def model_of(checkpoint: Path, into: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint, weights, masters and moments, as one model has them."""
+    assert verify(str(checkpoint), progress=False).ok
+    aggregate(str(checkpoint), str(into), what="weights+optimizer", progress=False)
+    return {
+        f"{file.name} {name}": value for file in into.glob("*.safetensors") for name, value in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_a_case_goes_on_as_at_the_world_size_that_saved_it(case, world, runs, tmp_path):
+    folder, seen = runs
+    saved = model_of(folder / "saved" / case, tmp_path / "saved")
+    assert len(saved) > 5
+    torch.testing.assert_close(model_of(folder / f"{world} loaded" / case, tmp_path / "loaded"), saved, rtol=0, atol=0)
+    assert seen[world][case] == seen[2][case]
+    if case.split("-")[0] not in BY_SHARD:
+        wanted = model_of(folder / "2 trained" / case, tmp_path / "wanted")
+        found = model_of(folder / f"{world} trained" / case, tmp_path / "found")
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
