@@ -5,6 +5,7 @@ Nothing heavy is imported at module level: the plugin asks for :func:`import_hoo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -64,13 +65,24 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
 
 
 def connect(running: Any, engine: Any) -> None:
-    """Note the engine's ZeRO stage, hand its optimizer gradients in one order on all ranks, bound its prefetch."""
-    from ort_zero.compat import deepspeed_gradient_order, deepspeed_units
+    """Note the engine's ZeRO stage, hand its optimizer gradients in one order on all ranks, bound its prefetch.
+
+    The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
+    """
+    from ort_zero.compat import deepspeed, deepspeed_gradient_order, deepspeed_units
 
     running.stage = int(engine.zero_optimization_stage())
     deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
     if running.stage == 3:
         deepspeed_units.prefetch_less(engine, running.unit_modules())
+    if engine.flops_profiler_enabled():
+        reference = weakref.ref(engine)
+
+        def before(module: Any, args: tuple) -> None:
+            live = reference()
+            running.suspend(live is not None and deepspeed.counts_flops_now(live))
+
+        engine.module.register_forward_pre_hook(before, prepend=True)
 
 
 def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:

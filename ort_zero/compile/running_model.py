@@ -16,7 +16,7 @@ from ort_zero.compile.caches import leave_out_caches
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.records import ModelRecord
 from ort_zero.compile.settings import Settings
-from ort_zero.compile.unit_forward import is_compiled, replace_forward, restore_forward
+from ort_zero.compile.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
 from ort_zero.compile.units import Unit, find_units
 from ort_zero.errors import ExportError
 from ort_zero.statistics.collect import subscribed_model
@@ -76,6 +76,13 @@ class CompiledModel:
         self._fallback_reason = reason
         for unit in self.unit_modules():
             restore_forward(unit)
+
+    def suspend(self, wanted: bool) -> None:
+        """Have PyTorch run the units until this is called with False."""
+        for unit in self.unit_modules():
+            forward = vars(unit).get("forward")
+            if isinstance(forward, UnitForward):
+                forward.is_suspended = wanted
 
     def unit_modules(self) -> list[nn.Module]:
         """Return the units that still live, in the order of ``named_modules``."""

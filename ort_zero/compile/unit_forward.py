@@ -45,12 +45,14 @@ class UnitForward:
         self.failed = failed
         self.is_slower = is_slower
         self.calls = 0
+        self.is_suspended = False
+        """Whether PyTorch runs the unit for now."""
         functools.update_wrapper(self, original, updated=())
         self.__signature__ = inspect.signature(types.MethodType(original, unit))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit."""
-        if self.compiled is None:
+        if self.compiled is None or self.is_suspended:
             return self.original(self.unit, *args, **kwargs)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed

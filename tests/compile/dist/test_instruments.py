@@ -1,0 +1,104 @@
+"""DeepSpeed's instruments show of a compiled model what they show of plain DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed_setup import ds_config, start
+
+from ort_zero.testing.ranks import run_on_ranks
+
+STEPS = 5
+
+
+def instrumented(folder: str, stage: int, compiled: bool) -> dict[str, Any]:
+    """Train a GPT-2 with all instruments; return what each of them shows on this rank."""
+    rank = start()
+    import deepspeed
+    import tiny_models
+    import torch
+    from deepspeed.comm import comm
+    from deepspeed.runtime.utils import see_memory_usage
+
+    import ort_zero
+
+    torch.manual_seed(0)
+    model = tiny_models.gpt2(words=64, hidden=16, heads=2)
+    where = Path(folder) / f"{stage} {compiled}"
+    config = ds_config(stage, ort=None, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}))
+    flops = where / f"flops_{rank}.txt"
+    config |= {
+        "steps_per_print": 1,
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "comms_logger": {"enabled": True, "prof_all": True},
+        "csv_monitor": {"enabled": True, "output_path": str(where), "job_name": "run"},
+        "flops_profiler": {"enabled": True, "profile_step": 2, "detailed": False, "output_file": str(flops)},
+    }
+    if compiled:
+        config["ort_zero"] = {"backend": "compile", "compile": {"place": "ort"}, "log_level": "WARNING"}
+    comm.comms_logger.comms_dict.clear()
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(rank))
+    losses = []
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for _ in range(STEPS):
+            loss = engine(input_ids=ids, labels=ids)["loss"]
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        see_memory_usage("at the end", force=True)
+    lines = printed.getvalue().splitlines()
+    shown = {
+        "losses": losses,
+        "flops": re.findall(r"fwd flops per GPU: +(\S+ \S+)", flops.read_text()) if flops.exists() else [],
+        "timers": sorted({name for line in lines if "time (ms)" in line for name in re.findall(r"\| (\w+):", line)}),
+        "memory": sum(line.endswith("at the end") or "Max_MA" in line for line in lines),
+        "collectives": {
+            name: Counter({size: entry[0] for size, entry in sizes.items()})
+            for name, sizes in comm.comms_logger.comms_dict.items()
+        },
+        "files": {
+            file.name: [row[1] for row in csv.reader(file.open()) if file.stem.endswith("_lr")]
+            for file in sorted((where / "run").glob("*.csv"))
+        },
+    }
+    if compiled:
+        status = ort_zero.status()["models"][-1]
+        assert status["fallbacks"] == 0 and status["graph_runs"] == dict.fromkeys(
+            ("forward", "backward"), 3 * (STEPS - 1)
+        )
+    engine.destroy()
+    return shown
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_instruments_show_what_they_show_of_plain_deepspeed(stage, tmp_path):
+    plain = run_on_ranks(instrumented, 2, str(tmp_path), stage, False, timeout=400)
+    ours = run_on_ranks(instrumented, 2, str(tmp_path), stage, True, timeout=400)
+    for theirs, mine in zip(plain, ours, strict=True):
+        assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
+    for name in ("flops", "timers", "memory", "files"):  # of the rank that writes them
+        assert ours[0][name] == plain[0][name], name
+    assert ours[0]["flops"] and "fwd" in ours[0]["timers"] and ours[0]["memory"]
+    assert any(name.endswith("_lr.csv") for name in ours[0]["files"]) and any(
+        "forward" in name for name in ours[0]["files"]
+    )
+    mine, theirs = ours[0]["collectives"], plain[0]["collectives"]
+    assert mine.keys() == theirs.keys()
+    if stage == 1:
+        assert mine == theirs
+    else:  # a unit is gathered at once, so there are fewer gathers; their bytes are the same
+        gathered = [
+            sum(size * count for size, count in each["all_gather_into_tensor"].items()) for each in (mine, theirs)
+        ]
+        assert gathered[0] == gathered[1] > 0
+        assert mine["all_gather_into_tensor"].total() < theirs["all_gather_into_tensor"].total()
+        assert mine["reduce_scatter_tensor"] == theirs["reduce_scatter_tensor"]
