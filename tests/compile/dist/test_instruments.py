@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -102,3 +103,41 @@ def test_instruments_show_what_they_show_of_plain_deepspeed(stage, tmp_path):
         assert gathered[0] == gathered[1] > 0
         assert mine["all_gather_into_tensor"].total() < theirs["all_gather_into_tensor"].total()
         assert mine["reduce_scatter_tensor"] == theirs["reduce_scatter_tensor"]
+
+
+def tuned(folder: str, compiled: bool) -> dict[str, Any]:
+    """Run what DeepSpeed's autotuner runs for each configuration: some steps, after which the engine exits."""
+    start()
+    import deepspeed
+    import tiny_models
+    import torch
+
+    torch.manual_seed(0)
+    model = tiny_models.gpt2(words=64, hidden=16, heads=2)
+    file = Path(folder) / f"metrics {compiled}.json"
+    config = ds_config(1, ort=None)
+    config["autotuning"] = {
+        "enabled": True,
+        "start_profile_step": 3,
+        "end_profile_step": 5,
+        "metric_path": str(file),
+    }
+    if compiled:
+        config["ort_zero"] = {"backend": "compile", "compile": {"place": "ort"}, "log_level": "WARNING"}
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    ids = torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(SystemExit):
+        for _ in range(20):
+            loss = engine(input_ids=ids, labels=ids)["loss"]
+            engine.backward(loss)
+            engine.step()
+    found = {"steps": engine.global_steps, "flops": engine.flops, **json.loads(file.read_text())}
+    engine.destroy()
+    return found
+
+
+def test_an_experiment_of_the_autotuner_ends_where_it_does_in_plain_deepspeed(tmp_path):
+    (plain,) = run_on_ranks(tuned, 1, str(tmp_path), False, timeout=300)
+    (ours,) = run_on_ranks(tuned, 1, str(tmp_path), True, timeout=300)
+    assert ours.keys() == plain.keys() and ours["latency"] > 0
+    assert (ours["steps"], ours["flops"]) == (plain["steps"], plain["flops"])
