@@ -83,6 +83,13 @@ def schedule_free(parameters: Any, **options: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
+def deepspeed_cpu_adam(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    """Return DeepSpeed's Adam for CPUs, which DeepSpeed compiles at its first use."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(parameters, **options)
+
+
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "adafactor": (torch.optim.Adafactor, {}),
     "adagrad": (torch.optim.Adagrad, {}),
@@ -101,6 +108,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tensor_lr": (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
 }
 """The class and the options of :func:`test_resumed_differences.made`, by name."""
+COMPILED: dict[str, tuple[Any, dict[str, Any]]] = {"cpu_adam": (deepspeed_cpu_adam, {})}
+"""Optimizers that DeepSpeed compiles at their first use, which takes a minute."""
 WITHOUT_ZERO = frozenset({"adafactor"})
 """Optimizers whose states have other sizes than the parameter, unless ZeRO makes all parameters flat."""
 BY_SHARD = frozenset({"lamb", "adafactor"})

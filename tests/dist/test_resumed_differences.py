@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_engines import Odd, differences, values_of
-from optimizer_kinds import OPTIMIZERS, WITHOUT_ZERO, Peculiar
+from optimizer_kinds import COMPILED, OPTIMIZERS, WITHOUT_ZERO, Peculiar
 from resumed_engines import CHANGES, made, step
 
 from ort_zero.checkpoint import aggregate, verify
@@ -45,6 +45,23 @@ def test_states_that_cannot_be_cut_are_refused_before_anything_is_written(kind, 
         engine.save_checkpoint(str(tmp_path), tag="t")
     assert not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "latest").exists()
     engine.destroy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_deepspeeds_adam_for_cpus_goes_on_as_in_plain_deepspeed(stage, tmp_path):
+    """Its kernel computes the powers of the betas anew after a resume, in other bits than step by step."""
+    kind, options = COMPILED["cpu_adam"]
+    found = []
+    for section in (False, True):
+        folder = str(tmp_path / f"{section}")
+        saved(folder, stage=stage, optimizer=kind, section=section, **options)
+        engine = made(stage, kind, model=Odd(seed=1), section=section, **options)
+        assert engine.load_checkpoint(folder)[0]
+        step(engine, range(2, 4))
+        found.append(values_of(engine))
+        engine.destroy()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
