@@ -51,7 +51,9 @@ LEVELS = (
 _ALIASES = {"VERBOSE": "DEBUG"}
 _BY_NAME = {level.name: level for level in LEVELS}
 _BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
-logging.addLevelName(_BY_NAME["DEVINFO"].number, "DEVINFO")
+DEVINFO = _BY_NAME["DEVINFO"].number
+"""Number of the level for what a developer of a model wants to know of its graphs."""
+logging.addLevelName(DEVINFO, "DEVINFO")
 
 _requested: weakref.WeakKeyDictionary[Any, Level] = weakref.WeakKeyDictionary()
 """Level in the section of each living engine."""

@@ -6,6 +6,7 @@ decompositions, type promotion, and Dynamo's own errors and reasons.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -34,19 +35,52 @@ RECOMPILE_LIMIT = 64
 """Graphs of one function that Dynamo keeps; layers whose attributes differ need one each, and the default is 8."""
 
 
-def compile_function(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function with ``torch.compile``, for up to :data:`RECOMPILE_LIMIT` graphs, and return the compiled one.
+def compile_function(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    misfit: Callable[[str, Callable[[str], str | None]], None],
+    guarded: Callable[[list[str]], None],
+) -> Callable[..., Any]:
+    """Compile a function as ``torch.compile`` does, for up to :data:`RECOMPILE_LIMIT` graphs; return the compiled one.
 
     Where torch can (from 2.13 on), the graphs of other models of the same class do not count.
+
+    Args:
+        function: the function.
+        backend: compiles a graph.
+        misfit: called when no graph fits a call, for each graph: with Dynamo's reason, and with a function that
+            returns the value of an expression in the call, as text.
+        guarded: called with the conditions under which a new graph is used again, as Dynamo writes them.
     """
+
+    def guard_failed(failure: Any) -> None:
+        # Dynamo's function that calls this one has the locals of the call
+        frame = inspect.currentframe()
+        names = frame.f_back.f_locals.get("f_locals", {}) if frame is not None and frame.f_back is not None else {}
+        misfit(str(failure.reason), functools.partial(_value_of, names))
+
+    def guards_made(guards: Any) -> None:
+        guarded([line for guard in guards for line in guard.code_list or ()])
+
     wanted: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     options = {name: value for name, value in wanted.items() if name in inspect.signature(torch.compile).parameters}
-    if options:
-        return torch.compile(function, backend=backend, **options)
-    # before torch 2.12 the limit is one for the whole process
-    name = "recompile_limit" if hasattr(dynamo_config, "recompile_limit") else "cache_size_limit"
-    setattr(dynamo_config, name, max(getattr(dynamo_config, name), RECOMPILE_LIMIT))
-    return torch.compile(function, backend=backend)
+    if not options:
+        # before torch 2.12 the limit is one for the whole process
+        name = "recompile_limit" if hasattr(dynamo_config, "recompile_limit") else "cache_size_limit"
+        setattr(dynamo_config, name, max(getattr(dynamo_config, name), RECOMPILE_LIMIT))
+    optimize = torch._dynamo.optimize(backend, guard_export_fn=guards_made, guard_fail_fn=guard_failed, **options)
+    return optimize(function)
+
+
+def _value_of(names: dict[str, Any], expression: str) -> str | None:
+    """Return the value of a guard's expression, as a short text: numbers and texts themselves, else the type."""
+    try:
+        value = eval(expression, {}, dict(names))
+    except Exception:  # the expression uses names that only Dynamo has
+        return None
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return repr(value)[:60]
+    return f"a {type(value).__name__}"
 
 
 def recompile_reason() -> str | None:

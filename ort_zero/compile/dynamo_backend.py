@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from ort_zero import env
+from ort_zero import env, log
 from ort_zero.compat import torch_compile
 from ort_zero.compile import devices, observations, records, sessions
 from ort_zero.compile.agreement import Agreement
@@ -20,6 +20,7 @@ from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.partition import decompositions, partition
 from ort_zero.compile.patterns import replace_compositions
 from ort_zero.compile.plan import Segment, make_plan
+from ort_zero.compile.recompilations import Recompilations
 from ort_zero.compile.settings import Settings
 from ort_zero.compile.sizes import SymbolReader
 from ort_zero.compile.trial import Trial
@@ -50,11 +51,13 @@ class Compiler:
         self._exclude = tuple(exclude)
         self.record = record if record is not None else records.ModelRecord()
         self._agreement = _agreement()
+        self.recompilations = Recompilations(unit or "the compiled function")
+        self.record.recompilations.append(self.recompilations)
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Compiled:
         """Return the compiled form of a graph of Dynamo."""
         self.record.dynamo_graphs += 1
-        reason = torch_compile.recompile_reason()
+        reason = self.recompilations.note_graph()
         observations.follow_gradients(module)
         replace_compositions(module)
         compiler = torch_compile.aot_autograd(
@@ -97,7 +100,9 @@ class Compiler:
             if len(refused) == before:
                 break
         program = program_of(module, plan, runners, symbols)
-        self.record.graphs.append(records.graph_record(plan, runners, direction, self._unit, reason))
+        graph = records.graph_record(plan, runners, direction, self._unit, reason)
+        self.record.graphs.append(graph)
+        log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())
         note_run = self.record.note_run
 
         def run(arguments: list[Any]) -> Any:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ort_zero.compile.flops import flops_of
 from ort_zero.compile.plan import Plan, TorchCall
+from ort_zero.compile.recompilations import Recompilations
 from ort_zero.compile.trial import Runner, Trial
 
 if TYPE_CHECKING:
@@ -53,6 +54,13 @@ class GraphRecord:
     recompile_reason: str | None
     """Why Dynamo compiled the unit again; None for its first graph."""
 
+    def text(self) -> str:
+        """Return the graph in a line: direction, segments, operators that PyTorch runs, and why the graph was made."""
+        parts = [f"{self.direction}: {len(self.segments)} segments"]
+        parts += [f"{segment.trial.key} of {segment.nodes} nodes" for segment in self.segments]
+        parts += [f"in PyTorch: {', '.join(self.in_torch)}"] if self.in_torch else []
+        return "; ".join(parts) + (f"; made since {self.recompile_reason}" if self.recompile_reason else "")
+
 
 @dataclass(slots=True)
 class ModelRecord:
@@ -63,6 +71,8 @@ class ModelRecord:
     """Number of graphs that Dynamo has captured; each becomes a forward and a backward, or an inference graph."""
     runs: Counter[str] = field(default_factory=Counter)
     """Number of graph runs by direction."""
+    recompilations: list[Recompilations] = field(default_factory=list)
+    """The reasons for new graphs, of each class of units."""
     on_first_step: Callable[[], None] | None = None
     """The function to call once the first step is over: at the next forward, or after the engine's step."""
 
@@ -98,6 +108,18 @@ class ModelRecord:
         total = sum(g.torch_flops + sum(s.flops for s in g.segments) for g in self.graphs)
         return ort / total if total else None
 
+    def transitions(self) -> list[dict[str, str]]:
+        """Return each graph that was made since no earlier one fitted, with the change that Dynamo names."""
+        return [
+            {
+                "unit": graph.unit,
+                "mode": "inference" if graph.direction == "inference" else "training",
+                "reason": graph.recompile_reason,
+            }
+            for graph in self.graphs
+            if graph.recompile_reason
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         """Return the record as plain values."""
         segments = [segment for graph in self.graphs for segment in graph.segments]
@@ -110,6 +132,7 @@ class ModelRecord:
             "flop_share": self.flop_share(),
             "in_torch": dict(sum((graph.in_torch for graph in self.graphs), Counter())),
             "reasons": {name: why for graph in self.graphs for name, why in graph.reasons.items()},
+            "units_at_limit": [each.unit for each in self.recompilations if each.at_limit],
             "recompilations": [reason for g in self.graphs if (reason := g.recompile_reason)],
             "failed": {s.trial.key: s.trial.reason for s in segments if s.trial.failed},
         }

@@ -111,7 +111,10 @@ class CompiledModel:
             key = (function, unit.excluded)
             if key not in self._compiled:
                 compiler = Compiler(self._settings, self.record, unit.excluded, type(unit.module).__name__)
-                self._compiled[key] = torch_compile.compile_function(function, compiler)
+                noted = compiler.recompilations
+                self._compiled[key] = torch_compile.compile_function(
+                    function, compiler, noted.note_misfit, noted.note_guards
+                )
             return self._compiled[key]
 
         reference = weakref.ref(self)
@@ -180,7 +183,7 @@ class CompiledModel:
             "sessions": sessions.count(),
             "graph_runs": dict(self.record.runs),
             "graphs": {},
-            "transitions": [],
+            "transitions": self.record.transitions(),
             "in_torch": compiled.pop("reasons"),
             "compiled": compiled,
         }
