@@ -24,6 +24,7 @@ from ort_zero.compile.recompilations import Recompilations
 from ort_zero.compile.settings import Settings
 from ort_zero.compile.sizes import SymbolReader
 from ort_zero.compile.trial import Trial
+from ort_zero.compile.unit_forward import IN_GRAPH
 from ort_zero.utils.atomic_write import write_bytes
 
 Compiled = Callable[..., Any]
@@ -107,7 +108,11 @@ class Compiler:
 
         def run(arguments: list[Any]) -> Any:
             note_run(direction)
-            return program(arguments)
+            try:
+                return program(arguments)
+            except Exception as error:
+                setattr(error, IN_GRAPH, True)
+                raise
 
         return torch_compile.boxed(run)
 

@@ -13,6 +13,8 @@ from torch import nn
 from ort_zero.compat.torch_compile import TorchDynamoException, in_backward
 
 _NAME = "forward"
+IN_GRAPH = "raised_in_graph"
+"""Attribute of exceptions that a graph has raised: their tracebacks end at the unit's first line."""
 _ASKED = frozenset(1 << n for n in range(3, 40))
 """Numbers of calls at which a unit asks whether PyTorch is faster."""
 
@@ -61,10 +63,15 @@ class UnitForward:
             return self.original(self.unit, *args, **kwargs)
         try:
             return self.compiled(self.unit, *args, **kwargs)
-        except TorchDynamoException as error:
-            self.failed(error)
-            self.compiled = None
-            return self.original(self.unit, *args, **kwargs)
+        except Exception as error:
+            if not (isinstance(error, TorchDynamoException) or getattr(error, IN_GRAPH, False)):
+                raise
+            failure = error
+        # outside of the handler: what this raises is the user's own error, with the user's line
+        results = self.original(self.unit, *args, **kwargs)
+        self.failed(failure)
+        self.compiled = None
+        return results
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
         unit = memo.get(id(self.unit), self.unit)
