@@ -2,8 +2,9 @@
 
 Each architecture has its own process: a crash or an endless export costs only its own line. There the model takes a
 few steps in PyTorch, a second copy takes the same steps in ORT, and the losses of every step and the gradients of the
-last one are compared. Without ``--only`` and ``--kind`` the result is written to ``docs/compatibility.md``;
-``--zero3`` writes that document's second table, from real DeepSpeed engines on two ranks.
+last one are compared. Without ``--only`` and ``--kind`` the result is written to ``docs/compatibility.md``, or with
+``--engine ortmodule`` to ``docs/ortmodule-compatibility.md``. ``--zero3`` writes the document's second table, from real
+DeepSpeed engines on two ranks.
 
     python benchmarks/model_zoo.py                        # all of them, one process after another
     python benchmarks/model_zoo.py --only bert,llama      # these
@@ -33,7 +34,8 @@ import torch
 import zoo_models
 from torch.utils import _pytree
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCUMENTS = {"compile": DOCS / "compatibility.md", "ortmodule": DOCS / "ortmodule-compatibility.md"}
 STEPS = 4
 LEARNING_RATE = 1e-2
 MOMENTUM = 0.9
@@ -84,12 +86,24 @@ def train(
 
 def evaluate(call: Callable[..., Any], model: torch.nn.Module, batch: zoo_models.Batch) -> list[torch.Tensor]:
     """Return the tensors of what the model returns in evaluation, its caches of keys and values among them."""
-    from ort_zero.ortmodule.runtime.export import pytree
-
     torch.manual_seed(0)
     model.eval()
     with torch.no_grad():
-        return pytree.flatten(call(**batch), drop_caches=False)[0]
+        return list(tensors_in(call(**batch)))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers, and in the attributes of objects such as caches of keys and values."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif type(value).__module__.startswith("transformers.") and hasattr(value, "__dict__"):
+        yield from tensors_in({name: item for name, item in vars(value).items() if not name.endswith("config")})
 
 
 def shorten(message: str) -> str:
@@ -139,6 +153,13 @@ def differing_gradients(
 
 def wrong_runs(status: Row, steps: int) -> str | None:
     """Return what in the status of ort_zero shows that ORT did not run all steps, None if it did."""
+    if status["engine"] == "compile":
+        if status["fallbacks"]:
+            return shorten(f"not compiled: {status['failures']}")
+        if status["backend"] != "onnxruntime" or not status["compiled"]["flop_share"]:
+            return "ran in PyTorch"
+        runs = status["graph_runs"]
+        return None if min(runs.get("forward", 0), runs.get("backward", 0)) >= steps else f"graphs ran {runs}"
     if status["backend"] != "onnxruntime":
         return f"ran in {status['backend']}"
     if "submodules" in status:  # PyTorch runs the model's own code, and one step may call a submodule several times
@@ -196,7 +217,7 @@ def wrong_gradients(differences: list[tuple[str, float]]) -> str | None:
     return shorten(f"gradients of {len(wrong)} parameters differ, most that of {wrong[0]}: {differences[0][1]:.0e}")
 
 
-def run(name: str, side: str) -> Row:
+def run(name: str, side: str, engine: str) -> Row:
     """Train the architecture `name` in PyTorch and, if `side` is ``"both"``, in ORT; return its row."""
     spec = zoo_models.by_name(name)
     row: Row = {"name": name, "kind": spec.kind}
@@ -213,23 +234,27 @@ def run(name: str, side: str) -> Row:
     if side == "torch":
         return {**row, "works": True, "result": "works"}
     try:
-        row.update(compare(spec, losses, gradients, expected))
+        row.update(compare(spec, engine, losses, gradients, expected))
     except Exception as error:
         row.update(failure("", error))
     return row
 
 
 def compare(
-    spec: zoo_models.Spec, losses: list[float], gradients: dict[str, torch.Tensor], expected: list[torch.Tensor]
+    spec: zoo_models.Spec,
+    engine: str,
+    losses: list[float],
+    gradients: dict[str, torch.Tensor],
+    expected: list[torch.Tensor],
 ) -> Row:
     """Train a new copy of the model in ORT, evaluate it, and compare with what PyTorch gave."""
-    from ort_zero import config
-    from ort_zero.ortmodule.wrap import wrap_model
+    import ort_zero
 
     model, batches = spec.build()
-    runtime, wrapped = wrap_model(model, config.OrtModuleConfig(), stage=0)
+    options = {"compile": {"place": "ort"}} if engine == "compile" else {}
+    wrapped = ort_zero.wrap(model, backend=engine, log_level="ERROR", **options)
     ours, our_gradients = train(wrapped, model, batches)
-    status = runtime.status()
+    status = ort_zero.status()["models"][-1]
     evaluated = evaluate(wrapped, model, batches[0])
     apart = differing_gradients(gradients, our_gradients)
     cause = (
@@ -240,17 +265,36 @@ def compare(
         or wrong_gradients(apart)
         or wrong_evaluation(expected, evaluated)
     )
-    graph = status["graphs"].get("training", {})
-    return {
+    row: Row = {
         "works": cause is None,
         "result": cause or "works",
         "losses": {"torch": losses, "onnxruntime": ours},
         "gradient_differences": apart[:5],
+        "in_torch": status.get("in_torch") or {},
+    }
+    if engine == "compile":
+        return row | compiled_figures(status)
+    graph = status["graphs"].get("training", {})
+    return {
+        **row,
         "export_seconds": graph.get("seconds"),
         "nodes": graph.get("nodes"),
         "python_ops": graph.get("python_ops"),
-        "in_torch": status.get("in_torch") or {},
-        "evaluation": evaluation_exports(runtime.status()),
+        "evaluation": evaluation_exports(ort_zero.status()["models"][-1]),
+    }
+
+
+def compiled_figures(status: Row) -> Row:
+    """Return the part of a row with the figures of a compiled model."""
+    from ort_zero.compat.torch_compile import graph_breaks
+
+    compiled = status["compiled"]
+    return {
+        "units": len(status["unit_classes"]),
+        "graphs": compiled["dynamo_graphs"],
+        "breaks": [f"{reason} ({where})" for reason, where in graph_breaks()],
+        "share": compiled["flop_share"],
+        "in_torch": {name: f"{count} times" for name, count in compiled["in_torch"].items()},
     }
 
 
@@ -266,18 +310,18 @@ def be_quiet() -> None:
     transformers.logging.set_verbosity_error()
 
 
-def child(name: str, side: str) -> int:
+def child(name: str, side: str, engine: str) -> int:
     """Print the row of `name` as one line of JSON, and nothing else, on stdout."""
     result = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints, in Python or not
     be_quiet()
-    print(json.dumps(run(name, side)), file=result, flush=True)
+    print(json.dumps(run(name, side, engine)), file=result, flush=True)
     return 0
 
 
-def spawn(spec: zoo_models.Spec, side: str, timeout: float) -> Row:
+def spawn(spec: zoo_models.Spec, side: str, engine: str, timeout: float) -> Row:
     """Return the row of `spec` from a process of its own."""
-    command = [sys.executable, os.path.abspath(__file__), "--one", spec.name, "--side", side]
+    command = [sys.executable, os.path.abspath(__file__), "--one", spec.name, "--side", side, "--engine", engine]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
@@ -336,7 +380,7 @@ def zero3_side(name: str, section: Row | None, **zero: Any) -> tuple[list[float]
     return losses, status
 
 
-def zero3(name: str) -> Row:
+def zero3(name: str, engine: str) -> Row:
     """Run on each rank: return the row of `name` under ZeRO-3."""
     import ort_zero
 
@@ -350,7 +394,9 @@ def zero3(name: str) -> Row:
         losses, _ = zero3_side(name, None)
     except Exception as error:
         raise RuntimeError(f"without the section: {type(error).__name__}: {error}") from error
-    section = {"ortmodule": {"enabled": True, "log_level": "ERROR"}}
+    section: Row = {"backend": engine, "log_level": "ERROR"}
+    if engine == "compile":
+        section["compile"] = {"place": "ort"}
     ours, status = zero3_side(name, section)
     graph = status["graphs"].get("training", {})
     cause = wrong_runs(status, STEPS) or differing_losses(losses, ours)
@@ -366,15 +412,16 @@ def zero3(name: str) -> Row:
         "collectives": graph.get("collectives"),
         "collectives_without_reuse": other["graphs"].get("training", {}).get("collectives"),
         "in_torch": status.get("in_torch") or {},
+        **(compiled_figures(status) if engine == "compile" else {}),
     }
 
 
-def spawn_zero3(spec: zoo_models.Spec, timeout: float) -> Row:
+def spawn_zero3(spec: zoo_models.Spec, engine: str, timeout: float) -> Row:
     """Return the row of `spec` under ZeRO-3, that of a rank where it does not work if there is one."""
     from ort_zero.testing.ranks import run_on_ranks
 
     try:
-        rows = run_on_ranks(zero3, 2, spec.name, timeout=timeout)
+        rows = run_on_ranks(zero3, 2, spec.name, engine, timeout=timeout)
     except RuntimeError as error:
         return {"name": spec.name, "kind": spec.kind, "works": False, **rank_failure(str(error))}
     return min(rows, key=lambda row: row["works"])
@@ -412,14 +459,15 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> list[str]:
     return ["| " + " | ".join(cell(value) for value in line) + " |" for line in lines]
 
 
-def versions() -> str:
+def versions(engine: str) -> str:
     """Return the versions that the results hold for."""
-    packages = ("torch", "transformers", "onnxruntime-training", "deepspeed")
+    runtime = "onnxruntime" if engine == "compile" else "onnxruntime-training"
+    packages = ("torch", "transformers", runtime, "deepspeed")
     found = [f"{package} {importlib.metadata.version(package)}" for package in packages]
     return ", ".join([f"Python {'.'.join(platform.python_version_tuple()[:2])}", *found])
 
 
-def zoo_section(rows: list[Row]) -> str:
+def zoo_section(rows: list[Row], engine: str) -> str:
     """Return the document up to the part about ZeRO-3."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     summary = []
@@ -428,84 +476,127 @@ def zoo_section(rows: list[Row]) -> str:
         summary.append((kind, f"{sum(row['works'] for row in of_kind)} of {len(of_kind)}"))
     summary.append(("all", f"{sum(row['works'] for row in rows)} of {len(rows)}"))
     lines = [
-        "# Compatibility",
+        "# Compatibility" if engine == "compile" else "# Compatibility of the engine of onnxruntime-training",
         "",
-        "Written by `python benchmarks/model_zoo.py`; do not edit.",
+        f"Written by `{command(engine)}`; do not edit.",
         "",
-        f"{versions()}; CPU.",
+        f"{versions(engine)}; CPU.",
         "",
-        "Look your model up in the second table. To check an architecture again, run"
-        " `python benchmarks/model_zoo.py --only NAME`.",
+        f"Look your model up in the second table. To check an architecture again, run `{command(engine)} --only NAME`.",
         "",
         f"Each small model with random weights takes {STEPS} training steps in PyTorch and in ONNX Runtime. It works"
         " if:",
         "",
-        "- ONNX Runtime ran every forward and backward;",
+        "- ONNX Runtime ran every forward and backward, and every unit was compiled;"
+        if engine == "compile"
+        else "- ONNX Runtime ran every forward and backward;",
         f"- the losses of all steps differ by {TOLERANCE:g} at most;",
         "- in the last step the same parameters have gradients, and each gradient differs by"
         f" {GRADIENT_TOLERANCE:.0%} of its size at most;",
         f"- each result of an evaluation after these steps differs by {EVALUATION_TOLERANCE:.1%} of its size at most.",
         "",
-        "The last column says `shared` if the evaluation uses the export of the training graph:"
-        f" {sum(str(row.get('evaluation')).startswith('shared') for row in rows)} of {len(rows)}.",
-        "",
+        *(
+            ()
+            if engine == "compile"
+            else (
+                "The last column says `shared` if the evaluation uses the export of the training graph:"
+                f" {sum(str(row.get('evaluation')).startswith('shared') for row in rows)} of {len(rows)}.",
+                "",
+            )
+        ),
         *table(("kind", "works"), summary),
         "",
-        *table(
-            ("architecture", "kind", "result", "in PyTorch inside the graph", "nodes", "export for evaluation"),
-            (
-                (row["name"], row["kind"], row["result"], kept_in_torch(row), row.get("nodes"), row.get("evaluation"))
-                for row in rows
-            ),
-        ),
+        *(compiled_table(rows) if engine == "compile" else ortmodule_table(rows)),
     ]
     return "\n".join(lines) + "\n"
 
 
-def zero3_section(rows: list[Row]) -> str:
+def command(engine: str) -> str:
+    """Return the command that writes the document of an engine."""
+    return "python benchmarks/model_zoo.py" + ("" if engine == "compile" else f" --engine {engine}")
+
+
+def ortmodule_table(rows: list[Row]) -> list[str]:
+    """Return the lines of the table of ORTModule's graphs."""
+    return table(
+        ("architecture", "kind", "result", "in PyTorch inside the graph", "nodes", "export for evaluation"),
+        (
+            (row["name"], row["kind"], row["result"], kept_in_torch(row), row.get("nodes"), row.get("evaluation"))
+            for row in rows
+        ),
+    )
+
+
+def compiled_table(rows: list[Row]) -> list[str]:
+    """Return the lines of the table of compiled models."""
+    return table(
+        ("architecture", "kind", "result", "operations in ONNX Runtime", "units", "graphs", "breaks",
+         "operators in PyTorch"),
+        (
+            (row["name"], row["kind"], row["result"], f"{100 * row['share']:.0f} %" if row.get("share") else "",
+             row.get("units"), row.get("graphs"), len(row.get("breaks", ())),
+             ", ".join(name.removesuffix(".default") for name in row.get("in_torch", ())))
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def zero3_section(rows: list[Row], engine: str) -> str:
     """Return the part of the document about ZeRO-3."""
     lines = [
         ZERO3_HEADING,
         "",
-        "Written by `python benchmarks/model_zoo.py --zero3`; do not edit.",
+        f"Written by `{command(engine)} --zero3`; do not edit.",
         "",
-        f"{versions()}; CPU.",
+        f"{versions(engine)}; CPU.",
         "",
         "A sample on two ranks, with `stage3_param_persistence_threshold` 0: DeepSpeed without the section, and with",
-        '`"ort_zero": {"ortmodule": {"enabled": true}}`. A model works if ONNX Runtime ran every forward and backward,',
+        f'`"ort_zero": {{"backend": "{engine}"}}`. A model works if ONNX Runtime ran every forward and backward,',
         f"and the losses of all {STEPS} steps differ by {TOLERANCE:g} at most. Each model runs twice: with DeepSpeed's",
-        "defaults (column `weights`, which stay whole until their next use), and with `stage3_max_reuse_distance` 0.",
+        "defaults (weights stay whole until their next use), and with `stage3_max_reuse_distance` 0.",
         "",
         f"{sum(row['works'] for row in rows)} of {len(rows)} work.",
         "",
-        *table(
-            ("architecture", "kind", "result", "weights", "reuse distance 0", "in PyTorch inside the graph", "nodes"),
-            (
+        *(
+            compiled_table(rows)
+            if engine == "compile"
+            else table(
                 (
-                    row["name"],
-                    row["kind"],
-                    row["result"],
-                    row.get("collectives"),
-                    str(row.get("collectives_without_reuse") or "").partition(", ")[2],
-                    kept_in_torch(row),
-                    row.get("nodes"),
-                )
-                for row in rows
-            ),
+                    "architecture",
+                    "kind",
+                    "result",
+                    "weights",
+                    "reuse distance 0",
+                    "in PyTorch inside the graph",
+                    "nodes",
+                ),
+                (
+                    (
+                        row["name"],
+                        row["kind"],
+                        row["result"],
+                        row.get("collectives"),
+                        str(row.get("collectives_without_reuse") or "").partition(", ")[2],
+                        kept_in_torch(row),
+                        row.get("nodes"),
+                    )
+                    for row in rows
+                ),
+            )
         ),
     ]
     return "\n".join(lines) + "\n"
 
 
-def write(path: Path, rows: list[Row], *, is_zero3: bool) -> None:
+def write(path: Path, rows: list[Row], engine: str, *, is_zero3: bool) -> None:
     """Write one part of the document and keep the other one."""
     old = path.read_text() if path.exists() else ""
     old, mark, versions = old.partition("<!-- versions")  # written by tests/versions/matrix.py
     zoo, heading, rest = old.partition(ZERO3_HEADING)
     if is_zero3:
-        rest = zero3_section(rows)
+        rest = zero3_section(rows, engine)
     else:
-        zoo, rest = zoo_section(rows), heading + rest
+        zoo, rest = zoo_section(rows, engine), heading + rest
     path.write_text("\n".join(part.rstrip() + "\n" for part in (zoo, rest, mark + versions) if part.strip()))
 
 
@@ -536,15 +627,24 @@ def results(specs: list[zoo_models.Spec], args: argparse.Namespace) -> Iterator[
     with tqdm(specs, file=sys.stderr, disable=None, unit="model", dynamic_ncols=True) as bar:
         for spec in bar:
             bar.set_postfix_str(spec.name)
-            row = spawn_zero3(spec, args.timeout) if args.zero3 else spawn(spec, args.side, args.timeout)
+            row = spawn_one(spec, args)
             bar.write(json.dumps(row) if args.json else describe(row), file=sys.stdout)
             sys.stdout.flush()
             yield row
 
 
+def spawn_one(spec: zoo_models.Spec, args: argparse.Namespace) -> Row:
+    """Return the row of `spec`, alone or under ZeRO-3 as the command line asks."""
+    if args.zero3:
+        return spawn_zero3(spec, args.engine, args.timeout)
+    return spawn(spec, args.side, args.engine, args.timeout)
+
+
 def describe(row: Row) -> str:
     """Return the row as a line for a terminal."""
     extra = [f"{row['nodes']} nodes"] if row.get("nodes") else []
+    extra += [f"{100 * row['share']:.0f} % in ONNX Runtime"] if row.get("share") else []
+    extra += [f"{len(row['breaks'])} breaks"] if row.get("breaks") else []
     if row.get("export_seconds"):
         extra.append(f"export {row['export_seconds']:.1f} s")
     if kept_in_torch(row):
@@ -558,21 +658,22 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME[,NAME...]", help="these architectures")
     parser.add_argument("--kind", help="the architectures of this kind")
     parser.add_argument("--side", choices=("torch", "both"), default="both", help="torch: only the reference")
+    parser.add_argument("--engine", choices=tuple(DOCUMENTS), default="compile")
     parser.add_argument("--zero3", action="store_true", help="run the sample under ZeRO-3 on two ranks instead")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one architecture (default: 240)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON for each architecture")
     parser.add_argument(
-        "--output", type=Path, help=f"document to write (default: docs/{DOCUMENT.name}, after a run of all only)"
+        "--output", type=Path, help="document to write (default: the engine's in docs, after a run of all only)"
     )
     parser.add_argument("--one", metavar="NAME", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        return child(args.one, args.side)
+        return child(args.one, args.side, args.engine)
     rows = list(results(chosen(args), args))
     all_ran = not args.only and not args.kind and args.side == "both"
-    output = args.output or (DOCUMENT if all_ran else None)
+    output = args.output or (DOCUMENTS[args.engine] if all_ran else None)
     if output is not None:
-        write(output, rows, is_zero3=args.zero3)
+        write(output, rows, args.engine, is_zero3=args.zero3)
     if not args.json:
         print(f"{sum(row['works'] for row in rows)} of {len(rows)} work")
     return int(not all(row["works"] for row in rows))
