@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class Compiler:
     def _compile(self, module: GraphModule, direction: str, reason: str | None = None) -> Compiled:
         if direction == "inference":
             observations.settle(module.graph)
+        for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
+            node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
         device = _device_of(module)
         symbols = SymbolReader([node for node in module.graph.nodes if node.op == "placeholder"])
         widen = device is not None and devices.computes_in_float32(device)

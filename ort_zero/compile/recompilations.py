@@ -46,6 +46,8 @@ def words_of(reason: str, evaluate: Callable[[str], str | None]) -> str:
             return match.expand(words)
     if match := re.match(r"(.+) (==|is) (.+)$", guard.removeprefix("not ")):
         name, before = match[1], match[3]
+    elif match := re.match(r"___check_obj_id\((.+), \d+\)", guard):  # torch 2.6, of True and False
+        name, before = match[1], "another object"
     elif match := re.match(r"___check_type_id\((.+), \d+\), type=<class '(.+)'>", guard):
         name, before = match[1], match[2]
     else:

@@ -27,6 +27,8 @@ WORDS = {
     # torch 2.6
     "tensor 'L['x']' size mismatch at index 1. expected 4, actual 6": "size 1 of x is 6, was 4",
     "L['self'].scale == 1.0  # y=y*self.scale  # m.py:7 in forward": "self.scale is 2.0, was 1.0 (m.py:7)",
+    "0/0: ___check_obj_id(L['self'].scale, 140211155922688)  # if x  # m.py:8 in forward":
+        "self.scale is 2.0, was another object (m.py:8)",
     # an expression of Dynamo's own names, and a text that nobody has seen yet
     "0/0: ___key_to_id(d) == [1]  # x  # m.py:1 in f": "___key_to_id(d) is no longer [1] (m.py:1)",
     "0/0: something else\nwith details": "something else",
