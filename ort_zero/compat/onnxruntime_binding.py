@@ -16,6 +16,15 @@ from onnxruntime.capi import _pybind_state
 
 ElementType = Any
 """A type of NumPy, or the number of a type in ONNX."""
+_FAULTS = {"Sqrt": ((1, 22), "returns NaN for infinity")}
+"""What an operator on CPUs does wrong before a release; 1.22 is the first one after 1.19 that was tried."""
+
+
+def fault_of(operator: str) -> str | None:
+    """Return what the installed ONNX Runtime does wrong in an operator; None for an operator without a known fault."""
+    until, fault = _FAULTS.get(operator, ((0, 0), ""))
+    installed = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+    return f"{operator} of ONNX Runtime {onnxruntime.__version__} {fault}" if installed < until else None
 
 
 def runner_of(

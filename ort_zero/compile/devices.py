@@ -11,6 +11,7 @@ import onnxruntime
 import torch
 from onnx import helper
 
+from ort_zero.compat import onnxruntime_binding
 from ort_zero.compile.assembly import model_of
 from ort_zero.compile.conversion.fragments import ONNX_TYPES, Fragment
 
@@ -53,8 +54,11 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def unsupported(fragment: Fragment, device: torch.device) -> str | None:
-    """Return which operator of a fragment the device's provider has no kernel for, in words; None if it has all."""
+    """Return which operator of a fragment the device's provider has no right kernel for; None if it has all."""
     for node in fragment.nodes:
+        fault = onnxruntime_binding.fault_of(node.operator) if device.type == "cpu" else None
+        if fault is not None:
+            return fault
         dtypes = tuple(fragment.dtypes[name] if name else None for name in node.inputs)
         results = tuple(fragment.dtypes[name] for name in node.outputs)
         if not _has_kernel(node.operator, node.domain, node.attributes, dtypes, results, device.type):
