@@ -150,14 +150,14 @@ test-slow: compiler $(TESTS_READY) $(ORTMODULE_READY) ## Run the tests that take
 test-all: browser ## Run all of these: test, test-ortmodule, test-slow
 	@status=0; for target in test test-ortmodule test-slow; do $(MAKE) --no-print-directory $$target || status=1; done; exit $$status
 
-# An environment of their own on top of the old engine's: what these packages bring must not change what its tests run with
+# An environment of their own on top of the tests': what these packages bring must not change what its tests run with
 CLIENTS := $(VENV)/clients
 CLIENTS_READY := $(CLIENTS)/.ready
 
-$(CLIENTS_READY): $(ORTMODULE_READY) setup.cfg .ci/constraints.txt
+$(CLIENTS_READY): $(TESTS_READY) setup.cfg .ci/constraints.txt
 	@echo "installing the packages of the extra clients into $(CLIENTS) (some hundred MB, minutes)"
-	@$(ORTMODULE_BIN)/python -m venv --clear $(CLIENTS)
-	@$(ORTMODULE_BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
+	@$(BIN)/python -m venv --clear $(CLIENTS)
+	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
 	  > "$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/below.pth"
 	@$(CLIENTS)/bin/python -m pip install -qq -c .ci/constraints.txt -e '.[clients]'
 	@echo "starting 2 ranks for the first time: DeepSpeed compiles an operator, Python all packages"
@@ -188,8 +188,8 @@ readme-figures: $(ORTMODULE_READY) ## Measure these ratios anew, store them and 
 	$(ORTMODULE_BIN)/python benchmarks/bench_check.py --update
 
 .PHONY: zoo
-zoo: $(ORTMODULE_READY) ## Try every architecture of the model zoo, alone and under ZeRO-3; writes docs/compatibility.md
-	$(ORTMODULE_BIN)/python benchmarks/model_zoo.py; one=$$?; $(ORTMODULE_BIN)/python benchmarks/model_zoo.py --zero3 && exit $$one
+zoo: $(TESTS_READY) ## Try every architecture of the model zoo, alone and under ZeRO-3; writes docs/compatibility.md
+	$(BIN)/python benchmarks/model_zoo.py; one=$$?; $(BIN)/python benchmarks/model_zoo.py --zero3 && exit $$one
 
 .PHONY: matrix
 matrix: $(ORTMODULE_READY) ## Try other versions of torch, DeepSpeed, ... and Python (hours); writes docs/compatibility.md

@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 PAGE = ROOT / "docs/programs.md"
-ALWAYS = ("torch", "deepspeed", "onnxruntime-training")
+ALWAYS = ("torch", "deepspeed", "onnxruntime")
 SHOWN = 4
 """How many PyTorch parts a row names before it says how many there are."""
 HEAD = """# Programs
@@ -26,8 +26,10 @@ section, with dropout 0 and equal seeds.
 
 - "difference": the largest difference of a step's loss to PyTorch's, rounded up to a power of ten (relative for losses
   above 1). A test allows 2e-4.
-- "graphs": the number of exports of one rank.
-- "PyTorch parts": the operators and submodules that PyTorch runs inside of the graph.
+- "share": the percentage of floating-point operations of the compiled units that ONNX Runtime runs, with
+  `"place": "ort"`; of the model with the least, where a program has several.
+- "graphs": the number of graphs that Dynamo has captured on one rank.
+- "PyTorch parts": the operators that PyTorch runs between the segments.
 """
 
 
@@ -63,7 +65,8 @@ def page() -> str:
         versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
         parts.append(f"\n## {found['title']}\n\n{versions}.\n")
         parts.append(
-            "\n| program | | result | difference | graphs | PyTorch parts | test |\n|---|---|---|---|---|---|---|\n"
+            "\n| program | | result | difference | share | graphs | PyTorch parts | test |\n"
+            "|---|---|---|---|---|---|---|---|\n"
         )
         parts += [f"| {' | '.join(cells(row))} |\n" for row in found["rows"]]
     return "".join(parts)
@@ -84,6 +87,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         "-".join(case.get(part, part) for part in row["case"].split("-")),
         "as PyTorch" if row["passed"] else "fails",
         row.get("difference", ""),
+        f"{row['share']} %" if "share" in row else "",
         str(row.get("graphs", "")),
         named,
         f"`{row['test']}`",

@@ -209,7 +209,7 @@ def gradient_checkpointing(run: Run) -> Result:
 
 @ZERO_2_AND_3
 def test_gradient_checkpointing(client, stage):
-    client.compare(gradient_checkpointing, stage, section={"memory": {"checkpointing": "recompute"}})
+    client.compare(gradient_checkpointing, stage)
 
 
 # -- classification ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""ORTModule without DeepSpeed: Lightning, Accelerate and a plain loop, with DDP.
+"""`ort_zero.wrap` without DeepSpeed: Lightning, Accelerate and a plain loop, with DDP.
 
 The program is the same in PyTorch but for the one line that wraps the model.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import NO_ZERO, ZERO_3, Result, Run
+from harness import NO_ZERO, SECTION, ZERO_3, Result, Run
 from small_data import images, padded, sentence_pairs, small_bert
 from torch import nn
 from torch.nn import functional as F
@@ -19,12 +19,12 @@ pytestmark = pytest.mark.clients
 
 
 def wrapped(run: Run, model: nn.Module) -> nn.Module:
-    """Return the model as ORTModule's users have it."""
+    """Return the model as the users of ``ort_zero.wrap`` have it."""
     if run.backend == "torch":
         return model
-    from onnxruntime.training.ortmodule import DebugOptions, LogLevel, ORTModule
+    import ort_zero
 
-    return ORTModule(model, DebugOptions(log_level=LogLevel.WARNING))
+    return ort_zero.wrap(model, **{key: value for key, value in SECTION.items() if key != "enabled"})
 
 
 def network() -> nn.Module:
@@ -86,7 +86,7 @@ def test_lightning_with_ddp(client, stage):
 
 
 def loop_with_ddp(run: Run) -> Result:
-    """A plain loop: `DistributedDataParallel(ORTModule(model))`, `no_sync`, evaluation, `state_dict`"""
+    """A plain loop: `DistributedDataParallel(ort_zero.wrap(model))`, `no_sync`, evaluation, `state_dict`"""
     from torch.nn.parallel import DistributedDataParallel
 
     if not torch.distributed.is_initialized():
@@ -120,7 +120,7 @@ def test_loop_with_ddp(client, stage):
 
 
 def accelerate_with_ddp(run: Run) -> Result:
-    """Accelerate without DeepSpeed: `prepare` of an ORTModule, accumulation, `gather_for_metrics`, `unwrap_model`"""
+    """Accelerate without DeepSpeed: `prepare` of a wrapped model, accumulation, `gather_for_metrics`, `unwrap_model`"""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

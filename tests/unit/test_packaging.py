@@ -176,13 +176,13 @@ def test_pins_without_a_marker_are_for_every_python_of_make_venv():
 
 def test_the_extra_of_the_clients_bounds_every_package_and_names_no_torch(setup_cfg):
     own = requirements(setup_cfg["options.extras_require"]["clients"])
-    assert own.pop("ort-zero").extras == {"ortmodule", "examples"} and "torch" not in own
+    assert own.pop("ort-zero").extras == {"ort", "examples"} and "torch" not in own
     assert all({spec.operator for spec in requirement.specifier} == {">=", "<"} for requirement in own.values())
     assert not set(own) & set(extra(setup_cfg, "test"))
     makefile = (ROOT / "Makefile").read_text()
     (install,) = re.findall(r"^.*pip install .*clients.*$", makefile, flags=re.M)
     needed = makefile.split("\n$(CLIENTS_READY):")[1].split("\n")[0]
-    assert "-c .ci/constraints.txt" in install and "$(ORTMODULE_READY)" in needed
+    assert "-c .ci/constraints.txt" in install and "$(TESTS_READY)" in needed
 
 
 def test_makefile_has_an_environment_for_each_of_the_two_wheels(setup_cfg):

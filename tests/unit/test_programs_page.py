@@ -54,7 +54,7 @@ def test_the_page_says_what_the_tests_found(programs_page):
 
 def test_a_row_is_kept_in_place_of_an_earlier_one_and_rounded(programs_page, tmp_path, monkeypatch):
     monkeypatch.setattr(programs_page, "RESULTS", tmp_path)
-    monkeypatch.setattr(programs_page, "ALWAYS", ("torch",))  # onnxruntime-training has an environment of its own
+    monkeypatch.setattr(programs_page, "ALWAYS", ("torch",))
 
     class Module:
         __name__ = "test_x"
@@ -66,6 +66,7 @@ def test_a_row_is_kept_in_place_of_an_earlier_one_and_rounded(programs_page, tmp
         "case": "zero3",
         "program": "A | b.",
         "passed": True,
+        "share": 97,
         "graphs": 2,
         "in_torch": list("abcdef"),
     }
@@ -74,7 +75,7 @@ def test_a_row_is_kept_in_place_of_an_earlier_one_and_rounded(programs_page, tmp
     page = programs_page.page()
     assert "## A title\n" in page and "packaging 2" in page
     assert page.count("test_a") == 1
-    assert "| A \\| b | ZeRO-3 | as PyTorch | 1e-5 | 2 | `a`, `b`, `c`, `d` and 2 more | `test_a` |" in page
+    assert "| A \\| b | ZeRO-3 | as PyTorch | 1e-5 | 97 % | 2 | `a`, `b`, `c`, `d` and 2 more | `test_a` |" in page
 
 
 @pytest.mark.parametrize(
