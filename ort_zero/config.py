@@ -126,9 +126,10 @@ class MemoryConfig(_Strict):
     """The section ``ort_zero.memory``: which activations the backward computes again instead of storing them."""
 
     recompute: str | list[str] = "off"
-    """off, all, auto, a plan ("FastGelu+:1:12,..." or a list of such items), or the path of a JSON file with a plan."""
+    """off, all or auto; ORTModule also takes a plan ("FastGelu+:1:12,..." or a list of such items), or its path."""
     budget: str | int | None = None
-    """Maximum memory of a running training graph, for "auto": "6GiB", or "65%" of its memory without recomputation."""
+    """For "auto": "6GiB", or "65%" of the memory without recomputation. With the compile backend, of what a forward of
+    the compiled units keeps for the backward; with ORTModule, of a running training graph."""
     level: Literal[0, 1, 2] | None = None
     """0: any sub-graph; 1: within transformer layers; 2: as 1, with ORT's "compromise". None: 1 for "all", else 0."""
     checkpointing: Literal["refuse", "recompute"] = "refuse"
@@ -209,11 +210,7 @@ class Config(_Strict):
                     f'{SECTION}.ortmodule.{foreign[0]}: a key of ORTModule, and {chosen}; remove it, or set "backend": '
                     '"ortmodule"'
                 )
-            if self.memory.recompute != "off" or "checkpointing" in self.memory.model_fields_set:
-                raise ConfigError(
-                    f"{SECTION}.memory: recomputation plans belong to ORTModule, and {chosen}; use "
-                    'gradient_checkpointing=True or torch.utils.checkpoint, or set "backend": "ortmodule"'
-                )
+            self._refuse_memory_of_ortmodule(chosen)
         elif self.compile.model_fields_set:
             key = sorted(self.compile.model_fields_set)[0]
             raise ConfigError(
@@ -221,6 +218,21 @@ class Config(_Strict):
                 'set "backend": "compile"'
             )
         return engine
+
+    def _refuse_memory_of_ortmodule(self, chosen: str) -> None:
+        memory = self.memory
+        foreign = sorted(memory.model_fields_set & {"checkpointing", "level"})
+        if foreign or memory.recompute not in ("off", "auto", "all"):
+            raise ConfigError(
+                f"{SECTION}.memory.{foreign[0] if foreign else 'recompute'}: belongs to ORTModule, and {chosen}; use "
+                '"recompute": "auto" with a "budget", "recompute": "all", gradient_checkpointing=True or '
+                'torch.utils.checkpoint, or set "backend": "ortmodule"'
+            )
+        if (memory.recompute == "auto") != (memory.budget is not None):
+            raise ConfigError(
+                f'{SECTION}.memory: "recompute": "auto" and a "budget" such as "60%" or "2GiB" belong together, and '
+                f'"recompute" is {memory.recompute!r}, "budget" {memory.budget!r}'
+            )
 
     @model_validator(mode="after")
     def _require_ortmodule_for_recompute(self) -> Config:

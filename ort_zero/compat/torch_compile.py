@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
 from torch._decomp import core_aten_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
@@ -105,6 +107,11 @@ def graph_breaks() -> list[tuple[str, str]]:
         where = f"{line.filename}:{line.lineno}" if line is not None else "unknown"
         breaks[" ".join(str(each.reason).split())[:300], where] = None
     return list(breaks)
+
+
+def memory_budget(fraction: float) -> AbstractContextManager[None]:
+    """Have the min-cut partitioner keep a fraction of what it would keep, in a ``with`` block."""
+    return functorch_config.patch(activation_memory_budget=fraction)
 
 
 def promoted_dtype(*values: Any) -> torch.dtype:

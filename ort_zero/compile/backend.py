@@ -39,6 +39,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
     from ort_zero.compat import deepspeed_units, versions
 
     versions.say_untested(versions.require("compile"))  # before the imports below, which need onnx
+    from ort_zero.compile.memory import MemoryBudget
     from ort_zero.compile.running_model import compile_model
     from ort_zero.compile.settings import Settings
 
@@ -56,6 +57,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
         exclude=section.exclude,
         max_elements=max_elements,
         raises=section.fallback == "raise",
+        memory=MemoryBudget(section.memory.recompute, section.memory.budget),
     )
     if stage == 3:
         registry.apply("gathers in units", deepspeed_units.patches)
@@ -112,6 +114,6 @@ def examine() -> Examination:
 def plan_memory(options: MemoryPlanOptions, tell: Callable[[int, int, str], None]) -> MemoryPlanReport:
     """Raise ConfigError: recomputation plans belong to ORTModule."""
     raise ConfigError(
-        'recomputation plans belong to "backend": "ortmodule"; here use torch.utils.checkpoint or '
-        "gradient_checkpointing=True"
+        'recomputation plans belong to "backend": "ortmodule"; here "memory": {"recompute": "auto", "budget": "55%"} '
+        "chooses in the first step, and ort_zero.status() shows what came of it"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
 from ort_zero.compile.executor import SegmentRunner, program_of
+from ort_zero.compile.memory import Kept
 from ort_zero.compile.module_paths import is_below
-from ort_zero.compile.partition import decompositions, partition
+from ort_zero.compile.partition import decompositions
 from ort_zero.compile.patterns import replace_compositions
 from ort_zero.compile.plan import Segment, make_plan
 from ort_zero.compile.recompilations import Recompilations
@@ -62,16 +64,19 @@ class Compiler:
         reason = self.recompilations.note_graph()
         observations.follow_gradients(module)
         replace_compositions(module)
+        kept = self.record.memory.new_graph(self._unit)
         compiler = torch_compile.aot_autograd(
-            fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason),
+            fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason, kept),
             bw_compiler=lambda graph, inputs: self._compile(graph, "backward"),
             inference_compiler=lambda graph, inputs: self._compile(graph, "inference", reason),
             decompositions=decompositions(),
-            partition_fn=partition,
+            partition_fn=functools.partial(self.record.memory.divide, kept),
         )
         return compiler(module, example_inputs)
 
-    def _compile(self, module: GraphModule, direction: str, reason: str | None = None) -> Compiled:
+    def _compile(
+        self, module: GraphModule, direction: str, reason: str | None = None, kept: Kept | None = None
+    ) -> Compiled:
         if direction == "inference":
             observations.settle(module.graph)
         for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
@@ -111,6 +116,8 @@ class Compiler:
 
         def run(arguments: list[Any]) -> Any:
             note_run(direction)
+            if kept is not None and not torch_compile.in_backward():
+                kept.runs += 1
             try:
                 return program(arguments)
             except Exception as error:

@@ -75,7 +75,7 @@ def settle(graph: Graph) -> None:
             if node.target is _GRADIENT_PASSES and node.args[1] in tokens:
                 with graph.inserting_before(node):
                     shown = graph.call_function(_OBSERVE_GRADIENT, (node.args[0], tokens[node.args[1]]))
-                shown.meta = {**node.meta, "val": None}
+                shown.meta = {name: value for name, value in node.meta.items() if name != "val"}
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

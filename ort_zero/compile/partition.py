@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ort_zero.compat.torch_compile import core_aten_decompositions, min_cut_rematerialization_partition
+from ort_zero.compat.torch_compile import core_aten_decompositions, memory_budget, min_cut_rematerialization_partition
 from ort_zero.compile import observations
 from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.views import VIEWS
+from ort_zero.compile.plan import is_ordered
 
 aten = torch.ops.aten
 _WHOLE = frozenset(
@@ -44,19 +46,50 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> tuple[GraphModule, GraphModule]:
-    """Divide a joint graph so that the backward computes nothing again but views and constants, as in eager PyTorch.
+def partition(
+    joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, fraction: float = 1.0, **rest: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Divide a joint graph into forward and backward.
 
-    Torch's min-cut then chooses the smallest set of values to keep. A view of a parameter is never kept: the parameter
+    Torch's min-cut chooses the smallest set of values to keep. A view of a parameter is never kept: the parameter
     itself is, so that ZeRO-3 can release its memory. Regions of activation checkpointing keep the user's choice.
+
+    Args:
+        joint: the graph.
+        inputs: the graph's inputs.
+        num_fwd_outputs: number of results of the forward.
+        fraction: what is kept, above 0 and up to 1. Near 0 it is the inputs and random numbers; with 1 the backward
+            computes nothing again but views and constants, as in eager PyTorch.
+        rest: torch's other options.
     """
     observations.settle(joint.graph)
     for node in joint.graph.nodes:
-        if node.op == "call_function" and "recompute" not in node.meta and not _is_free(node):
+        stays = is_ordered(node) if fraction < 1 else not _is_free(node)  # random numbers would come out otherwise
+        if node.op == "call_function" and "recompute" not in node.meta and stays:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    divided = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+    with memory_budget(fraction):
+        divided = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
     observations.leave_to_forward(divided[1].graph)
     return divided
+
+
+def kept_bytes(forward: GraphModule, num_fwd_outputs: int) -> int:
+    """Return the bytes that a forward graph keeps for its backward, without the graph's inputs."""
+    (results,) = forward.graph.find_nodes(op="output")[0].args
+    kept = _storages(results[num_fwd_outputs:])
+    inputs = _storages(forward.graph.find_nodes(op="placeholder"))
+    return sum(size for storage, size in kept.items() if storage not in inputs)
+
+
+def _storages(nodes: Iterable[Any]) -> dict[StorageWeakRef, int]:
+    """Return the bytes of each memory that values have."""
+    sizes: dict[StorageWeakRef, int] = {}
+    for node in nodes:
+        value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+        if isinstance(value, torch.Tensor):
+            size: Any = value.untyped_storage().nbytes()
+            sizes[StorageWeakRef(value.untyped_storage())] = size if isinstance(size, int) else size.node.hint
+    return sizes
 
 
 def _is_free(node: torch.fx.Node) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ort_zero.compile.flops import flops_of
+from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.plan import Plan, TorchCall
 from ort_zero.compile.recompilations import Recompilations
 from ort_zero.compile.trial import Runner, Trial
@@ -73,6 +74,8 @@ class ModelRecord:
     """Number of graph runs by direction."""
     recompilations: list[Recompilations] = field(default_factory=list)
     """The reasons for new graphs, of each class of units."""
+    memory: MemoryBudget = field(default_factory=MemoryBudget)
+    """What forwards keep for backwards."""
     on_first_step: Callable[[], None] | None = None
     """The function to call once the first step is over: at the next forward, or after the engine's step."""
 

@@ -14,6 +14,7 @@ from ort_zero.compat import torch_compile
 from ort_zero.compile import explain, sessions
 from ort_zero.compile.caches import leave_out_caches
 from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import ModelRecord
 from ort_zero.compile.settings import Settings
 from ort_zero.compile.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
@@ -38,16 +39,27 @@ class CompiledModel:
         units: the units to compile.
         stage: ZeRO stage of the engine, 0 without one.
         raises: a compilation that fails raises, rather than leaving the unit in PyTorch.
+        memory: what forwards may keep for backwards.
     """
 
-    def __init__(self, module: nn.Module, settings: Settings, units: Sequence[Unit], stage: int, raises: bool):
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Settings,
+        units: Sequence[Unit],
+        stage: int,
+        raises: bool,
+        memory: MemoryBudget | None = None,
+    ):
         self._module = weakref.ref(module)
         self._fallback_reason: str | None = None
         self.announce: Any = None
         self.graph_recorder: Any = None
         self.stage = stage
         announce = weakref.WeakMethod(self._announce_model)  # Dynamo's graphs hold the record, and may outlive this
-        self.record = ModelRecord(on_first_step=lambda: (call := announce()) and call())
+        self.record = ModelRecord(
+            memory=memory or MemoryBudget(), on_first_step=lambda: (call := announce()) and call()
+        )
         self.failures: dict[str, str] = {}
         self._raises = raises
         self._units = [(unit.path, weakref.ref(unit.module)) for unit in units]
@@ -100,6 +112,7 @@ class CompiledModel:
     def compile_again(self) -> None:
         """Have Dynamo look at the units anew, since the modules in them have other hooks."""
         self._compiled.clear()
+        self.record.graphs.clear()
         for path, reference in self._units:
             unit = reference()
             if unit is not None and is_compiled(unit):
@@ -153,6 +166,7 @@ class CompiledModel:
             forward = getattr(reference(), "forward", None)
             if getattr(forward, "calls", 0) and type(reference()).__name__ not in captured:
                 self.failures.setdefault(path, "Dynamo captured no graph of it")
+        chosen = self.record.memory.is_open and self.record.memory.choose()
         explain.end_if_asked(self.record, self.status)
         announce, self.announce = self.announce, None
         if announce is not None:
@@ -164,6 +178,8 @@ class CompiledModel:
                 100 * share,
                 type(self.module).__name__,
             )
+        if chosen:
+            self.compile_again()
 
     def status(self) -> dict[str, Any]:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
@@ -186,11 +202,12 @@ class CompiledModel:
             "transitions": self.record.transitions(),
             "in_torch": compiled.pop("reasons"),
             "compiled": compiled,
+            "memory": [self.record.memory.as_dict()],
         }
 
     def memory_summary(self) -> Sequence[tuple[str, str]]:
-        """Return nothing: recomputation is torch's activation checkpointing."""
-        return ()
+        """Return what forwards keep for backwards, once the budget is chosen."""
+        return self.record.memory.summary()
 
 
 def _hooks_changed(root: nn.Module) -> None:
@@ -211,6 +228,7 @@ def compile_model(
     exclude: Sequence[str] = (),
     max_elements: int | None = None,
     raises: bool = False,
+    memory: MemoryBudget | None = None,
 ) -> tuple[CompiledModel, list[Unit]]:
     """Compile the units of a model in place, and return what runs the model, and the units.
 
@@ -221,9 +239,10 @@ def compile_model(
         exclude: glob patterns of module paths that stay in PyTorch.
         max_elements: the largest number of parameter elements of a unit.
         raises: a compilation that fails raises.
+        memory: what forwards may keep for backwards.
 
     Raises:
         ConfigError: a pattern of `exclude` matches no module.
     """
     units = find_units(module, exclude=exclude, max_elements=max_elements)
-    return CompiledModel(module, settings, units, stage, raises), units
+    return CompiledModel(module, settings, units, stage, raises, memory), units

@@ -111,7 +111,7 @@ def test_models_of_segments_are_saved(tmp_path: Path):
     "section, message",
     [
         ({"ortmodule": {"fuse_loss": "on"}}, "ort_zero.ortmodule.fuse_loss: a key of ORTModule"),
-        ({"memory": {"recompute": "all"}}, "recomputation plans belong to ORTModule"),
+        ({"memory": {"recompute": "Gelu+:1:2"}}, "memory.recompute: belongs to ORTModule"),
         ({"compile": {"plaec": "ort"}}, 'did you mean "place"'),
         ({"exclude": ["nothing.*"]}, "matches no module"),
         ({"exclude": ["a"], "ortmodule": {"exclude": ["b"]}}, 'below "ortmodule"; keep one of them'),

@@ -1,0 +1,172 @@
+"""A memory budget holds: what units keep for the backward is what was predicted, and results stay."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import ort_zero
+from ort_zero import config
+from ort_zero.compile.memory import MemoryBudget
+from ort_zero.compile.unit_forward import UnitForward
+from ort_zero.errors import ConfigError
+
+TOKENS = torch.randint(0, 90, (2, 32), generator=torch.Generator().manual_seed(0))
+PICTURES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+def gpt2(dropout: float = 0.0) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    sizes = dict(vocab_size=90, n_positions=32, n_embd=32, n_layer=3, n_head=2)
+    still = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **still)), {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    sizes = dict(vocab_size=90, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)), {"input_ids": TOKENS, "labels": TOKENS}
+
+
+def t5() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    sizes = dict(vocab_size=90, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0)
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0)), {
+        "input_ids": TOKENS,
+        "labels": TOKENS,
+    }
+
+
+def vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    sizes = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, image_size=32)
+    model = hf.ViTForImageClassification(hf.ViTConfig(**sizes, patch_size=8, num_labels=5))
+    return model, {"pixel_values": PICTURES, "labels": torch.tensor([1, 3])}
+
+
+MODELS = {function.__name__: function for function in (gpt2, llama, t5, vit)}
+
+
+class KeptByUnits:
+    """Sums the bytes that compiled units save for the backward: not their parameters, arguments and results."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.saved: dict[int, torch.Tensor] = {}
+        self._apart: list[torch.Tensor] = []
+        self._inside = 0
+        call = UnitForward.__call__
+
+        def noted(forward: UnitForward, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(forward.unit, hf.PreTrainedModel):  # it leaves caches out, and is no unit
+                return call(forward, *args, **kwargs)
+            self._apart += [*forward.unit.parameters(), *_tensors(args), *_tensors(list(kwargs.values()))]
+            self._inside += 1
+            results = call(forward, *args, **kwargs)
+            self._inside -= 1
+            return results
+
+        monkeypatch.setattr(UnitForward, "__call__", noted)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note a tensor that autograd saves."""
+        if self._inside:
+            self.saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def step(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[float, int]:
+        """Run a step; return the loss, and the bytes that the units kept between forward and backward."""
+        self.saved.clear()
+        self._apart.clear()
+        with torch.autograd.graph.saved_tensors_hooks(self.keep, lambda tensor: tensor):
+            loss = model(**inputs).loss
+        for tensor in self._apart:
+            self.saved.pop(tensor.untyped_storage().data_ptr(), None)
+        kept = sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values())
+        self.saved.clear()
+        self._apart.clear()
+        loss.backward()
+        return loss.item(), kept
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return [each for value in values for each in _tensors(value)] if isinstance(values, (list, tuple)) else []
+
+
+def trained(name: str, monkeypatch: pytest.MonkeyPatch, **section: Any) -> tuple[list[float], int, dict[str, Any]]:
+    """Train five steps; return the losses, what the last step kept, and the status of the memory."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    compiled = ort_zero.wrap(model, backend="compile", compile={"place": "ort"}, log_level="WARNING", **section)
+    losses, kept = [], 0
+    meter = KeptByUnits(monkeypatch)
+    for _ in range(5):
+        loss, kept = meter.step(compiled, inputs)
+        losses.append(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    monkeypatch.undo()
+    status = ort_zero.status()["models"][-1]
+    assert status["fallbacks"] == 0 and status["compiled"]["segments_in_torch"] == 0 < status["compiled"]["segments"]
+    return losses, kept, status["memory"][0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_holds_as_predicted(name, monkeypatch):
+    losses, all_kept, _ = trained(name, monkeypatch)
+    with_budget, kept, memory = trained(name, monkeypatch, memory={"recompute": "auto", "budget": "55%"})
+    assert with_budget == pytest.approx(losses, rel=1e-5)
+    assert memory["kept"] <= 0.55 * memory["kept_without"] and memory["fraction"] < 1
+    assert kept == pytest.approx(memory["kept"], rel=0.03)
+    assert all_kept == pytest.approx(memory["kept_without"], rel=0.03)
+
+
+def test_all_keeps_less_and_bytes_are_a_budget_too(monkeypatch):
+    losses, all_kept, _ = trained("gpt2", monkeypatch)
+    least_losses, least, memory = trained("gpt2", monkeypatch, memory={"recompute": "all"})
+    assert least < 0.3 * all_kept and memory["fraction"] < 0.01
+    budget = (all_kept + least) // 2
+    in_bytes, kept, memory = trained("gpt2", monkeypatch, memory={"recompute": "auto", "budget": budget})
+    assert least < kept <= budget and memory["kept"] <= budget
+    assert least_losses == pytest.approx(losses, rel=1e-5) and in_bytes == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_budget_that_cannot_be_met_is_one_warning(monkeypatch, caplog):
+    monkeypatch.setitem(MODELS, "with dropout", lambda: gpt2(0.1))  # the choice of what is dropped must be kept
+    with caplog.at_level(logging.WARNING, "ort_zero"):
+        _, _, memory = trained("with dropout", monkeypatch, memory={"recompute": "auto", "budget": "1%"})
+    (warning,) = [record.getMessage() for record in caplog.records if "memory.budget" in record.getMessage()]
+    assert "1% is below what the units keep" in warning and memory["kept"] > 0
+
+
+def test_random_numbers_are_not_drawn_again(monkeypatch):
+    monkeypatch.setitem(MODELS, "with dropout", lambda: gpt2(0.1))
+    losses, _, _ = trained("with dropout", monkeypatch)
+    monkeypatch.setitem(MODELS, "with dropout", lambda: gpt2(0.1))
+    least, kept, _ = trained("with dropout", monkeypatch, memory={"recompute": "all"})
+    assert least == pytest.approx(losses, rel=1e-5) and kept > 0
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        ({"recompute": "auto"}, "belong together"),
+        ({"budget": "60%"}, "belong together"),
+        ({"recompute": "FastGelu+:1:12"}, "belongs to ORTModule"),
+        ({"recompute": "all", "level": 1}, "memory.level: belongs to ORTModule"),
+        ({"checkpointing": "recompute"}, "memory.checkpointing: belongs to ORTModule"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_words(memory, words):
+    with pytest.raises(ConfigError, match=words):
+        config.parse({"backend": "compile", "memory": memory}).engine()
+
+
+@pytest.mark.parametrize("budget", ["101%", "0%", "much", "-3GB"])
+def test_a_budget_is_a_percentage_or_a_size(budget):
+    with pytest.raises(ConfigError, match=r"ort_zero\.memory\.budget"):
+        MemoryBudget("auto", budget)
