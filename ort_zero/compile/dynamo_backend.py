@@ -110,7 +110,7 @@ class Compiler:
                 break
         program = program_of(module, plan, runners, symbols)
         graph = records.graph_record(plan, runners, direction, self._unit, reason)
-        self.record.graphs.append(graph)
+        self.record.add(graph)
         log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())
         note_run = self.record.note_run
 

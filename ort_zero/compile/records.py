@@ -79,6 +79,16 @@ class ModelRecord:
     on_first_step: Callable[[], None] | None = None
     """The function to call once the first step is over: at the next forward, or after the engine's step."""
 
+    are_stale: bool = False
+    """Whether the units are to be compiled again: the next graph replaces all that are here."""
+
+    def add(self, graph: GraphRecord) -> None:
+        """Add a compiled graph."""
+        if self.are_stale:
+            self.graphs.clear()
+            self.are_stale = False
+        self.graphs.append(graph)
+
     def note_run(self, direction: str) -> None:
         """Count a run of a graph."""
         self.runs[direction] += 1

@@ -112,7 +112,7 @@ class CompiledModel:
     def compile_again(self) -> None:
         """Have Dynamo look at the units anew, since the modules in them have other hooks."""
         self._compiled.clear()
-        self.record.graphs.clear()
+        self.record.are_stale = True
         for path, reference in self._units:
             unit = reference()
             if unit is not None and is_compiled(unit):
