@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 WRAPPER_ATTRIBUTES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Names under which torch's wrappers (``torch.compile``, activation checkpointing, FSDP) hold the module they wrap."""
 
@@ -32,3 +34,15 @@ def version_of(tensor: Any) -> int:
 def is_view(tensor: Any) -> bool:
     """Return True for a view of another tensor."""
     return bool(tensor._is_view())
+
+
+def own_memory(value: Any) -> Any:
+    """Return a tensor that is no view, on the memory of a view; any other value itself.
+
+    A graph has views where PyTorch's kernels return tensors of their own (``_unsafe_view``). Autograd refuses to change
+    a view in place that was made without gradients.
+    """
+    if not isinstance(value, torch.Tensor) or not value._is_view():
+        return value
+    own = torch.empty(0, dtype=value.dtype, device=value.device)
+    return own.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())

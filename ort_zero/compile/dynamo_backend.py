@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from ort_zero import env, log
 from ort_zero.compat import torch_compile
+from ort_zero.compat.torch_modules import own_memory
 from ort_zero.compile import devices, observations, records, sessions
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
@@ -119,7 +120,8 @@ class Compiler:
             if kept is not None and not torch_compile.in_backward():
                 kept.runs += 1
             try:
-                return program(arguments)
+                results = program(arguments)
+                return results if direction == "backward" else [own_memory(result) for result in results]
             except Exception as error:
                 setattr(error, IN_GRAPH, True)
                 raise

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.clients
 
 SCRIPT = """
 import json
+import torchvision_operators
 import lightning
 import torch
 import ort_zero

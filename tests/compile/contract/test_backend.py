@@ -334,3 +334,22 @@ def test_an_index_beyond_the_rows_raises_in_the_words_of_pytorch():
     with pytest.raises(IndexError, match="index out of range"):
         call(torch.tensor([0, 5]))
     ran(backend)
+
+
+def test_results_without_gradients_can_be_changed_in_place():
+    """PyTorch's kernel returns a tensor of its own; the graph that was traced has a view."""
+
+    def product(x, w):
+        return x @ w.t()
+
+    x, w, bias = torch.randn(4, 3, 8), torch.randn(5, 8), torch.ones(5, requires_grad=True)
+    compiled = torch.compile(product, backend="ort_zero", options={"place": "ort"})
+    results = []
+    for function in (product, compiled):
+        with torch.no_grad():
+            y = function(x, w)
+        y += bias
+        y.sum().backward()
+        results.append((y.detach(), bias.grad))
+        bias.grad = None
+    torch.testing.assert_close(results[1], results[0])
