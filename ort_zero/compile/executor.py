@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import operator
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from torch.fx import GraphModule, Node
 from ort_zero import log
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled
+from ort_zero.compile.flops import hint
 from ort_zero.compile.plan import Plan, Segment
 from ort_zero.compile.reference import in_float64, reference_of, runnable
 from ort_zero.compile.reproducer import write_reproducer
@@ -147,7 +149,7 @@ def program_of(
         runners: the runner of each segment.
         symbols: reads the graph's symbols.
     """
-    names: dict[Any, Any] = {"read": symbols.read}
+    names: dict[Any, Any] = {"read": symbols.read, "in_order": in_order}
     variables: dict[Node, str] = {node: f"a{index}" for index, node in enumerate(plan.placeholders)}
     for step in plan.steps:
         for node in step.outputs if isinstance(step, Segment) else (step.node,):
@@ -189,9 +191,47 @@ def program_of(
 def _call(node: Node, module: GraphModule, text: Callable[[Any], str]) -> str:
     if node.op == "get_attr":
         return text(operator.attrgetter(str(node.target))(module))
-    arguments = [text(argument) for argument in node.args]
-    arguments += [f"{name}={text(value)}" for name, value in node.kwargs.items()]
+    read = functools.partial(_as_traced, text) if _depends_on_layout(node) else text
+    arguments = [read(argument) for argument in node.args]
+    arguments += [f"{name}={read(value)}" for name, value in node.kwargs.items()]
     return f"{text(runnable(node.target))}({', '.join(arguments)})"
+
+
+def _depends_on_layout(node: Node) -> bool:
+    """Return True for PyTorch's own operators of backwards, and what has one.
+
+    Autograd alone calls them, with gradients in the layout of the forward's values. With another layout
+    ``native_group_norm_backward`` returns wrong gradients on CPUs, without an error (torch 2.6 to 2.14).
+    """
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return name.endswith("_backward") or name.startswith("native_")
+
+
+def _as_traced(text: Callable[[Any], str], value: Any) -> str:
+    """Return the expression of an argument in the memory order that it had when the graph was traced."""
+    tensor = value.meta.get("val") if isinstance(value, Node) else None
+    order = memory_order(tensor) if isinstance(tensor, torch.Tensor) else None
+    return text(value) if order is None else f"in_order({text(value)}, {order})"
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions of a traced tensor from the outermost in memory to the innermost; None if it has gaps."""
+    sizes, strides = ([hint(each) for each in values] for values in (tensor.shape, tensor.stride()))
+    order = tuple(sorted(range(len(sizes)), key=lambda dim: (-strides[dim], dim)))
+    step = 1
+    for dim in reversed(order):
+        if sizes[dim] != 1 and strides[dim] != step:
+            return None
+        step *= sizes[dim]
+    return order if len(order) > 1 else None
+
+
+def in_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor whose dimensions have an order in memory: itself, or a copy."""
+    outermost_first = tensor.permute(order)
+    if outermost_first.is_contiguous():
+        return tensor
+    return outermost_first.contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
 def _last_uses(plan: Plan) -> dict[int, list[Node]]:

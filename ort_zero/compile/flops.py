@@ -37,5 +37,9 @@ def _sized(value: Any) -> Any:
     """Return a tensor without memory, of the sizes that a fake tensor had in the call that was traced."""
     if not isinstance(value, torch.Tensor):
         return value
-    hints = [size if isinstance(size, int) else size.node.hint for size in value.shape]
-    return torch.empty(hints, dtype=value.dtype, device="meta")
+    return torch.empty([hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+
+
+def hint(size: Any) -> int:
+    """Return the value that a size had in the call that was traced."""
+    return size if isinstance(size, int) else size.node.hint

@@ -16,6 +16,7 @@ from ort_zero.compat.torch_compile import core_aten_decompositions, memory_budge
 from ort_zero.compile import observations
 from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.views import VIEWS
+from ort_zero.compile.flops import hint
 from ort_zero.compile.plan import is_ordered
 
 aten = torch.ops.aten
@@ -87,8 +88,8 @@ def _storages(nodes: Iterable[Any]) -> dict[StorageWeakRef, int]:
     for node in nodes:
         value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
         if isinstance(value, torch.Tensor):
-            size: Any = value.untyped_storage().nbytes()
-            sizes[StorageWeakRef(value.untyped_storage())] = size if isinstance(size, int) else size.node.hint
+            storage = value.untyped_storage()
+            sizes[StorageWeakRef(storage)] = hint(storage.nbytes())
     return sizes
 
 

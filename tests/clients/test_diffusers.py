@@ -61,8 +61,7 @@ def denoised(
     # without an accelerator it has to be given the backend's name, to know of both ranks
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # the gradient of a key's bias is zero but for rounding errors, which a smaller eps would divide by themselves
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, eps=1e-6)
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
     loader = torch.utils.data.DataLoader(images(48, size=size), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     generator = torch.Generator().manual_seed(accelerator.process_index)

@@ -1,0 +1,47 @@
+"""PyTorch's own backwards get their arguments in the memory order that they were traced with."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from ort_zero.compile.executor import in_order, memory_order, program_of
+from ort_zero.compile.plan import make_plan
+from ort_zero.compile.sizes import SymbolReader
+
+SIZES = (4, 16, 8, 8)
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(memory_format=torch.channels_last)
+
+
+def test_a_gradient_of_another_layout_does_not_spoil_a_group_norm():
+    """The kernel for CPUs reads the gradient in the layout of x: ONNX Runtime may have returned another."""
+    x, gradient, gain = torch.randn(SIZES), torch.randn(SIZES), torch.randn(16)
+    _, mean, rstd = torch.ops.aten.native_group_norm(x, gain, None, 4, 16, 64, 4, 1e-5)
+    rest = (4, 16, 64, 4, [True, True, True])
+    backward = torch.ops.aten.native_group_norm_backward.default
+    right = backward(gradient, x, mean, rstd, gain, *rest)
+    assert not torch.allclose(backward(gradient, channels_last(x), mean, rstd, gain, *rest)[0], right[0], atol=0.1)
+
+    graph = Graph()
+    values = [channels_last(gradient), channels_last(x), mean, rstd, gain]
+    inputs = [graph.placeholder(f"input_{index}") for index in range(len(values))]
+    for node, value in zip(inputs, values, strict=True):
+        node.meta["val"] = value
+    graph.output(graph.call_function(backward, (*inputs, *rest)))
+    plan = make_plan(graph, widen=False, supports=lambda node, fragment: "no", refusal=lambda node: None)
+    program = program_of(GraphModule(torch.nn.Module(), graph), plan, [], SymbolReader(inputs))
+    torch.testing.assert_close(program([gradient, channels_last(x), mean, rstd, gain]), right, rtol=1e-4, atol=1e-4)
+
+
+def test_the_order_of_dimensions():
+    tensor = torch.randn(SIZES)
+    assert memory_order(tensor) == (0, 1, 2, 3)
+    assert memory_order(channels_last(tensor)) == (0, 2, 3, 1)
+    assert memory_order(tensor[:, ::2]) is None and memory_order(tensor[:1].expand(SIZES)) is None
+    assert memory_order(tensor[0, 0, 0]) is None
+    copied = in_order(tensor, (0, 2, 3, 1))
+    assert torch.equal(copied, tensor) and copied.is_contiguous(memory_format=torch.channels_last)
+    assert in_order(copied, (0, 2, 3, 1)) is copied and in_order(tensor, (0, 1, 2, 3)) is tensor
