@@ -36,13 +36,15 @@ def is_view(tensor: Any) -> bool:
     return bool(tensor._is_view())
 
 
-def own_memory(value: Any) -> Any:
+def without_base(value: Any) -> Any:
     """Return a tensor that is no view, on the memory of a view; any other value itself.
 
     A graph has views where PyTorch's kernels return tensors of their own (``_unsafe_view``). Autograd refuses to change
     a view in place that was made without gradients.
     """
-    if not isinstance(value, torch.Tensor) or not value._is_view():
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or not value._is_view():
         return value
-    own = torch.empty(0, dtype=value.dtype, device=value.device)
-    return own.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    if value.is_conj() or value.is_neg():
+        return value
+    tensor = torch.empty(0, dtype=value.dtype, device=value.device)
+    return tensor.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from ort_zero import env, log
 from ort_zero.compat import torch_compile
-from ort_zero.compat.torch_modules import own_memory
+from ort_zero.compat.torch_modules import without_base
 from ort_zero.compile import devices, observations, records, sessions
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
@@ -121,7 +121,7 @@ class Compiler:
                 kept.runs += 1
             try:
                 results = program(arguments)
-                return results if direction == "backward" else [own_memory(result) for result in results]
+                return results if direction == "backward" else [without_base(result) for result in results]
             except Exception as error:
                 setattr(error, IN_GRAPH, True)
                 raise
