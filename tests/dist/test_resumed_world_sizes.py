@@ -15,7 +15,7 @@ from optimizer_kinds import BY_SHARD, OPTIMIZERS
 from resumed_engines import CHANGES, made, step
 from safetensors.torch import load_file
 
-from ort_zero.checkpoint import aggregate, verify
+from ort_zero.checkpoint import aggregate, convert, verify
 from ort_zero.testing.ranks import run_on_ranks
 
 STAGES = (1, 2, 3)
@@ -108,3 +108,12 @@ def test_a_case_goes_on_as_at_the_world_size_that_saved_it(case, world, runs, tm
         wanted = model_of(folder / "2 trained" / case, tmp_path / "wanted")
         found = model_of(folder / f"{world} trained" / case, tmp_path / "found")
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.split("-")[0] in OPTIMIZERS])
+def test_every_kind_is_converted_and_comes_back(case, runs, tmp_path):
+    saved = runs[0] / "saved" / case
+    convert(str(saved), str(tmp_path / "deepspeed"), to="deepspeed", world_size=3, progress=False)
+    convert(str(tmp_path / "deepspeed"), str(tmp_path / "back"), to="ort_zero", progress=False)
+    there, back = model_of(saved, tmp_path / "there"), model_of(tmp_path / "back", tmp_path / "here")
+    torch.testing.assert_close(back, there, rtol=0, atol=0)
