@@ -108,6 +108,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tensor_lr": (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
 }
 """The class and the options of :func:`test_resumed_differences.made`, by name."""
+BY_DEEPSPEED: dict[str, tuple[Any, dict[str, Any]]] = {"muon": ("Muon", {})}
+"""Optimizers that DeepSpeed makes by their name."""
 COMPILED: dict[str, tuple[Any, dict[str, Any]]] = {"cpu_adam": (deepspeed_cpu_adam, {})}
 """Optimizers that DeepSpeed compiles at their first use, which takes a minute."""
 WITHOUT_ZERO = frozenset({"adafactor"})

@@ -12,7 +12,7 @@ from checkpoint_engines import Odd
 
 def made(
     stage: int = 1,
-    optimizer: Callable[..., Any] = torch.optim.AdamW,
+    optimizer: Callable[..., Any] | str = torch.optim.AdamW,
     scheduler: Callable[[Any], Any] | None = None,
     model: torch.nn.Module | None = None,
     accumulate: int = 1,
@@ -21,13 +21,12 @@ def made(
     section: bool = True,
     **options: Any,
 ) -> Any:
-    """Return an engine around :class:`Odd` with one of torch's optimizers."""
+    """Return an engine around :class:`Odd` with an optimizer, or with one that DeepSpeed makes by its name."""
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     model = model or Odd()
     trained = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
-    own = optimizer(trained, **{"lr": 0.01, **options})
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulate,
@@ -36,8 +35,13 @@ def made(
     }
     if section:
         config["ort_zero"] = {"ortmodule": {"enabled": False}, "checkpoint": {"sharded": sharded}}
+    if isinstance(optimizer, str):
+        config["optimizer"] = {"type": optimizer, "params": {"lr": 0.01, **options}}
+        config["zero_optimization"]["reduce_scatter"] = False  # as DeepSpeed's Muon wants it
+        return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]
+    made_here = optimizer(trained, **{"lr": 0.01, **options})
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=own, lr_scheduler=scheduler(own) if scheduler else None, config=config
+        model=model, optimizer=made_here, lr_scheduler=scheduler(made_here) if scheduler else None, config=config
     )
     return engine
 
