@@ -502,15 +502,7 @@ def zoo_section(rows: list[Row], engine: str) -> str:
         f" {GRADIENT_TOLERANCE:.0%} of its size at most;",
         f"- each result of an evaluation after these steps differs by {EVALUATION_TOLERANCE:.1%} of its size at most.",
         "",
-        *(
-            ()
-            if engine == "compile"
-            else (
-                "The last column says `shared` if the evaluation uses the export of the training graph:"
-                f" {sum(str(row.get('evaluation')).startswith('shared') for row in rows)} of {len(rows)}.",
-                "",
-            )
-        ),
+        *(about_shared_exports(rows) if engine == "ortmodule" else ()),
         *table(("kind", "works"), summary),
         "",
         *(compiled_table(rows) if engine == "compile" else ortmodule_table(rows)),
@@ -523,6 +515,13 @@ def command(engine: str) -> str:
     return "python benchmarks/model_zoo.py" + ("" if engine == "compile" else f" --engine {engine}")
 
 
+def about_shared_exports(rows: list[Row]) -> tuple[str, ...]:
+    """Return the lines about the last column of :func:`ortmodule_table`."""
+    shared = sum(str(row.get("evaluation")).startswith("shared") for row in rows)
+    text = "The last column says `shared` if the evaluation uses the export of the training graph"
+    return f"{text}: {shared} of {len(rows)}.", ""
+
+
 def ortmodule_table(rows: list[Row]) -> list[str]:
     """Return the lines of the table of ORTModule's graphs."""
     return table(
@@ -532,6 +531,18 @@ def ortmodule_table(rows: list[Row]) -> list[str]:
             for row in rows
         ),
     )
+
+
+def ortmodule_zero3_table(rows: list[Row]) -> list[str]:
+    """Return the lines of the table of ORTModule's graphs under ZeRO-3."""
+    return table(
+        ("architecture", "kind", "result", "weights", "reuse distance 0", "in PyTorch inside the graph", "nodes"),
+        (
+            (row["name"], row["kind"], row["result"], row.get("collectives"),
+             str(row.get("collectives_without_reuse") or "").partition(", ")[2], kept_in_torch(row), row.get("nodes"))
+            for row in rows
+        ),
+    )  # fmt: skip
 
 
 def compiled_table(rows: list[Row]) -> list[str]:
@@ -564,33 +575,7 @@ def zero3_section(rows: list[Row], engine: str) -> str:
         "",
         f"{sum(row['works'] for row in rows)} of {len(rows)} work.",
         "",
-        *(
-            compiled_table(rows)
-            if engine == "compile"
-            else table(
-                (
-                    "architecture",
-                    "kind",
-                    "result",
-                    "weights",
-                    "reuse distance 0",
-                    "in PyTorch inside the graph",
-                    "nodes",
-                ),
-                (
-                    (
-                        row["name"],
-                        row["kind"],
-                        row["result"],
-                        row.get("collectives"),
-                        str(row.get("collectives_without_reuse") or "").partition(", ")[2],
-                        kept_in_torch(row),
-                        row.get("nodes"),
-                    )
-                    for row in rows
-                ),
-            )
-        ),
+        *(compiled_table(rows) if engine == "compile" else ortmodule_zero3_table(rows)),
     ]
     return "\n".join(lines) + "\n"
 

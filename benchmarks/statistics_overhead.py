@@ -2,7 +2,7 @@
 
 All variants live in one process and take turns of a few steps, in an order that rotates from round to round: without
 statistics, every module in every step, outside the range of steps, and, with the engine ortmodule, the subscriber of
-onnxruntime-training 1.19.2 (in PyTorch). The first step of a turn finds the caches full of another variant data, and is
+onnxruntime-training 1.19.2 (in PyTorch). The first step of a turn finds the caches full of another variant's data, is
 not counted. A step is forward, backward and optimizer step. Ratios are taken within a round; their median is printed
 with the smallest and the largest.
 """
@@ -23,7 +23,7 @@ import torch
 from training_models import batch, build
 
 ENGINES = ("torch", "compile", "ortmodule")
-GOALS = {"on": 1.08, "out of range": 1.02}
+GOALS = {"on": 1.08, "out of range": 1.005}
 """Largest ratio to the CPU time of a step without statistics."""
 
 

@@ -52,7 +52,7 @@ _ALIASES = {"VERBOSE": "DEBUG"}
 _BY_NAME = {level.name: level for level in LEVELS}
 _BY_NAME.update({alias: _BY_NAME[name] for alias, name in _ALIASES.items()})
 DEVINFO = _BY_NAME["DEVINFO"].number
-"""Number of the level for what a developer of a model wants to know of its graphs."""
+"""Number of the level DEVINFO in Python's ``logging``, between DEBUG and INFO."""
 logging.addLevelName(DEVINFO, "DEVINFO")
 
 _requested: weakref.WeakKeyDictionary[Any, Level] = weakref.WeakKeyDictionary()

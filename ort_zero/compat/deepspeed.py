@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from ort_zero.errors import PatchError
@@ -90,6 +92,19 @@ def world_size_and_stage(engine: Any) -> tuple[int, int]:
     return int(engine.seq_dp_world_size), int(engine.zero_optimization_stage())
 
 
-def counts_flops_now(engine: Any) -> bool:
-    """Return True in the step whose operations DeepSpeed's flops profiler counts on rank 0; the same on all ranks."""
-    return engine.flops_profiler_enabled() and engine.global_steps == engine.flops_profiler_profile_step()
+def flops_are_counted(engine: Any) -> Callable[[], bool]:
+    """Return a function that returns True in the step whose operations DeepSpeed's flops profiler counts on rank 0.
+
+    The function returns the same on all ranks. It does not keep the engine alive.
+    """
+    reference = weakref.ref(engine)
+
+    def is_counted() -> bool:
+        live = reference()
+        return (
+            live is not None
+            and live.flops_profiler_enabled()
+            and live.global_steps == live.flops_profiler_profile_step()
+        )
+
+    return is_counted

@@ -40,8 +40,8 @@ RECOMPILE_LIMIT = 64
 def compile_function(
     function: Callable[..., Any],
     backend: Callable[..., Any],
-    misfit: Callable[[str, Callable[[str], str | None]], None],
-    guarded: Callable[[list[str]], None],
+    note_guard_failure: Callable[[str, Callable[[str], str | None]], None],
+    note_guards: Callable[[list[str]], None],
 ) -> Callable[..., Any]:
     """Compile a function as ``torch.compile`` does, for up to :data:`RECOMPILE_LIMIT` graphs; return the compiled one.
 
@@ -50,19 +50,19 @@ def compile_function(
     Args:
         function: the function.
         backend: compiles a graph.
-        misfit: called when no graph fits a call, for each graph: with Dynamo's reason, and with a function that
-            returns the value of an expression in the call, as text.
-        guarded: called with the conditions under which a new graph is used again, as Dynamo writes them.
+        note_guard_failure: called when no graph fits a call, for each graph: with Dynamo's reason, and with a function
+            that returns the value of an expression in the call, as text.
+        note_guards: called with the conditions under which a new graph is used again, as Dynamo writes them.
     """
 
     def guard_failed(failure: Any) -> None:
         # Dynamo's function that calls this one has the locals of the call
         frame = inspect.currentframe()
         names = frame.f_back.f_locals.get("f_locals", {}) if frame is not None and frame.f_back is not None else {}
-        misfit(str(failure.reason), functools.partial(_value_of, names))
+        note_guard_failure(str(failure.reason), functools.partial(_value_of, names))
 
     def guards_made(guards: Any) -> None:
-        guarded([line for guard in guards for line in guard.code_list or ()])
+        note_guards([line for guard in guards for line in guard.code_list or ()])
 
     wanted: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
     options = {name: value for name, value in wanted.items() if name in inspect.signature(torch.compile).parameters}

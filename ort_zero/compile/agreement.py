@@ -49,7 +49,7 @@ class Agreement:
         """Return the runtime and its gain, as a rank or an earlier run has measured them; None if nobody has."""
         if key not in self._placements:
             told = _told(f"placed/{key}")
-            if told is None and " " in self._kept.get(key, ""):  # older releases kept no gain
+            if told is None and " " in self._kept.get(key, ""):  # caches of before the gain was kept are measured anew
                 told = self.propose(key, self._kept[key])
             if told is not None:
                 self._placements[key] = told

@@ -22,6 +22,7 @@ from ort_zero.compile.conversion.fragments import (
     value_name,
 )
 from ort_zero.compile.conversion.registry import size_of
+from ort_zero.compile.layouts import dense_order, inverse
 from ort_zero.compile.plan import Segment
 
 _OPSET = 20
@@ -159,8 +160,7 @@ class _Assembly:
         edge = self._edge(f"in{index}", node)
         name = edge.name
         if edge.order is not None:
-            back = tuple(edge.order.index(dim) for dim in range(len(edge.order)))
-            name = self._append("Transpose", name, perm=back)
+            name = self._append("Transpose", name, perm=inverse(edge.order))
         self._names[value_name(node)] = name
         return edge
 
@@ -211,11 +211,4 @@ def memory_order(fake: torch.Tensor) -> tuple[int, ...] | None:
     """
     if not all(isinstance(number, int) for number in (*fake.shape, *fake.stride())) or fake.is_contiguous():
         return None
-    strides = [int(stride) for stride in fake.stride()]
-    order = sorted(range(fake.dim()), key=lambda dim: (-strides[dim], fake.shape[dim] == 1))
-    expected = 1
-    for dim in reversed(order):
-        if fake.shape[dim] != 1 and strides[dim] != expected:
-            return None
-        expected *= fake.shape[dim]
-    return tuple(order)
+    return dense_order(fake)

@@ -5,7 +5,6 @@ Nothing heavy is imported at module level: the plugin asks for :func:`import_hoo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -78,13 +77,8 @@ def connect(running: Any, engine: Any) -> None:
     if running.stage == 3:
         deepspeed_units.prefetch_less(engine, running.unit_modules())
     if engine.flops_profiler_enabled():
-        reference = weakref.ref(engine)
-
-        def before(module: Any, args: tuple) -> None:
-            live = reference()
-            running.suspend(live is not None and deepspeed.counts_flops_now(live))
-
-        engine.module.register_forward_pre_hook(before, prepend=True)
+        is_counted = deepspeed.flops_are_counted(engine)
+        engine.module.register_forward_pre_hook(lambda module, args: running.suspend(is_counted()), prepend=True)
 
 
 def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:

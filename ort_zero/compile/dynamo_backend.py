@@ -65,7 +65,7 @@ class Compiler:
         reason = self.recompilations.note_graph()
         observations.follow_gradients(module)
         replace_compositions(module)
-        kept = self.record.memory.new_graph(self._unit)
+        kept = self.record.memory.new_graph()
         compiler = torch_compile.aot_autograd(
             fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason, kept),
             bw_compiler=lambda graph, inputs: self._compile(graph, "backward"),
@@ -79,7 +79,7 @@ class Compiler:
         self, module: GraphModule, direction: str, reason: str | None = None, kept: Kept | None = None
     ) -> Compiled:
         if direction == "inference":
-            observations.settle(module.graph)
+            observations.remove_pass_throughs(module.graph)
         for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
             node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
         device = _device_of(module)
@@ -118,7 +118,7 @@ class Compiler:
         def run(arguments: list[Any]) -> Any:
             note_run(direction)
             if kept is not None and not torch_compile.in_backward():
-                kept.runs += 1
+                kept.forwards += 1
             try:
                 results = program(arguments)
                 return results if direction == "backward" else [without_base(result) for result in results]

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from ort_zero import log
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled
-from ort_zero.compile.flops import hint
+from ort_zero.compile.layouts import dense_order, in_order
 from ort_zero.compile.plan import Plan, Segment
 from ort_zero.compile.reference import in_float64, reference_of, runnable
 from ort_zero.compile.reproducer import write_reproducer
@@ -198,9 +198,9 @@ def _call(node: Node, module: GraphModule, text: Callable[[Any], str]) -> str:
 
 
 def _depends_on_layout(node: Node) -> bool:
-    """Return True for PyTorch's own operators of backwards, and what has one.
+    """Return True for ATen operators that autograd alone calls: backwards, and the native forwards they belong to.
 
-    Autograd alone calls them, with gradients in the layout of the forward's values. With another layout
+    Autograd calls them with gradients in the layout of the forward's values. With another layout
     ``native_group_norm_backward`` returns wrong gradients on CPUs, without an error (torch 2.6 to 2.14).
     """
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
@@ -210,28 +210,8 @@ def _depends_on_layout(node: Node) -> bool:
 def _as_traced(text: Callable[[Any], str], value: Any) -> str:
     """Return the expression of an argument in the memory order that it had when the graph was traced."""
     tensor = value.meta.get("val") if isinstance(value, Node) else None
-    order = memory_order(tensor) if isinstance(tensor, torch.Tensor) else None
+    order = dense_order(tensor) if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 else None
     return text(value) if order is None else f"in_order({text(value)}, {order})"
-
-
-def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions of a traced tensor from the outermost in memory to the innermost; None if it has gaps."""
-    sizes, strides = ([hint(each) for each in values] for values in (tensor.shape, tensor.stride()))
-    order = tuple(sorted(range(len(sizes)), key=lambda dim: (-strides[dim], dim)))
-    step = 1
-    for dim in reversed(order):
-        if sizes[dim] != 1 and strides[dim] != step:
-            return None
-        step *= sizes[dim]
-    return order if len(order) > 1 else None
-
-
-def in_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor whose dimensions have an order in memory: itself, or a copy."""
-    outermost_first = tensor.permute(order)
-    if outermost_first.is_contiguous():
-        return tensor
-    return outermost_first.contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
 def _last_uses(plan: Plan) -> dict[int, list[Node]]:

@@ -9,6 +9,7 @@ from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
 from ort_zero.compat.torch_compile import tree_map
+from ort_zero.compile.sizes import hint
 
 _COUNTED_AS = {
     f"_scaled_dot_product_flash_attention_for_cpu{end}": getattr(
@@ -38,8 +39,3 @@ def _sized(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty([hint(size) for size in value.shape], dtype=value.dtype, device="meta")
-
-
-def hint(size: Any) -> int:
-    """Return the value that a size had in the call that was traced."""
-    return size if isinstance(size, int) else size.node.hint

@@ -15,28 +15,28 @@ from torch.fx import GraphModule
 from ort_zero import log
 from ort_zero.compile.partition import kept_bytes, partition
 from ort_zero.errors import ConfigError
-from ort_zero.utils.sizes import binary_size, parse_size
+from ort_zero.utils.sizes import binary_size, parse_share_or_size
 
 _LEAST = 0.001
-"""With 0, torch's partitioner also computes random numbers again, which come out otherwise."""
+"""The smallest fraction: with 0, torch's partitioner also draws random numbers a second time, and they differ."""
 _FRACTIONS = (*(number / 20 for number in range(19, 0, -1)), _LEAST)
 
 
 @dataclass(slots=True)
 class Kept:
-    """What one captured graph keeps from its forward to its backward."""
+    """What one captured graph keeps from its forward to its backward, in the first step."""
 
-    unit: str
-    """Name of the compiled module's class."""
-    runs: int = 0
-    """Number of forwards in the first step."""
+    forwards: int = 0
+    """Number of forwards."""
+    size: int = 0
+    """Bytes that one forward keeps."""
     joint: GraphModule | None = None
     """The graph of forward and backward, before it was divided; None without a backward."""
     inputs: Any = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def bytes_at(self, fraction: float) -> int:
-        """Return the bytes that one forward keeps for a fraction of the partitioner's budget."""
+        """Return the bytes that one forward would keep, divided for a fraction of the partitioner's budget."""
         if self.joint is None:
             return 0
         divided = partition(copy.deepcopy(self.joint), self.inputs, fraction=fraction, **self.options)
@@ -57,41 +57,49 @@ class MemoryBudget:
 
     def __init__(self, recompute: str | list[str] = "off", budget: str | int | None = None):
         self.recompute, self.budget = recompute, budget
-        self._share, self._limit = _parsed(budget)
+        self._limit = None if budget is None else _parsed(budget)
+        """A share of what is kept without recomputation, as a float, or bytes, as an int."""
         self.fraction = _LEAST if recompute == "all" else 1.0
         """Fraction of the partitioner's budget with which graphs are divided."""
         self.graphs: list[Kept] = []
         self.before: int | None = None
-        """Bytes that one forward of the model's units keeps without recomputation; None until a step has shown it."""
+        """Bytes that one forward of the model's units keeps without recomputation; None before the first step."""
         self.after: int | None = None
-        """Predicted bytes with recomputation."""
+        """Bytes that one forward is predicted to keep with recomputation; None before the first step."""
 
     @property
     def is_open(self) -> bool:
         """Whether the fraction is still to be chosen."""
         return self.recompute == "auto" and self.before is None
 
-    def new_graph(self, unit: str) -> Kept:
-        """Return the entry of a graph that is compiled now."""
-        kept = Kept(unit)
-        if self.is_open:
-            self.graphs.append(kept)
-        return kept
+    def new_graph(self) -> Kept | None:
+        """Return the entry of a graph that is compiled now; None where no fraction is to be chosen."""
+        if not self.is_open:
+            return None
+        self.graphs.append(Kept())
+        return self.graphs[-1]
 
-    def divide(self, kept: Kept, joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+    def divide(
+        self, kept: Kept | None, joint: GraphModule, inputs: Any, **options: Any
+    ) -> tuple[GraphModule, GraphModule]:
         """Divide a joint graph into forward and backward, as AOTAutograd's ``partition_fn``."""
-        if self.is_open:
+        if kept is not None:
             kept.joint, kept.inputs, kept.options = copy.deepcopy(joint), inputs, options
-        return partition(joint, inputs, fraction=self.fraction, **options)
+        divided = partition(joint, inputs, fraction=self.fraction, **options)
+        if kept is not None:
+            kept.size = kept_bytes(divided[0], options["num_fwd_outputs"])
+        return divided
 
     def choose(self) -> bool:
         """Choose the fraction after the first step; return True if the units must be compiled again."""
-        self.before = self.after = self._bytes_at(1.0)
-        target = self._limit if self._share is None else int(self._share * self.before)
+        assert self._limit is not None, "the section asks for a budget where the fraction is open"
+        run = [kept for kept in self.graphs if kept.forwards]
+        self.before = self.after = sum(kept.forwards * kept.size for kept in run)
+        target = self._limit if isinstance(self._limit, int) else int(self._limit * self.before)
         for fraction in _FRACTIONS:
             if self.after <= target:
                 break
-            self.fraction, self.after = fraction, self._bytes_at(fraction)
+            self.fraction, self.after = fraction, sum(kept.forwards * kept.bytes_at(fraction) for kept in run)
         if self.after > target:
             log.get_logger().warning(
                 "memory.budget %s is below what the units keep if they compute all again: %s of %s",
@@ -100,9 +108,6 @@ class MemoryBudget:
         self.graphs.clear()
         return self.fraction < 1.0
 
-    def _bytes_at(self, fraction: float) -> int:
-        return sum(kept.runs * kept.bytes_at(fraction) for kept in self.graphs if kept.runs)
-
     def summary(self) -> list[tuple[str, str]]:
         """Return the rows of the summary after the first step."""
         if self.before is None or self.after is None:
@@ -110,7 +115,7 @@ class MemoryBudget:
         return [("kept for backwards", f"{binary_size(self.after)} of {binary_size(self.before)}")]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the budget and what came of it, as plain values; sizes in bytes."""
+        """Return the budget, the bytes kept without and with recomputation, and the fraction, as plain values."""
         return {
             "recompute": self.recompute,
             "budget": self.budget,
@@ -120,21 +125,16 @@ class MemoryBudget:
         }
 
 
-def _parsed(budget: str | int | None) -> tuple[float | None, int]:
-    """Return a share and 0, or None and bytes.
+def _parsed(budget: str | int) -> float | int:
+    """Return a share of 1 as a float, or bytes as an int.
 
     Raises:
-        ConfigError: the text is neither a percentage nor a size.
+        ConfigError: the text is neither a percentage from 1 to 100 nor a size.
     """
-    if budget is None:
-        return None, 0
-    text = str(budget).strip()
     try:
-        if text.endswith("%"):
-            share = float(text[:-1]) / 100
-            if not 0 < share <= 1:
-                raise ValueError("the percentage must be above 0 and at most 100")
-            return share, 0
-        return None, parse_size(budget)
+        limit = parse_share_or_size(budget)
     except ValueError as error:
-        raise ConfigError(f"ort_zero.memory.budget: {budget!r}: {error}") from None
+        raise ConfigError(f"ort_zero.memory.budget: {error}") from None
+    if isinstance(limit, float) and not 0 < limit <= 1:
+        raise ConfigError(f"ort_zero.memory.budget: {budget!r} must be above 0 % and at most 100 %")
+    return limit

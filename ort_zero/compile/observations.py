@@ -2,7 +2,7 @@
 
 The operators are those of :mod:`ort_zero.statistics.collect.graph_operators`. In Dynamo's graph a hook has left a call
 of ``observe``. :func:`follow_gradients` adds ``pass_through`` where the tensor is made, and AOTAutograd derives its
-backward. :func:`settle` takes the pass-throughs out again: ``observe`` reads the value itself, and in the backward
+backward. :func:`remove_pass_throughs` takes them out again: ``observe`` reads the value itself, and in the backward
 ``observe_gradient`` reads the tensor's whole gradient. Neither has a user, so segments are divided no further.
 """
 
@@ -41,7 +41,7 @@ def follow_gradients(module: GraphModule) -> None:
 
 
 def _follow_gradients(graph: Graph, keys: Iterator[int], is_nested: bool) -> None:
-    followed: dict[Node, int] = {}
+    followed: set[Node] = set()
     for node in list(graph.nodes):
         tensor: Any = node.args[0] if node.target is _OBSERVE else None
         if tensor is None or tensor in followed:
@@ -53,7 +53,7 @@ def _follow_gradients(graph: Graph, keys: Iterator[int], is_nested: bool) -> Non
             continue  # a region of activation checkpointing is not the tensor's only reader
         if version_of(value) and (is_view(value) or tensor.op in ("placeholder", "get_attr")):
             continue  # a change in place must reach the tensor itself where the graph did not make the memory
-        key = followed[tensor] = next(keys)
+        key = next(keys)
         after = tensor.next
         while after.op == "placeholder":
             after = after.next
@@ -62,11 +62,11 @@ def _follow_gradients(graph: Graph, keys: Iterator[int], is_nested: bool) -> Non
         passed.meta = dict(tensor.meta)
         tensor.replace_all_uses_with(passed, delete_user_cb=functools.partial(operator.is_not, passed))
         node.args = (*node.args, key)
-        followed[passed] = key
+        followed.add(passed)
 
 
-def settle(graph: Graph) -> None:
-    """Have observations of a joint or an inference graph of ATen calls read values, without a user of their own."""
+def remove_pass_throughs(graph: Graph) -> None:
+    """Remove the pass-throughs from a joint or an inference graph; backward calls of them show gradients instead."""
     tokens = {node.args[6]: node for node in graph.nodes if node.target is _OBSERVE and len(node.args) > 6}
     for node in list(graph.nodes):
         if node.target is _OBSERVE:
@@ -80,8 +80,8 @@ def settle(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def leave_to_forward(backward: Graph) -> None:
-    """Take the observations of the forward out of a backward graph."""
+def erase_from_backward(backward: Graph) -> None:
+    """Erase the forward's calls of ``observe`` from a backward graph, which the partitioner has copied there."""
     for node in list(backward.nodes):
         if node.target is _OBSERVE and not node.users:
             backward.erase_node(node)

@@ -16,8 +16,8 @@ from ort_zero.compat.torch_compile import core_aten_decompositions, memory_budge
 from ort_zero.compile import observations
 from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.views import VIEWS
-from ort_zero.compile.flops import hint
 from ort_zero.compile.plan import is_ordered
+from ort_zero.compile.sizes import hint
 
 aten = torch.ops.aten
 _WHOLE = frozenset(
@@ -63,14 +63,15 @@ def partition(
             computes nothing again but views and constants, as in eager PyTorch.
         rest: torch's other options.
     """
-    observations.settle(joint.graph)
+    observations.remove_pass_throughs(joint.graph)
     for node in joint.graph.nodes:
-        stays = is_ordered(node) if fraction < 1 else not _is_free(node)  # random numbers would come out otherwise
-        if node.op == "call_function" and "recompute" not in node.meta and stays:
+        # drawn a second time, random numbers would differ
+        must_stay = is_ordered(node) if fraction < 1 else not _is_free(node)
+        if node.op == "call_function" and "recompute" not in node.meta and must_stay:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     with memory_budget(fraction):
         divided = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-    observations.leave_to_forward(divided[1].graph)
+    observations.erase_from_backward(divided[1].graph)
     return divided
 
 
@@ -83,7 +84,7 @@ def kept_bytes(forward: GraphModule, num_fwd_outputs: int) -> int:
 
 
 def _storages(nodes: Iterable[Any]) -> dict[StorageWeakRef, int]:
-    """Return the bytes of each memory that values have."""
+    """Return the bytes of each storage that the values of nodes lie in."""
     sizes: dict[StorageWeakRef, int] = {}
     for node in nodes:
         value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None

@@ -1,4 +1,4 @@
-"""Say why Dynamo compiles a unit again: what changed, from what to what, and where the forward reads it."""
+"""Explain recompilations in words: which argument, attribute or setting changed, from what, to what, and its line."""
 
 from __future__ import annotations
 
@@ -81,26 +81,26 @@ class Recompilations:
         self.graphs = 0
         self.at_limit = False
         """Whether Dynamo makes no more graphs: PyTorch runs the calls that no graph fits."""
-        self._misfits: list[str] = []
+        self._failures: list[str] = []
         """The reasons since the last graph, one of each earlier graph."""
         self._causes: Counter[str] = Counter()
         """Number of recompilations by what changed."""
 
-    def note_misfit(self, reason: str, evaluate: Callable[[str], str | None]) -> None:
+    def note_guard_failure(self, reason: str, evaluate: Callable[[str], str | None]) -> None:
         """Note why a graph does not fit the call; Dynamo tells the newest graph's reason first."""
-        self._misfits.append(words_of(reason, evaluate))
-        if len(self._misfits) >= torch_compile.RECOMPILE_LIMIT and not self.at_limit:
+        self._failures.append(words_of(reason, evaluate))
+        if len(self._failures) >= torch_compile.RECOMPILE_LIMIT and not self.at_limit:
             self.at_limit = True
-            self._warn(self._misfits, "no further one is made, and PyTorch runs the calls that none fits; ")
+            self._warn(self._failures, "no further one is made, and PyTorch runs the calls that none fits; ")
 
     def note_graph(self) -> str | None:
         """Note that a graph is made, and return why, in words; None for the first one."""
         self.graphs += 1
         newest: dict[str, str] = {}
-        for reason in self._misfits:
+        for reason in self._failures:
             newest.setdefault(_subject(reason), reason)
         reasons = list(newest.values())
-        self._misfits.clear()
+        self._failures.clear()
         self._causes.update(newest.keys())
         if reasons and self.graphs == _MANY:
             self._warn(reasons)
@@ -126,5 +126,5 @@ class Recompilations:
 
 
 def _subject(reason: str) -> str:
-    """Return what a reason is about: an argument, an attribute, a setting."""
+    """Return the argument, attribute or setting that a reason names."""
     return re.split(r" (?:is|has|requires)\b|: ", reason, maxsplit=1)[0]

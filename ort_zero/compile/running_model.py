@@ -71,7 +71,7 @@ class CompiledModel:
             self._compile(unit)
         _models[module] = self
         if subscribed_model.subscribed_models_in(module):
-            self.compile_again()
+            self.mark_units()
 
     @property
     def module(self) -> Any:
@@ -90,7 +90,7 @@ class CompiledModel:
             restore_forward(unit)
 
     def suspend(self, wanted: bool) -> None:
-        """Have PyTorch run the units until this is called with False."""
+        """Have PyTorch run the units while `wanted`, as in the step that DeepSpeed's flops profiler counts."""
         for unit in self.unit_modules():
             forward = vars(unit).get("forward")
             if isinstance(forward, UnitForward):
@@ -109,14 +109,18 @@ class CompiledModel:
     def call(self, function: Callable[..., Any]) -> None:
         self.module.forward = function
 
+    def mark_units(self) -> None:
+        """Mark the units, so that Dynamo captures the hooks of statistics in them."""
+        for unit in self.unit_modules():
+            mark_places(unit)
+
     def compile_again(self) -> None:
-        """Have Dynamo look at the units anew, since the modules in them have other hooks."""
+        """Have Dynamo trace the units anew: they have other hooks, or keep less for their backwards."""
         self._compiled.clear()
         self.record.are_stale = True
         for path, reference in self._units:
             unit = reference()
             if unit is not None and is_compiled(unit):
-                mark_places(unit)
                 self._compile(Unit(path, unit, self._excluded[path]))
 
     def _compile(self, unit: Unit) -> None:
@@ -126,7 +130,7 @@ class CompiledModel:
                 compiler = Compiler(self._settings, self.record, unit.excluded, type(unit.module).__name__)
                 noted = compiler.recompilations
                 self._compiled[key] = torch_compile.compile_function(
-                    function, compiler, noted.note_misfit, noted.note_guards
+                    function, compiler, noted.note_guard_failure, noted.note_guards
                 )
             return self._compiled[key]
 
@@ -214,6 +218,7 @@ def _hooks_changed(root: nn.Module) -> None:
     for part in root.modules():
         model = _models.get(part)
         if model is not None:
+            model.mark_units()
             model.compile_again()
 
 

@@ -16,6 +16,7 @@ from ort_zero.compat import onnxruntime_binding
 from ort_zero.compile import devices
 from ort_zero.compile.assembly import SegmentModel
 from ort_zero.compile.conversion.fragments import NUMPY_TYPES, ONNX_TYPES
+from ort_zero.compile.layouts import inverse
 from ort_zero.utils.named_ranges import SESSION, named_range
 
 
@@ -40,7 +41,7 @@ class Session:
         self._inputs = [(edge.order, edge.dtype) for edge in model.inputs]
         self._dtypes = [edge.dtype for edge in model.outputs]
         self._changes = [
-            (index, None if edge.order is None else _inverse(edge.order), edge.torch_dtype)
+            (index, None if edge.order is None else inverse(edge.order), edge.torch_dtype)
             for index, edge in enumerate(model.outputs)
             if edge.order is not None or edge.torch_dtype is not edge.dtype
         ]
@@ -98,10 +99,6 @@ class Session:
             result = results[index] if order is None else results[index].permute(order)
             results[index] = result.to(dtype)
         return results
-
-
-def _inverse(order: tuple[int, ...]) -> list[int]:
-    return [order.index(dim) for dim in range(len(order))]
 
 
 def _element_type(dtype: torch.dtype) -> Any:

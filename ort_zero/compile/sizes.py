@@ -55,3 +55,8 @@ class SymbolReader:
         """Return sizes as numbers."""
         values = dict(zip(self._sources, symbols, strict=True))
         return tuple(int(size.expression.xreplace(values)) if isinstance(size, Dim) else size for size in sizes)
+
+
+def hint(size: Any) -> int:
+    """Return a size as an int: a symbolic size has the value that it had in the traced call."""
+    return size if isinstance(size, int) else size.node.hint

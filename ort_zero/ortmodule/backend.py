@@ -5,7 +5,6 @@ Nothing heavy is imported at module level: the plugin asks for :func:`import_hoo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -88,19 +87,13 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
 def connect(running: Any, engine: Any) -> None:
     """Give a runtime what is known only once the engine exists: its stage, process group and prefetch window."""
     from ort_zero.compat import deepspeed_gradient_order
-    from ort_zero.compat.deepspeed import counts_flops_now, parameter_offload_of
+    from ort_zero.compat.deepspeed import flops_are_counted, parameter_offload_of
     from ort_zero.ortmodule.compat import deepspeed_engine
     from ort_zero.ortmodule.runtime.zero3 import prefetch_limits
     from ort_zero.ortmodule.runtime.zero3.kept_weights import KeptWeights
 
     offload = parameter_offload_of(engine)
-    reference = weakref.ref(engine)  # the engine holds the model
-
-    def is_profiled() -> bool:
-        live = reference()
-        return live is not None and counts_flops_now(live)
-
-    running.is_profiled = is_profiled
+    running.is_profiled = flops_are_counted(engine)
     running.stage = int(engine.zero_optimization_stage())
     if offload is not None:
         running.group = deepspeed_engine.partition_group_of(offload)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_PERCENTAGE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _PREFIXES = {1000: ("", "k", "M", "G", "T"), 1024: ("", "Ki", "Mi", "Gi", "Ti")}
 _UNITS = {f"{prefix}B": base**power for base, names in _PREFIXES.items() for power, prefix in enumerate(names)}
 """Number of bytes of each unit: 1 for "B", 1000 for "kB", 1024 for "KiB", up to "TB" and "TiB"."""
@@ -31,6 +32,16 @@ def parse_size(text: int | str, *, bare_letters: bool = False) -> int:
     if size <= 0:
         raise ValueError(f"{text!r} is not a size; write it as 5GB, 500MB, 2GiB or a number of bytes")
     return size
+
+
+def parse_share_or_size(text: int | str) -> float | int:
+    """Return a memory budget: ``"65%"`` as the share 0.65, a float, and ``"6GiB"`` or ``"6G"`` as bytes, an int.
+
+    Raises:
+        ValueError: `text` is neither a percentage nor a size.
+    """
+    match = _PERCENTAGE.fullmatch(str(text))
+    return float(match[1]) / 100 if match else parse_size(text, bare_letters=True)
 
 
 def size_in(size: float, unit: str, decimals: int = 1) -> str:

@@ -52,6 +52,16 @@ def tokens(
     return [{"input_ids": row, "labels": row.clone()} for row in ids]
 
 
+def small_convnet() -> torch.nn.Module:
+    """Return a small convolutional network for pictures of 16 pixels and four classes."""
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 7 * 7, 4)
+    )
+
+
 def small_bert() -> torch.nn.Module:
     """Return a small BERT for sequence classification without dropout."""
     from transformers import BertConfig, BertForSequenceClassification

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ZERO_2, ZERO_2_AND_3, Result, Run
-from small_data import VOCABULARY, images
+from small_data import VOCABULARY, images, small_convnet
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -133,10 +133,7 @@ def averaged_weights(run: Run) -> Result:
     """EMA: a deep copy of `engine.module`, updated at every step, evaluated at the end"""
     import deepspeed
 
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 7 * 7, 4)
-    )
+    model = small_convnet()
     engine = engine_of(run, model, rate=1e-2)
     parameters = list(engine.module.parameters())
     with deepspeed.zero.GatheredParameters(parameters, enabled=run.stage == 3):
@@ -173,10 +170,7 @@ def stochastic_weight_averaging(run: Run) -> Result:
     """SWA: `torch.optim.swa_utils.AveragedModel` of `engine.module`, `update_bn` over the batches, evaluation"""
     from torch.optim.swa_utils import AveragedModel, update_bn
 
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 7 * 7, 4)
-    )
+    model = small_convnet()
     engine = engine_of(run, model, rate=1e-2)
     average = AveragedModel(engine.module)
     rows, rank, losses, batches = images(64, size=16), torch.distributed.get_rank(), [], []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import NO_ZERO, SECTION, ZERO_3, Result, Run
-from small_data import images, padded, sentence_pairs, small_bert
+from small_data import images, padded, sentence_pairs, small_bert, small_convnet
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,14 +27,6 @@ def wrapped(run: Run, model: nn.Module) -> nn.Module:
     return ort_zero.wrap(model, **{key: value for key, value in SECTION.items() if key != "enabled"})
 
 
-def network() -> nn.Module:
-    """Return a small convolutional network."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 7 * 7, 4)
-    )
-
-
 def lightning_with_ddp(run: Run) -> Result:
     """Lightning's Trainer with DDP: accumulation, clipping, a schedule, validation, a checkpoint that is loaded"""
     import lightning
@@ -43,7 +35,7 @@ def lightning_with_ddp(run: Run) -> Result:
     class Classifier(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.model = wrapped(run, network())
+            self.model = wrapped(run, small_convnet())
             self.losses: list[float] = []
             self.validated: list[float] = []
 
@@ -154,7 +146,7 @@ def lightning_conversion(run: Run) -> Result:
     from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
     deepspeed.init_distributed("gloo", verbose=False)
-    model = network()
+    model = small_convnet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=run.deepspeed_config(4))
     rows, rank, losses = images(32, size=16), torch.distributed.get_rank(), []

@@ -197,15 +197,16 @@ def _printed_by(command: str) -> str:
     return done.stdout
 
 
-_ABOUT_BUILDS = (
-    r"^DeepSpeed \S+ built successfully|No CUDA runtime is found|slower on Python 3\.13\.0|^  warnings\.warn\("
-)
-"""What is printed where DeepSpeed's operator has not been built before, by a torch for CUDA, and on Python 3.13.0."""
+_ABOUT_BUILDS = r"^DeepSpeed \S+ built successfully|No CUDA runtime is found"
+"""What is printed only where DeepSpeed's operator has not been built before, or by a torch for CUDA."""
+_ABOUT_3_13_0 = r"^.*RuntimeWarning: Guards may run slower on Python 3\.13\.0.*\n  warnings\.warn\(\n"
+"""Torch's advice on one release of Python, with the line of torch that gives it."""
 
 
 def test_the_command_of_make_train_prints_a_screenful_and_compares_with_pytorch(tmp_path):
     text = _printed_by(_commands_of_make_train(tmp_path, "20")[0])
-    lines = [line for line in text.splitlines() if not re.search(_ABOUT_BUILDS, line)]
+    rest = re.sub(_ABOUT_3_13_0, "", text, flags=re.M)
+    lines = [line for line in rest.splitlines() if not re.search(_ABOUT_BUILDS, line)]
     assert "onnxruntime:" not in text, "ONNX Runtime warns of a graph"
     # what `make train` does after it, aggregation and a sample, prints 8 lines
     assert len(lines) <= 52, text

@@ -12,7 +12,7 @@ from typing import Any
 
 from ort_zero.config import MemoryConfig
 from ort_zero.errors import ConfigError
-from ort_zero.utils.sizes import binary_size, parse_size
+from ort_zero.utils.sizes import binary_size, parse_share_or_size
 
 OFF, ALL, AUTO, PLAN = "off", "all", "auto", "plan"
 BLOCKS = "checkpointed blocks"
@@ -21,7 +21,6 @@ TOLERANCE = 0.1
 """Share of a predicted peak by which the measured one may differ before a warning is logged."""
 SLACK = 16 << 20
 """Bytes by which a prediction may be wrong whatever its size: what a process takes besides varies by so much."""
-_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _ITEM = re.compile(r"\s*([A-Za-z0-9_]+\+(?:[A-Za-z0-9_]+\+)*)\s*:\s*([12])\s*:\s*(-1|\d+)\s*")
 
 
@@ -122,18 +121,16 @@ def parse_budget(text: str | int, key: str = "ort_zero.memory.budget") -> Memory
     Raises:
         ConfigError: it is none, or more than the machine has.
     """
-    match = _SHARE.fullmatch(str(text))
-    share = float(match[1]) / 100 if match else 0
-    if share > 1:
-        raise ConfigError(f"{key}: {text!r} is more than the graph needs where nothing is computed again")
-    if share > 0:
-        return MemoryBudget(share, relative=True)
     try:
-        size = parse_size(text, bare_letters=True)
+        size = parse_share_or_size(text)
     except ValueError:
-        raise ConfigError(
-            f'{key}: {text!r} is no amount of memory; write for example "6GiB", "800MB" or "65%"'
-        ) from None
+        size = 0
+    if not size:
+        raise ConfigError(f'{key}: {text!r} is no amount of memory; write for example "6GiB", "800MB" or "65%"')
+    if isinstance(size, float):
+        if size > 1:
+            raise ConfigError(f"{key}: {text!r} is more than the graph needs where nothing is computed again")
+        return MemoryBudget(size, relative=True)
     have = machine_memory()
     if have and size > have:
         raise ConfigError(f"{key}: {text!r} is more than this machine has ({binary_size(have)})")

@@ -61,7 +61,7 @@ def gradient_passes(gradient: torch.Tensor, key: int) -> torch.Tensor:
 
 @torch.library.custom_op("ort_zero::observe_gradient", mutates_args=())
 def observe_gradient(gradient: torch.Tensor, token: torch.Tensor) -> None:
-    """Show the gradient of the tensor that :data:`observe` has returned the token for."""
+    """Show the subscribers the gradient of a tensor, for which :data:`observe` has returned the token."""
     number, step, order = token.tolist()
     model = _models.get(number)
     if model is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule
 
-from ort_zero.compile.executor import in_order, memory_order, program_of
+from ort_zero.compile.executor import program_of
+from ort_zero.compile.layouts import dense_order, in_order, inverse
 from ort_zero.compile.plan import make_plan
 from ort_zero.compile.sizes import SymbolReader
 
@@ -38,10 +39,10 @@ def test_a_gradient_of_another_layout_does_not_spoil_a_group_norm():
 
 def test_the_order_of_dimensions():
     tensor = torch.randn(SIZES)
-    assert memory_order(tensor) == (0, 1, 2, 3)
-    assert memory_order(channels_last(tensor)) == (0, 2, 3, 1)
-    assert memory_order(tensor[:, ::2]) is None and memory_order(tensor[:1].expand(SIZES)) is None
-    assert memory_order(tensor[0, 0, 0]) is None
+    assert dense_order(tensor) == (0, 1, 2, 3)
+    assert dense_order(channels_last(tensor)) == (0, 2, 3, 1)
+    assert dense_order(tensor[:, ::2]) is None and dense_order(tensor[:1].expand(SIZES)) is None
+    assert inverse((0, 2, 3, 1)) == (0, 3, 1, 2)
     copied = in_order(tensor, (0, 2, 3, 1))
     assert torch.equal(copied, tensor) and copied.is_contiguous(memory_format=torch.channels_last)
     assert in_order(copied, (0, 2, 3, 1)) is copied and in_order(tensor, (0, 1, 2, 3)) is tensor
