@@ -215,9 +215,9 @@ class CompiledModel:
 
 
 def _hooks_changed(root: nn.Module) -> None:
-    for part in root.modules():
-        model = _models.get(part)
-        if model is not None:
+    parts = set(root.modules())
+    for model in list(_models.values()):
+        if not parts.isdisjoint(model.unit_modules()):
             model.mark_units()
             model.compile_again()
 

@@ -150,3 +150,19 @@ def test_changes_in_place_reach_the_tensors(tmp_path):
     assert (results[0][2] < 0).any()
     torch.testing.assert_close(results[1], results[0])
     assert compare(str(tmp_path / "False"), str(tmp_path / "True")).verdict.same
+
+
+def test_a_part_of_a_compiled_model_is_subscribed_to_after_its_first_step(tmp_path):
+    x = torch.randn(8, 16)
+    for ort in (False, True):
+        torch.manual_seed(0)
+        outer = nn.Sequential(nn.Linear(16, 16), Model("plain"))
+        inner = outer[1]
+        with compiled(outer) if ort else contextlib.nullcontext(outer) as model:
+            model(x).sum().backward()
+            session = GlobalSubscriberManager.subscribe(inner, [StatisticsSubscriber(str(tmp_path / f"{ort}"))])
+            model(x).sum().backward()
+            session.remove()
+    result = compare(str(tmp_path / "False"), str(tmp_path / "True"))
+    assert result.verdict.same and result.records > 100, result.verdict.text
+    assert not result.counts.get("missing", 0) and not result.counts.get("extra", 0), result.notes
