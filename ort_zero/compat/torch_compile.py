@@ -21,7 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = (
     "HigherOrderOperator",
@@ -30,6 +30,7 @@ __all__ = (
     "aot_autograd",
     "core_aten_decompositions",
     "min_cut_rematerialization_partition",
+    "tree_leaves",
     "tree_map",
 )
 

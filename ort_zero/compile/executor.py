@@ -17,7 +17,7 @@ from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled
 from ort_zero.compile.layouts import dense_order, in_order
 from ort_zero.compile.plan import Plan, Segment
-from ort_zero.compile.reference import in_float64, reference_of, runnable
+from ort_zero.compile.reference import in_float64, reference_of, runnable, with_moved_inputs
 from ort_zero.compile.reproducer import write_reproducer
 from ort_zero.compile.sessions import Session
 from ort_zero.compile.sizes import SymbolReader, Symbols
@@ -96,10 +96,11 @@ class SegmentRunner:
         def by_ort() -> Sequence[torch.Tensor]:
             return self.session.run(feeds, sizes, shapes)
 
+        def judges() -> tuple[Sequence[torch.Tensor], Sequence[Sequence[torch.Tensor]]]:
+            return in_float64(self.reference, list(inputs)), with_moved_inputs(self.reference, list(inputs))
+
         failed = trial.failed
-        results = trial.run(
-            by_ort, lambda: self.reference(*inputs), lambda: in_float64(self.reference, list(inputs)), self._agreement
-        )
+        results = trial.run(by_ort, lambda: self.reference(*inputs), judges, self._agreement)
         if trial.failed and not failed:
             self._tell(inputs, sizes)
         return results

@@ -12,7 +12,12 @@ from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ort_zero.compat.torch_compile import core_aten_decompositions, memory_budget, min_cut_rematerialization_partition
+from ort_zero.compat.torch_compile import (
+    core_aten_decompositions,
+    memory_budget,
+    min_cut_rematerialization_partition,
+    tree_leaves,
+)
 from ort_zero.compile import observations
 from ort_zero.compile.conversion.creation import CONSTANTS
 from ort_zero.compile.conversion.views import VIEWS
@@ -35,6 +40,9 @@ _WHOLE = frozenset(
 )
 """Operators that one of the two runtimes has as one kernel: they are not decomposed. (torch 2.13 decomposes linspace of
 integers into other numbers.)"""
+
+_COMPARISONS = frozenset(getattr(aten, name).Tensor for name in ("eq", "ne", "ge", "gt", "le", "lt"))
+_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 @functools.cache
@@ -64,6 +72,7 @@ def partition(
         rest: torch's other options.
     """
     observations.remove_pass_throughs(joint.graph)
+    _keep_what_is_compared(joint, num_fwd_outputs)
     for node in joint.graph.nodes:
         # drawn a second time, random numbers would differ
         must_stay = is_ordered(node) if fraction < 1 else not _is_free(node)
@@ -92,6 +101,32 @@ def _storages(nodes: Iterable[Any]) -> dict[StorageWeakRef, int]:
             storage = value.untyped_storage()
             sizes[StorageWeakRef(storage)] = hint(storage.nbytes())
     return sizes
+
+
+def _keep_what_is_compared(joint: GraphModule, num_fwd_outputs: int) -> None:
+    """Keep what both sides of comparisons of float tensors are made of, unless all of it is computed again.
+
+    The gradient of ``amax`` looks for the elements that equal the largest: computed again by another kernel, none does.
+    """
+    forward = _ancestors(tree_leaves(joint.graph.find_nodes(op="output")[0].args)[:num_fwd_outputs])
+    kernels = {node for node in forward if node.op == "call_function" and node.target not in VIEWS}
+    for node in joint.graph.nodes:
+        if node.target in _COMPARISONS and all(side.meta["val"].is_floating_point() for side in node.args):
+            sources = _ancestors(node.args, stop=kernels.__contains__) & kernels
+            if not all(source.meta.get("recompute") in _AGAIN for source in sources):
+                for source in sources:
+                    source.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _ancestors(nodes: Iterable[Any], stop: Callable[[torch.fx.Node], bool] = lambda node: False) -> set[torch.fx.Node]:
+    """Return the nodes and what they are computed from, back to inputs or to where `stop` is true."""
+    waiting, seen = [node for node in nodes if isinstance(node, torch.fx.Node)], set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += () if stop(node) else node.all_input_nodes
+    return seen
 
 
 def _is_free(node: torch.fx.Node) -> bool:

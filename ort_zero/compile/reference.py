@@ -46,5 +46,21 @@ def in_float64(module: GraphModule, inputs: list[Any]) -> list[torch.Tensor]:
     return list(exact(*(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs)))
 
 
+def with_moved_inputs(module: GraphModule, inputs: list[Any], runs: int = 3) -> list[list[torch.Tensor]]:
+    """Return the results of several runs of a segment whose float inputs are moved by their rounding, up or down.
+
+    They show how far rounding alone takes the results: one run can be near float64 by chance.
+    """
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        signs = torch.randint(-1, 2, value.shape, generator=generator).to(value)
+        return value + value * signs * torch.finfo(value.dtype).eps
+
+    generator = torch.Generator().manual_seed(0)
+    return [list(module(*map(moved, inputs))) for _ in range(runs)]
+
+
 def _wider(argument: Any) -> Any:
     return torch.float64 if isinstance(argument, torch.dtype) and argument.is_floating_point else argument

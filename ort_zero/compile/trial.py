@@ -17,6 +17,8 @@ import torch
 from ort_zero.compile.agreement import Agreement
 
 Outputs = Sequence[torch.Tensor]
+Judges = Callable[[], tuple[Outputs, Sequence[Outputs]]]
+"""Returns a segment's results in float64, and PyTorch's for inputs that are moved by their rounding."""
 _TIMED_RUNS = 3
 """Timed runs of each of the two, taken by turns; the fastest counts, which noise disturbs least."""
 _POLLED = frozenset(1 << n for n in range(3, 40))
@@ -71,7 +73,7 @@ class Trial:
         self,
         by_ort: Callable[[], Outputs],
         by_torch: Callable[[], Outputs],
-        in_float64: Callable[[], Outputs],
+        judges: Judges,
         agreement: Agreement,
     ) -> Outputs:
         """Return the results of one run, and decide on what follows.
@@ -79,7 +81,7 @@ class Trial:
         Args:
             by_ort: runs the segment in ONNX Runtime.
             by_torch: runs the segment in PyTorch.
-            in_float64: runs the segment in PyTorch with float64 for all floats.
+            judges: returns what the two are compared with where they differ.
             agreement: the decisions of all ranks.
         """
         self.runs += 1
@@ -93,7 +95,7 @@ class Trial:
             if self.is_settled:
                 return _in_ort(by_ort)
             if is_checked:
-                return self._checked(by_ort, by_torch, in_float64, agreement)
+                return self._checked(by_ort, by_torch, judges, agreement)
             return self._timed(by_ort, by_torch, agreement)
         except _SessionError as error:
             results = by_torch()  # raises where the inputs are wrong
@@ -108,13 +110,13 @@ class Trial:
         self,
         by_ort: Callable[[], Outputs],
         by_torch: Callable[[], Outputs],
-        in_float64: Callable[[], Outputs],
+        judges: Judges,
         agreement: Agreement,
     ) -> Outputs:
         results = _in_ort(by_ort)
         if self.verify != "off":
             wanted = by_torch()
-            difference = explain_difference(results, wanted, in_float64)
+            difference = explain_difference(results, wanted, judges)
             if difference is not None:
                 self._fail(difference, agreement)
                 return wanted
@@ -161,13 +163,14 @@ def _in_ort(by_ort: Callable[[], Outputs]) -> Outputs:
         raise _SessionError(str(error)) from error
 
 
-def explain_difference(results: Outputs, wanted: Outputs, in_float64: Callable[[], Outputs]) -> str | None:
+def explain_difference(results: Outputs, wanted: Outputs, judges: Judges) -> str | None:
     """Return how the results of ONNX Runtime differ from PyTorch's, in words; None if rounding explains all.
 
     Where they are further apart than rounding usually puts them, float64 is the judge: ONNX Runtime may be further
-    from it than PyTorch by a small factor.
+    from it than PyTorch by a small factor. PyTorch's distance is the largest of a few runs with slightly moved inputs.
     """
     exact: Outputs | None = None
+    moved: Sequence[Outputs] = ()
     for index, (ours, theirs) in enumerate(zip(results, wanted, strict=True)):
         if ours.shape != theirs.shape:
             return f"result {index} has the sizes {tuple(ours.shape)}, not {tuple(theirs.shape)}"
@@ -180,8 +183,9 @@ def explain_difference(results: Outputs, wanted: Outputs, in_float64: Callable[[
         error, scale = _distance(ours, theirs), _size_of(theirs)
         if error <= _SCALE[theirs.dtype] * scale:
             continue
-        exact = exact if exact is not None else in_float64()
-        torchs = _distance(theirs, exact[index])
+        if exact is None:
+            exact, moved = judges()
+        torchs = max(_distance(run[index], exact[index]) for run in (wanted, *moved))
         ort = _distance(ours, exact[index])
         limit = _FACTOR * torchs + torch.finfo(theirs.dtype).eps * _FACTOR * scale
         if ort > limit:
