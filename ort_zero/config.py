@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -275,6 +276,42 @@ def section_of(ds_config: Mapping[str, Any] | None) -> Config | None:
         return None
     config = parse(ds_config[SECTION])
     return config if config.enabled else None
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Return what a JSON file of the user's holds.
+
+    Args:
+        path: path of the file.
+        what: name of the file in the error message, such as "the plan file".
+
+    Raises:
+        ConfigError: the file is missing or malformed.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{what} {path} is not JSON: {error}") from None
+
+
+def read_section(path: Path) -> Config:
+    """Return the section of a DeepSpeed JSON that runs the model in ONNX Runtime.
+
+    Raises:
+        ConfigError: names the file, and what is wrong.
+    """
+    content = read_json(path, "the config")
+    try:
+        section = section_of(content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if section is None:
+        raise ConfigError(f'{path} has no enabled section "{SECTION}": add "ort_zero": {{}} to it')
+    if not section.ortmodule.enabled:
+        raise ConfigError(f'{path} has "ortmodule": {{"enabled": false}}: memory is planned for ONNX Runtime')
+    return section
 
 
 def _explain_all(errors: list[Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,3 +18,14 @@ def load(engine: str = "ortmodule") -> Backend:
     from ort_zero.ortmodule import backend
 
     return backend
+
+
+def load_by_config(path: Path) -> Backend:
+    """Return the backend that a DeepSpeed JSON chooses.
+
+    Raises:
+        ConfigError: the file cannot be read, or its section is missing, disabled or wrong.
+    """
+    from ort_zero import config
+
+    return load(config.read_section(path).engine())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +39,9 @@ def run(args: argparse.Namespace) -> int:
     launcher = script_process.split_launcher(args.launcher) if args.launcher is not None else ()
     script_process.require_script(script, launcher)
 
-    def write_request(path: Path, report: str) -> None:
-        path.write_text(json.dumps({"report": report}), encoding="utf-8")
-
-    def read_reports(report: Path) -> list[dict[str, Any]]:
-        files = sorted(report.parent.glob(f"{report.name}.*"))
-        return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix[1:].isdigit()]
-
     with script_progress("explaining", "step", args):
-        done = script_process.run_with_request(
-            script_process.command_line(script, args.arguments, launcher),
-            env.EXPLAIN,
-            write_request,
-            read_reports,
-            bool,
+        done = script_process.run_first_step(
+            script_process.command_line(script, args.arguments, launcher), env.EXPLAIN, {}
         )
         if not done.reports:
             why = "it trained no second step, or no model of it runs in the compile backend"

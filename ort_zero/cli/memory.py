@@ -10,10 +10,11 @@ from pathlib import Path
 from ort_zero.cli import print_json
 from ort_zero.cli.script_options import add_launcher, positive, script_progress
 
-_EPILOG = """The script must use the same DeepSpeed JSON: pass it as the script expects it, after --. The script is
-started unchanged, once without recomputation and once for each budget (with --plot also for some budgets between), and
-ended after --steps steps. Until then it writes its logs and folders as usual. Exit status: 0 = measured within the
-budget; 1 = measured above the budget, or off the prediction by more than 10 percent and 16 MiB; 2 = no plan."""
+_EPILOG = """The script must use the same DeepSpeed JSON: pass it as the script expects it, after --. The compile backend
+starts the script once, unchanged, and ends it after its first step; --level, --steps, --out, --plot and --no-measure
+belong to ORTModule, which starts it once without recomputation and once for each budget (with --plot also for some
+budgets between), and measures. Exit status: 0 = planned, and measured within the budget; 1 = measured above the
+budget, or off the prediction by more than 10 percent and 16 MiB; 2 = no plan."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> tuple[argparse.ArgumentParser, ...]:
@@ -37,7 +38,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         default=[],
         metavar="6GiB|65%",
         help="maximum memory of a step, or percentage of a step's memory without recomputation; repeatable "
-        "(default: the section's, else 80%% of the free memory)",
+        "(default: the section's, else some percentages, or 80%% of the free memory for ORTModule)",
     )
     parser.add_argument("--level", type=int, choices=(0, 1, 2), help="see docs/memory.md (default: the section's)")
     parser.add_argument("--steps", type=positive, default=3, metavar="N", help="steps of each run (default: 3)")
@@ -73,7 +74,7 @@ def _plan(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
     )
     with script_progress("planning", "run", args) as bar:
-        report = loading.load().plan_memory(options, bar.move)
+        report = loading.load_by_config(options.config).plan_memory(options, bar.move)
     print_json(report.as_dict()) if args.json else print(report.text(_width()))
     if report.failed:
         return 2

@@ -106,8 +106,7 @@ def examine() -> Examination:
 
 
 def plan_memory(options: MemoryPlanOptions, tell: Callable[[int, int, str], None]) -> MemoryPlanReport:
-    """Raise ConfigError: recomputation plans belong to ORTModule."""
-    raise ConfigError(
-        'recomputation plans belong to "backend": "ortmodule"; here "memory": {"recompute": "auto", "budget": "55%"} '
-        "chooses in the first step, and ort_zero.status() shows what came of it"
-    )
+    """Run one step of a script, and return what each budget would have its units compute again."""
+    from ort_zero.compile import memory_plan
+
+    return memory_plan.plan_memory(options, tell)

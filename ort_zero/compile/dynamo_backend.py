@@ -65,7 +65,7 @@ class Compiler:
         reason = self.recompilations.note_graph()
         observations.follow_gradients(module)
         replace_compositions(module)
-        kept = self.record.memory.new_graph()
+        kept = self.record.memory.new_graph(self._unit)
         compiler = torch_compile.aot_autograd(
             fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason, kept),
             bw_compiler=lambda graph, inputs: self._compile(graph, "backward"),

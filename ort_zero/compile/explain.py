@@ -1,4 +1,4 @@
-"""Write what would run where and why, for ``ort-zero explain``, and end the script after its first step."""
+"""Write what a command asks of a script's first step, and end the script: what runs where and why, or memory plans."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from ort_zero import env
 from ort_zero.compat import torch_compile
+from ort_zero.compile import memory_plan
 from ort_zero.compile.records import ModelRecord
 from ort_zero.utils.atomic_write import write_json
 
@@ -65,14 +66,17 @@ def way_out(reason: str) -> str:
 
 
 def end_if_asked(record: ModelRecord, status: Callable[[], dict[str, Any]]) -> None:
-    """Write the explanation of a model and end the script, if ``ort-zero explain`` has started it.
+    """Write a report and end the script, if ``ort-zero explain`` or ``ort-zero memory plan`` has started it.
 
     Raises:
-        SystemExit: after the explanation is written.
+        SystemExit: after the report is written.
     """
-    request = env.explain_file()
-    if request is None:
-        return
-    report = json.loads(Path(request).read_text(encoding="utf-8"))["report"]
-    write_json(Path(f"{report}.{env.rank()}"), explanation(record, status()))
-    raise SystemExit(0)
+    reports = (
+        (env.explain_file(), lambda: explanation(record, status())),
+        (env.memory_trial_file(), lambda: memory_plan.plans_of(record.memory)),
+    )
+    for request, make in reports:
+        if request is not None:
+            report = json.loads(request.read_text(encoding="utf-8"))["report"]
+            write_json(Path(f"{report}.{env.rank()}"), make())
+            raise SystemExit(0)

@@ -7,13 +7,16 @@ floating-point operations). This module sees what one step keeps, and finds the 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from ort_zero import log
-from ort_zero.compile.partition import kept_bytes, partition
+from ort_zero import env, log
+from ort_zero.compile.flops import flops_of
+from ort_zero.compile.module_paths import module_path
+from ort_zero.compile.partition import computed_again, kept_by, partition
 from ort_zero.errors import ConfigError
 from ort_zero.utils.sizes import binary_size, parse_share_or_size
 
@@ -26,6 +29,8 @@ _FRACTIONS = (*(number / 20 for number in range(19, 0, -1)), _LEAST)
 class Kept:
     """What one captured graph keeps from its forward to its backward, in the first step."""
 
+    unit: str = ""
+    """Class of the unit."""
     forwards: int = 0
     """Number of forwards."""
     size: int = 0
@@ -35,12 +40,18 @@ class Kept:
     inputs: Any = None
     options: dict[str, Any] = field(default_factory=dict)
 
+    def divided_at(self, fraction: float) -> tuple[GraphModule, GraphModule]:
+        """Return forward and backward, divided for a fraction of the partitioner's budget."""
+        assert self.joint is not None, "the graph has a backward"
+        return partition(copy.deepcopy(self.joint), self.inputs, fraction=fraction, **self.options)
+
+    def kept_by(self, forward: GraphModule) -> dict[Node, int]:
+        """Return the bytes that a divided forward keeps, by node."""
+        return kept_by(forward, self.options["num_fwd_outputs"])
+
     def bytes_at(self, fraction: float) -> int:
         """Return the bytes that one forward would keep, divided for a fraction of the partitioner's budget."""
-        if self.joint is None:
-            return 0
-        divided = partition(copy.deepcopy(self.joint), self.inputs, fraction=fraction, **self.options)
-        return kept_bytes(divided[0], self.options["num_fwd_outputs"])
+        return 0 if self.joint is None else sum(self.kept_by(self.divided_at(fraction)[0]).values())
 
 
 class MemoryBudget:
@@ -72,11 +83,11 @@ class MemoryBudget:
         """Whether the fraction is still to be chosen."""
         return self.recompute == "auto" and self.before is None
 
-    def new_graph(self) -> Kept | None:
-        """Return the entry of a graph that is compiled now; None where no fraction is to be chosen."""
-        if not self.is_open:
+    def new_graph(self, unit: str) -> Kept | None:
+        """Return the entry of a graph that is compiled now; None where nothing is to be chosen or planned."""
+        if not self.is_open and env.memory_trial_file() is None:
             return None
-        self.graphs.append(Kept())
+        self.graphs.append(Kept(unit))
         return self.graphs[-1]
 
     def divide(
@@ -87,26 +98,66 @@ class MemoryBudget:
             kept.joint, kept.inputs, kept.options = copy.deepcopy(joint), inputs, options
         divided = partition(joint, inputs, fraction=self.fraction, **options)
         if kept is not None:
-            kept.size = kept_bytes(divided[0], options["num_fwd_outputs"])
+            kept.size = sum(kept.kept_by(divided[0]).values())
         return divided
 
     def choose(self) -> bool:
         """Choose the fraction after the first step; return True if the units must be compiled again."""
         assert self._limit is not None, "the section asks for a budget where the fraction is open"
-        run = [kept for kept in self.graphs if kept.forwards]
-        self.before = self.after = sum(kept.forwards * kept.size for kept in run)
-        target = self._limit if isinstance(self._limit, int) else int(self._limit * self.before)
-        for fraction in _FRACTIONS:
-            if self.after <= target:
-                break
-            self.fraction, self.after = fraction, sum(kept.forwards * kept.bytes_at(fraction) for kept in run)
-        if self.after > target:
+        self.before = sum(kept.forwards * kept.size for kept in self.graphs)
+        self.fraction, self.after, fits = self._fitting(self._limit, self.before)
+        if not fits:
             log.get_logger().warning(
                 "memory.budget %s is below what the units keep if they compute all again: %s of %s",
                 self.budget, binary_size(self.after), binary_size(self.before),
             )  # fmt: skip
         self.graphs.clear()
         return self.fraction < 1.0
+
+    def _fitting(self, limit: float | int, before: int) -> tuple[float, int, bool]:
+        """Return the largest fraction that keeps a limit, the bytes that are kept with it, and if that fits."""
+        target = limit if isinstance(limit, int) else int(limit * before)
+        fraction, after, rest = 1.0, before, list(_FRACTIONS)
+        while after > target and rest:
+            fraction = rest.pop(0)
+            after = sum(kept.forwards * kept.bytes_at(fraction) for kept in self.graphs if kept.forwards)
+        return fraction, after, after <= target
+
+    def plan(self, budget: str) -> dict[str, Any]:
+        """Return what a budget would have the units keep and compute again in each step, as plain values.
+
+        ``modules`` has the modules whose values are not kept or are computed again: the bytes that are freed, the calls
+        of each operator, and their share of the floating-point operations of forwards and backwards.
+        """
+        before = sum(kept.forwards * kept.size for kept in self.graphs)
+        fraction, after, fits = self._fitting(_parsed(budget), before)
+        modules: dict[tuple[str, str], dict[str, Any]] = {}
+        total = 0
+        for kept in self.graphs:
+            if kept.joint is None or not kept.forwards:
+                continue
+            total += kept.forwards * sum(flops_of(node) for node in kept.joint.graph.nodes)
+            forward, backward = kept.divided_at(fraction)
+            still = {node.name for node in kept.kept_by(forward)}
+            for node, size in kept.kept_by(kept.divided_at(1.0)[0]).items():
+                if node.name not in still:
+                    _entry(modules, kept, node)["freed"] += kept.forwards * size
+            for node in computed_again(forward, backward):
+                entry = _entry(modules, kept, node)
+                entry["operators"][str(node.target).removeprefix("aten.").removesuffix(".default")] += kept.forwards
+                entry["flops"] += kept.forwards * flops_of(node)
+        entries = sorted(modules.values(), key=lambda entry: -entry["freed"])
+        for entry in entries:
+            entry["flops_share"] = entry["flops"] / total if total else 0.0
+        return {
+            "budget": budget,
+            "fits": fits,
+            "kept_without": before,
+            "kept": after,
+            "fraction": fraction,
+            "flops_share": sum(entry["flops_share"] for entry in entries),
+            "modules": entries,
+        }
 
     def summary(self) -> list[tuple[str, str]]:
         """Return the rows of the summary after the first step."""
@@ -123,6 +174,12 @@ class MemoryBudget:
             "kept": self.after,
             "fraction": self.fraction,
         }
+
+
+def _entry(modules: dict[tuple[str, str], dict[str, Any]], kept: Kept, node: Node) -> dict[str, Any]:
+    path = module_path(node)
+    new = {"unit": kept.unit, "module": path, "freed": 0, "flops": 0, "operators": Counter()}
+    return modules.setdefault((kept.unit, path), new)
 
 
 def _parsed(budget: str | int) -> float | int:

@@ -84,23 +84,31 @@ def partition(
     return divided
 
 
-def kept_bytes(forward: GraphModule, num_fwd_outputs: int) -> int:
-    """Return the bytes that a forward graph keeps for its backward, without the graph's inputs."""
+def kept_by(forward: GraphModule, num_fwd_outputs: int) -> dict[torch.fx.Node, int]:
+    """Return the bytes that a forward graph keeps for its backward, without the graph's inputs, by the kept node.
+
+    Of nodes that share a storage, the first counts.
+    """
     (results,) = forward.graph.find_nodes(op="output")[0].args
-    kept = _storages(results[num_fwd_outputs:])
-    inputs = _storages(forward.graph.find_nodes(op="placeholder"))
-    return sum(size for storage, size in kept.items() if storage not in inputs)
+    seen = {storage for node in forward.graph.find_nodes(op="placeholder") if (storage := _storage_of(node))}
+    kept = {}
+    for node in results[num_fwd_outputs:]:
+        storage = _storage_of(node)
+        if storage is not None and storage not in seen:
+            seen.add(storage)
+            kept[node] = hint(node.meta["val"].untyped_storage().nbytes())
+    return kept
 
 
-def _storages(nodes: Iterable[Any]) -> dict[StorageWeakRef, int]:
-    """Return the bytes of each storage that the values of nodes lie in."""
-    sizes: dict[StorageWeakRef, int] = {}
-    for node in nodes:
-        value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            sizes[StorageWeakRef(storage)] = hint(storage.nbytes())
-    return sizes
+def _storage_of(node: Any) -> StorageWeakRef | None:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return StorageWeakRef(value.untyped_storage()) if isinstance(value, torch.Tensor) else None
+
+
+def computed_again(forward: GraphModule, backward: GraphModule) -> list[torch.fx.Node]:
+    """Return the calls of a forward that its backward makes a second time; views and constants cost nothing."""
+    calls = {node.name for node in forward.graph.nodes if node.op == "call_function" and not _is_free(node)}
+    return [node for node in backward.graph.nodes if node.op == "call_function" and node.name in calls]
 
 
 def _keep_what_is_compared(joint: GraphModule, num_fwd_outputs: int) -> None:

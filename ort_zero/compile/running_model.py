@@ -170,8 +170,8 @@ class CompiledModel:
             forward = getattr(reference(), "forward", None)
             if getattr(forward, "calls", 0) and type(reference()).__name__ not in captured:
                 self.failures.setdefault(path, "Dynamo captured no graph of it")
-        chosen = self.record.memory.is_open and self.record.memory.choose()
         explain.end_if_asked(self.record, self.status)
+        chosen = self.record.memory.is_open and self.record.memory.choose()
         announce, self.announce = self.announce, None
         if announce is not None:
             announce(self)

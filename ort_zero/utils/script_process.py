@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -142,6 +143,25 @@ def run_with_request(
         write_request(request, str(report))
         status = run_script(command, log, {variable: str(request)}, lambda: is_done(read_reports(report)))
         return RequestedRun(status, read_reports(report), last_lines(log))
+
+
+def run_first_step(command: Sequence[str], variable: str, request: Mapping[str, Any]) -> RequestedRun[Any]:
+    """Run a command until the ranks have written one JSON report each, at the end of the first step.
+
+    Args:
+        command: the command line of the script.
+        variable: name of the environment variable that names the request file.
+        request: what the file asks for; ``"report"`` is added, the path to which rank n adds ``.n``.
+    """
+
+    def write_request(path: Path, report: str) -> None:
+        path.write_text(json.dumps({**request, "report": report}), encoding="utf-8")
+
+    def read_reports(report: Path) -> list[Any]:
+        files = sorted(report.parent.glob(f"{report.name}.*"))
+        return [json.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix[1:].isdigit()]
+
+    return run_with_request(command, variable, write_request, read_reports, bool)
 
 
 class _Signals:

@@ -115,7 +115,7 @@ ALLOWED: dict[str, set[str]] = {
     "compile": {"backends.interface", "backends.registry", "compat", "compile.conversion", "config", "env", "errors",
                 "log", "statistics.collect", "utils"},
     "ortmodule.backend": {"backends.interface", "compat", "config", "errors", "ortmodule"},
-    "backends": {"backends.interface", "compile", "ortmodule.backend"},
+    "backends": {"backends.interface", "compile", "config", "ortmodule.backend"},
     # what connects all this to DeepSpeed and to users
     "plugin": {"backends", "backends.interface", "backends.registry", "checkpoint.loads", "checkpoint.opening",
                "checkpoint.saves", "checkpoint.zero_to_fp32", "compat", "config", "distributed", "env", "errors", "log",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ort_zero.config import MemoryConfig
+from ort_zero.config import MemoryConfig, read_json
 from ort_zero.errors import ConfigError
 from ort_zero.utils.sizes import binary_size, parse_share_or_size
 
@@ -168,24 +166,6 @@ def read_plan(path: Path) -> tuple[ClusterCount, ...]:
     if not isinstance(content, list) or not all(isinstance(text, str) for text in content):
         raise ConfigError(f'the plan file {path} does not hold a list of texts such as ["FastGelu+:1:-1"]')
     return parse_plan(content, f"plan file {path}")
-
-
-def read_json(path: Path, what: str) -> Any:
-    """Return what a JSON file of the user's holds.
-
-    Args:
-        path: path of the file.
-        what: name of the file in the error message, such as "the plan file".
-
-    Raises:
-        ConfigError: the file is missing or malformed.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"{what} {path} is not JSON: {error}") from None
 
 
 def machine_memory() -> int:

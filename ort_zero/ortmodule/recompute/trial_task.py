@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ort_zero import config as section_config
-from ort_zero.config import MemoryConfig
-from ort_zero.errors import ConfigError
-from ort_zero.ortmodule.recompute.options import parse_budget, read_json
+from ort_zero.ortmodule.recompute.options import parse_budget
 from ort_zero.utils.script_process import command_line, require_script
 
 
@@ -54,27 +52,9 @@ def prepare(task: TrialTask) -> TrialTask:
     for budget in task.budgets:
         parse_budget(budget, "--budget")
     require_script(task.script, task.launcher)
-    section = read_section(task.config)
+    section = section_config.read_section(task.config).memory
     budgets = task.budgets
     if not budgets and section.budget is not None:
         parse_budget(section.budget)
         budgets = (str(section.budget),)
     return replace(task, budgets=budgets, level=section.level if task.level is None else task.level)
-
-
-def read_section(path: Path) -> MemoryConfig:
-    """Return the ``memory`` part of a DeepSpeed JSON whose section runs the model in ONNX Runtime.
-
-    Raises:
-        ConfigError: names the file, and what is wrong.
-    """
-    content = read_json(path, "the config")
-    try:
-        section = section_config.section_of(content)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    if section is None:
-        raise ConfigError(f'{path} has no enabled section "{section_config.SECTION}": add "ort_zero": {{}} to it')
-    if not section.ortmodule.enabled:
-        raise ConfigError(f'{path} has "ortmodule": {{"enabled": false}}: memory is planned for ONNX Runtime')
-    return section.memory

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,3 +174,44 @@ def test_what_does_not_fit_is_refused_in_words(memory, words):
 def test_a_budget_is_a_percentage_or_a_size(budget):
     with pytest.raises(ConfigError, match=r"ort_zero\.memory\.budget"):
         MemoryBudget("auto", budget)
+
+
+PLANNED = """
+import json, sys, torch, ort_zero, transformers as hf
+torch.manual_seed(0)
+model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=90, n_positions=32, n_embd=32, n_layer=3, n_head=2))
+ort_zero.wrap(model, backend="compile", memory=json.loads(sys.argv[1]) if sys.argv[1:] else {})
+for step in range(3):
+    ids = torch.randint(0, 90, (2, 32))
+    model(ids, labels=ids).loss.backward()
+print("MEMORY", json.dumps(ort_zero.status()["models"][-1]["memory"][0]))
+"""
+
+
+def in_folder(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in the folder of the script."""
+    (folder / "script.py").write_text(PLANNED)
+    (folder / "ds.json").write_text('{"ort_zero": {"backend": "compile"}}')
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, cwd=folder)
+
+
+def test_the_command_plans_what_a_training_then_keeps(tmp_path: Path):
+    plan = ["-m", "ort_zero", "memory", "plan", "--config", "ds.json", "--script", "script.py"]
+    done = in_folder(tmp_path, *plan, "--budget", "60%", "--budget", "1kB", "--json")
+    assert done.returncode == 0, done.stderr
+    planned, least = json.loads(done.stdout)["plans"]
+    trained = in_folder(tmp_path, "script.py", json.dumps({"recompute": "auto", "budget": "60%"}))
+    memory = json.loads(trained.stdout.partition("MEMORY ")[2])
+    assert {key: memory[key] for key in ("kept", "kept_without", "fraction")} == {
+        key: planned[key] for key in ("kept", "kept_without", "fraction")
+    }
+    assert planned["fits"] and not least["fits"] and least["kept"] < planned["kept"] < planned["kept_without"]
+    assert sum(module["freed"] for module in least["modules"]) >= least["kept_without"] - least["kept"]
+    again = {module["module"]: module for module in least["modules"]}
+    assert again["attn.c_attn"]["operators"] == {"addmm": 3} and again["attn.c_attn"]["flops_share"] > 0.03
+    text = in_folder(tmp_path, *plan, "--budget", "60%").stdout
+    assert "budget 60%" in text and "GPT2Block.attn" in text
+    for wrong, named in (("sixty", "--budget: 'sixty' is not a size"), ("--out", 'belongs to "backend": "ortmodule"')):
+        words = ["--out", "plan.json"] if wrong == "--out" else ["--budget", wrong]
+        done = in_folder(tmp_path, *plan, *words)
+        assert done.returncode == 2 and named in done.stderr, done.stderr
