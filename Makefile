@@ -170,6 +170,7 @@ test-clients: $(CLIENTS_READY) ## Run programs of other libraries in PyTorch and
 
 # what an earlier run has exported must not be what is measured
 bench bench-check readme-figures: export ORT_ZERO_EXPORT_CACHE := 0
+bench bench-check readme-figures: export ORT_ZERO_BACKEND := ortmodule
 
 .PHONY: bench
 bench: $(ORTMODULE_READY) ## Run every benchmark, with the old engine

@@ -155,8 +155,8 @@ class Config(_Strict):
 
     enabled: bool = True
     backend: Literal["auto", "compile", "ortmodule"] = "auto"
-    """The engine: torch.compile with today's onnxruntime, or ORTModule of onnxruntime-training. "auto" is "ortmodule"
-    where onnxruntime-training is installed, else "compile"."""
+    """The engine: torch.compile with today's onnxruntime, or ORTModule of onnxruntime-training. "auto" is "compile",
+    unless the variable ORT_ZERO_BACKEND is "ortmodule"."""
     fallback: Literal["raise", "warn"] | None = None
     """Action after a failed export or compilation. None: ORTModule raises; a unit that cannot be compiled runs in
     PyTorch, with a warning."""
@@ -201,9 +201,7 @@ class Config(_Strict):
         from ort_zero.compat import versions
 
         engine = versions.engine() if self.backend == "auto" else self.backend
-        chosen = f'the backend is "{engine}"' + (
-            "" if self.backend != "auto" else ": onnxruntime-training is not installed"
-        )
+        chosen = f'the backend is "{engine}"'
         if engine == "compile":
             foreign = sorted(self.ortmodule.model_fields_set - {*_SHARED, "enabled"})
             if foreign:

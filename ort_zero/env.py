@@ -3,6 +3,7 @@
 | variable | effect |
 |---|---|
 | ``ORT_ZERO_DISABLE`` | ``1``: the entry point and :func:`ort_zero.enable` do nothing |
+| ``ORT_ZERO_BACKEND`` | ``compile`` (default) or ``ortmodule``: the engine of sections whose backend is "auto" |
 | ``ORT_ZERO_CACHE_DIR`` | folder of the built C++ extensions and of graphs (default ``$XDG_CACHE_HOME/ort_zero``) |
 | ``ORT_ZERO_EXPORT_CACHE`` | ``0``: graphs are not stored on disk unless the section names a folder |
 | ``ORT_ZERO_KEEP_ALLOCATOR`` | ``1``: CPU tensors keep PyTorch's allocator (docs/memory.md) |
@@ -42,6 +43,11 @@ def flag(name: str) -> bool:
 def disabled() -> bool:
     """Return True if ``ORT_ZERO_DISABLE`` switches the plugin off in this process."""
     return flag("ORT_ZERO_DISABLE")
+
+
+def backend() -> str:
+    """Return the engine that ``ORT_ZERO_BACKEND`` names, ``compile`` without it; the value is not checked."""
+    return os.environ.get("ORT_ZERO_BACKEND", "").strip() or "compile"
 
 
 def cache_dir() -> Path:

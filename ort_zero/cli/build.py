@@ -21,7 +21,8 @@ def run(args: argparse.Namespace) -> int:
     from ort_zero.backends import loading
     from ort_zero.compat import versions
 
-    report = loading.load(versions.engine()).build(args.force)
+    engine = "compile" if versions.installed("onnxruntime-training") is None else "ortmodule"
+    report = loading.load(engine).build(args.force)
     if args.json:
         print_json(dataclasses.asdict(report))
         return 0

@@ -11,10 +11,10 @@ from ort_zero.cli import print_json
 from ort_zero.cli.script_options import add_launcher, positive, script_progress
 
 _EPILOG = """The script must use the same DeepSpeed JSON: pass it as the script expects it, after --. The compile
-backend starts the script once, unchanged, and ends it after its first step; --level, --steps, --out, --plot and --no-measure
-belong to ORTModule, which starts it once without recomputation and once for each budget (with --plot also for some
-budgets between), and measures. Exit status: 0 = planned, and measured within the budget; 1 = measured above the
-budget, or off the prediction by more than 10 percent and 16 MiB; 2 = no plan."""
+backend starts the script once, unchanged, and ends it after its first step; --level, --steps, --out, --plot and
+--no-measure belong to ORTModule, which starts it once without recomputation and once for each budget (with --plot
+also for some budgets between), and measures. Exit status: 0 = planned, and measured within the budget; 1 = measured
+above the budget, or off the prediction by more than 10 percent and 16 MiB; 2 = no plan."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> tuple[argparse.ArgumentParser, ...]:

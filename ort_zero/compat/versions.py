@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ort_zero import env
-from ort_zero.errors import UnsupportedVersionError
+from ort_zero.errors import ConfigError, UnsupportedVersionError
 
 ORT_DISTRIBUTIONS = ("onnxruntime-training", "onnxruntime-training-cpu")
 """The names under which ONNX Runtime with its training part is installed: by the wheels, and by a CPU build."""
@@ -137,8 +137,15 @@ def _is_installed(name: str) -> bool:
 
 
 def engine() -> str:
-    """Return the engine that ``"backend": "auto"`` chooses for the installed packages: "compile" or "ortmodule"."""
-    return "compile" if installed("onnxruntime-training") is None else "ortmodule"
+    """Return the engine of ``"backend": "auto"``: "compile", unless ``ORT_ZERO_BACKEND`` is "ortmodule".
+
+    Raises:
+        ConfigError: the variable names another engine.
+    """
+    name = env.backend()
+    if name not in ("compile", "ortmodule"):
+        raise ConfigError(f"ORT_ZERO_BACKEND={name}: must be compile or ortmodule")
+    return name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,7 +91,7 @@ def _model_is_made(running: RunningModel, section: Config) -> None:
     """Report on a model that a user's own code has wrapped in an ORTModule."""
     from ort_zero.plugin import wrap
 
-    wrap.report_on(running, section)
+    wrap.report_on(running, section, "ortmodule")
 
 
 def _run_hook(hook: Callable[[Any], None], module: Any) -> None:

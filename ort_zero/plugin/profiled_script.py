@@ -9,34 +9,49 @@ import torch
 
 from ort_zero import config, env
 from ort_zero.backends import loading
-from ort_zero.compat import deepspeed_collectives, versions
+from ort_zero.compat import deepspeed_collectives
 from ort_zero.profiling import exchange
 from ort_zero.profiling.recorder import Recorder, in_range
 from ort_zero.utils import named_ranges
 
 
 @functools.cache
-def recorder() -> Recorder | None:
-    """Return the recorder of this process; None unless ``ort-zero profile`` has started the process.
+def request() -> exchange.ProfileRequest | None:
+    """Return what ``ort-zero profile`` asks of this process; None unless it has started the process.
 
     Raises:
         ProfileError: the file that the environment names cannot be read.
     """
     path = env.profile_file()
-    if path is None:
+    return None if path is None else exchange.read_request(path)
+
+
+_recorders: list[Recorder] = []
+
+
+def recorder(engine: str = "compile") -> Recorder | None:
+    """Return the recorder of this process; None unless ``ort-zero profile`` has started the process.
+
+    Args:
+        engine: the engine whose sessions are profiled, "compile" or "ortmodule"; the first call decides.
+    """
+    asked = request()
+    if asked is None:
         return None
-    return Recorder(exchange.read_request(path), loading.load(versions.engine()).node_profiles)
+    if not _recorders:
+        _recorders.append(Recorder(asked, loading.load(engine).node_profiles))
+    return _recorders[0]
 
 
 def in_torch() -> bool:
     """Return whether the script runs in PyTorch for comparison, with every section off."""
-    active = recorder()
-    return active is not None and active.request.backend == exchange.TORCH
+    asked = request()
+    return asked is not None and asked.backend == exchange.TORCH
 
 
 def without_fallback(section: config.Config) -> config.Config:
     """Return the section with ``fallback`` "raise" while a script is measured, else unchanged."""
-    if recorder() is None:
+    if recorder(section.engine()) is None:
         return section
     return section.model_copy(update={"ortmodule": section.ortmodule.model_copy(update={"fallback": "raise"})})
 
@@ -64,9 +79,14 @@ def measure_engine(engine: Any, runtime: Any = None) -> None:
         setattr(engine, method, in_range(name, getattr(engine, method)))
 
 
-def measure_model(runtime: Any) -> None:
-    """Measure the calls of a model without an engine, if the script is measured."""
-    active = recorder()
+def measure_model(runtime: Any, engine: str) -> None:
+    """Measure the calls of a model without a DeepSpeed engine, if the script is measured.
+
+    Args:
+        runtime: what runs the model.
+        engine: the engine that runs the model, "compile" or "ortmodule".
+    """
+    active = recorder(engine)
     if active is None:
         return
     active.note_model(type(runtime.module).__name__)
@@ -74,7 +94,7 @@ def measure_model(runtime: Any) -> None:
         runtime.fallback_reason = "ort-zero profile measures it in PyTorch"
     else:
         runtime.graph_recorder = active.graph_recorder
-    if versions.engine() == "compile":
+    if engine == "compile":
         runtime.module.register_forward_pre_hook(
             lambda called, args: active.call(called, called.training and torch.is_grad_enabled())
         )

@@ -49,7 +49,7 @@ def wrap(model: Any, **section: Any) -> Any:
         running, wrapped = loading.load(engine).run_alone(model, profiled_script.without_fallback(options))
         if engine == "compile":
             statistics.note_onnxruntime(wrapped)
-        report_on(running, options)
+        report_on(running, options, engine)
     log.set_level(options.ortmodule.log_level, wrapped)
     session = statistics.collect(wrapped, options.statistics)
     if session is not None:
@@ -57,7 +57,13 @@ def wrap(model: Any, **section: Any) -> Any:
     return wrapped
 
 
-def report_on(running: RunningModel, section: config.Config) -> None:
-    """Print the summary of a model without an engine after its first run, and profile its calls if asked to."""
+def report_on(running: RunningModel, section: config.Config, engine: str) -> None:
+    """Print the summary of a model without a DeepSpeed engine after its first run, and profile its calls if asked to.
+
+    Args:
+        running: what runs the model.
+        section: how the model runs.
+        engine: the engine that runs the model, "compile" or "ortmodule".
+    """
     running.announce = lambda ready: summary.announce(section, ready.module, ready)
-    profiled_script.measure_model(running)
+    profiled_script.measure_model(running, engine)

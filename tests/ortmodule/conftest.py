@@ -2,4 +2,5 @@
 
 import os
 
+os.environ["ORT_ZERO_BACKEND"] = "ortmodule"
 os.environ["ORT_ZERO_WARM_IMPORTS"] = "ort_zero.ortmodule.testing.warm"

@@ -136,7 +136,8 @@ def test_doctor_needs_no_extensions_with_plain_onnxruntime(with_packages, asked,
     assert re.search("extensions +none needed", out) and "onnxruntime-training" not in out
 
 
-def test_doctor_of_the_old_engine_names_it(with_packages, capsys):
+def test_doctor_of_the_old_engine_names_it(with_packages, capsys, monkeypatch):
+    monkeypatch.setenv("ORT_ZERO_BACKEND", "ortmodule")
     with_packages((3, 11, 7), torch="2.13.0", deepspeed="0.19.8", onnxruntime_training="1.19.2", onnx="1.23.2")
     cli.main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)

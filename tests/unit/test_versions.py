@@ -8,8 +8,9 @@ from importlib import metadata
 
 import pytest
 
+from ort_zero import config
 from ort_zero.compat import versions
-from ort_zero.errors import BuildError, UnsupportedVersionError
+from ort_zero.errors import BuildError, ConfigError, UnsupportedVersionError
 from ort_zero.ortmodule.compat import extensions
 
 ALL = {"torch": "2.13.0+cpu", "deepspeed": "0.19.8", "onnx": "1.23.2"}
@@ -52,8 +53,18 @@ def test_the_gpu_wheel_and_the_training_wheel_run_the_compile_backend_too(instal
     installed(all_=ALL, onnxruntime_gpu="1.32.0")
     assert versions.require("compile") == () and "onnxruntime-gpu" in [row.name for row in versions.findings()]
     installed()
-    assert versions.require("compile") == ("onnxruntime-training 1.19.2",) and versions.engine() == "ortmodule"
+    assert versions.require("compile") == ("onnxruntime-training 1.19.2",) and versions.engine() == "compile"
     assert "onnxruntime-training" in [row.name for row in versions.findings()]
+
+
+def test_a_variable_chooses_the_engine_of_auto(installed, monkeypatch):
+    installed()
+    monkeypatch.setenv("ORT_ZERO_BACKEND", "ortmodule")
+    assert versions.engine() == config.parse({}).engine() == "ortmodule"
+    assert config.parse({"backend": "compile"}).engine() == "compile"
+    monkeypatch.setenv("ORT_ZERO_BACKEND", "onnxrt")
+    with pytest.raises(ConfigError, match="ORT_ZERO_BACKEND=onnxrt: must be compile or ortmodule"):
+        config.parse({}).engine()
 
 
 @pytest.mark.parametrize(
