@@ -19,6 +19,7 @@ from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
 from ort_zero.compile.executor import SegmentRunner, program_of
+from ort_zero.compile.head_loss import fuse_head_and_loss
 from ort_zero.compile.memory import Kept
 from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.partition import decompositions
@@ -65,6 +66,7 @@ class Compiler:
         reason = self.recompilations.note_graph()
         observations.follow_gradients(module)
         replace_compositions(module)
+        fuse_head_and_loss(module)
         kept = self.record.memory.new_graph(self._unit)
         compiler = torch_compile.aot_autograd(
             fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason, kept),

@@ -1,0 +1,143 @@
+"""Compute a head and its cross entropy in chunks of rows with labels, where one graph of Dynamo has both.
+
+Logits of a large vocabulary are the largest values of a step. The operator makes them chunk by chunk, and turns each
+chunk into its own gradient at once. Rows whose label is ignored are never computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+_LEAST_CLASSES = 4096
+"""Number of classes from which the logits are worth it."""
+_CHUNK = 1 << 21
+"""Logits of a chunk: 8 MiB in float32."""
+_SAME_ROWS = frozenset("view reshape contiguous float to".split())
+"""Methods that keep the rows of logits, and their order."""
+_SIGNATURE = inspect.signature(F.cross_entropy)
+
+
+@torch.library.custom_op("ort_zero::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    ignored: int,
+    mean: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the cross entropy of a linear layer's results, and the gradients of hidden states, weight and bias.
+
+    Args:
+        hidden: hidden states, float [rows, width].
+        weight: the layer's weight, float [classes, width].
+        bias: the layer's bias, float [classes], or None.
+        labels: a class for each row, int64 [rows].
+        ignored: the label of rows that do not count.
+        mean: return the mean over the rows that count, else the sum.
+    """
+    rows = (labels != ignored).nonzero().squeeze(1)
+    factor = 1 / max(len(rows), 1) if mean else 1.0
+    loss = torch.zeros((), device=hidden.device)
+    sums = [torch.zeros(x.shape, device=x.device) for x in (weight, weight[:, 0])]
+    for_hidden = torch.zeros_like(hidden)
+    for chunk in rows.split(max(1, _CHUNK // len(weight))):
+        states = hidden[chunk]
+        logits = F.linear(states, weight, bias).float()
+        scale, right = logits.logsumexp(1, keepdim=True), labels[chunk].unsqueeze(1)
+        loss += (scale - logits.gather(1, right)).sum() * factor
+        gradient = logits.sub_(scale).exp_().scatter_add_(1, right, logits.new_full((), -1.0).expand(right.shape))
+        gradient = gradient.mul_(factor).to(weight.dtype)
+        for_hidden[chunk] = gradient @ weight
+        sums[0].addmm_(gradient.T, states) if weight.dtype is torch.float32 else sums[0].add_(gradient.T @ states)
+        if bias is not None:
+            sums[1] += gradient.sum(0)
+    if mean and not len(rows):
+        loss.fill_(torch.nan)  # as PyTorch's
+    return loss, for_hidden, sums[0].to(weight.dtype), sums[1].to(weight.dtype)
+
+
+@linear_cross_entropy.register_fake
+def _(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    loss = hidden.new_empty((), dtype=torch.float32)
+    return loss, torch.empty_like(hidden), torch.empty_like(weight), weight.new_empty(len(weight))
+
+
+def _keep_gradients(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
+    ctx.has_bias = inputs[2] is not None
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _backward(context: Any, loss: torch.Tensor, *unused: Any) -> tuple:
+    hidden, weight, bias = (loss.to(kept.dtype) * kept for kept in context.saved_tensors)
+    return hidden, weight, bias if context.has_bias else None, None, None, None
+
+
+linear_cross_entropy.register_autograd(_backward, setup_context=_keep_gradients)
+
+
+def fuse_head_and_loss(module: GraphModule) -> None:
+    """Replace cross entropies of a linear layer's results that nothing else in a graph with gradients reads."""
+    if not torch.is_grad_enabled():
+        return
+    graph = module.graph
+    for node in [node for node in graph.nodes if node.target is F.cross_entropy]:
+        bound = _SIGNATURE.bind(*node.args, **node.kwargs)
+        bound.apply_defaults()
+        source, path = bound.arguments["input"], []
+        while (source.op == "call_method" and source.target in _SAME_ROWS) or _is_slice_of_rows(source):
+            path.append(source)
+            source = source.args[0]
+        if not _can_be_fused(bound.arguments, source, path):
+            continue
+        hidden, weight, *bias = source.args
+        with graph.inserting_before(node):
+            for each in filter(_is_slice_of_rows, reversed(path)):
+                hidden = graph.call_function(operator.getitem, (hidden, each.args[1]))
+            hidden = graph.call_method("reshape", (hidden, -1, _value(weight).shape[1]))
+            labels, ignored = bound.arguments["target"], bound.arguments["ignore_index"]
+            results = graph.call_function(
+                torch.ops.ort_zero.linear_cross_entropy.default,
+                (hidden, weight, *(bias or [None]), labels, ignored, bound.arguments["reduction"] == "mean"),
+            )
+            loss = graph.call_function(operator.getitem, (results, 0))
+            loss = graph.call_method("to", (loss, _value(node).dtype))
+        node.replace_all_uses_with(loss)
+        for each in (node, *path, source):
+            graph.erase_node(each)
+        module.recompile()
+
+
+def _can_be_fused(loss: Mapping[str, Any], source: Node, path: Sequence[Node]) -> bool:
+    """Return True if the operator computes this loss of these results of `source`, and nothing else reads them."""
+    if source.target is not F.linear or source.kwargs or any(len(each.users) > 1 for each in (source, *path)):
+        return False
+    logits, labels = _value(loss["input"]), _value(loss["target"])
+    return (
+        logits.dim() == 2
+        and logits.shape[1] == _value(source).shape[-1] >= _LEAST_CLASSES
+        and labels.dtype is torch.int64
+        and len({_value(each).dtype for each in (source, *source.args) if isinstance(each, Node)}) == 1
+        and loss["reduction"] in ("mean", "sum")
+        and not (loss["weight"] or loss["label_smoothing"] or loss["size_average"] or loss["reduce"])
+    )
+
+
+def _value(node: Node) -> torch.Tensor:
+    return node.meta["example_value"]
+
+
+def _is_slice_of_rows(node: Node) -> bool:
+    """Return True for a slice of all dimensions but the last one: ``x[..., :-1, :]``."""
+    if node.target is not operator.getitem or not isinstance(node.args[1], tuple):
+        return False
+    index = node.args[1]
+    return len(index) > 1 and index[-1] == slice(None) and all(isinstance(i, slice) or i is Ellipsis for i in index)

@@ -1,0 +1,142 @@
+"""A head and its cross entropy in one graph are computed in chunks of the rows with labels, with PyTorch's results."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ort_zero.compile import head_loss
+from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.settings import Settings
+
+OPERATOR = "ort_zero.linear_cross_entropy.default"
+CLASSES = 4096
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+class Head(nn.Module):
+    """An embedding, a layer, and a head of many classes, which may share the embedding's weight."""
+
+    def __init__(self, bias: bool = False, tied: bool = False, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 16, dtype=dtype)
+        self.layer = nn.Linear(16, 16, dtype=dtype)
+        self.head = nn.Linear(16, CLASSES, bias=bias, dtype=dtype)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.layer(self.embedding(ids))))
+
+
+def shifted(model: Head, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = model(ids)[..., :-1, :].contiguous()
+    return F.cross_entropy(logits.view(-1, CLASSES), labels[..., 1:].contiguous().view(-1))
+
+
+def padded(model: Head, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = model(ids).float()
+    target = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+    return F.cross_entropy(logits.view(-1, CLASSES), target, ignore_index=-100, reduction="sum") / 7
+
+
+def read_twice(model: Head, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = model(ids).view(-1, CLASSES)
+    return F.cross_entropy(logits, labels.view(-1)) + logits.square().mean()
+
+
+def smoothed(model: Head, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(ids).view(-1, CLASSES), labels.view(-1), label_smoothing=0.1)
+
+
+def batch(share: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and labels; a share of the tokens has a label."""
+    ids = torch.randint(0, CLASSES, (3, 21))
+    return ids, torch.where(torch.rand(ids.shape) < share, ids, -100)
+
+
+def trained(loss_of: Callable[..., torch.Tensor], model: nn.Module, *inputs: Any) -> list[torch.Tensor]:
+    """Return the loss, and the gradients of all parameters."""
+    loss = loss_of(model, *inputs)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def compare(loss_of: Callable[..., torch.Tensor], model: nn.Module, *inputs: Any, tolerance: float = 1e-5) -> bool:
+    """Compare a step with eager PyTorch's; return whether the operator ran."""
+    backend = Compiler(Settings(place="ort"))
+    wanted = trained(loss_of, copy.deepcopy(model), *inputs)
+    results = trained(torch.compile(loss_of, backend=backend), model, *inputs)
+    for ours, theirs in zip(results, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * 0.1, equal_nan=True)
+    record = backend.record.as_dict()
+    assert record["failed"] == {} and record["segments"] > record["segments_in_torch"]
+    return OPERATOR in record["in_torch"]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.15, 0.0])
+@pytest.mark.parametrize("loss_of", [shifted, padded])
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"tied": True}], ids=["plain", "bias", "tied"])
+def test_loss_and_gradients_are_those_of_pytorch(loss_of, options: dict[str, bool], share: float, monkeypatch):
+    monkeypatch.setattr(head_loss, "_CHUNK", 13 * CLASSES)  # several chunks, the last one smaller
+    assert compare(loss_of, Head(**options), *batch(share))
+
+
+def test_in_bf16():
+    assert compare(padded, Head(dtype=torch.bfloat16), *batch(0.5), tolerance=2e-2)
+
+
+@pytest.mark.parametrize("loss_of", [read_twice, smoothed])
+def test_what_the_operator_cannot_do_stays_as_it_is(loss_of):
+    assert not compare(loss_of, Head(), *batch(1.0))
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "llama"])
+def test_models_of_transformers(kind: str):
+    sizes = dict(vocab_size=CLASSES, num_hidden_layers=1, num_attention_heads=2, hidden_size=16, intermediate_size=32)
+    model = {
+        "bert": lambda: hf.BertForMaskedLM(hf.BertConfig(**sizes)),
+        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, use_cache=False)),
+        "t5": lambda: hf.T5ForConditionalGeneration(
+            hf.T5Config(vocab_size=CLASSES, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+                        dropout_rate=0.0, decoder_start_token_id=0)
+        ),
+    }[kind]().eval()  # fmt: skip
+    assert compare(lambda model, ids, labels: model(input_ids=ids, labels=labels).loss, model, *batch(0.3))
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest number of elements of a floating-point result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_no_more_logits_exist_than_a_chunk_has(monkeypatch):
+    monkeypatch.setattr(head_loss, "_CHUNK", 4 * CLASSES)
+    hidden, weight = torch.randn(60, 16), torch.randn(CLASSES, 16)
+    labels = torch.randint(0, CLASSES, (60,))
+    labels[10:] = -100
+    with Largest() as largest:
+        head_loss.linear_cross_entropy._init_fn(hidden, weight, None, labels, -100, True)
+    assert largest.elements == weight.numel() == 4 * 4 * CLASSES
