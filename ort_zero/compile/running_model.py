@@ -25,6 +25,8 @@ from ort_zero.statistics.collect.graph_capture import mark_places
 
 _MIN_SHARE = 0.5
 """Share of floating-point operations in ONNX Runtime below which a warning says so."""
+_DIFFERENTIATED = "a backward was differentiated (create_graph=True), and compiled graphs have no second derivative"
+
 _models: weakref.WeakKeyDictionary[nn.Module, CompiledModel] = weakref.WeakKeyDictionary()
 """The compiled models, each as long as the user's module lives; copies and pickles of the module do not hold them."""
 
@@ -145,8 +147,14 @@ class CompiledModel:
             if model is not None:
                 model.note_failure(unit.path, error)
 
+        def differentiated() -> None:
+            model = reference()
+            if model is not None and model.fallback_reason is None:
+                model.fallback_reason = _DIFFERENTIATED
+                log.get_logger().warning("PyTorch runs %s: %s", type(model.module).__name__, _DIFFERENTIATED)
+
         is_slower = functools.partial(self.record.prefers_torch, name)
-        replace_forward(unit.module, compile_function, failed, is_slower)
+        replace_forward(unit.module, compile_function, failed, is_slower, differentiated)
 
     def note_failure(self, path: str, error: Exception) -> None:
         """Note that a unit could not be compiled; PyTorch runs the unit.
