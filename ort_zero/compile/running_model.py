@@ -149,12 +149,23 @@ class CompiledModel:
 
         def differentiated() -> None:
             model = reference()
-            if model is not None and model.fallback_reason is None:
-                model.fallback_reason = _DIFFERENTIATED
-                log.get_logger().warning("PyTorch runs %s: %s", type(model.module).__name__, _DIFFERENTIATED)
+            if model is not None:
+                model.note_second_derivative()
 
         is_slower = functools.partial(self.record.prefers_torch, name)
         replace_forward(unit.module, compile_function, failed, is_slower, differentiated)
+
+    def note_second_derivative(self) -> None:
+        """Note that a backward of a unit is differentiated; PyTorch runs the model from now on.
+
+        Raises:
+            ExportError: the section has ``"fallback": "raise"``.
+        """
+        if self._raises:
+            raise ExportError(f'{_DIFFERENTIATED}; set "fallback": "warn" to run the model in PyTorch')
+        if self.fallback_reason is None:
+            self.fallback_reason = _DIFFERENTIATED
+            log.get_logger().warning("PyTorch runs %s: %s", type(self.module).__name__, _DIFFERENTIATED)
 
     def note_failure(self, path: str, error: Exception) -> None:
         """Note that a unit could not be compiled; PyTorch runs the unit.

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, prune
 
 import ort_zero
+from ort_zero.errors import ExportError
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +121,12 @@ def test_what_is_differentiated_twice_runs_in_pytorch_from_the_first_time_on(loo
     status = run_both(loop, kind)
     assert "create_graph=True" in status["fallback_reason"] and status["fallbacks"] == 1
     assert status["units"] == [] and status["graph_runs"]["forward"] > 0
+
+
+def test_a_second_derivative_is_an_error_where_pytorch_may_run_nothing():
+    model = ort_zero.wrap(Stack(), backend="compile", fallback="raise")
+    with pytest.raises(ExportError, match=r"create_graph=True.*fallback"):
+        trained(model, 1, penalized)
 
 
 def test_a_second_derivative_after_many_calls_raises_torchs_error():

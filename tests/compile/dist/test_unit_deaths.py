@@ -217,7 +217,10 @@ def _left_nothing(end: End) -> None:
 LOST = re.compile("Connection (closed|reset) by peer")
 
 
-@pytest.mark.parametrize(("plain", "place"), [("forward", "conversion"), ("forward", "run"), ("step", "step")])
+@pytest.mark.parametrize(
+    ("plain", "place"),
+    [("forward", "conversion"), ("forward", "run"), pytest.param("step", "step", marks=pytest.mark.slow)],
+)
 def test_a_rank_that_is_killed_ends_the_other_as_in_plain_deepspeed(plain, place):
     for backend, where in (("torch", plain), ("ort", place)):
         first, second, end = _struck(backend, where, "kill")
@@ -229,7 +232,9 @@ def test_a_rank_that_is_killed_ends_the_other_as_in_plain_deepspeed(plain, place
     assert re.search(r"a collective failed: rank 1 \(.*, process \d+\) is gone", first.stderr)
 
 
-@pytest.mark.parametrize("place", ["gather", "gather in a backward", "gather in a unit"])
+@pytest.mark.parametrize(
+    "place", ["gather", "gather in a unit", pytest.param("gather in a backward", marks=pytest.mark.slow)]
+)
 def test_memory_that_runs_out_in_a_gather_ends_all_ranks_as_in_plain_deepspeed(place):
     for backend in ("torch", "ort"):
         first, second, end = _struck(backend, place, "memory")
