@@ -153,9 +153,12 @@ def in_transform() -> bool:
 
 
 def saves_plainly() -> bool:
-    """Return True outside of hooks for saved tensors, such as activation checkpointing sets."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
-    return hooks(False) is None
+    """Return True outside of hooks for saved tensors, such as activation checkpointing sets.
+
+    Returns False where torch does not tell (2.6).
+    """
+    hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return hooks is not None and hooks(False) is None
 
 
 def keeps_graph() -> bool:
