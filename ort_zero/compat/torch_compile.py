@@ -21,7 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = (
     "HigherOrderOperator",
@@ -30,8 +30,10 @@ __all__ = (
     "aot_autograd",
     "core_aten_decompositions",
     "min_cut_rematerialization_partition",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
 )
 
 RECOMPILE_LIMIT = 64
@@ -128,6 +130,40 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def allow_second_backwards() -> None:
+    """Let the backward of the graph that is compiled now run more than once, as with ``retain_graph=True``.
+
+    Torch refuses that where Inductor may overwrite what the forward keeps. To be called when the forward is compiled.
+    """
+    context: Any = torch._guards.TracingContext.try_get()
+    buffers = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    if buffers:
+        buffers.clear()
+
+
+def in_transform() -> bool:
+    """Return True within transforms of ``torch.func`` and levels of ``torch.autograd.forward_ad``.
+
+    A graph serves neither, and Dynamo leaves a function that it has met in a transform to PyTorch for good.
+    """
+    functorch: Any = torch._C._functorch
+    return functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0
+
+
+def saves_plainly() -> bool:
+    """Return True outside of hooks for saved tensors, such as activation checkpointing sets.
+
+    Returns False where torch does not tell (2.6).
+    """
+    hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return hooks is not None and hooks(False) is None
+
+
+def keeps_graph() -> bool:
+    """Return True within a backward that may run again (``retain_graph=True``)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def in_backward() -> bool:

@@ -80,7 +80,9 @@ class Compiler:
     def _compile(
         self, module: GraphModule, direction: str, reason: str | None = None, kept: Kept | None = None
     ) -> Compiled:
-        if direction == "inference":
+        if direction == "forward":
+            torch_compile.allow_second_backwards()
+        elif direction == "inference":
             observations.remove_pass_throughs(module.graph)
         for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
             node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))

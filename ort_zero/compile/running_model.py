@@ -18,13 +18,14 @@ from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import ModelRecord
 from ort_zero.compile.settings import Settings
 from ort_zero.compile.unit_forward import UnitForward, is_compiled, replace_forward, restore_forward
-from ort_zero.compile.units import Unit, find_units
+from ort_zero.compile.units import Unit, find_units, multiplies
 from ort_zero.errors import ExportError
 from ort_zero.statistics.collect import subscribed_model
 from ort_zero.statistics.collect.graph_capture import mark_places
 
 _MIN_SHARE = 0.5
 """Share of floating-point operations in ONNX Runtime below which a warning says so."""
+_DIFFERENTIATED = "a backward was differentiated (create_graph=True), and compiled graphs have no second derivative"
 
 _models: weakref.WeakKeyDictionary[nn.Module, CompiledModel] = weakref.WeakKeyDictionary()
 """The compiled models, each as long as the user's module lives; copies and pickles of the module do not hold them."""
@@ -64,8 +65,11 @@ class CompiledModel:
         self._raises = raises
         self._units = [(unit.path, weakref.ref(unit.module)) for unit in units]
         self._excluded = {unit.path: unit.excluded for unit in units}
+        # libraries change classes later: fully_shard, parametrizations
+        self._classes = {unit.path: type(unit.module).__name__ for unit in units}
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._settings = settings
+        self._seen = weakref.WeakSet(module.modules())
         leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
         for unit in units:
             self._compile(unit)
@@ -124,10 +128,12 @@ class CompiledModel:
                 self._compile(Unit(path, unit, self._excluded[path]))
 
     def _compile(self, unit: Unit) -> None:
+        name = self._classes[unit.path]
+
         def compile_function(function: Callable[..., Any]) -> Callable[..., Any]:
             key = (function, unit.excluded)
             if key not in self._compiled:
-                compiler = Compiler(self._settings, self.record, unit.excluded, type(unit.module).__name__)
+                compiler = Compiler(self._settings, self.record, unit.excluded, name)
                 noted = compiler.recompilations
                 self._compiled[key] = torch_compile.compile_function(
                     function, compiler, noted.note_guard_failure, noted.note_guards
@@ -141,8 +147,25 @@ class CompiledModel:
             if model is not None:
                 model.note_failure(unit.path, error)
 
-        name = type(unit.module).__name__
-        replace_forward(unit.module, compile_function, failed, functools.partial(self.record.prefers_torch, name))
+        def differentiated() -> None:
+            model = reference()
+            if model is not None:
+                model.note_second_derivative()
+
+        is_slower = functools.partial(self.record.prefers_torch, name)
+        replace_forward(unit.module, compile_function, failed, is_slower, differentiated)
+
+    def note_second_derivative(self) -> None:
+        """Note that a backward of a unit is differentiated; PyTorch runs the model from now on.
+
+        Raises:
+            ExportError: the section has ``"fallback": "raise"``.
+        """
+        if self._raises:
+            raise ExportError(f'{_DIFFERENTIATED}; set "fallback": "warn" to run the model in PyTorch')
+        if self.fallback_reason is None:
+            self.fallback_reason = _DIFFERENTIATED
+            log.get_logger().warning("PyTorch runs %s: %s", type(self.module).__name__, _DIFFERENTIATED)
 
     def note_failure(self, path: str, error: Exception) -> None:
         """Note that a unit could not be compiled; PyTorch runs the unit.
@@ -168,7 +191,7 @@ class CompiledModel:
         captured = {graph.unit for graph in self.record.graphs}
         for path, reference in self._units:
             forward = getattr(reference(), "forward", None)
-            if getattr(forward, "calls", 0) and type(reference()).__name__ not in captured:
+            if getattr(forward, "calls", 0) and self._classes[path] not in captured:
                 self.failures.setdefault(path, "Dynamo captured no graph of it")
         explain.end_if_asked(self.record, self.status)
         chosen = self.record.memory.is_open and self.record.memory.choose()
@@ -189,6 +212,7 @@ class CompiledModel:
         """Return the model's entry in ``ort_zero.status()["models"]``, as plain values."""
         units = [(path, unit) for path, ref in self._units if (unit := ref()) is not None]
         compiled = self.record.as_dict()
+        failures = {**self.failures, **self._added()}
         in_ort = compiled["segments"] - compiled["segments_in_torch"]
         return {
             "module": type(self.module).__name__,
@@ -196,10 +220,10 @@ class CompiledModel:
             "backend": "onnxruntime" if in_ort else "torch" if self.record.graphs else "not called yet",
             "zero_stage": self.stage,
             "fallback_reason": self.fallback_reason,
-            "fallbacks": len(self.failures) + (self.fallback_reason is not None),
+            "fallbacks": len(failures) + (self.fallback_reason is not None),
             "units": [path for path, unit in units if is_compiled(unit)],
             "unit_classes": [type(unit).__name__ for _, unit in units],
-            "failures": dict(self.failures),
+            "failures": failures,
             "sessions": sessions.count(),
             "graph_runs": dict(self.record.runs),
             "graphs": {},
@@ -207,6 +231,15 @@ class CompiledModel:
             "in_torch": compiled.pop("reasons"),
             "compiled": compiled,
             "memory": [self.record.memory.as_dict()],
+        }
+
+    def _added(self) -> dict[str, str]:
+        """Return the new modules with weights of products that no unit holds, and why PyTorch runs them."""
+        compiled = {id(each) for unit in self.unit_modules() for each in unit.modules()}
+        return {
+            path: "came into the model after it was compiled; ort_zero.wrap(model) once more compiles it"
+            for path, each in (self.module.named_modules() if self.module is not None else ())
+            if id(each) not in compiled and each not in self._seen and multiplies(each, below=False)
         }
 
     def memory_summary(self) -> Sequence[tuple[str, str]]:

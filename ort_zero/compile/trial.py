@@ -53,6 +53,8 @@ class Trial:
     """Whether ONNX Runtime failed or computed something else."""
     runs: int = 0
     """Number of runs on this rank."""
+    is_checked: bool = False
+    """Whether PyTorch has checked a run; an error of PyTorch or Ctrl-C may end the first check early."""
     gain: float | None = None
     """Seconds that a run in ONNX Runtime saves, negative if it takes longer; None if nobody has measured it."""
     seconds: dict[Runner, float] = field(default_factory=dict)
@@ -87,14 +89,14 @@ class Trial:
         self.runs += 1
         if self.runner is Runner.TORCH:
             return by_torch()
-        is_checked = self.verify == "always" or self.runs == 1
-        if (self.is_settled or is_checked) and (failure := agreement.failure(self.key)):
+        needs_check = self.verify == "always" or not self.is_checked
+        if (self.is_settled or needs_check) and (failure := agreement.failure(self.key)):
             self._fail(failure, agreement)
             return by_torch()
         try:
             if self.is_settled:
                 return _in_ort(by_ort)
-            if is_checked:
+            if needs_check:
                 return self._checked(by_ort, by_torch, judges, agreement)
             return self._timed(by_ort, by_torch, agreement)
         except _SessionError as error:
@@ -120,6 +122,7 @@ class Trial:
             if difference is not None:
                 self._fail(difference, agreement)
                 return wanted
+        self.is_checked = True
         if self.place == "ort" and self.runner is None:
             self.runner = Runner.ONNXRUNTIME
         return results
@@ -130,10 +133,10 @@ class Trial:
             self._place(decided)
             return _in_ort(by_ort) if self.runner is Runner.ONNXRUNTIME else by_torch()
         runner = (Runner.ONNXRUNTIME, Runner.TORCH)[self._turns % 2]
-        self._turns += 1
         begin = self.clock()
         results = _in_ort(by_ort) if runner is Runner.ONNXRUNTIME else by_torch()
         seconds = self.clock() - begin
+        self._turns += 1  # not of a run that an error or Ctrl-C has ended
         self.seconds[runner] = min(seconds, self.seconds.get(runner, seconds))
         if self._turns == 2 * _TIMED_RUNS:
             gain = self.seconds[Runner.TORCH] - self.seconds[Runner.ONNXRUNTIME]

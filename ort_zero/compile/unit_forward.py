@@ -8,15 +8,19 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
-from ort_zero.compat.torch_compile import TorchDynamoException, in_backward
+from ort_zero.compat.torch_compile import TorchDynamoException, in_backward, in_transform, saves_plainly
+from ort_zero.compile.second_derivatives import Call
 
 _NAME = "forward"
 IN_GRAPH = "raised_in_graph"
 """Attribute of exceptions that a graph has raised: their tracebacks end at the unit's first line."""
 _ASKED = frozenset(1 << n for n in range(3, 40))
 """Numbers of calls at which a unit asks whether PyTorch is faster."""
+_WATCHED = 64
+"""Number of calls of a unit whose backwards may be differentiated; a gradient penalty may be added every 16 steps."""
 
 
 class UnitForward:
@@ -31,6 +35,7 @@ class UnitForward:
         original: the unit's own forward, called with the unit and the arguments.
         failed: called with the error of a compilation that failed; raises it or lets PyTorch run the unit.
         is_slower: returns whether the unit is faster in PyTorch.
+        differentiated: called when a backward of the unit is to be differentiated; None does not look for that.
     """
 
     def __init__(
@@ -40,12 +45,14 @@ class UnitForward:
         original: Callable[..., Any],
         failed: Callable[[Exception], None],
         is_slower: Callable[[], bool] = lambda: False,
+        differentiated: Callable[[], None] | None = None,
     ):
         self.unit = unit
         self.compiled: Callable[..., Any] | None = compiled
         self.original = original
         self.failed = failed
         self.is_slower = is_slower
+        self.differentiated = differentiated
         self.calls = 0
         self.is_suspended = False
         """Whether PyTorch runs the unit for now."""
@@ -54,15 +61,21 @@ class UnitForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit."""
-        if self.compiled is None or self.is_suspended:
+        if self.compiled is None or self.is_suspended or in_transform():
             return self.original(self.unit, *args, **kwargs)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
         if self.calls in _ASKED and self.is_slower() and not in_backward():
             self.compiled = None
             return self.original(self.unit, *args, **kwargs)
+        call = None
+        if self.calls <= _WATCHED and self.differentiated is not None and torch.is_grad_enabled() and saves_plainly():
+            call = Call(self.unit, self.original, (args, kwargs), self.differentiated)
         try:
-            return self.compiled(self.unit, *args, **kwargs)
+            results = self.compiled(self.unit, *args, **kwargs)
+            if call is not None:
+                call.watch(results)
+            return results
         except Exception as error:
             if not (isinstance(error, TorchDynamoException) or getattr(error, IN_GRAPH, False)):
                 raise
@@ -75,7 +88,8 @@ class UnitForward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitForward:
         unit = memo.get(id(self.unit), self.unit)
-        return UnitForward(unit, self.compiled or self.original, self.original, self.failed, self.is_slower)
+        compiled = self.compiled or self.original
+        return UnitForward(unit, compiled, self.original, self.failed, self.is_slower, self.differentiated)
 
     def __reduce__(self) -> Any:
         if isinstance(self.original, _OwnForward):
@@ -88,6 +102,7 @@ def replace_forward(
     compile_function: Callable[[Callable[..., Any]], Callable[..., Any]],
     failed: Callable[[Exception], None],
     is_slower: Callable[[], bool] = lambda: False,
+    differentiated: Callable[[], None] | None = None,
 ) -> None:
     """Replace the forward of a unit by its compiled form.
 
@@ -96,6 +111,7 @@ def replace_forward(
         compile_function: compiles a function of the unit and its arguments; the same function is compiled once.
         failed: see :class:`UnitForward`.
         is_slower: see :class:`UnitForward`.
+        differentiated: see :class:`UnitForward`.
     """
     current = vars(unit).get(_NAME)
     if isinstance(current, UnitForward):
@@ -104,7 +120,8 @@ def replace_forward(
         original = _OwnForward(current)
     else:
         original = type(unit).forward
-    setattr(unit, _NAME, UnitForward(unit, compile_function(original), original, failed, is_slower))
+    forward = UnitForward(unit, compile_function(original), original, failed, is_slower, differentiated)
+    setattr(unit, _NAME, forward)
 
 
 def restore_forward(unit: nn.Module) -> None:

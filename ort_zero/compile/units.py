@@ -45,13 +45,13 @@ def find_units(model: nn.Module, *, exclude: Sequence[str] = (), max_elements: i
     blocks = frozenset(_repeated(model))
 
     def units_below(module: nn.Module, path: str) -> Iterator[Unit]:
-        if path in excluded or not _multiplies(module):
+        if path in excluded or not multiplies(module):
             return
         prefix = f"{path}." if path else ""
         is_whole = id(module) in blocks or not any(id(below) in blocks for below in module.modules())
         is_callable = isinstance(module, nn.Sequential) or not isinstance(module, _CONTAINERS)
         fits = max_elements is None or elements_of(module) <= max_elements
-        if is_whole and is_callable and (fits or not any(map(_multiplies, module.children()))):
+        if is_whole and is_callable and (fits or not any(map(multiplies, module.children()))):
             inside = (name.removeprefix(prefix) for name in sorted(excluded) if name.startswith(prefix))
             yield Unit(path, module, tuple(inside))
             return
@@ -66,18 +66,23 @@ def _repeated(model: nn.Module) -> Iterator[int]:
     for container in model.modules():
         if not isinstance(container, _CONTAINERS):
             continue
-        children = [child for child in container.children() if _multiplies(child)]
+        children = [child for child in container.children() if multiplies(child)]
         if len(children) > (not isinstance(container, nn.ModuleList)) and len({type(child) for child in children}) == 1:
             yield from map(id, children)
 
 
-def _multiplies(module: nn.Module) -> bool:
-    """Return True if a module has weights of products: embeddings and norms alone gain nothing from a graph."""
+def multiplies(module: nn.Module, below: bool = True) -> bool:
+    """Return True if a module has weights of products: embeddings and norms alone gain nothing from a graph.
+
+    Args:
+        module: the module.
+        below: count the weights of submodules too.
+    """
     return any(
         len(full_shape(parameter)) > 1
-        for below in module.modules()
-        if not isinstance(below, (nn.Embedding, nn.EmbeddingBag))
-        for parameter in below.parameters(recurse=False)
+        for each in (module.modules() if below else (module,))
+        if not isinstance(each, (nn.Embedding, nn.EmbeddingBag))
+        for parameter in each.parameters(recurse=False)
     )
 
 

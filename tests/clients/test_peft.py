@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ZERO_2, ZERO_2_AND_3, Result, Run
+from harness import NO_ZERO, SECTION, ZERO_2, ZERO_2_AND_3, Result, Run
 from small_data import VOCABULARY, tokens
 
 PACKAGES = ("peft", "transformers", "accelerate")
@@ -251,3 +251,58 @@ def budget_of_ranks(run: Run) -> Result:
 @ZERO_2  # torch's form of the loss takes no partitioned weights
 def test_budget_of_ranks(client, stage):
     client.compare(budget_of_ranks, stage)
+
+
+def coming_and_going(run: Run) -> Result:
+    """Adapters of a model in `ort_zero.wrap` that are added, switched, disabled, merged and deleted in training"""
+    from peft import LoraConfig, get_peft_model
+
+    import ort_zero
+
+    base = llama()
+    if run.backend == "ort":
+        ort_zero.wrap(base, **{key: value for key, value in SECTION.items() if key != "enabled"})
+    configs = [
+        LoraConfig(r=r, lora_dropout=0.0, target_modules=names) for r, names in ((4, ["q_proj"]), (2, ["down_proj"]))
+    ]
+    torch.manual_seed(1)
+    model = get_peft_model(base, configs[0])
+    rows, losses, evaluated = iter(tokens(64)), [], []
+
+    def loss_of(model: torch.nn.Module) -> torch.Tensor:
+        ids = torch.stack([next(rows)["input_ids"] for _ in range(4)])
+        return model(input_ids=ids, labels=ids).loss
+
+    def train(steps: int = 2) -> None:
+        optimizer = torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=2e-2)
+        for _ in range(steps):
+            loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+    def evaluate(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            evaluated.append(loss_of(model).item())
+
+    train()
+    model.add_adapter("second", configs[1])
+    model.set_adapter("second")
+    train()
+    with model.disable_adapter():
+        evaluate(model)
+    model.delete_adapter("default")
+    train()
+    model.merge_adapter()
+    evaluate(model)
+    model.unmerge_adapter()
+    train()
+    whole = model.merge_and_unload()
+    evaluate(whole)
+    return Result(losses, alive=(model, whole), values={"evaluated": evaluated})
+
+
+@NO_ZERO
+def test_coming_and_going(client, stage):
+    client.compare(coming_and_going, stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,8 +17,15 @@ VERBS = ("sees", "likes", "finds", "takes")
 
 
 def model_of(folder: Any) -> Any:
-    """Return a SentenceTransformer over a small BERT whose tokenizer knows the words above."""
+    """Return a SentenceTransformer over a small BERT whose tokenizer knows the words above. All ranks must call."""
     import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    return bert_of(folder, torch.distributed.get_rank(), torch.distributed.barrier)
+
+
+def bert_of(folder: Any, rank: int = 0, wait: Callable[[], Any] = lambda: None) -> Any:
+    """Return the model; `wait` is called before the files that rank 0 writes are read."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -39,12 +47,11 @@ def model_of(folder: Any) -> Any:
             max_position_embeddings=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
-    deepspeed.init_distributed("gloo", verbose=False)
     place = str(folder / "bert")
     bert.save_pretrained(place)  # once there are ranks, the first one alone writes
-    if torch.distributed.get_rank() == 0:
+    if rank == 0:
         fast.save_pretrained(place)
-    torch.distributed.barrier()
+    wait()
     transformer = Transformer(place, max_seq_length=16)
     return SentenceTransformer(modules=[transformer, Pooling(32)], device="cpu")
 

@@ -94,7 +94,21 @@ SCENARIOS = (moving_average, saved, destroyed)
 
 def in_ddp(model: nn.Module, rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train in a DistributedDataParallel; return the losses and the last gradients."""
-    wrapped = nn.parallel.DistributedDataParallel(model)
+    return trained_alone(nn.parallel.DistributedDataParallel(model), rank)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Shard a model and each of its blocks by FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def trained_alone(wrapped: nn.Module, rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train without an engine; return the losses and the last gradients."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     losses = []
     for step in range(5):
@@ -106,7 +120,8 @@ def in_ddp(model: nn.Module, rank: int) -> tuple[list[float], dict[str, torch.Te
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses, {name: p.grad.clone() for name, p in model.named_parameters()}
+    whole = [(name, getattr(p.grad, "full_tensor", p.grad.clone)()) for name, p in wrapped.named_parameters()]
+    return losses, {name.removeprefix("module."): gradient for name, gradient in whole}
 
 
 def all_engines(folder: str) -> dict[str, Any]:
@@ -122,6 +137,12 @@ def all_engines(folder: str) -> dict[str, Any]:
     assert ort_zero.wrap(parallel, **section()) is parallel and parallel.module is outside
     F.mse_loss(parallel(torch.ones(2, IN)), torch.ones(2, OUT)).backward()
     reports["wrapped"] = [status["graph_runs"] for status in ort_zero.status()["models"]]
+    del inside, outside, parallel
+    before, after = (copy.deepcopy(plain) for _ in range(2))
+    models = sharded(copy.deepcopy(plain)), sharded(ort_zero.wrap(before, **section())), sharded(after)
+    ort_zero.wrap(after, **section())
+    reports["fsdp"] = [trained_alone(model, rank) for model in models]
+    reports["sharded"] = [(each["graph_runs"], each["failures"]) for each in ort_zero.status()["models"][-2:]]
     return reports
 
 
@@ -147,6 +168,16 @@ def test_a_destroyed_engine_leaves_nothing_behind():
         assert [notes[f"models {number}"] for number in range(3)] == [0, 0, 0]
         smallest = 32 * 4  # bytes of a bias; a few scalars of graphs stay with their code
         assert notes["grown"] < smallest
+
+
+def test_a_wrapped_model_trains_sharded_by_fsdp2():
+    for reports in _launch():
+        theirs, *both = reports["fsdp"]
+        for losses, gradients in both:
+            assert losses == pytest.approx(theirs[0], abs=1e-6)
+            for name, gradient in theirs[1].items():
+                assert (gradients[name] - gradient).abs().max() <= GRADIENT * gradient.abs().max()
+        assert reports["sharded"] == [({"forward": 25, "backward": 25}, {})] * 2
 
 
 def test_a_wrapped_model_trains_in_a_distributed_data_parallel():

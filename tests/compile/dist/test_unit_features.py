@@ -412,7 +412,7 @@ def _checkpointed(run: Run, stage: int, reentrant: bool) -> None:
 
 
 def generation(run: Run) -> None:
-    """Generate text between steps, through the engine's module and in TRL's way."""
+    """Generate text between steps, through the engine's module and in TRL's way, and sample it."""
     from deepspeed.runtime.zero import unwrap_model_for_generation
 
     batches_loss = _language_model(run, 3)
@@ -427,6 +427,8 @@ def generation(run: Run) -> None:
             run.seen[f"module {step}"] = run.engine.module.generate(**arguments).tolist()
             with unwrap_model_for_generation(run.engine) as unwrapped:
                 run.seen[f"unwrapped {step}"] = unwrapped.generate(**arguments).tolist()
+                torch.manual_seed(step)
+                run.seen[f"sampled {step}"] = unwrapped.generate(**{**arguments, "do_sample": True}).tolist()
         run.evaluate(batches_loss)
 
 
@@ -476,7 +478,8 @@ def test_scenarios_are_about_what_they_say():
     assert first["zero_init"]["seen"][1]["partitioned"]
     assert [first[f"persistence_{name}"]["seen"][1]["whole"] for name in ("some", "default")] == [8, 16]
     assert first["leaf_modules"]["seen"][1]["leaves"] == 3
-    assert len(third["generation"]["seen"][1]["unwrapped 1"][0]) == 7
+    seen = third["generation"]["seen"][1]
+    assert len(seen["unwrapped 1"][0]) == 7 and seen["sampled 1"] != seen["unwrapped 1"]
     runs = third["recomputed_units"]["models"][0]["graph_runs"]
     assert runs["forward"] - runs["backward"] == 3 * 4, "three blocks are computed again in four steps"
     assert third["recomputed_units_reentrant"]["models"][0]["graph_runs"]["inference"] == 3 * 4

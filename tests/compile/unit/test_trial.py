@@ -92,6 +92,20 @@ def test_an_error_of_pytorch_passes():
     assert not trial.failed
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("place", ["ort", "measured"])
+def test_a_check_that_is_interrupted_is_repeated(place: str, error: type[BaseException]):
+    calls = correct()
+    calls.ort = calls.exact.float() * 1.001
+    trial, by_torch = Trial("key", "first", place), calls.by_torch
+    calls.by_torch = lambda: (_ for _ in ()).throw(error())
+    with pytest.raises(error):
+        calls.run(trial, Agreement())
+    calls.by_torch = by_torch
+    assert torch.equal(calls.run(trial, Agreement()), calls.exact.float())
+    assert "wrong by 1.0e-03 of its size" in trial.reason
+
+
 def test_rounding_is_no_difference_where_float64_says_so():
     exact = torch.tensor([1e-3], dtype=torch.float64)
     theirs, ours = torch.tensor([1.01e-3]), torch.tensor([0.97e-3])  # both lose digits by cancellation
@@ -202,7 +216,7 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
 def test_the_gain_of_a_placement_is_kept(tmp_path):
     agreement = Agreement(tmp_path)
     agreement.propose("key", "onnxruntime 0.0015")
-    trial = Trial("key", "first", "measured", runs=1)
+    trial = Trial("key", "first", "measured", is_checked=True)
     calls = correct()
     calls.run(trial, Agreement(tmp_path))
     assert trial.runner is Runner.ONNXRUNTIME and trial.gain == 0.0015

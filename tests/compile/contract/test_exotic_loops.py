@@ -1,0 +1,269 @@
+"""Loops that do more than a forward, a backward and a step train a wrapped model as in eager PyTorch.
+
+What a compiled graph cannot do, PyTorch runs, and the status names it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import build
+from stack_models import HIDDEN, IN, Block, Stack
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, prune
+
+import ort_zero
+from ort_zero.errors import ExportError
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+class Norms(Block):
+    """A block with statistics, random numbers, an argument that depends on the other one, and a result that is two."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, x, *, scale=1.0):
+        x = super().forward(nn.functional.dropout(self.norm(x), 0.2)) * scale
+        return x, {"again": x, "more": x.square()}
+
+
+class Changing(Stack):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Norms(), Norms()])
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x, more = block(x, scale=x.mean())
+            x = x + 0.1 * more["again"] + 0.1 * more["more"]
+        return self.last(x)
+
+
+def run_both(loop: Callable[[nn.Module], Any], kind: Callable[[], nn.Module] = Stack) -> dict[str, Any]:
+    """Run a loop on a plain and on a wrapped model, compare what it returns, and return the wrapped model's status."""
+    torch.manual_seed(0)
+    plain = kind()
+    wrapped = ort_zero.wrap(copy.deepcopy(plain), backend="compile", compile={"place": "ort"})
+    results = []
+    for model in (plain, wrapped):
+        torch.manual_seed(1)
+        results.append(torch.stack([torch.as_tensor(value, dtype=torch.float64).detach() for value in loop(model)]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+    status = ort_zero.status()["models"][-1]
+    assert status["module"] == type(plain).__name__ and status["compiled"]["failed"] == {}
+    return status
+
+
+def trained(model: nn.Module, steps: int = 3, loss_of: Callable[[nn.Module], torch.Tensor] | None = None) -> list[Any]:
+    """Train, and return losses and norms of gradients."""
+    optimizer, values = torch.optim.SGD(model.parameters(), 0.05), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(4, IN)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean() if loss_of is None else loss_of(model)
+        loss.backward()
+        values += [loss, sum(p.grad.norm() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+    return values
+
+
+# -- derivatives of derivatives ----------------------------------------------------------------------------------------
+
+
+def penalized(model: nn.Module) -> torch.Tensor:
+    """Return a loss with a penalty on the norm of the inputs' gradients."""
+    x = torch.randn(4, IN, requires_grad=True)
+    y = model(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.square().mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+
+def gradient_penalty(model: nn.Module) -> list[Any]:
+    """Train as a critic; a few plain steps come first."""
+    return [*trained(model), *trained(model, 4, penalized), *(buffer.sum() for buffer in model.buffers())]
+
+
+def learned_step(model: nn.Module) -> list[Any]:
+    """Differentiate through a step of SGD, as MAML does."""
+    weights = list(model.parameters())
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        gradients = torch.autograd.grad(model(torch.randn(4, IN)).square().mean(), weights, create_graph=True)
+        faster = dict(zip(dict(model.named_parameters()), (w - 0.1 * g for w, g in zip(weights, gradients))))
+        return functional_call(model, faster, torch.randn(4, IN)).square().mean()
+
+    return trained(model, 3, loss_of)
+
+
+def hessian_product(model: nn.Module) -> list[Any]:
+    """Multiply the Hessian with a vector, twice."""
+    x = torch.randn(4, IN)
+    function = lambda x: model(x).square().sum()  # noqa: E731
+    return [torch.autograd.functional.hvp(function, x, torch.ones(4, IN))[1].norm() for _ in range(2)]
+
+
+@pytest.mark.parametrize("kind", [Stack, Changing])
+@pytest.mark.parametrize("loop", [gradient_penalty, learned_step, hessian_product])
+def test_what_is_differentiated_twice_runs_in_pytorch_from_the_first_time_on(loop, kind):
+    status = run_both(loop, kind)
+    assert "create_graph=True" in status["fallback_reason"] and status["fallbacks"] == 1
+    assert status["units"] == [] and status["graph_runs"]["forward"] > 0
+
+
+def test_a_second_derivative_is_an_error_where_pytorch_may_run_nothing():
+    model = ort_zero.wrap(Stack(), backend="compile", fallback="raise")
+    with pytest.raises(ExportError, match=r"create_graph=True.*fallback"):
+        trained(model, 1, penalized)
+
+
+def test_a_second_derivative_after_many_calls_raises_torchs_error():
+    model = ort_zero.wrap(Stack(), backend="compile", compile={"place": "ort"})
+    trained(model, 70)
+    with pytest.raises(RuntimeError, match="double backward"):
+        trained(model, 1, penalized)
+
+
+# -- torch.func, and backwards that run again --------------------------------------------------------------------------
+
+
+def swapped_weights(model: nn.Module) -> list[Any]:
+    """Call with other weights, between plain steps."""
+    halves = {name: weight.detach() / 2 for name, weight in model.named_parameters()}
+    return [*trained(model), functional_call(model, halves, torch.randn(4, IN)).norm(), *trained(model)]
+
+
+def transforms(model: nn.Module) -> list[Any]:
+    """Use the transforms of torch.func between plain steps."""
+    weights, x = {name: weight.detach() for name, weight in model.named_parameters()}, torch.randn(4, IN)
+    loss_of = lambda weights, x: functional_call(model, weights, x[None]).square().sum()  # noqa: E731
+    each = torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0))(weights, x)
+    return [
+        *trained(model),
+        *(gradient.norm() for gradient in each.values()),
+        *(tensor.norm() for tensor in torch.func.jvp(model, (x,), (torch.ones_like(x),))),
+        torch.func.jacrev(model)(x).norm(),
+        torch.func.jacfwd(model)(x).norm(),
+        torch.func.hessian(lambda x: model(x).sum())(x).norm(),
+        *trained(model),
+    ]
+
+
+def forward_mode(model: nn.Module) -> list[Any]:
+    """Take a derivative in forward mode between plain steps."""
+    values, x = trained(model), torch.randn(4, IN)
+    with forward_ad.dual_level():
+        values.append(forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent.norm())
+    return [*values, *trained(model)]
+
+
+def backward_again(model: nn.Module) -> list[Any]:
+    """Run backwards of one graph several times, after plain steps."""
+    values, x = trained(model), torch.randn(4, IN)
+    y = model(x)
+    gradients = [torch.autograd.grad(y[row].sum(), model.first.weight, retain_graph=True)[0] for row in range(4)]
+    y.sum().backward()
+    return [*values, *(gradient.norm() for gradient in gradients), model.first.weight.grad.norm(), *trained(model)]
+
+
+@pytest.mark.parametrize("loop", [swapped_weights, transforms, forward_mode, backward_again])
+def test_transforms_and_second_backwards_give_pytorchs_results(loop):
+    status = run_both(loop)
+    assert (status["failures"], status["fallback_reason"]) == ({}, None)
+    assert status["graph_runs"]["backward"] >= 6 * 5
+
+
+def sampling(model: nn.Module) -> list[Any]:
+    """Sample texts between steps, and train on them by their advantages, as GRPO does."""
+    optimizer, values = torch.optim.SGD(model.parameters(), 0.1), []
+    prompts = torch.arange(3, 9).reshape(2, 3).repeat_interleave(2, dim=0)
+    for _ in range(3):
+        ids = model.generate(
+            prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, do_sample=True, pad_token_id=0
+        )
+        rewards = (ids[:, 3:] % 7).float().mean(1)
+        advantages = rewards - rewards.mean()
+        scores = model(input_ids=ids).logits[:, 2:-1].log_softmax(-1)
+        taken = scores.gather(2, ids[:, 3:, None]).squeeze(2)
+        loss = -(advantages[:, None] * torch.exp(taken - taken.detach())).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        values += [loss, rewards.mean(), ids.sum(), model.transformer.wte.weight.grad.norm()]
+    return values
+
+
+def test_texts_that_are_sampled_between_steps_are_those_of_pytorch():
+    status = run_both(sampling, lambda: build("gpt2_sdpa"))
+    assert (status["failures"], status["fallback_reason"]) == ({}, None)
+    assert status["graph_runs"]["backward"] == 3 * 3
+
+
+# -- models that change ------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A block of another class."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return x + torch.relu(self.layer(x))
+
+
+def another_forward(model: nn.Module) -> None:
+    """Set a forward on an instance."""
+    block = model.blocks[0]
+    block.forward = lambda x: 2 * x + block.down(torch.relu(block.up(x)))
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], Any], list[str]]] = {
+    "a layer added": (lambda model: model.blocks.append(Block()), ["blocks.3.up", "blocks.3.down"]),
+    "a layer replaced": (lambda model: model.blocks.__setitem__(1, Wide()), ["blocks.1.layer"]),
+    "a layer dropped": (lambda model: model.blocks.pop(0), []),
+    "a head swapped": (lambda model: setattr(model, "last", nn.Linear(HIDDEN, 3)), ["last"]),
+    "a part of a unit replaced": (lambda model: setattr(model.blocks[0], "up", nn.Linear(HIDDEN, HIDDEN + 3)), []),
+    "a part of a unit pruned": (lambda model: prune.l1_unstructured(model.blocks[0].up, "weight", 0.5), []),
+    "a unit parametrized": (lambda model: parametrizations.weight_norm(model.last), []),
+    "a forward replaced": (another_forward, []),
+    "layers frozen": (lambda model: model.blocks[0].requires_grad_(False), []),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_model_that_changes_trains_on(name, steps):
+    change, added = CHANGES[name]
+
+    def loop(model: nn.Module) -> list[Any]:
+        values = trained(model, steps)
+        change(model)
+        return [*values, *trained(model)]
+
+    status = run_both(loop)
+    assert list(status["failures"]) == added
+    assert status["graph_runs"]["forward"] >= (steps + 3) * 3
+
+
+def test_what_was_added_is_compiled_by_another_wrap():
+    model = ort_zero.wrap(Stack(), backend="compile", compile={"place": "ort"})
+    model.blocks.append(Block())
+    assert "ort_zero.wrap(model)" in ort_zero.status()["models"][-1]["failures"]["blocks.3.up"]
+    ort_zero.wrap(model, backend="compile", compile={"place": "ort"})
+    trained(model, 1)
+    status = ort_zero.status()["models"][-1]
+    assert status["failures"] == {} and status["graph_runs"] == {"forward": 6, "backward": 6}
