@@ -20,12 +20,13 @@ def load(engine: str = "ortmodule") -> Backend:
     return backend
 
 
-def load_by_config(path: Path) -> Backend:
-    """Return the backend that a DeepSpeed JSON chooses.
+def memory_options(path: Path) -> tuple[str, str | int | None]:
+    """Return the engine that a DeepSpeed JSON chooses, and its memory budget.
 
     Raises:
         ConfigError: the file cannot be read, or its section is missing, disabled or wrong.
     """
     from ort_zero import config
 
-    return load(config.read_section(path).engine())
+    section = config.read_section(path)
+    return section.engine(), section.memory.budget

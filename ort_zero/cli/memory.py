@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from ort_zero.cli import print_json
 from ort_zero.cli.script_options import add_launcher, positive, script_progress
+from ort_zero.errors import ConfigError
 
 _EPILOG = """The script must use the same DeepSpeed JSON: pass it as the script expects it, after --. The compile
 backend starts the script once, unchanged, and ends it after its first step; --level, --steps, --out, --plot and
@@ -61,6 +63,10 @@ def _plan(args: argparse.Namespace) -> int:
     from ort_zero.backends.interface import MemoryPlanOptions
     from ort_zero.utils import script_process
 
+    engine, budget = loading.memory_options(Path(args.config))
+    launcher = script_process.split_launcher(args.launcher) if args.launcher is not None else ()
+    if engine == "compile":
+        return _plan_budgets(args, launcher, args.budget or ([str(budget)] if budget is not None else []))
     options = MemoryPlanOptions(
         config=Path(args.config),
         script=Path(args.script),
@@ -68,17 +74,31 @@ def _plan(args: argparse.Namespace) -> int:
         budgets=tuple(args.budget),
         level=args.level,
         steps=0 if args.no_measure else args.steps,
-        launcher=script_process.split_launcher(args.launcher) if args.launcher is not None else (),
+        launcher=launcher,
         out=Path(args.out) if args.out else None,
         plot=Path(args.plot) if args.plot else None,
         overwrite=args.overwrite,
     )
     with script_progress("planning", "run", args) as bar:
-        report = loading.load_by_config(options.config).plan_memory(options, bar.move)
+        report = loading.load(engine).plan_memory(options, bar.move)
     print_json(report.as_dict()) if args.json else print(report.text(_width()))
     if report.failed:
         return 2
     return 1 if report.wrong else 0
+
+
+def _plan_budgets(args: argparse.Namespace, launcher: Sequence[str], budgets: Sequence[str]) -> int:
+    from ort_zero.cli import memory_budgets
+
+    for name in ("level", "out", "plot"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f'--{name} belongs to "backend": "ortmodule"; leave it out')
+    with script_progress("planning", "step", args):
+        plans = memory_budgets.run_plans(Path(args.script), args.arguments, launcher, budgets)
+    print_json({"script": args.script, "plans": plans}) if args.json else print(
+        "\n".join(memory_budgets.lines_of(plans, _width()))
+    )
+    return 0
 
 
 def _width() -> int | None:

@@ -106,7 +106,5 @@ def examine() -> Examination:
 
 
 def plan_memory(options: MemoryPlanOptions, tell: Callable[[int, int, str], None]) -> MemoryPlanReport:
-    """Run one step of a script, and return what each budget would have its units compute again."""
-    from ort_zero.compile import memory_plan
-
-    return memory_plan.plan_memory(options, tell)
+    """Raise ConfigError: plans with measured steps belong to ORTModule."""
+    raise ConfigError('plans with measured steps belong to "backend": "ortmodule"')

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from ort_zero import env, log
 from ort_zero.compat import torch_compile
 from ort_zero.compat.torch_modules import without_base
-from ort_zero.compile import devices, observations, records, sessions
+from ort_zero.compile import devices, records, sessions
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
@@ -30,6 +30,7 @@ from ort_zero.compile.settings import Settings
 from ort_zero.compile.sizes import SymbolReader
 from ort_zero.compile.trial import Trial
 from ort_zero.compile.unit_forward import IN_GRAPH
+from ort_zero.statistics.collect import graph_passes
 from ort_zero.utils.atomic_write import write_bytes
 
 Compiled = Callable[..., Any]
@@ -64,7 +65,7 @@ class Compiler:
         """Return the compiled form of a graph of Dynamo."""
         self.record.dynamo_graphs += 1
         reason = self.recompilations.note_graph()
-        observations.follow_gradients(module)
+        graph_passes.follow_gradients(module)
         replace_compositions(module)
         fuse_head_and_loss(module)
         kept = self.record.memory.new_graph(self._unit)
@@ -83,7 +84,7 @@ class Compiler:
         if direction == "forward":
             torch_compile.allow_second_backwards()
         elif direction == "inference":
-            observations.remove_pass_throughs(module.graph)
+            graph_passes.remove_pass_throughs(module.graph)
         for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
             node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
         device = _device_of(module)

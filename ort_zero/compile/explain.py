@@ -10,7 +10,6 @@ from typing import Any
 
 from ort_zero import env
 from ort_zero.compat import torch_compile
-from ort_zero.compile import memory_plan
 from ort_zero.compile.records import ModelRecord
 from ort_zero.utils.atomic_write import write_json
 
@@ -72,11 +71,11 @@ def end_if_asked(record: ModelRecord, status: Callable[[], dict[str, Any]]) -> N
         SystemExit: after the report is written.
     """
     reports = (
-        (env.explain_file(), lambda: explanation(record, status())),
-        (env.memory_trial_file(), lambda: memory_plan.plans_of(record.memory)),
+        (env.explain_file(), lambda asked: explanation(record, status())),
+        (env.memory_trial_file(), lambda asked: [record.memory.plan(budget) for budget in asked["budgets"]]),
     )
     for request, make in reports:
         if request is not None:
-            report = json.loads(request.read_text(encoding="utf-8"))["report"]
-            write_json(Path(f"{report}.{env.rank()}"), make())
+            asked = json.loads(request.read_text(encoding="utf-8"))
+            write_json(Path(f"{asked['report']}.{env.rank()}"), make(asked))
             raise SystemExit(0)

@@ -21,7 +21,7 @@ from ort_zero.compile.conversion.fragments import Fragment, NotConvertibleError
 from ort_zero.compile.conversion.registry import convert
 from ort_zero.compile.conversion.views import VIEWS
 from ort_zero.compile.flops import flops_of
-from ort_zero.compile.observations import is_observation
+from ort_zero.statistics.collect.graph_passes import is_observation
 
 _LARGE = 10**9
 """Floating-point operations from which on a product can be a segment of its own; they take 10 ms on one core."""

@@ -2,7 +2,7 @@
 
 A hook that Dynamo traces calls :data:`observe`. A compile backend then adds :data:`pass_through` where the tensor is
 made, so that the backward meets the tensor's whole gradient, as ``Tensor.register_hook`` does: see
-:mod:`ort_zero.compile.observations`.
+:mod:`ort_zero.statistics.collect.graph_passes`.
 """
 
 from __future__ import annotations

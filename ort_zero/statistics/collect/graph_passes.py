@@ -1,9 +1,10 @@
 """Rewrite the calls of statistics' operators in graphs, so that they read values and change nothing.
 
-The operators are those of :mod:`ort_zero.statistics.collect.graph_operators`. In Dynamo's graph a hook has left a call
-of ``observe``. :func:`follow_gradients` adds ``pass_through`` where the tensor is made, and AOTAutograd derives its
-backward. :func:`remove_pass_throughs` takes them out again: ``observe`` reads the value itself, and in the backward
-``observe_gradient`` reads the tensor's whole gradient. Neither has a user, so segments are divided no further.
+The operators are those of :mod:`.graph_operators`; a compile backend calls the passes. In Dynamo's graph a hook has
+left a call of ``observe``. :func:`follow_gradients` adds ``pass_through`` where the tensor is made, and AOTAutograd
+derives its backward. :func:`remove_pass_throughs` takes them out again: ``observe`` reads the value itself, and in
+the backward ``observe_gradient`` reads the tensor's whole gradient. Neither has a user, so segments are divided no
+further.
 """
 
 from __future__ import annotations
