@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ort_zero.compat.torch_compile import TorchDynamoException, in_backward
+from ort_zero.compat.torch_compile import in_backward, is_dynamos
 
 _NAME = "forward"
 IN_GRAPH = "raised_in_graph"
@@ -64,7 +64,7 @@ class UnitForward:
         try:
             return self.compiled(self.unit, *args, **kwargs)
         except Exception as error:
-            if not (isinstance(error, TorchDynamoException) or getattr(error, IN_GRAPH, False)):
+            if not (is_dynamos(error) or getattr(error, IN_GRAPH, False)):
                 raise
             failure = error
         # outside of the handler: what this raises is the user's own error, with the user's line
