@@ -75,17 +75,12 @@ def test_each_change_is_named(model, caplog):
 
 def test_a_change_at_every_step_is_one_warning_and_the_limit_another(model, caplog, monkeypatch):
     monkeypatch.setattr(torch_compile, "RECOMPILE_LIMIT", 12)
-    for name in (
-        "recompile_limit",
-        "cache_size_limit",
-    ):  # before torch 2.12 the process has one limit
-        if hasattr(torch._dynamo.config, name):
-            monkeypatch.setattr(torch._dynamo.config, name, 8)
     torch._dynamo.reset()
-    limited = ort_zero.wrap(Model(), backend="compile", compile={"place": "ort"}, log_level="WARNING")
-    x, eager = torch.randn(4, 8), Model()
-    eager.load_state_dict(limited.state_dict())
-    with caplog.at_level(logging.WARNING, "ort_zero"):
+    config, x, eager = torch._dynamo.config, torch.randn(4, 8), Model()
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    with caplog.at_level(logging.WARNING, "ort_zero"), config.patch({name: 8}):  # as before wrap() raises it
+        limited = ort_zero.wrap(Model(), backend="compile", compile={"place": "ort"}, log_level="WARNING")
+        eager.load_state_dict(limited.state_dict())
         for number in range(20):
             for each in (limited, eager):
                 each.blocks[0].settings["step"] = str(number)
