@@ -62,6 +62,8 @@ def section(found: list[tuple[Pair, dict[str, Any]]]) -> str:
     lines += ["", "What each row is for:", ""]
     lines += [f"- {record['name']}: {pair.why}" for pair, record in found if not pair.refused]
     lines += _failures(found) + _refusals(found)
+    missing = [pair.name for pair in PAIRS if pair not in [each for each, _ in found]]
+    lines += ["", f"Not run: {', '.join(missing)}."] if missing else []
     return "\n".join(lines)
 
 
