@@ -132,7 +132,7 @@ def memory_budget(fraction: float) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _saving_what_must_be_saved() -> Iterator[None]:
-    """Take the nodes that are marked ``MUST_SAVE`` out of those that the partitioner's knapsack computes again."""
+    """Keep the nodes that are marked ``MUST_SAVE``, whatever the partitioner's knapsack computes again."""
     solve = getattr(partitioners, _KNAPSACK)
 
     def solve_for_others(*arguments: Any) -> tuple[float, list[int], list[int]]:
