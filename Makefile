@@ -181,8 +181,8 @@ bench-check: $(ORTMODULE_READY) ## Hold the step's ratios to PyTorch against ben
 	$(ORTMODULE_BIN)/python benchmarks/bench_check.py
 
 .PHONY: soak
-soak: $(ORTMODULE_READY) ## Train 2,000 steps with saves, evaluations and statistics, then start 50 times: nothing may grow or be left (half an hour)
-	$(ORTMODULE_BIN)/python benchmarks/soak.py --plot docs/soak.svg
+soak: compiler $(TESTS_READY) ## Train 2,000 steps with saves, evaluations and statistics, then start 50 times: nothing may grow or be left (half an hour)
+	$(BIN)/python benchmarks/soak.py --plot docs/soak.svg
 
 .PHONY: readme-figures
 readme-figures: $(ORTMODULE_READY) ## Measure these ratios anew, store them and write README's table
@@ -193,8 +193,8 @@ zoo: $(TESTS_READY) ## Try every architecture of the model zoo, alone and under 
 	$(BIN)/python benchmarks/model_zoo.py; one=$$?; $(BIN)/python benchmarks/model_zoo.py --zero3 && exit $$one
 
 .PHONY: matrix
-matrix: $(ORTMODULE_READY) ## Try other versions of torch, DeepSpeed, ... and Python (hours); writes docs/compatibility.md
-	$(ORTMODULE_BIN)/python tests/versions/matrix.py
+matrix: $(TESTS_READY) ## Try other versions of torch, DeepSpeed, onnxruntime, ... and Python (hours); writes docs/compatibility.md
+	$(BIN)/python tests/versions/matrix.py
 
 # in an environment on top of the other, so that nothing of the checkout is on its path
 .PHONY: dist

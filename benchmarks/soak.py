@@ -84,9 +84,10 @@ def long_run(folder: Path, args: argparse.Namespace) -> tuple[dict[str, Any], li
     reports = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(args.ranks)]
     growth = [growth_of(report["notes"]) for report in reports]
     for rank, (report, grown) in enumerate(zip(reports, growth, strict=True)):
-        graphs = report["status"]["graphs"]
-        if report["fallbacks"] or graphs["training"]["runs"]["backward"] != args.steps:
-            lost.append(f"rank {rank}: not all steps ran in ONNX Runtime: {graphs}")
+        model = report["status"]
+        runs = model["graph_runs"]
+        if model["failures"] or runs.get("backward") != args.steps * len(model["units"]):
+            lost.append(f"rank {rank}: not all steps ran in ONNX Runtime: {runs}, {model['failures']}")
         if grown["memory"] > MEMORY:
             lost.append(f"rank {rank}: memory grew to {grown['memory']:.3f} of what it was at step {SETTLED}")
         if grown["cpu"] > TIME:
@@ -128,7 +129,7 @@ def draw(path: Path, reports: list[dict[str, Any]]) -> None:
             for rank, report in enumerate(reports):
                 steps = [note["step"] for note in report["notes"]]
                 axes.plot(steps, [note[name] * factor for note in report["notes"]], label=f"rank {rank}", linewidth=1)
-            if name == "cpu":  # what is exported and saved stands out by far
+            if name == "cpu":  # what is compiled and saved stands out by far
                 values = sorted(note["cpu"] * factor for report in reports for note in report["notes"])
                 axes.set_ylim(0, 3 * values[len(values) // 2])
             else:

@@ -55,7 +55,7 @@ def config(args: argparse.Namespace) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 0},
         "ort_zero": {
-            "ortmodule": {"enabled": True},
+            "compile": {"place": "ort"},
             "checkpoint": {"sharded": True, "async_save": True},
             "statistics": {
                 "enabled": True, "output_dir": str(args.dir / "statistics"), "start_step": 110,
@@ -101,7 +101,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     status = ort_zero.status()
     engine.destroy()
     torch.distributed.destroy_process_group()
-    return {"notes": notes, "losses": losses, "status": status["models"][-1], "fallbacks": status["fallbacks"]}
+    return {"notes": notes, "losses": losses, "status": status["models"][-1]}
 
 
 def main() -> None:

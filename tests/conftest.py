@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import signal
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from group_of_one import group_of_one, one_rank  # noqa: F401
 from torch_free import needs_torch
-from without_ort import NO_WHEEL, ORT_IS_MISSING, shows_its_absence
 
 CLIENTS = Path(__file__).resolve().parent / "clients"
 
@@ -30,16 +28,6 @@ os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.enviro
 _cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 _environment = hashlib.sha256(f"{sys.prefix} {sys.version}".encode()).hexdigest()[:12]
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(_cache, "torch_extensions", f"tests_{_environment}"))
-
-
-def _torch_loads_plugins() -> bool:
-    spec = importlib.util.find_spec("torch")
-    return spec is None or spec.origin is None or "_import_device_backends" in Path(spec.origin).read_text("utf-8")
-
-
-if not _torch_loads_plugins():  # 2.4: what the tests start has a sitecustomize that loads ort_zero, as a user's would
-    _folder = str(Path(__file__).parent / "versions" / "without_plugins")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_folder, os.environ.get("PYTHONPATH"))))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,33 +53,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("--without-torch") and collection_path.suffix == ".py" and needs_torch(collection_path):
         return True
     return None
-
-
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Skip, with the reason, the modules that need onnxruntime or onnx to be imported, on a Python without a wheel."""
-    return _MayNeedOrt.from_parent(parent, path=module_path) if ORT_IS_MISSING else None
-
-
-class _MayNeedOrt(pytest.Module):
-    """A test module on a Python for which there is no onnxruntime."""
-
-    def collect(self):
-        try:
-            return super().collect()
-        except self.CollectError as error:
-            if not shows_its_absence(str(error)):
-                raise
-        pytest.skip(f"Python {sys.version_info[0]}.{sys.version_info[1]}: {NO_WHEEL}", allow_module_level=True)
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item):
-    """Make a skip of a test that asked for ONNX Runtime, on a Python for which it has no wheel, and only there."""
-    outcome = yield
-    report = outcome.get_result()
-    if report.failed and shows_its_absence(report.longreprtext):
-        report.outcome = "skipped"
-        report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {NO_WHEEL}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -22,6 +22,8 @@ from ort_zero.compat.deepspeed_parameters import elements_of, full_size
 from ort_zero.utils.patching import Patch, defined_in
 
 _UNIT = "_ort_zero_unit"
+_LEAF = "_z3_leaf"
+"""The mark that ``set_z3_leaf_module`` sets, which DeepSpeed before 0.16 lacks."""
 _BUCKET = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
 _MODULE = "deepspeed.runtime.zero.partition_parameters"
 
@@ -31,11 +33,11 @@ def gather_together(modules: Iterable[nn.Module]) -> None:
 
     To be called before the engine is made, which registers the hooks. A leaf module of the user stays one.
     """
-    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module, z3_leaf_module
+    from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
     for module in modules:
         if any(True for _ in module.children()) and not z3_leaf_module(module):
-            set_z3_leaf_module(module, True)
+            setattr(module, _LEAF, True)
             setattr(module, _UNIT, True)
 
 

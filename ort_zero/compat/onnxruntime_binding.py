@@ -2,7 +2,8 @@
 
 ``IOBinding.bind_input`` and ``bind_output`` (ONNX Runtime 1.19 to 1.32) take a call for each tensor, and look the
 device up by its name each time. A vector of values takes one call for all tensors. It names element types by NumPy,
-which has no bfloat16: a session with such inputs or results gets an IOBinding.
+which has no bfloat16: a session with such inputs or results gets an IOBinding. So does every session of 1.19 and 1.20,
+whose vectors take such calls in the wheels with the training part alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def runner_of(
     result_names, result_types = [name for name, _ in outputs], [kind for _, kind in outputs]
     cpu, place = (onnxruntime.OrtDevice.make(*each)._get_c_device() for each in (("cpu", 0), device))
     devices, result_devices = [place] * len(inputs) + [cpu] * len(sizes), [place] * len(outputs)
-    if any(isinstance(kind, int) for kind in (*types, *result_types)):
+    in_one_call = hasattr(_pybind_state.OrtValueVector, "push_back_batch")
+    if not in_one_call or any(isinstance(kind, int) for kind in (*types, *result_types)):
 
         def bind(feeds: Sequence[Any], results: Sequence[Any]) -> None:
             binding = _pybind_state.SessionIOBinding(session._sess)

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+from packaging.version import Version
 from torch._decomp import core_aten_decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
+from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = (
     "HigherOrderOperator",
     "OpOverload",
-    "TorchDynamoException",
     "aot_autograd",
     "core_aten_decompositions",
     "min_cut_rematerialization_partition",
@@ -36,6 +39,7 @@ __all__ = (
     "tree_unflatten",
 )
 
+_KNAPSACK = "_optimize_runtime_with_given_memory"
 RECOMPILE_LIMIT = 64
 """Graphs of one function that Dynamo keeps; layers whose attributes differ need one each, and the default is 8."""
 
@@ -112,9 +116,38 @@ def graph_breaks() -> list[tuple[str, str]]:
     return list(breaks)
 
 
-def memory_budget(fraction: float) -> AbstractContextManager[None]:
-    """Have the min-cut partitioner keep a fraction of what it would keep, in a ``with`` block."""
-    return functorch_config.patch(activation_memory_budget=fraction)
+def is_dynamos(error: Exception) -> bool:
+    """Return True if Dynamo itself fails, and not the code that it traces; torch 2.6 also ends in bare assertions."""
+    if isinstance(error, TorchDynamoException):
+        return True
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return isinstance(error, AssertionError) and str(frame.f_globals.get("__name__")).startswith("torch._dynamo.")
+
+
+def memory_budget(fraction: float) -> AbstractContextManager[Any]:
+    """Have the min-cut partitioner keep a fraction of what it would keep, and what it must, in a ``with`` block."""
+    budget = ExitStack()
+    budget.enter_context(functorch_config.patch(activation_memory_budget=fraction))
+    if Version(torch.__version__) < Version("2.8"):
+        budget.enter_context(_saving_what_must_be_saved())
+    return budget
+
+
+@contextmanager
+def _saving_what_must_be_saved() -> Iterator[None]:
+    """Keep the nodes that are marked ``MUST_SAVE``, whatever the partitioner's knapsack computes again."""
+    solve = getattr(partitioners, _KNAPSACK)
+
+    def solve_for_others(*arguments: Any) -> tuple[float, list[int], list[int]]:
+        runtime, kept, again = solve(*arguments)
+        nodes = arguments[-1]
+        return runtime, kept, [i for i in again if nodes[i].meta.get("recompute") is not CheckpointPolicy.MUST_SAVE]
+
+    setattr(partitioners, _KNAPSACK, solve_for_others)
+    try:
+        yield
+    finally:
+        setattr(partitioners, _KNAPSACK, solve)
 
 
 def promoted_dtype(*values: Any) -> torch.dtype:

@@ -24,6 +24,7 @@ _TENSORS: tuple[tuple[str, str], ...] = (
     (r"GLOBAL_STATE changed: (.*\S)", r"torch's setting changed: \1"),
 )
 """Dynamo's texts about tensors (torch 2.6 to 2.14), and ours."""
+_CONSTANTS = {id(value): repr(value) for value in (True, False, None)}
 _WAYS_OUT: tuple[tuple[str, str], ...] = (
     (r"^size ", "pad batches to one size, or to few"),
     (r" requires (a|no) gradient| torch's setting", "evaluate and train in turns, not in every step"),
@@ -46,8 +47,8 @@ def words_of(reason: str, evaluate: Callable[[str], str | None]) -> str:
             return match.expand(words)
     if match := re.match(r"(.+) (==|is) (.+)$", guard.removeprefix("not ")):
         name, before = match[1], match[3]
-    elif match := re.match(r"___check_obj_id\((.+), \d+\)", guard):  # torch 2.6, of True and False
-        name, before = match[1], "another object"
+    elif match := re.match(r"___check_obj_id\((.+), (\d+)\)", guard):  # torch 2.6, of True and False
+        name, before = match[1], _CONSTANTS.get(int(match[2]), "another object")
     elif match := re.match(r"___check_type_id\((.+), \d+\), type=<class '(.+)'>", guard):
         name, before = match[1], match[2]
     else:

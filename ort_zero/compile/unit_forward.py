@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ort_zero.compat.torch_compile import TorchDynamoException, in_backward, in_transform, saves_plainly
+from ort_zero.compat.torch_compile import in_backward, in_transform, is_dynamos, saves_plainly
 from ort_zero.compile.second_derivatives import Call
 
 _NAME = "forward"
@@ -77,7 +77,7 @@ class UnitForward:
                 call.watch(results)
             return results
         except Exception as error:
-            if not (isinstance(error, TorchDynamoException) or getattr(error, IN_GRAPH, False)):
+            if not (is_dynamos(error) or getattr(error, IN_GRAPH, False)):
                 raise
             failure = error
         # outside of the handler: what this raises is the user's own error, with the user's line

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from deepspeed_setup import ds_config, start
 from seeded_faults import FAULTS, PARTS, batch, build
-from without_ort import NO_WHEEL, ORT_IS_MISSING
 
 import ort_zero
 from ort_zero.statistics.compare.compare_runs import compare
@@ -143,12 +142,6 @@ def in_ort(model: str, fault: str) -> bool:
     return (list(FAULTS).index(fault) + MODELS.index(model)) % 2 == 1
 
 
-def skip_without_ort(model: str, name: str) -> None:
-    """Skip the test of this run if it needs ONNX Runtime on a Python without a wheel of it."""
-    if ORT_IS_MISSING and (CLEAN[name]["ort"] if name in CLEAN else in_ort(model, name)):
-        pytest.skip(NO_WHEEL)
-
-
 @pytest.fixture(scope="module")
 def folders(request, tmp_path_factory):
     """Return a function of the model that gives the folder with all its runs, or with its reference only.
@@ -172,12 +165,10 @@ def folders(request, tmp_path_factory):
             plan += [
                 {"to": name, "model": model, "steps": STEPS, **options}
                 for name, options in CLEAN.items()
-                if name in wanted and not (ORT_IS_MISSING and options["ort"])
+                if name in wanted
             ]
             for fault in (name for name in FAULTS if name in wanted):
                 ort = in_ort(model, fault)
-                if ort and ORT_IS_MISSING:
-                    continue
                 options = {"ort": ort, "stage": 3, **ALL_GATHERED} if ort else {"ort": False, "stage": 2}
                 plan.append({"to": fault, "model": model, "steps": 2, "fault": fault, **options})
             run_on_ranks(runs, 2, str(folder), plan, timeout=1600)
@@ -189,7 +180,6 @@ def folders(request, tmp_path_factory):
 @pytest.mark.parametrize("model", TRIED)
 @pytest.mark.parametrize("clean", CLEAN)
 def test_clean_runs_are_the_same(folders, model, clean):
-    skip_without_ort(model, clean)
     folder = folders(model)
     found = compare(str(folder / "reference"), str(folder / clean))
     assert found.verdict.same, found.verdict.text
@@ -201,7 +191,6 @@ def test_clean_runs_are_the_same(folders, model, clean):
 @pytest.mark.parametrize("model", TRIED)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_named(folders, model, fault):
-    skip_without_ort(model, fault)
     folder = folders(model)
     _, role, direction = FAULTS[fault]
     verdict = compare(str(folder / "reference"), str(folder / fault)).verdict

@@ -224,7 +224,7 @@ def test_the_tests_of_the_matrix_are_there():
     from steps import STEPS
 
     for step in STEPS.values():
-        for test in (*step.short, *step.full, *step.full_without_ort, *step.without):
+        for test in (*step.tests, *step.without):
             file, _, name = test.partition("::")
             function = name.partition("[")[0]
             path = ROOT / file
@@ -239,9 +239,8 @@ def test_a_failure_of_plain_deepspeed_is_told_from_one_of_ours():
     assert fails_plainly(raised.format("all_gather_dp_groups"), stages)
     assert not fails_plainly(raised.format("step"), stages)
     assert fails_plainly("    def all_gather_dp_groups(x):\nE   RuntimeError: a view is modified", stages)
-    assert fails_plainly("E  assert 'error' not in {'error': 'granularity in torch:\\nTraceback", {})
-    assert fails_plainly("DeepSpeed itself keeps of a destroyed engine: module", {})
-    assert not fails_plainly("E  assert 'error' not in {'error': 'granularity in ort:\\nTraceback", {})
+    assert fails_plainly("E   AssertionError: tied, rank 0: tied in torch:\nE     Traceback (most", {})
+    assert not fails_plainly("E   AssertionError: tied, rank 0: tied in ort:\nE     Traceback (most", {})
     assert not fails_plainly("in all_gather_dp_groups\nValueError: another", stages)
     assert not fails_plainly(raised.format("all_gather_dp_groups"), {"1": None})
 

@@ -50,8 +50,7 @@ def environment(pair: Pair, folder: Path) -> Path | None:
         print(f"{pair.name}: stubs for", *stub_libraries.make(site), flush=True)
         _forget_libraries(site)
     if not shares:
-        extras = "zero,examples,test" if pair.refused else "ortmodule,examples,test"
-        _pip(python, "-c", str(ROOT / ".ci/constraints.txt"), f"{ROOT}[{extras}]")
+        _pip(python, "-c", str(ROOT / ".ci/constraints.txt"), f"{ROOT}[ort,examples,test]")
     (folder / ".ready").touch()
     return python
 

@@ -1,7 +1,7 @@
 """Tries ort_zero with other versions of what it depends on, one environment at a time; ``make matrix`` runs it.
 
-Each pair of :mod:`pairs` gets an environment of its own. Plain DeepSpeed, the build of the C++ extensions and the
-doctor come first, then the tests of :mod:`steps`. What came of them is stored in ``results/`` after each part, and the
+Each pair of :mod:`pairs` gets an environment of its own. Plain DeepSpeed and the doctor come first, then the tests of
+:mod:`steps`. What came of them is stored in ``results/`` after each part, and the
 section about versions of ``docs/compatibility.md`` is written from what is stored. A step that was not run is shown as
 such.
 """
@@ -26,7 +26,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=[pair.name for pair in PAIRS], help="these pairs (default: all)")
     parser.add_argument("--steps", nargs="+", choices=STEPS, help="these steps (default: those of the pair)")
-    parser.add_argument("--full", action="store_true", help="run all tests of each step, not those of a short run")
     parser.add_argument("--envs", type=Path, default=ROOT / ".venv" / "matrix", help="folder of the environments")
     parser.add_argument("--keep", action="store_true", help="keep each environment after its pair")
     parser.add_argument("--page", action="store_true", help="only write the page from the results that are there")
@@ -37,7 +36,7 @@ def main() -> int:
         if python is None:
             print(f"{pair.name}: no Python {pair.python} here, left out")
             continue
-        good &= Row(pair, python).run(args.steps, args.full)
+        good &= Row(pair, python).run(args.steps)
         write_page()
         if not args.keep and pair.packages:
             shutil.rmtree(args.envs / pair.name)

@@ -13,17 +13,18 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 DOCUMENT = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- versions: written by make matrix -->", "<!-- end of versions -->"
-SHOWN = ("torch", "deepspeed", "transformers", "accelerate", "onnxruntime-training")
+SHOWN = ("torch", "deepspeed", "transformers", "accelerate", "onnxruntime")
 
 _INTRODUCTION = """\
 ## Versions
 
-Find the row of your versions; the columns from `plain` to `accelerate` are groups of tests. Each row is an environment
-of its own, on CPUs, and each number is the count of tests of this repository that passed there.
+Find the row of your versions; the columns from `plain` to `accelerate` are groups of tests, with the compile backend.
+Each row is an environment of its own, on CPUs, and each number is the count of tests of this repository that passed
+there. [The older engine](ortmodule-compatibility.md#versions) has a table of its own.
 
-- Steps without thousands of tests have only the tests that another version of a dependency can make fail
-  (`tests/versions/steps.py`). All tests run with the pinned versions in `make test`, and with other versions by
-  `python tests/versions/matrix.py --full`.
+- The rows have the tests that another version of a dependency can make fail (`tests/versions/steps.py`). All tests run
+  with the pinned versions in `make test`.
+- `OpInfo`: a tenth of torch's table of operators, another tenth for each commit.
 - `plain`: the stages of ZeRO under which DeepSpeed alone, without ort_zero, trains and saves a small model on 2 ranks.
 - `fails without us too`: tests that fail with the same error, in the same function, in plain DeepSpeed."""
 
@@ -46,7 +47,7 @@ def write_page() -> None:
 
 def section(found: list[tuple[Pair, dict[str, Any]]]) -> str:
     """Return the section about versions, of the results of some pairs."""
-    columns = ["plain", "extensions", "doctor", *STEPS]
+    columns = ["plain", "doctor", *STEPS]
     lines = [
         _INTRODUCTION,
         "",
@@ -54,13 +55,15 @@ def section(found: list[tuple[Pair, dict[str, Any]]]) -> str:
         "| --- " * (len(SHOWN) + len(columns) + 3) + "|",
     ]
     for pair, record in found:
-        if pair.trains:
+        if not pair.refused:
             versions = [record["python"], *(record["versions"].get(name) or "none" for name in SHOWN)]
             cells = [cell(record["steps"].get(name)) for name in columns]
             lines.append(f"| {' | '.join((*versions, *cells))} | {_seconds(record)} | {_date(record)} |")
     lines += ["", "What each row is for:", ""]
-    lines += [f"- {record['name']}: {pair.why}" for pair, record in found if pair.trains]
+    lines += [f"- {record['name']}: {pair.why}" for pair, record in found if not pair.refused]
     lines += _failures(found) + _refusals(found)
+    missing = [pair.name for pair in PAIRS if pair not in [each for each, _ in found]]
+    lines += ["", f"Not run: {', '.join(missing)}."] if missing else []
     return "\n".join(lines)
 
 
@@ -88,7 +91,7 @@ def _date(record: dict[str, Any]) -> str:
 def _failures(found: list[tuple[Pair, dict[str, Any]]]) -> list[str]:
     lines = []
     for pair, record in found:
-        for name, step in record["steps"].items() if pair.trains else ():
+        for name, step in record["steps"].items() if not pair.refused else ():
             if step.get("first"):
                 lines.append(f"- {record['name']}, {name}: `{step['first']}`")
             if step.get("first_plain"):

@@ -16,12 +16,12 @@ def main() -> int:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= {"DS_ACCELERATOR": "cpu"}
     try:
+        import torch
+
         import ort_zero
         from ort_zero.testing.ranks import free_port
 
         os.environ["MASTER_PORT"] = str(free_port())
-        ort_zero.enable()  # torch before 2.5 loads no plugins
-        import torch
 
         model = torch.nn.Linear(4, 4)
         ort_zero.wrap(torch.nn.Linear(4, 4))(torch.zeros(2, 4))  # before DeepSpeed compiles operators, for minutes
@@ -33,7 +33,7 @@ def main() -> int:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": 3},
-            "ort_zero": {"ortmodule": {"enabled": True}},
+            "ort_zero": {"enabled": True},
         }
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         engine(torch.zeros(2, 4))

@@ -21,12 +21,12 @@ from steps import STEPS
 
 HERE = Path(__file__).parent
 STEP_SECONDS = 3600
-_ALONE = ("one process", "exporter")
+_ALONE = ("hooks", "compiled", "OpInfo")
 """The steps with tests in the process of pytest itself, which a crash may end; the others have ranks of their own."""
 
-_REFERENCE = re.compile(r"'error': '\w+ in torch:\\nTraceback|DeepSpeed itself (does not write|keeps)")
-"""How the scenarios of test_zero3_features.py report an error of the training that they compare with, or what is left
-of its engine, and how the tests that read DeepSpeed's checkpoints say that it has written none."""
+_REFERENCE = re.compile(r"\w+ in torch:\s+(E\s+)?Traceback|DeepSpeed itself does not write")
+"""How the scenarios of tests/compile/dist report an error of the training that they compare with, and how the tests
+that read DeepSpeed's checkpoints say that it has written none."""
 
 
 class Row:
@@ -42,8 +42,11 @@ class Row:
         # other versions of DeepSpeed and torch would compile its operators anew, each time that they take turns
         cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         self._operators = Path(cache, "torch_extensions")
-        environment = self._output("-c", "import sys; print(sys.prefix, sys.version, end='')")
-        self._operators /= f"tests_{hashlib.sha256(environment.encode()).hexdigest()[:12]}"  # as tests/conftest.py does
+        made_for = self._output(
+            "-c",
+            "import sys; from importlib.metadata import version as v; print(sys.version, v('torch'), v('deepspeed'))",
+        )
+        self._operators /= f"matrix_{hashlib.sha256(made_for.encode()).hexdigest()[:12]}"
         self._path = RESULTS / f"{pair.name}.json"
         known = json.loads(self._path.read_text()) if self._path.exists() else {}
         versions = self._versions()
@@ -51,26 +54,19 @@ class Row:
         self._record: dict[str, Any] = {"name": pair.name, "versions": versions, "steps": steps}
         self._record["python"] = self._output("--version").split()[1]
 
-    def run(self, names: list[str] | None, full: bool) -> bool:
+    def run(self, names: list[str] | None) -> bool:
         """Run steps, by default those of the pair; return whether nothing failed that works without ort_zero."""
         if self._pair.refused:
             self._keep("refusal", self._refusal())
-        if not self._pair.trains:
             return self._good()
         self._keep("plain", self._plain())
-        if not self._pair.refused:
-            self._keep("extensions", self._command("build"))
-        self._keep("doctor", self._command("doctor"))
-        wanted = [name for name in names or STEPS if names or full or self._is_due(name)]
-        wanted = [name for name in wanted if not (STEPS[name].needs_ort and self._pair.refused and name != _ALONE[0])]
+        self._keep("doctor", self._doctor())
+        wanted = names or self._pair.steps
         for group in ([name for name in wanted if name in _ALONE], [name for name in wanted if name not in _ALONE]):
             if group:
-                for name, result in self._tests(group, full).items():
+                for name, result in self._tests(group).items():
                     self._keep(name, result)
         return self._good()
-
-    def _is_due(self, name: str) -> bool:
-        return STEPS[name].by_default or name in self._pair.also
 
     def _good(self) -> bool:
         return not any(step["failed"] for step in self._record["steps"].values())
@@ -108,48 +104,39 @@ class Row:
         first = next((f"{e['error']} in {e['function']}" for e in stages.values() if e), None)
         return {**_counts(), "seconds": _since(start), "words": words, "first_plain": first, "stages": stages}
 
-    def _command(self, name: str) -> dict[str, Any]:
-        """Run a command of ort-zero and return how it went."""
+    def _doctor(self) -> dict[str, Any]:
+        """Return how the command went."""
         start = time.monotonic()
-        done = self._run("-m", "ort_zero", name)
+        done = self._run("-m", "ort_zero", "doctor")
         failed = done.returncode != 0
         found = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
         first = (found or [_last_line(done.stderr) or _last_line(done.stdout)])[0] if failed else None
-        words = "**failed**" if failed else f"{_since(start)} s" if name == "build" else "good"
+        words = "**failed**" if failed else "good"
         return {**_counts(failed=failed), "seconds": _since(start), "words": words, "first": first}
 
     # -- tests ---------------------------------------------------------------------------------------------------------
 
-    def _tests(self, names: list[str], full: bool) -> dict[str, dict[str, Any]]:
+    def _tests(self, names: list[str]) -> dict[str, dict[str, Any]]:
         """Run the tests of some steps in one process of pytest, and return the result of each."""
-        whole = {name: full or name in self._pair.full for name in names}
-        chosen = [test for name in names for test in self._chosen(name, whole[name])]
-        left_out = [f"--deselect={test}" for name in names if not whole[name] for test in STEPS[name].without]
-        several = ("-n", "2") if whole.get(_ALONE[0]) else ()
+        chosen = [test for name in names for test in STEPS[name].tests]
+        left_out = [f"--deselect={test}" for name in names for test in STEPS[name].without]
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             lines = Path(folder, "lines")
             command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "report_lines", "-m", "not slow")
-            done = self._run(*command, *several, *left_out, *chosen, lines=lines)
+            done = self._run(*command, *left_out, *chosen, lines=lines)
             results = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
         if not any(result["outcome"] != "begun" for result in results):
             text = f"pytest ended with {done.returncode}: {_last_line(done.stdout) or _last_line(done.stderr)}"
             results.append({"test": chosen[0], "outcome": "failed", "seconds": _since(start), "text": text})
         results += _cut_short(results, done.returncode)
-        return {name: self._summary(name, whole[name], results) for name in names}
+        return {name: self._summary(name, results) for name in names}
 
-    def _chosen(self, name: str, whole: bool) -> tuple[str, ...]:
-        step = STEPS[name]
-        if not whole:
-            return step.short
-        return (self._pair.refused and step.full_without_ort) or step.full
-
-    def _summary(self, name: str, whole: bool, results: list[dict[str, Any]]) -> dict[str, Any]:
+    def _summary(self, name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
         stages = self._record["steps"].get("plain", {}).get("stages", {})
-        mine = self._chosen(name, whole)
         found: dict[str, list[dict[str, Any]]] = {"passed": [], "failed": [], "plain": [], "skipped": [], "xfailed": []}
         for result in results:
-            if result["test"].startswith(mine) and result["outcome"] != "begun":
+            if result["test"].startswith(STEPS[name].tests) and result["outcome"] != "begun":
                 fails = result["outcome"] == "failed"
                 found["plain" if fails and fails_plainly(result["text"], stages) else result["outcome"]].append(result)
         if not found["passed"] and not found["failed"] and not found["plain"] and not found["skipped"]:
@@ -159,7 +146,7 @@ class Row:
             print(f"{self._pair.name}: {name}: failed: {_first([result])}", flush=True)
         seconds = sum(result["seconds"] for some in found.values() for result in some)
         first = {"first": _first(found["failed"]), "first_plain": _first(found["plain"])}
-        return {**counts, **first, "seconds": round(seconds), "full": whole}
+        return {**counts, **first, "seconds": round(seconds)}
 
     # -- processes -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ort_zero.compat import onnxruntime_binding
 from ort_zero.compile import sessions
 from ort_zero.compile.bare_backend import ort_zero
 from ort_zero.compile.dynamo_backend import Compiler
@@ -92,6 +93,14 @@ def test_training_and_gradients():
     for mine, theirs in zip(layer.parameters(), twin.parameters()):
         torch.testing.assert_close(mine.grad, theirs.grad)
     assert backend.record.runs == {"forward": 3, "backward": 3}
+    ran(backend)
+
+
+def test_a_release_whose_vectors_take_no_tensors_in_one_call(monkeypatch):
+    monkeypatch.setattr(onnxruntime_binding._pybind_state, "OrtValueVector", object)  # as in 1.19 and 1.20
+    call, backend = compiled(lambda x: F.gelu(x @ x.mT) * 3 + x.sum())
+    for x in torch.randn(2, 9, 9), torch.randn(3, 7, 7):
+        torch.testing.assert_close(call(x), F.gelu(x @ x.mT) * 3 + x.sum())
     ran(backend)
 
 

@@ -8,6 +8,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+from older_versions import older
+
+NEEDS_THE_NAME = pytest.mark.skipif(older("torch", than="2.9"), reason="this torch has a backend onnxrt itself")
 REPORT = """
 import json, ort_zero
 (model,) = ort_zero.status()["models"]
@@ -25,6 +29,7 @@ def run(script: str, folder: Path, *launcher: str) -> dict:
     return json.loads(done.stdout.partition("REPORT ")[2].splitlines()[0])
 
 
+@NEEDS_THE_NAME
 def test_accelerate_launch_with_dynamo_backend_onnxrt(tmp_path: Path):
     report = run(
         """
@@ -47,6 +52,7 @@ def test_accelerate_launch_with_dynamo_backend_onnxrt(tmp_path: Path):
     assert report == {"backend": "onnxruntime", "graph_runs": {"forward": 3, "backward": 3}}
 
 
+@NEEDS_THE_NAME
 def test_trainer_with_torch_compile_backend(tmp_path: Path):
     report = run(
         """

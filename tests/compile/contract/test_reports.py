@@ -11,6 +11,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from older_versions import skip_unless_torch_can
 
 import ort_zero
 from ort_zero.compile.conversion import registry
@@ -70,6 +71,9 @@ def test_explain_says_what_hinders_it(tmp_path: Path):
 
 
 def test_profile_divides_a_compiled_step(tmp_path: Path):
+    wrapped = 'ort_zero.wrap(Net(), backend="compile", compile={"place": "ort"})'
+    alone = SCRIPT.replace(wrapped, 'torch.compile(Net(), backend="aot_eager")')
+    skip_unless_torch_can(lambda: exec(alone, {}))
     done = command(tmp_path, "profile", "--script", "script.py", "--steps", "2", "--warmup", "3", "--json")
     assert done.returncode == 0, done.stderr
     kernels = {part["name"] for part in json.loads(done.stdout)["ort"]["parts"] if part["kind"] == "kernels"}

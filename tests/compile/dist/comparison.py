@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +147,18 @@ def _compare(scenario: Callable[[Run], None], folder: Path) -> dict[str, Any]:
         try:
             scenario(run)
             results.append(run.result())
-        except Exception as error:
-            raise RuntimeError(f"{scenario.__name__} in {kind}") from error
-        run.end()
-        run = None
-        torch._dynamo.reset()
-        gc.collect()
+        except Exception:
+            text = f"{scenario.__name__} in {kind}:\n{traceback.format_exc()}"
+            try:  # where one rank alone fails, the next scenario would meet what another rank waits in
+                torch.distributed.monitored_barrier(timeout=timedelta(seconds=60))
+            except RuntimeError:
+                raise RuntimeError(text) from None
+            return {"error": text}
+        finally:
+            run.end()
+            run = None
+            torch._dynamo.reset()
+            gc.collect()
     theirs, ours = results
     return {
         "reference": theirs["losses"],
@@ -184,6 +192,7 @@ def trained_alike(
         failures: whether PyTorch may have run something, which the caller looks at.
         ran: whether ONNX Runtime must have run something.
     """
+    assert "error" not in report, f"{where}: {report['error']}"
     assert not report["plain_models"], f"{where}: the reference was not plain DeepSpeed"
     assert len(report["losses"]) == len(report["reference"]) > 1, where
     for i, (theirs, ours) in enumerate(zip(report["reference"], report["losses"])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from older_versions import older
 from torch.fx import Graph, GraphModule
 
 from ort_zero.compile.executor import program_of
@@ -24,7 +25,8 @@ def test_a_gradient_of_another_layout_does_not_spoil_a_group_norm():
     rest = (4, 16, 64, 4, [True, True, True])
     backward = torch.ops.aten.native_group_norm_backward.default
     right = backward(gradient, x, mean, rstd, gain, *rest)
-    assert not torch.allclose(backward(gradient, channels_last(x), mean, rstd, gain, *rest)[0], right[0], atol=0.1)
+    if older("torch", than="2.14"):
+        assert not torch.allclose(backward(gradient, channels_last(x), mean, rstd, gain, *rest)[0], right[0], atol=0.1)
 
     graph = Graph()
     values = [channels_last(gradient), channels_last(x), mean, rstd, gain]

@@ -29,6 +29,7 @@ WORDS = {
     "L['self'].scale == 1.0  # y=y*self.scale  # m.py:7 in forward": "self.scale is 2.0, was 1.0 (m.py:7)",
     "0/0: ___check_obj_id(L['self'].scale, 140211155922688)  # if x  # m.py:8 in forward":
         "self.scale is 2.0, was another object (m.py:8)",
+    f"0/0: ___check_obj_id(L['self'].scale, {id(True)})": "self.scale is 2.0, was True",
     # an expression of Dynamo's own names, and a text that nobody has seen yet
     "0/0: ___key_to_id(d) == [1]  # x  # m.py:1 in f": "___key_to_id(d) is no longer [1] (m.py:1)",
     "0/0: something else\nwith details": "something else",

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from without_ort import NO_WHEEL, ORT_IS_MISSING
 
 import ort_zero
 from ort_zero.errors import ConfigError
@@ -101,7 +100,7 @@ def report() -> dict:
          "import ort_zero; ort_zero.enable()\n"
          "from onnxruntime.training.ortmodule import ORTModule\n"
          "ort_zero.disable(); ort_zero.enable()", NO_ENTRY_POINT),
-        pytest.param("import sys\n"
+        ("import sys\n"
          "class NoDeepSpeed:\n"
          "    @staticmethod\n"
          "    def find_spec(name, path=None, target=None):\n"
@@ -113,8 +112,7 @@ def report() -> dict:
          "    return version(name)\n"
          "metadata.version = missing\n"
          "ort_zero.enable()\n"
-         "from onnxruntime.training.ortmodule import ORTModule", NO_ENTRY_POINT,
-         marks=pytest.mark.skipif(ORT_IS_MISSING, reason=NO_WHEEL)),
+         "from onnxruntime.training.ortmodule import ORTModule", NO_ENTRY_POINT),
     ],
     ids=["ort first", "torch first", "enable", "after a failed import", "no deepspeed"],
 )  # fmt: skip

@@ -12,12 +12,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from without_ort import NO_WHEEL, ORT_IS_MISSING
 
 from ort_zero.errors import BuildError
 from ort_zero.ortmodule.compat import extensions, source_edits
-
-pytestmark = pytest.mark.skipif(ORT_IS_MISSING, reason=NO_WHEEL)
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("aten_op_executor", "torch_interop_utils", "cpu_allocator", "object_checks")
