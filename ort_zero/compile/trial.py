@@ -174,7 +174,7 @@ def explain_difference(results: Outputs, wanted: Outputs, judges: Judges) -> str
     An integer or a bool that differs counts where it is the same in all these runs.
     """
     runs: list[Outputs] = []
-    """The results in float64, then those of PyTorch's runs."""
+    """The results in float64, then the results of PyTorch's runs."""
     for index, (ours, theirs) in enumerate(zip(results, wanted, strict=True)):
         if ours.shape != theirs.shape:
             return f"result {index} has the sizes {tuple(ours.shape)}, not {tuple(theirs.shape)}"
