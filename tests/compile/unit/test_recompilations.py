@@ -36,7 +36,7 @@ WORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("reason", "words"), WORDS.items())
+@pytest.mark.parametrize(("reason", "words"), WORDS.items(), ids=WORDS.values())  # an address differs by process
 def test_words(reason, words):
     assert words_of(reason, VALUES.get) == words
 
