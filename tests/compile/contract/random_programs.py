@@ -305,10 +305,10 @@ def difference(seed: int) -> str | None:
     ours = train(ours_model, seed)
     report = ort_zero.status()["models"][-1]
     named = f"seed {seed}: {{}}\n{text}"
-    if ours.error and eager.error:
+    if eager.error:  # such as a tensor that was changed in place: no such thing in a graph
         return None
-    if ours.error or eager.error:
-        return named.format(f"{ours.error or 'no error'}, eager {eager.error or 'no error'}")
+    if ours.error:
+        return named.format(ours.error)
     if ours.tensors.keys() != eager.tensors.keys():
         return named.format(f"{ours.tensors.keys() ^ eager.tensors.keys()} in one of them alone")
     for name, wanted in eager.tensors.items():

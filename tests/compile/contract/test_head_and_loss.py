@@ -80,9 +80,10 @@ def compare(loss_of: Callable[..., torch.Tensor], model: nn.Module, *inputs: Any
     backend = Compiler(Settings(place="ort"))
     wanted = trained(loss_of, copy.deepcopy(model), *inputs)
     results = trained(torch.compile(loss_of, backend=backend), model, *inputs)
-    for ours, theirs in zip(results, wanted, strict=True):
-        size = float(theirs.nan_to_num().abs().max())
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * size, equal_nan=True)
+    sizes = [float(theirs.nan_to_num().abs().max()) for theirs in wanted]
+    for ours, theirs, size in zip(results, wanted, sizes, strict=True):
+        least = 1e-7 * max(sizes)  # some gradients are zero but for rounding, such as that of a key's bias
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * size + least, equal_nan=True)
     record = backend.record.as_dict()
     assert record["failed"] == {} and record["segments"] > record["segments_in_torch"]
     return OPERATOR in record["in_torch"]
