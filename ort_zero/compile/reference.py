@@ -14,7 +14,7 @@ from ort_zero.compile.plan import Segment
 _VIEW = torch.ops.aten.view.default
 _RESHAPE = torch.ops.aten.reshape.default
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
-_FACTORS = (0x3504F333, 0x2C1B3C6D, 0x297A2D39)
+_FACTORS = range(0x3504F333, 0x3504F333 + 16 * 0x1234567, 2 * 0x1234567)
 """Odd numbers that spread the bits of a float."""
 
 
