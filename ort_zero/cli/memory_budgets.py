@@ -21,7 +21,7 @@ _LISTED = 5
 
 
 class ScriptError(script_process.ScriptFailure, MemoryPlanError):
-    """The error of a script that ended before its first step did."""
+    """Raised for a script that ends before its first training step is over."""
 
 
 def run_plans(

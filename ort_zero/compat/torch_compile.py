@@ -117,7 +117,7 @@ def graph_breaks() -> list[tuple[str, str]]:
 
 
 def is_dynamos(error: Exception) -> bool:
-    """Return True if Dynamo itself fails, and not the code that it traces; torch 2.6 also ends in bare assertions."""
+    """Return True for an error of Dynamo itself, which torch 2.6 also raises as a bare AssertionError."""
     if isinstance(error, TorchDynamoException):
         return True
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -186,7 +186,7 @@ def in_transform() -> bool:
 
 
 def saves_plainly() -> bool:
-    """Return True outside of hooks for saved tensors, such as activation checkpointing sets.
+    """Return True if no saved-tensor hooks are active; activation checkpointing sets such hooks.
 
     Returns False where torch does not tell (2.6).
     """
@@ -195,7 +195,7 @@ def saves_plainly() -> bool:
 
 
 def keeps_graph() -> bool:
-    """Return True within a backward that may run again (``retain_graph=True``)."""
+    """Return True within a backward that was started with ``retain_graph=True``."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 

@@ -20,7 +20,7 @@ _LEAST_CLASSES = 4096
 _CHUNK = 1 << 21
 """Logits of a chunk: 8 MiB in float32."""
 _SAME_ROWS = frozenset("view reshape contiguous float to".split())
-"""Methods that keep the rows of logits, and their order."""
+"""Tensor methods after which a row of logits is still a row, in the same order."""
 _SIGNATURE = inspect.signature(F.cross_entropy)
 
 

@@ -33,12 +33,17 @@ class Kept:
     """Class of the unit."""
     forwards: int = 0
     """Number of forwards."""
-    size: int = 0
-    """Bytes that one forward keeps."""
+    values: dict[Node, int] = field(default_factory=dict)
+    """The values that one forward keeps without recomputation, and their bytes."""
     joint: GraphModule | None = None
     """The graph of forward and backward, before it was divided; None without a backward."""
     inputs: Any = None
     options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes that one forward keeps without recomputation."""
+        return sum(self.values.values())
 
     def divided_at(self, fraction: float) -> tuple[GraphModule, GraphModule]:
         """Return forward and backward, divided for a fraction of the partitioner's budget."""
@@ -84,7 +89,7 @@ class MemoryBudget:
         return self.recompute == "auto" and self.before is None
 
     def new_graph(self, unit: str) -> Kept | None:
-        """Return the entry of a graph that is compiled now; None where nothing is to be chosen or planned."""
+        """Return a new entry for a graph; None if no budget is to be chosen and no plan was asked for."""
         if not self.is_open and env.memory_trial_file() is None:
             return None
         self.graphs.append(Kept(unit))
@@ -96,9 +101,9 @@ class MemoryBudget:
         """Divide a joint graph into forward and backward, as AOTAutograd's ``partition_fn``."""
         if kept is not None:
             kept.joint, kept.inputs, kept.options = copy.deepcopy(joint), inputs, options
-        divided = partition(joint, inputs, fraction=self.fraction, **options)
+        divided = partition(joint, inputs, fraction=self.fraction if kept is None else 1.0, **options)
         if kept is not None:
-            kept.size = sum(kept.kept_by(divided[0]).values())
+            kept.values = kept.kept_by(divided[0])
         return divided
 
     def choose(self) -> bool:
@@ -139,7 +144,7 @@ class MemoryBudget:
             total += kept.forwards * sum(flops_of(node) for node in kept.joint.graph.nodes)
             forward, backward = kept.divided_at(fraction)
             still = {node.name for node in kept.kept_by(forward)}
-            for node, size in kept.kept_by(kept.divided_at(1.0)[0]).items():
+            for node, size in kept.values.items():
                 if node.name not in still:
                     _entry(modules, kept, node)["freed"] += kept.forwards * size
             for node in computed_again(forward, backward):

@@ -18,7 +18,7 @@ from ort_zero.compile.agreement import Agreement
 
 Outputs = Sequence[torch.Tensor]
 Judges = Callable[[], tuple[Outputs, Sequence[Outputs]]]
-"""Returns a segment's results in float64, and PyTorch's for inputs that are moved by their rounding."""
+"""Returns a segment's results in float64, and the results of PyTorch's runs with inputs changed by a few roundings."""
 _TIMED_RUNS = 3
 """Timed runs of each of the two, taken by turns; the fastest counts, which noise disturbs least."""
 _POLLED = frozenset(1 << n for n in range(3, 40))

@@ -20,7 +20,7 @@ IN_GRAPH = "raised_in_graph"
 _ASKED = frozenset(1 << n for n in range(3, 40))
 """Numbers of calls at which a unit asks whether PyTorch is faster."""
 _WATCHED = 64
-"""Number of calls of a unit whose backwards may be differentiated; a gradient penalty may be added every 16 steps."""
+"""Number of first calls whose backwards are watched for ``create_graph=True``; some penalties come every 16 steps."""
 
 
 class UnitForward:
