@@ -49,6 +49,7 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
         Settings(
             verify=section.compile.verify,
             place=section.compile.place,
+            fuse_loss=section.compile.fuse_loss,
             save_onnx=section.save_onnx,
             reproducers=section.compile.reproducers,
         ),

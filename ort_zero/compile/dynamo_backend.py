@@ -67,7 +67,8 @@ class Compiler:
         reason = self.recompilations.note_graph()
         graph_passes.follow_gradients(module)
         replace_compositions(module)
-        fuse_head_and_loss(module)
+        if self.settings.fuse_loss == "auto":
+            fuse_head_and_loss(module)
         kept = self.record.memory.new_graph(self._unit)
         compiler = torch_compile.aot_autograd(
             fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason, kept),

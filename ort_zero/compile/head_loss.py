@@ -15,13 +15,64 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-_LEAST_CLASSES = 4096
+LEAST_CLASSES = 4096
 """Number of classes from which the logits are worth it."""
+DTYPES = (torch.float32, torch.bfloat16)
+"""Types of heads: in float16 the gradients of a loss that is scaled later would be too small."""
 _CHUNK = 1 << 21
 """Logits of a chunk: 8 MiB in float32."""
 _SAME_ROWS = frozenset("view reshape contiguous float to".split())
 """Tensor methods after which a row of logits is still a row, in the same order."""
 _SIGNATURE = inspect.signature(F.cross_entropy)
+
+
+LossGradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""The gradients of hidden states, weight and bias; None for a weight or bias without one."""
+
+
+def loss_and_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    ignored: int,
+    mean: bool,
+    trains: bool,
+) -> tuple[torch.Tensor, LossGradients]:
+    """Return the cross entropy of a linear layer's results, and its gradients.
+
+    Args:
+        hidden: hidden states, float [rows, width].
+        weight: the layer's weight, float [classes, width].
+        bias: the layer's bias, float [classes], or None.
+        labels: a class for each row, int64 [rows].
+        ignored: the label of rows that do not count.
+        mean: return the mean over the rows that count, else the sum.
+        trains: compute the gradients of weight and bias.
+    """
+    rows = (labels != ignored).nonzero().squeeze(1)
+    factor = 1 / max(len(rows), 1) if mean else 1.0
+    loss = torch.zeros((), device=hidden.device)
+    for_hidden = torch.zeros_like(hidden)
+    for_weight = torch.zeros(weight.shape, device=weight.device) if trains else None
+    for_bias = torch.zeros(len(weight), device=weight.device) if trains and bias is not None else None
+    for chunk in rows.split(max(1, _CHUNK // len(weight))):
+        states = hidden[chunk]
+        logits = F.linear(states, weight, bias).float()
+        scale, right = logits.logsumexp(1, keepdim=True), labels[chunk].unsqueeze(1)
+        loss += (scale - logits.gather(1, right)).sum() * factor
+        gradient = logits.sub_(scale).exp_().scatter_add_(1, right, logits.new_full((), -1.0).expand(right.shape))
+        gradient = gradient.mul_(factor).to(weight.dtype)
+        for_hidden[chunk] = gradient @ weight
+        if for_weight is not None:
+            is_whole = for_weight.dtype is weight.dtype
+            for_weight.addmm_(gradient.T, states) if is_whole else for_weight.add_(gradient.T @ states)
+        if for_bias is not None:
+            for_bias += gradient.sum(0)
+    if mean and not len(rows):
+        loss.fill_(torch.nan)  # as PyTorch's
+    for_weight, for_bias = (each if each is None else each.to(weight.dtype) for each in (for_weight, for_bias))
+    return loss, (for_hidden, for_weight, for_bias)
 
 
 @torch.library.custom_op("ort_zero::linear_cross_entropy", mutates_args=())
@@ -33,41 +84,16 @@ def linear_cross_entropy(
     ignored: int,
     mean: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the cross entropy of a linear layer's results, and the gradients of hidden states, weight and bias.
-
-    Args:
-        hidden: hidden states, float [rows, width].
-        weight: the layer's weight, float [classes, width].
-        bias: the layer's bias, float [classes], or None.
-        labels: a class for each row, int64 [rows].
-        ignored: the label of rows that do not count.
-        mean: return the mean over the rows that count, else the sum.
-    """
-    rows = (labels != ignored).nonzero().squeeze(1)
-    factor = 1 / max(len(rows), 1) if mean else 1.0
-    loss = torch.zeros((), device=hidden.device)
-    sums = [torch.zeros(x.shape, device=x.device) for x in (weight, weight[:, 0])]
-    for_hidden = torch.zeros_like(hidden)
-    for chunk in rows.split(max(1, _CHUNK // len(weight))):
-        states = hidden[chunk]
-        logits = F.linear(states, weight, bias).float()
-        scale, right = logits.logsumexp(1, keepdim=True), labels[chunk].unsqueeze(1)
-        loss += (scale - logits.gather(1, right)).sum() * factor
-        gradient = logits.sub_(scale).exp_().scatter_add_(1, right, logits.new_full((), -1.0).expand(right.shape))
-        gradient = gradient.mul_(factor).to(weight.dtype)
-        for_hidden[chunk] = gradient @ weight
-        sums[0].addmm_(gradient.T, states) if weight.dtype is torch.float32 else sums[0].add_(gradient.T @ states)
-        if bias is not None:
-            sums[1] += gradient.sum(0)
-    if mean and not len(rows):
-        loss.fill_(torch.nan)  # as PyTorch's
-    return loss, for_hidden, sums[0].to(weight.dtype), sums[1].to(weight.dtype)
+    """Return the results of :func:`loss_and_gradients`, with an empty gradient for a bias that is None."""
+    loss, (for_hidden, for_weight, for_bias) = loss_and_gradients(hidden, weight, bias, labels, ignored, mean, True)
+    assert for_weight is not None, "the weight's gradient was asked for"
+    return loss, for_hidden, for_weight, weight.new_empty(0) if for_bias is None else for_bias
 
 
 @linear_cross_entropy.register_fake
-def _(hidden: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+def _(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> tuple[torch.Tensor, ...]:
     loss = hidden.new_empty((), dtype=torch.float32)
-    return loss, torch.empty_like(hidden), torch.empty_like(weight), weight.new_empty(len(weight))
+    return loss, torch.empty_like(hidden), torch.empty_like(weight), weight.new_empty(0 if bias is None else len(bias))
 
 
 def _keep_gradients(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
@@ -123,9 +149,10 @@ def _can_be_fused(loss: Mapping[str, Any], source: Node, path: Sequence[Node]) -
     logits, labels = _value(loss["input"]), _value(loss["target"])
     return (
         logits.dim() == 2
-        and logits.shape[1] == _value(source).shape[-1] >= _LEAST_CLASSES
+        and logits.shape[1] == _value(source).shape[-1] >= LEAST_CLASSES
         and labels.dtype is torch.int64
         and len({_value(each).dtype for each in (source, *source.args) if isinstance(each, Node)}) == 1
+        and _value(source).dtype in DTYPES
         and loss["reduction"] in ("mean", "sum")
         and not (loss["weight"] or loss["label_smoothing"] or loss["size_average"] or loss["reduce"])
     )

@@ -72,6 +72,8 @@ class ModelRecord:
     """Number of graphs that Dynamo has captured; each becomes a forward and a backward, or an inference graph."""
     runs: Counter[str] = field(default_factory=Counter)
     """Number of graph runs by direction."""
+    losses: int = 0
+    """Number of losses that were computed without all logits, outside of graphs."""
     recompilations: list[Recompilations] = field(default_factory=list)
     """The reasons for new graphs, of each class of units."""
     memory: MemoryBudget = field(default_factory=MemoryBudget)
@@ -94,6 +96,10 @@ class ModelRecord:
         self.runs[direction] += 1
         if direction == "forward":
             self.end_first_step()
+
+    def note_loss(self) -> None:
+        """Count a loss that was computed without all logits."""
+        self.losses += 1
 
     def end_first_step(self) -> None:
         """Call :attr:`on_first_step`, once, if a backward has run."""
@@ -139,6 +145,7 @@ class ModelRecord:
         return {
             "graphs": len(self.graphs),
             "dynamo_graphs": self.dynamo_graphs,
+            "losses_in_chunks": self.losses,
             "segments": len(segments),
             "segments_in_torch": sum(not segment.in_ort for segment in segments),
             "runs": sum(trial.runs for trial in {id(s.trial): s.trial for s in segments}.values()),

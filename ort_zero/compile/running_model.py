@@ -13,6 +13,7 @@ from ort_zero import log
 from ort_zero.compat import torch_compile
 from ort_zero.compile import explain, sessions
 from ort_zero.compile.caches import leave_out_caches
+from ort_zero.compile.deferred_logits import DeferringHead, is_head
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import ModelRecord
@@ -138,7 +139,9 @@ class CompiledModel:
                 self._compiled[key] = torch_compile.compile_function(
                     function, compiler, noted.note_guard_failure, noted.note_guards
                 )
-            return self._compiled[key]
+            compiled = self._compiled[key]
+            defers = self._settings.fuse_loss == "auto" and is_head(unit.module)
+            return DeferringHead(compiled, self.record.note_loss) if defers else compiled
 
         reference = weakref.ref(self)
 
@@ -191,7 +194,9 @@ class CompiledModel:
         captured = {graph.unit for graph in self.record.graphs}
         for path, reference in self._units:
             forward = getattr(reference(), "forward", None)
-            if getattr(forward, "calls", 0) and self._classes[path] not in captured:
+            if not isinstance(forward, UnitForward) or isinstance(forward.compiled, DeferringHead):
+                continue
+            if forward.calls and self._classes[path] not in captured:
                 self.failures.setdefault(path, "Dynamo captured no graph of it")
         explain.end_if_asked(self.record, self.status)
         chosen = self.record.memory.is_open and self.record.memory.choose()
@@ -282,5 +287,5 @@ def compile_model(
     Raises:
         ConfigError: a pattern of `exclude` matches no module.
     """
-    units = find_units(module, exclude=exclude, max_elements=max_elements)
+    units = find_units(module, exclude=exclude, max_elements=max_elements, heads=settings.fuse_loss == "auto")
     return CompiledModel(module, settings, units, stage, raises, memory), units

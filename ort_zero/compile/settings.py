@@ -11,6 +11,7 @@ from ort_zero.errors import ConfigError
 
 VERIFY = ("first", "always", "off")
 PLACE = ("measured", "ort")
+FUSE_LOSS = ("auto", "off")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +22,8 @@ class Settings:
     """Compare each segment with PyTorch at its first run, at every run, or never: ``first``, ``always``, ``off``."""
     place: str = "measured"
     """``measured``: the faster of ONNX Runtime and PyTorch runs a segment. ``ort``: ONNX Runtime runs all it can."""
+    fuse_loss: str = "auto"
+    """``auto``: heads of 4,096 classes or more and their cross entropy are computed together, chunk by chunk."""
     save_onnx: str | None = None
     """Folder into which rank 0 writes the model of each segment; None writes none."""
     reproducers: str | None = None
@@ -32,7 +35,7 @@ class Settings:
         Raises:
             ConfigError: an unknown value; the message names the option and the valid values.
         """
-        for name, valid in (("verify", VERIFY), ("place", PLACE)):
+        for name, valid in (("verify", VERIFY), ("place", PLACE), ("fuse_loss", FUSE_LOSS)):
             value = getattr(self, name)
             if value not in valid:
                 raise ConfigError(f"{name}: must be one of {', '.join(valid)}, got {value!r}")

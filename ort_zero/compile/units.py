@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ort_zero.compat.deepspeed_parameters import elements_of, full_shape
+from ort_zero.compile.deferred_logits import is_head
 from ort_zero.errors import ConfigError
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -29,7 +30,9 @@ class Unit:
     """Paths of submodules, from the unit on, that stay in PyTorch."""
 
 
-def find_units(model: nn.Module, *, exclude: Sequence[str] = (), max_elements: int | None = None) -> list[Unit]:
+def find_units(
+    model: nn.Module, *, exclude: Sequence[str] = (), max_elements: int | None = None, heads: bool = False
+) -> list[Unit]:
     """Return the units of a model, in the order of ``named_modules``.
 
     Args:
@@ -37,18 +40,20 @@ def find_units(model: nn.Module, *, exclude: Sequence[str] = (), max_elements: i
         exclude: glob patterns of module paths that stay in PyTorch.
         max_elements: the largest number of parameter elements of a unit; larger blocks are divided further. None does
             not limit them.
+        heads: a head of a model with blocks is a unit of its own.
 
     Raises:
         ConfigError: a pattern of `exclude` matches no module.
     """
     excluded = _excluded(model, exclude)
     blocks = frozenset(_repeated(model))
+    apart = blocks | {id(module) for module in model.modules() if heads and blocks and is_head(module)}
 
     def units_below(module: nn.Module, path: str) -> Iterator[Unit]:
         if path in excluded or not multiplies(module):
             return
         prefix = f"{path}." if path else ""
-        is_whole = id(module) in blocks or not any(id(below) in blocks for below in module.modules())
+        is_whole = id(module) in apart or not any(id(below) in apart for below in module.modules())
         is_callable = isinstance(module, nn.Sequential) or not isinstance(module, _CONTAINERS)
         fits = max_elements is None or elements_of(module) <= max_elements
         if is_whole and is_callable and (fits or not any(map(multiplies, module.children()))):

@@ -1,0 +1,357 @@
+"""Leave the logits of a head uncomputed until it is known who reads them: the loss, or the user's code.
+
+The head's forward returns a tensor without memory. Autograd sees an ordinary one, and records what the model does with
+it. Below autograd, operators that move rows of logits move rows of hidden states instead; a cross entropy becomes
+:func:`ort_zero.compile.head_loss.loss_and_gradients`, and its gradient goes back to the head as what it is: the
+gradients of hidden states and weight. Any other operator computes the logits first.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdRef
+
+from ort_zero.compat.torch_compile import tree_map_only
+from ort_zero.compile.head_loss import DTYPES, LEAST_CLASSES, LossGradients, loss_and_gradients
+
+aten = torch.ops.aten
+_ENOUGH_READS = 3
+"""Calls in a row whose logits were read, after which a head computes its logits at once."""
+_REDUCTIONS = {1: "mean", 2: "sum"}
+"""Reductions of losses by ATen's numbers."""
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_SAME_ROWS = (aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default)
+
+
+def is_head(module: nn.Module) -> bool:
+    """Return True for a linear layer that may be a language model's head: with many classes, more than it is wide."""
+    return type(module) is nn.Linear and module.out_features >= max(LEAST_CLASSES, 2 * module.in_features)
+
+
+class DeferringHead:
+    """The forward of a head: leaves the logits to the loss where that is possible.
+
+    Args:
+        compiled: the head's compiled forward, called with the head and the arguments.
+        note_loss: called after each loss that was computed without all logits.
+    """
+
+    def __init__(self, compiled: Callable[..., Any], note_loss: Callable[[], None]):
+        self._compiled = compiled
+        self.note_loss = note_loss
+        self._reads_in_a_row = 0
+        self._was_read = False
+
+    def __call__(self, head: nn.Linear, *args: Any, **kwargs: Any) -> Any:
+        """Return logits for hidden states, uncomputed if gradients are to follow."""
+        if kwargs or len(args) != 1 or not self._can_defer(head, args[0]):
+            return self._compiled(head, *args, **kwargs)
+        self._reads_in_a_row = self._reads_in_a_row + 1 if self._was_read else 0
+        self._was_read = False
+        return _Linear.apply(self, args[0], head.weight, head.bias)
+
+    def _can_defer(self, head: nn.Linear, hidden: torch.Tensor) -> bool:
+        return (
+            torch.is_grad_enabled()
+            and type(head) is nn.Linear  # fully_shard changes the class, and frees the weight after the forward
+            and self._reads_in_a_row + self._was_read < _ENOUGH_READS
+            and type(hidden) is torch.Tensor
+            and hidden.dim() > 1
+            and (hidden.requires_grad or head.weight.requires_grad)
+            and hidden.dtype == head.weight.dtype
+            and hidden.dtype in DTYPES
+            and hidden.device == head.weight.device
+            and not torch.is_autocast_enabled(hidden.device.type)
+        )
+
+    def note_read(self) -> None:
+        """Note that somebody read the logits of the last call."""
+        self._was_read = True
+
+
+class _Values:
+    """Values that are computed once, when they are read. Tensors and values that are computed of them share it."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]):
+        self._compute: Callable[[], torch.Tensor] | None = compute
+        self._values: torch.Tensor | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self._values is not None
+
+    def now(self) -> torch.Tensor:
+        if self._values is None:
+            assert self._compute is not None, "values are computed once"
+            with torch.no_grad():
+                self._values = self._compute()
+            self._compute = None  # it holds the weight
+        return self._values
+
+
+class _Call:
+    """One call of a head: what its logits are computed from, and the tensors that stand for them."""
+
+    def __init__(self, head: DeferringHead, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.head, self.hidden, self.weight, self.bias = head, hidden, weight, bias
+        self.trains = False
+        """Whether the head's parameters need gradients."""
+        self.is_read = False
+        self._tensors: list[WeakIdRef] = []
+
+    def add(self, tensor: DeferredLogits) -> None:
+        """Note a tensor that stands for logits or log-probabilities of the call."""
+        self._tensors.append(WeakIdRef(tensor))
+
+    def tensors(self) -> list[DeferredLogits]:
+        """Return the tensors that still live."""
+        return [tensor for reference in self._tensors if (tensor := reference()) is not None]
+
+    def logits(self) -> torch.Tensor:
+        """Return the logits."""
+        self.is_read = True
+        self.head.note_read()
+        if self.weight.untyped_storage().nbytes() < self.weight.numel() * self.weight.element_size():
+            raise RuntimeError(
+                "logits are read after the memory of the head's weight was freed; read them before, or set "
+                '"compile": {"fuse_loss": "off"} in the ort_zero section'
+            )
+        return nn.functional.linear(self.hidden, self.weight, self.bias)
+
+    def keep_for_later(self) -> None:
+        """Copy the parameters if the logits may still be read: an optimizer step changes the parameters."""
+        if not self.is_read and self.tensors():
+            self.weight, self.bias = self.weight.clone(), None if self.bias is None else self.bias.clone()
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What stands for rows of logits below autograd."""
+
+    states: torch.Tensor
+    """Hidden states, [..., width]; of a gradient, the gradient of the hidden states."""
+    kind: str
+    """``logits``, ``log-probabilities`` or ``gradient``."""
+    of_parameters: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    """Of a gradient: the gradients of weight and bias."""
+
+
+class DeferredLogits(torch.Tensor):
+    """Logits, their log-probabilities or their gradient, computed when an operator, NumPy or pickle reads them.
+
+    Args:
+        like: a meta tensor of the same sizes and dtype.
+        call: the call of the head.
+        rows: what stands for the logits.
+        values: the values, not computed yet.
+    """
+
+    call: _Call
+    rows: _Rows
+    content: _Values
+    loss_gradients: LossGradients | None
+    """Of log-probabilities whose loss was computed: the gradients of hidden states, weight and bias."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, call: _Call, rows: _Rows, values: _Values) -> DeferredLogits:
+        """Return a tensor without memory of its own."""
+        self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=call.hidden.device)
+        self.call, self.rows, self.content, self.loss_gradients = call, rows, values, None
+        if rows.kind != "gradient":
+            call.add(self)
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run an operator on what stands for the logits, or on the logits."""
+        kwargs = kwargs or {}
+        short = _SHORT.get(function)
+        result = short(function, *args, **kwargs) if short is not None else None
+        return _on_values(function, args, kwargs) if result is None else result
+
+    def derived(self, like: torch.Tensor, rows: _Rows, compute: Callable[[], torch.Tensor]) -> DeferredLogits:
+        """Return a tensor of the same call."""
+        return DeferredLogits(like, self.call, rows, _Values(compute))
+
+    def meta(self) -> torch.Tensor:
+        """Return a meta tensor of the same sizes and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def _as_plain(self) -> torch.Tensor:
+        return self.content.now().detach().requires_grad_(self.requires_grad)
+
+    # what reads the memory of a tensor asks no operator for it
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the values as an array."""
+        return self._as_plain().numpy(*args, **kwargs)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_plain().__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self._as_plain().tolist()
+
+    def data_ptr(self) -> int:
+        """Return the address of the values."""
+        return self.content.now().data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """Return the memory of the values."""
+        return self.content.now().untyped_storage()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_plain().__dlpack__(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_plain().__reduce_ex__(protocol)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return repr(self._as_plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._as_plain(), memo)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._as_plain(), spec)
+
+
+class _Linear(torch.autograd.Function):
+    """The head for autograd: an ordinary linear layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: DeferringHead, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> Any:
+        ctx.save_for_backward(hidden, weight)
+        ctx.call = call = _Call(head, hidden.detach(), weight.detach(), None if bias is None else bias.detach())
+        call.trains = any(ctx.needs_input_grad[2:])
+        like = torch.empty((*hidden.shape[:-1], len(weight)), dtype=hidden.dtype, device="meta")
+        return DeferredLogits(like, call, _Rows(call.hidden, "logits"), _Values(call.logits))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.call is not None:
+            ctx.call.keep_for_later()
+            ctx.call = None  # a loss that the user keeps would hold the weight
+        (gradient,), (hidden, weight), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad
+        if isinstance(gradient, DeferredLogits) and not gradient.content.is_known and not torch.is_grad_enabled():
+            return None, gradient.rows.states.reshape(hidden.shape), *gradient.rows.of_parameters
+        flat, states = gradient.reshape(-1, len(weight)), hidden.reshape(-1, hidden.shape[-1])
+        return (
+            None,
+            (flat @ weight).reshape(hidden.shape) if needed[1] else None,
+            flat.t() @ states if needed[2] else None,
+            flat.sum(0) if needed[3] else None,
+        )
+
+
+def _on_values(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on computed logits."""
+    read: dict[int, DeferredLogits] = {}
+
+    def plain(deferred: DeferredLogits) -> torch.Tensor:
+        if function._schema.is_mutable:  # views and copies of the logits are made of what they were until now
+            for each in deferred.call.tensors():
+                each.content.now()
+        values = deferred.content.now()
+        read[id(values)] = deferred
+        return values
+
+    given, named = tree_map_only(DeferredLogits, plain, (args, kwargs))
+    result = function(*given, **named)
+    # an operator that changes its argument in place returns it
+    return tree_map_only(torch.Tensor, lambda tensor: read.get(id(tensor), tensor), result)
+
+
+def _is_pending(value: Any, kind: str) -> bool:
+    return isinstance(value, DeferredLogits) and value.rows.kind == kind and not value.content.is_known
+
+
+def _moved(function: Any, tensor: Any, *args: Any, **kwargs: Any) -> DeferredLogits | None:
+    """Return rows that an operator copies or moves as a whole; None if it needs the values."""
+    values, dtype, device = tensor.content, kwargs.get("dtype"), kwargs.get("device")
+    if values.is_known or dtype not in (None, tensor.dtype, torch.float32, tensor.rows.states.dtype):
+        return None
+    if device not in (None, tensor.device):
+        return None
+    like = function(tensor.meta(), *args, **({} if dtype is None else {"dtype": dtype}))
+    states, last = tensor.rows.states, tensor.dim() - 1
+    if function in _VIEWS and like.shape[-1] == tensor.shape[-1]:
+        states = states.reshape(*like.shape[:-1], states.shape[-1])
+    elif function is aten.slice.Tensor and args and args[0] % tensor.dim() != last:
+        states = function(states, *args)
+    elif function is aten.slice_backward.default and args[1] % tensor.dim() != last:
+        states = function(states, [*args[0][:-1], states.shape[-1]], *args[1:])
+    elif function not in _SAME_ROWS:
+        return None
+    rows = _Rows(states, tensor.rows.kind, tensor.rows.of_parameters)
+    return tensor.derived(like, rows, lambda: function(values.now(), *args, **kwargs))
+
+
+def _log_softmax(function: Any, tensor: Any, dim: int, to_float: bool) -> DeferredLogits | None:
+    if not _is_pending(tensor, "logits") or tensor.dim() != 2 or dim % 2 != 1:
+        return None
+    values, rows = tensor.content, _Rows(tensor.rows.states, "log-probabilities")
+    return tensor.derived(function(tensor.meta(), dim, to_float), rows, lambda: function(values.now(), dim, to_float))
+
+
+def _loss(
+    function: Any, tensor: Any, labels: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignored: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the loss and the number of labels, and keep the gradients for the backward."""
+    if not _is_pending(tensor, "log-probabilities") or tensor.call.is_read:
+        return None
+    if weight is not None or reduction not in _REDUCTIONS or labels.dtype is not torch.int64:
+        return None
+    call = tensor.call
+    loss, gradients = loss_and_gradients(
+        tensor.rows.states, call.weight, call.bias, labels, ignored, _REDUCTIONS[reduction] == "mean", call.trains
+    )
+    tensor.loss_gradients = gradients
+    call.head.note_loss()
+    return loss.to(tensor.dtype), (labels != ignored).sum().to(tensor.dtype)
+
+
+def _loss_backward(function: Any, gradient: torch.Tensor, tensor: Any, *rest: Any) -> DeferredLogits | None:
+    if not isinstance(tensor, DeferredLogits) or tensor.loss_gradients is None:
+        return None
+    is_one = gradient.device.type == "cpu" and gradient.item() == 1.0
+
+    def scaled(part: torch.Tensor | None) -> Any:
+        return part if part is None or is_one else part * gradient.to(part.dtype)
+
+    for_hidden, for_weight, for_bias = map(scaled, tensor.loss_gradients)
+    values, rows = tensor.content, _Rows(for_hidden, "gradient", (for_weight, for_bias))
+    return tensor.derived(tensor.meta(), rows, lambda: function(gradient, values.now(), *rest))
+
+
+def _log_softmax_backward(
+    function: Any, gradient: Any, result: Any, dim: int, dtype: torch.dtype
+) -> DeferredLogits | None:
+    if not _is_pending(gradient, "gradient") or not isinstance(result, DeferredLogits):
+        return None
+    values, of_result = gradient.content, result.content
+    like = torch.empty(gradient.shape, dtype=dtype, device="meta")
+    return gradient.derived(like, gradient.rows, lambda: function(values.now(), of_result.now(), dim, dtype))
+
+
+_SHORT: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((*_VIEWS, *_SAME_ROWS, aten.slice.Tensor, aten.slice_backward.default), _moved),
+    aten._log_softmax.default: _log_softmax,
+    aten.nll_loss_forward.default: _loss,
+    aten.nll_loss_backward.default: _loss_backward,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+}
+"""The operators that need no logits; each function returns None where the logits are needed after all."""
