@@ -19,8 +19,8 @@ LEAST_CLASSES = 4096
 """Number of classes from which the logits are worth it."""
 DTYPES = (torch.float32, torch.bfloat16)
 """Types of heads: in float16 the gradients of a loss that is scaled later would be too small."""
-_CHUNK = 1 << 21
-"""Logits of a chunk: 8 MiB in float32."""
+_CHUNK = 1 << 23
+"""Logits of a chunk: 32 MiB in float32. Products of few rows are slow."""
 _SAME_ROWS = frozenset("view reshape contiguous float to".split())
 """Tensor methods after which a row of logits is still a row, in the same order."""
 _SIGNATURE = inspect.signature(F.cross_entropy)
@@ -54,21 +54,26 @@ def loss_and_gradients(
     factor = 1 / max(len(rows), 1) if mean else 1.0
     loss = torch.zeros((), device=hidden.device)
     for_hidden = torch.zeros_like(hidden)
-    for_weight = torch.zeros(weight.shape, device=weight.device) if trains else None
-    for_bias = torch.zeros(len(weight), device=weight.device) if trains and bias is not None else None
+    for_weight = for_bias = None
     for chunk in rows.split(max(1, _CHUNK // len(weight))):
-        states = hidden[chunk]
+        states, right = hidden[chunk], labels[chunk].unsqueeze(1)
         logits = F.linear(states, weight, bias).float()
-        scale, right = logits.logsumexp(1, keepdim=True), labels[chunk].unsqueeze(1)
-        loss += (scale - logits.gather(1, right)).sum() * factor
-        gradient = logits.sub_(scale).exp_().scatter_add_(1, right, logits.new_full((), -1.0).expand(right.shape))
-        gradient = gradient.mul_(factor).to(weight.dtype)
-        for_hidden[chunk] = gradient @ weight
-        if for_weight is not None:
+        largest, chosen = logits.amax(1, keepdim=True), logits.gather(1, right)
+        powers = logits.sub_(largest).exp_()
+        total = powers.sum(1, keepdim=True)
+        loss += (largest + total.log() - chosen).sum() * factor
+        # a row's gradient times its total: the narrow factors of the products are divided instead
+        gradient = powers.scatter_add_(1, right, -total).to(weight.dtype)
+        share = factor / total
+        for_hidden[chunk] = (gradient @ weight * share).to(hidden.dtype)
+        scaled = (states * share).to(weight.dtype)
+        if trains and for_weight is None:
+            for_weight = (gradient.T @ scaled).float()
+        elif for_weight is not None:
             is_whole = for_weight.dtype is weight.dtype
-            for_weight.addmm_(gradient.T, states) if is_whole else for_weight.add_(gradient.T @ states)
-        if for_bias is not None:
-            for_bias += gradient.sum(0)
+            for_weight.addmm_(gradient.T, scaled) if is_whole else for_weight.add_(gradient.T @ scaled)
+        if trains and bias is not None:
+            for_bias = (gradient.T @ share.to(weight.dtype)).squeeze(1).float() + (0 if for_bias is None else for_bias)
     if mean and not len(rows):
         loss.fill_(torch.nan)  # as PyTorch's
     for_weight, for_bias = (each if each is None else each.to(weight.dtype) for each in (for_weight, for_bias))
