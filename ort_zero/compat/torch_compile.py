@@ -24,7 +24,7 @@ from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = (
@@ -36,7 +36,6 @@ __all__ = (
     "tree_flatten",
     "tree_leaves",
     "tree_map",
-    "tree_map_only",
     "tree_unflatten",
 )
 

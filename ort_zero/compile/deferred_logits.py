@@ -8,7 +8,6 @@ gradients of hidden states and weight. Any other operator computes the logits fi
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,14 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdRef
 
-from ort_zero.compat.torch_compile import tree_map_only
+from ort_zero.compat.deferred_tensor import (
+    COPIES,
+    LOG_SOFTMAX,
+    LOG_SOFTMAX_BACKWARD,
+    VIEWS,
+    DeferredTensor,
+    Values,
+)
 from ort_zero.compile.head_loss import DTYPES, LEAST_CLASSES, LossGradients, loss_and_gradients
 
 aten = torch.ops.aten
@@ -25,8 +31,6 @@ _ENOUGH_READS = 3
 """Calls in a row whose logits were read, after which a head computes its logits at once."""
 _REDUCTIONS = {1: "mean", 2: "sum"}
 """Reductions of losses by ATen's numbers."""
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-_SAME_ROWS = (aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default)
 
 
 def is_head(module: nn.Module) -> bool:
@@ -62,6 +66,7 @@ class DeferringHead:
             and type(head) is nn.Linear  # fully_shard changes the class, and frees the weight after the forward
             and self._reads_in_a_row + self._was_read < _ENOUGH_READS
             and type(hidden) is torch.Tensor
+            and type(head.weight) is nn.Parameter  # no DTensor
             and hidden.dim() > 1
             and (hidden.requires_grad or head.weight.requires_grad)
             and hidden.dtype == head.weight.dtype
@@ -73,26 +78,6 @@ class DeferringHead:
     def note_read(self) -> None:
         """Note that somebody read the logits of the last call."""
         self._was_read = True
-
-
-class _Values:
-    """Values that are computed once, when they are read. Tensors and values that are computed of them share it."""
-
-    def __init__(self, compute: Callable[[], torch.Tensor]):
-        self._compute: Callable[[], torch.Tensor] | None = compute
-        self._values: torch.Tensor | None = None
-
-    @property
-    def is_known(self) -> bool:
-        return self._values is not None
-
-    def now(self) -> torch.Tensor:
-        if self._values is None:
-            assert self._compute is not None, "values are computed once"
-            with torch.no_grad():
-                self._values = self._compute()
-            self._compute = None  # it holds the weight
-        return self._values
 
 
 class _Call:
@@ -142,89 +127,42 @@ class _Rows:
     """Of a gradient: the gradients of weight and bias."""
 
 
-class DeferredLogits(torch.Tensor):
-    """Logits, their log-probabilities or their gradient, computed when an operator, NumPy or pickle reads them.
+class DeferredLogits(DeferredTensor):
+    """Logits, their log-probabilities or their gradient.
 
     Args:
-        like: a meta tensor of the same sizes and dtype.
+        sizes: of the tensor.
+        dtype: of the tensor.
+        device: of the tensor.
+        values: its values.
         call: the call of the head.
         rows: what stands for the logits.
-        values: the values, not computed yet.
     """
 
     call: _Call
     rows: _Rows
-    content: _Values
     loss_gradients: LossGradients | None
     """Of log-probabilities whose loss was computed: the gradients of hidden states, weight and bias."""
 
-    @staticmethod
-    def __new__(cls, like: torch.Tensor, call: _Call, rows: _Rows, values: _Values) -> DeferredLogits:
-        """Return a tensor without memory of its own."""
-        self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=call.hidden.device)
-        self.call, self.rows, self.content, self.loss_gradients = call, rows, values, None
+    def __init__(self, sizes: Any, dtype: torch.dtype, device: torch.device, values: Values, call: _Call, rows: _Rows):
+        self.call, self.rows, self.loss_gradients = call, rows, None
         if rows.kind != "gradient":
             call.add(self)
-        return self
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        """Run an operator on what stands for the logits, or on the logits."""
-        kwargs = kwargs or {}
+    def without_values(cls, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return what stands for the result of an operator, or the loss; None if the logits are needed."""
         short = _SHORT.get(function)
-        result = short(function, *args, **kwargs) if short is not None else None
-        return _on_values(function, args, kwargs) if result is None else result
+        return None if short is None else short(function, *args, **kwargs)
+
+    def before_change(self) -> None:
+        """Compute all views and copies of the logits: they are made of what the logits were until now."""
+        for tensor in self.call.tensors():
+            tensor.content.now()
 
     def derived(self, like: torch.Tensor, rows: _Rows, compute: Callable[[], torch.Tensor]) -> DeferredLogits:
-        """Return a tensor of the same call."""
-        return DeferredLogits(like, self.call, rows, _Values(compute))
-
-    def meta(self) -> torch.Tensor:
-        """Return a meta tensor of the same sizes and dtype."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-    def _as_plain(self) -> torch.Tensor:
-        return self.content.now().detach().requires_grad_(self.requires_grad)
-
-    # what reads the memory of a tensor asks no operator for it
-
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the values as an array."""
-        return self._as_plain().numpy(*args, **kwargs)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._as_plain().__array__(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        """Return the values as nested lists."""
-        return self._as_plain().tolist()
-
-    def data_ptr(self) -> int:
-        """Return the address of the values."""
-        return self.content.now().data_ptr()
-
-    def untyped_storage(self) -> Any:
-        """Return the memory of the values."""
-        return self.content.now().untyped_storage()
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._as_plain().__dlpack__(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._as_plain().__reduce_ex__(protocol)
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return repr(self._as_plain())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._as_plain(), memo)
-
-    def __format__(self, spec: str) -> str:
-        return format(self._as_plain(), spec)
+        """Return a tensor of the same call, with the sizes and dtype of a meta tensor."""
+        return DeferredLogits(like.shape, like.dtype, self.device, Values(compute), self.call, rows)
 
 
 class _Linear(torch.autograd.Function):
@@ -237,8 +175,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight)
         ctx.call = call = _Call(head, hidden.detach(), weight.detach(), None if bias is None else bias.detach())
         call.trains = any(ctx.needs_input_grad[2:])
-        like = torch.empty((*hidden.shape[:-1], len(weight)), dtype=hidden.dtype, device="meta")
-        return DeferredLogits(like, call, _Rows(call.hidden, "logits"), _Values(call.logits))
+        sizes, rows = (*hidden.shape[:-1], len(weight)), _Rows(call.hidden, "logits")
+        return DeferredLogits(sizes, hidden.dtype, hidden.device, Values(call.logits), call, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -246,7 +184,7 @@ class _Linear(torch.autograd.Function):
             ctx.call.keep_for_later()
             ctx.call = None  # a loss that the user keeps would hold the weight
         (gradient,), (hidden, weight), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad
-        if isinstance(gradient, DeferredLogits) and not gradient.content.is_known and not torch.is_grad_enabled():
+        if isinstance(gradient, DeferredLogits) and not gradient.content.are_computed and not torch.is_grad_enabled():
             return None, gradient.rows.states.reshape(hidden.shape), *gradient.rows.of_parameters
         flat, states = gradient.reshape(-1, len(weight)), hidden.reshape(-1, hidden.shape[-1])
         return (
@@ -257,44 +195,26 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _on_values(function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operator on computed logits."""
-    read: dict[int, DeferredLogits] = {}
-
-    def plain(deferred: DeferredLogits) -> torch.Tensor:
-        if function._schema.is_mutable:  # views and copies of the logits are made of what they were until now
-            for each in deferred.call.tensors():
-                each.content.now()
-        values = deferred.content.now()
-        read[id(values)] = deferred
-        return values
-
-    given, named = tree_map_only(DeferredLogits, plain, (args, kwargs))
-    result = function(*given, **named)
-    # an operator that changes its argument in place returns it
-    return tree_map_only(torch.Tensor, lambda tensor: read.get(id(tensor), tensor), result)
-
-
 def _is_pending(value: Any, kind: str) -> bool:
-    return isinstance(value, DeferredLogits) and value.rows.kind == kind and not value.content.is_known
+    return isinstance(value, DeferredLogits) and value.rows.kind == kind and not value.content.are_computed
 
 
 def _moved(function: Any, tensor: Any, *args: Any, **kwargs: Any) -> DeferredLogits | None:
     """Return rows that an operator copies or moves as a whole; None if it needs the values."""
     values, dtype, device = tensor.content, kwargs.get("dtype"), kwargs.get("device")
-    if values.is_known or dtype not in (None, tensor.dtype, torch.float32, tensor.rows.states.dtype):
+    if values.are_computed or dtype not in (None, tensor.dtype, torch.float32, tensor.rows.states.dtype):
         return None
     if device not in (None, tensor.device):
         return None
     like = function(tensor.meta(), *args, **({} if dtype is None else {"dtype": dtype}))
     states, last = tensor.rows.states, tensor.dim() - 1
-    if function in _VIEWS and like.shape[-1] == tensor.shape[-1]:
+    if function in VIEWS and like.shape[-1] == tensor.shape[-1]:
         states = states.reshape(*like.shape[:-1], states.shape[-1])
     elif function is aten.slice.Tensor and args and args[0] % tensor.dim() != last:
         states = function(states, *args)
     elif function is aten.slice_backward.default and args[1] % tensor.dim() != last:
         states = function(states, [*args[0][:-1], states.shape[-1]], *args[1:])
-    elif function not in _SAME_ROWS:
+    elif function not in COPIES:
         return None
     rows = _Rows(states, tensor.rows.kind, tensor.rows.of_parameters)
     return tensor.derived(like, rows, lambda: function(values.now(), *args, **kwargs))
@@ -348,10 +268,10 @@ def _log_softmax_backward(
 
 
 _SHORT: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys((*_VIEWS, *_SAME_ROWS, aten.slice.Tensor, aten.slice_backward.default), _moved),
-    aten._log_softmax.default: _log_softmax,
+    **dict.fromkeys((*VIEWS, *COPIES, aten.slice.Tensor, aten.slice_backward.default), _moved),
+    LOG_SOFTMAX: _log_softmax,
     aten.nll_loss_forward.default: _loss,
     aten.nll_loss_backward.default: _loss_backward,
-    aten._log_softmax_backward_data.default: _log_softmax_backward,
+    LOG_SOFTMAX_BACKWARD: _log_softmax_backward,
 }
 """The operators that need no logits; each function returns None where the logits are needed after all."""

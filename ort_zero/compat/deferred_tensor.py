@@ -1,0 +1,140 @@
+"""Tensors without memory, whose values are computed when somebody reads them; autograd sees ordinary ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+_aten = torch.ops.aten
+COPIES = (_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default)
+"""Operators whose result has the elements of their argument, in the same places."""
+VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
+"""Operators that give a tensor other sizes."""
+LOG_SOFTMAX, LOG_SOFTMAX_BACKWARD = _aten._log_softmax.default, _aten._log_softmax_backward_data.default
+
+
+class Values:
+    """Values that are computed once, when they are read.
+
+    Args:
+        compute: returns the values, a plain tensor.
+    """
+
+    def __init__(self, compute: Callable[[], torch.Tensor]):
+        self._compute: Callable[[], torch.Tensor] | None = compute
+        self._values: torch.Tensor | None = None
+
+    @property
+    def are_computed(self) -> bool:
+        """Whether somebody has read the values."""
+        return self._values is not None
+
+    def now(self) -> torch.Tensor:
+        """Return the values, without history."""
+        if self._values is None:
+            assert self._compute is not None, "values are computed once"
+            with torch.no_grad():
+                self._values = self._compute()
+            self._compute = None  # for what it holds
+        return self._values
+
+
+class DeferredTensor(torch.Tensor):
+    """A tensor without memory of its own.
+
+    Args:
+        sizes: of the tensor.
+        dtype: of the tensor.
+        device: of the tensor.
+        values: its values.
+    """
+
+    content: Values
+
+    @staticmethod
+    def __new__(
+        cls, sizes: Sequence[int], dtype: torch.dtype, device: torch.device, values: Values, *rest: Any
+    ) -> DeferredTensor:
+        """Return a tensor without memory of its own."""
+        self = torch.Tensor._make_wrapper_subclass(cls, sizes, dtype=dtype, device=device)
+        self.content = values
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def without_values(cls, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the result of an operator that needs no values here; None if it needs them."""
+        return None
+
+    def before_change(self) -> None:
+        """Compute what is still to be computed of the values, since an operator changes them in place."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run an operator without the values, or on the values."""
+        kwargs = kwargs or {}
+        result = cls.without_values(function, args, kwargs)
+        if result is not None:
+            return result
+        read: dict[int, DeferredTensor] = {}
+
+        def plain(tensor: DeferredTensor) -> torch.Tensor:
+            if function._schema.is_mutable:
+                tensor.before_change()
+            values = tensor.content.now()
+            read[id(values)] = tensor
+            return values
+
+        args, kwargs = tree_map_only(DeferredTensor, plain, (args, kwargs))
+        # an operator that changes its argument in place returns it
+        return tree_map_only(torch.Tensor, lambda tensor: read.get(id(tensor), tensor), function(*args, **kwargs))
+
+    def meta(self) -> torch.Tensor:
+        """Return a meta tensor of the same sizes and dtype."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def _as_plain(self) -> torch.Tensor:
+        return self.content.now().detach().requires_grad_(self.requires_grad)
+
+    # what reads the memory of a tensor asks no operator for it
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the values as an array."""
+        return self._as_plain().numpy(*args, **kwargs)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_plain().__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self._as_plain().tolist()
+
+    def data_ptr(self) -> int:
+        """Return the address of the values."""
+        return self.content.now().data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """Return the memory of the values."""
+        return self.content.now().untyped_storage()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._as_plain().__dlpack__(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_plain().__reduce_ex__(protocol)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return repr(self._as_plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._as_plain(), memo)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._as_plain(), spec)
