@@ -158,18 +158,25 @@ def is_possible(decision: str, setting: str) -> bool:
 
 
 @once
-def _launch(engine: str) -> list[dict]:
+def _launch(engine: str, settings: tuple[str, ...]) -> list[dict]:
     section: dict[str, Any] = {"enabled": True, "backend": engine}
-    settings = list(SETTINGS)
     if engine == "compile":
         section["compile"] = {"place": "ort"}
-        settings += ZERO3
-    return run_on_ranks(both, 2, list(DECISIONS), settings, section, timeout=1200)
+    return run_on_ranks(both, 2, list(DECISIONS), list(settings), section, timeout=1200)
 
 
-def assert_trained_as_in_pytorch(engine: str, decision: str, setting: str) -> None:
-    """Assert that ONNX Runtime has run a training, with PyTorch's losses and parameters on each rank."""
-    for reports in _launch(engine):
+def assert_trained_as_in_pytorch(
+    engine: str, decision: str, setting: str, settings: tuple[str, ...] = tuple(SETTINGS)
+) -> None:
+    """Assert that ONNX Runtime has run a training, with PyTorch's losses and parameters on each rank.
+
+    Args:
+        engine: the name of the backend.
+        decision: what a rank decides alone.
+        setting: ZeRO stage and options.
+        settings: all settings that one launch of the ranks trains under.
+    """
+    for reports in _launch(engine, settings):
         _assert_alike(*reports[f"{decision} {setting}"])
 
 

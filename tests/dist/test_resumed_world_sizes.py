@@ -66,15 +66,20 @@ def refuse_all(folder: str) -> None:
         engine.destroy()
 
 
-def go_on(folder: str, name: str) -> dict[str, list[Any]]:
+def go_on(folder: str, name: str, cases: list[str]) -> dict[str, list[Any]]:
     """Load each case, save it at once, change what the program changes, train on and save again.
+
+    Args:
+        folder: for checkpoints.
+        name: of this training.
+        cases: the names of the cases.
 
     Returns:
         The number of optimizer steps and the rate after each micro-step, by case.
     """
     start()
     seen: dict[str, list[Any]] = {}
-    for case in CASES:
+    for case in cases:
         options, change = options_of(case)
         engine = made(model=Odd(seed=1), **options)
         assert engine.load_checkpoint(f"{folder}/saved/{case}")[0]
@@ -96,7 +101,9 @@ def start() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
 
 
-WORLDS = (1, 2, 4)
+AT_FOUR = CASES[::4]
+"""Cases that also go on at four ranks, all stages among them; the others are slow tests."""
+WORLDS = {1: CASES, 2: CASES, 4: AT_FOUR}
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +111,17 @@ def runs(tmp_path_factory) -> tuple[Path, dict[int, dict[str, list[Any]]]]:
     """Return the folder, and what each world size has seen after it loaded what two ranks had saved."""
     folder = tmp_path_factory.mktemp("worlds")
     run_on_ranks(save_all, 2, str(folder), timeout=800)
-    return folder, {world: run_on_ranks(go_on, world, str(folder), str(world), timeout=800)[0] for world in WORLDS}
+    return folder, {
+        world: run_on_ranks(go_on, world, str(folder), str(world), cases, timeout=800)[0]
+        for world, cases in WORLDS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def others_at_four(runs) -> None:
+    """Have the other cases go on at four ranks."""
+    folder, seen = runs
+    seen[4] |= run_on_ranks(go_on, 4, str(folder), "4", [case for case in CASES if case not in AT_FOUR], timeout=800)[0]
 
 
 def model_of(checkpoint: Path, into: Path) -> dict[str, torch.Tensor]:
@@ -116,10 +133,18 @@ def model_of(checkpoint: Path, into: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("world", [1, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_a_case_goes_on_as_at_the_world_size_that_saved_it(case, world, runs, tmp_path):
-    folder, seen = runs
+@pytest.mark.parametrize(("world", "case"), [(world, case) for world in (1, 4) for case in WORLDS[world]])
+def test_a_case_goes_on_as_at_the_world_size_that_saved_it(world, case, runs, tmp_path):
+    _assert_goes_on(case, world, *runs, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in AT_FOUR])
+def test_a_case_goes_on_at_four_ranks(case, runs, others_at_four, tmp_path):
+    _assert_goes_on(case, 4, *runs, tmp_path)
+
+
+def _assert_goes_on(case: str, world: int, folder: Path, seen: dict[int, dict[str, list[Any]]], tmp_path: Path) -> None:
     saved = model_of(folder / "saved" / case, tmp_path / "saved")
     assert len(saved) > 5
     torch.testing.assert_close(model_of(folder / f"{world} loaded" / case, tmp_path / "loaded"), saved, rtol=0, atol=0)

@@ -45,8 +45,8 @@ STEPS = {
             *(
                 f"{_COMPILED}{name}.py"
                 for name in (
-                    "backend compiled_errors compiled_modules compiled_statistics compiled_transitions memory_budget "
-                    "reports without_compiler"
+                    "backend compiled_errors compiled_modules compiled_statistics compiled_transitions deferred_logits "
+                    "memory_budget reports without_compiler"
                 ).split()
             ),
         ),

@@ -292,8 +292,8 @@ _SUMS = frozenset(
     "_log_softmax _log_softmax_backward_data _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_flash_attention_for_cpu_backward _softmax _softmax_backward_data addmm baddbmm bmm "
     "convolution convolution_backward cumsum linalg_vector_norm logsumexp mean mm native_batch_norm "
-    "native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward std sum var "
-    "var_mean".split()
+    "native_batch_norm_backward native_group_norm native_group_norm_backward native_layer_norm "
+    "native_layer_norm_backward std sum var var_mean".split()
 )
 """Operators that add up numbers."""
 

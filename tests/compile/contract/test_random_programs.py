@@ -12,7 +12,7 @@ def reproducers_in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("seed", range(2000, 2012))
+@pytest.mark.parametrize("seed", range(2000, 2006))
 def test_a_random_program_trains_as_in_pytorch(seed: int):
     said = difference(seed)
     assert said is None, said

@@ -433,11 +433,12 @@ def generation(run: Run) -> None:
 
 
 GROUPS = (
-    (zero_init, offload_cpu, offload_nvme, persistence_default, persistence_some, no_prefetch, tight_window,
-     leaf_modules, leaves_around_units, external, external_returned, external_in_unit, tied),
-    (called_often, switched, gathered_in_forward, gathered_between, frozen, freezing, accumulation,
-     accumulation_stage_2, forwards_before_backwards, eval_mode, actor_and_critic, initialized_again, checkpoints),
+    (zero_init, offload_cpu, offload_nvme, persistence_default, persistence_some, tight_window, leaf_modules, external,
+     external_in_unit, tied),
+    (called_often, switched, gathered_in_forward, frozen, accumulation, forwards_before_backwards, actor_and_critic,
+     initialized_again, checkpoints),
     (recomputed_units, recomputed_units_reentrant, checkpointing_reentrant, checkpointing, generation),
+    (no_prefetch, leaves_around_units, external_returned, gathered_between, freezing, accumulation_stage_2, eval_mode),
 )  # fmt: skip
 
 
@@ -455,10 +456,15 @@ def _launch(group: int) -> list[dict]:
         return run_on_ranks(compare_group, 2, group, folder, timeout=400)
 
 
+SLOW = len(GROUPS) - 1
+"""The group of scenarios that are near to those of another group."""
 NAMED = {scenario.__name__: number for number, group in enumerate(GROUPS) for scenario in group}
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if group == SLOW else []) for name, group in NAMED.items()],
+)
 def test_a_feature_leads_to_the_numbers_of_plain_deepspeed(name):
     for rank, reports in enumerate(_launch(NAMED[name])):
         report = reports[name]

@@ -181,7 +181,12 @@ def _launch(ranks: int) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kind", "stage"), [(ranks, *pair) for ranks, pairs in SCENARIOS.items() for pair in pairs]
+    ("ranks", "kind", "stage"),
+    [
+        pytest.param(ranks, *pair, marks=[pytest.mark.slow] if ranks == 4 else [])
+        for ranks, pairs in SCENARIOS.items()
+        for pair in pairs
+    ],
 )
 def test_ranks_that_differ_train_as_in_plain_deepspeed(ranks, kind, stage):
     reports = [report[f"{kind.__name__} {stage}"] for report in _launch(ranks)]
