@@ -3,7 +3,8 @@
 The wheels of most versions of torch need shared libraries of CUDA, gigabytes of packages, before they can be imported
 at all. For each library that torch's own ones need and that is not there, a stub under its name is compiled, in which
 each symbol that torch wants is a function that returns 100 (no device). ``torch.cuda.is_available()`` is then False,
-and all that runs on the CPU works. Nothing of this is installed with ort_zero.
+and all that runs on the CPU works. Names and texts of errors are texts: transformers asks at each forward if a stream
+is captured, and torch makes an exception of the answer. Nothing of this is installed with ort_zero.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 _NO_DEVICE = 100
+_TEXTS = ("cudaGetErrorName", "cudaGetErrorString")
 
 
 def make(site: Path) -> list[str]:
@@ -89,7 +91,13 @@ class _Symbols:
 def _compile(folder: Path, library: str, versions: dict[str, set[str]], more: set[str]) -> None:
     names = sorted(set().union(more, *versions.values()))
     source, script = folder / "stub.c", folder / "stub.map"
-    source.write_text("".join(f"int {name}(void) {{ return {_NO_DEVICE}; }}\n" for name in names) or "int empty;\n")
+    bodies = (
+        f'const char *{name}(void) {{ return "no device"; }}'
+        if name in _TEXTS
+        else f"int {name}(void) {{ return {_NO_DEVICE}; }}"
+        for name in names
+    )
+    source.write_text("\n".join(bodies) + "\nint empty;\n")
     command = [
         "gcc",
         "-w",
