@@ -68,7 +68,7 @@ class DeferredTensor(torch.Tensor):
 
     @classmethod
     def without_values(cls, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operator that needs no values here; None if it needs them."""
+        """Return the result of an operator without computing the values; None if the operator must have them."""
         return None
 
     def before_change(self) -> None:

@@ -34,7 +34,7 @@ _REDUCTIONS = {1: "mean", 2: "sum"}
 
 
 def is_head(module: nn.Module) -> bool:
-    """Return True for a linear layer that may be a language model's head: with many classes, more than it is wide."""
+    """Return True for a linear layer with 4,096 results or more, and twice as many as inputs, as heads have."""
     return type(module) is nn.Linear and module.out_features >= max(LEAST_CLASSES, 2 * module.in_features)
 
 
@@ -76,7 +76,7 @@ class DeferringHead:
         )
 
     def note_read(self) -> None:
-        """Note that somebody read the logits of the last call."""
+        """Note that the logits of the last call were computed, since an operator or the user's code read them."""
         self._was_read = True
 
 
@@ -166,7 +166,7 @@ class DeferredLogits(DeferredTensor):
 
 
 class _Linear(torch.autograd.Function):
-    """The head for autograd: an ordinary linear layer."""
+    """Linear layer whose forward returns deferred logits, and whose backward takes deferred or plain gradients."""
 
     @staticmethod
     def forward(

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 LEAST_CLASSES = 4096
 """Number of classes from which the logits are worth it."""
 DTYPES = (torch.float32, torch.bfloat16)
-"""Types of heads: in float16 the gradients of a loss that is scaled later would be too small."""
+"""Dtypes of hidden states and weight. Not float16: gradients are computed before a loss scale could multiply them."""
 _CHUNK = 1 << 23
 """Logits of a chunk: 32 MiB in float32. Products of few rows are slow."""
 _SAME_ROWS = frozenset("view reshape contiguous float to".split())

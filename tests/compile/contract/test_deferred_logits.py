@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from largest_result import Largest
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import ort_zero
@@ -359,20 +359,6 @@ def test_which_modules_are_heads():
     assert [unit.path for unit in find_units(bert)][2:] == ["cls"]
     parts = ["cls.predictions.transform", "cls.predictions.decoder"]
     assert [unit.path for unit in find_units(bert, heads=True)][2:] == parts
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest number of elements of a floating-point result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if type(result) is torch.Tensor and result.is_floating_point() and result.device.type == "cpu":
-            self.elements = max(self.elements, result.numel())
-        return result
 
 
 def test_no_more_logits_exist_than_a_chunk_has(monkeypatch):

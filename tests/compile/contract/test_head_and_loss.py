@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from largest_result import Largest
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ort_zero.compile import head_loss
 from ort_zero.compile.dynamo_backend import Compiler
@@ -118,20 +118,6 @@ def test_models_of_transformers(kind: str):
         ),
     }[kind]().eval()  # fmt: skip
     assert compare(lambda model, ids, labels: model(input_ids=ids, labels=labels).loss, model, *batch(0.3))
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest number of elements of a floating-point result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.is_floating_point():
-            self.elements = max(self.elements, result.numel())
-        return result
 
 
 def test_no_more_logits_exist_than_a_chunk_has(monkeypatch):

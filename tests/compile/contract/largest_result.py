@@ -1,0 +1,22 @@
+"""Watch how large the results of PyTorch's operators become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest number of elements of a floating-point result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if type(result) is torch.Tensor and result.is_floating_point() and result.device.type == "cpu":
+            self.elements = max(self.elements, result.numel())
+        return result
