@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
@@ -17,6 +18,12 @@ CLIENTS = Path(__file__).resolve().parent / "clients"
 for folder in ("unit", "dist", "ortmodule/dist", "ortmodule/contract"):  # helpers that several folders use
     sys.path.insert(0, str(Path(__file__).parent / folder))
 os.environ.setdefault("ORT_ZERO_WARM_RANKS", "1")
+# what torch and DeepSpeed import in functions, one or two seconds for each rank: the compiler, and the optimizer Muon
+# for the check of any optimizer; onnxruntime must not be loaded before a fork
+os.environ["ORT_ZERO_WARM_IMPORTS"] = (
+    "torch._inductor.pattern_matcher torch._inductor.debug deepspeed.runtime.zero.muon.muon_optimizer "
+    "deepspeed.module_inject.auto_ep_layer"
+)
 os.environ["ORT_ZERO_EXPORT_CACHE"] = "0"  # what one test exports must not be what another one runs
 os.environ.pop("ORT_ZERO_LOG_LEVEL", None)  # it wins over those that tests set
 # a shell starts its background jobs with SIGINT ignored, and so would be every process that a test interrupts
@@ -53,6 +60,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("--without-torch") and collection_path.suffix == ".py" and needs_torch(collection_path):
         return True
     return None
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the test modules have imported out of garbage collections: most of a second for each that a test asks for."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

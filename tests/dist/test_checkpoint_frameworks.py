@@ -124,7 +124,7 @@ def trainer_run(folder: str, stage: int, steps: int, resume: bool) -> list[float
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_accelerate_saves_and_loads_state(tmp_path, stage):
     first, second = run_on_ranks(accelerate_round_trip, 2, str(tmp_path), stage, timeout=800)
     assert first["found"] == pytest.approx(first["expected"], abs=1e-5)

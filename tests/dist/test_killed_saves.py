@@ -30,8 +30,8 @@ def kill_rounds(how: str, count: int, folder: Path, seed: int, timeout: float) -
 
 
 def test_killed_at_any_moment(tmp_path):
-    report = kill_rounds("kill", 12, tmp_path, 1, 280)
-    assert report["rounds"] == 12 and 0 < report["one"] < 12 and report["background"] == 3
+    report = kill_rounds("kill", 8, tmp_path, 1, 280)
+    assert report["rounds"] == 8 and 0 < report["one"] < 8 and report["background"] == 2
 
 
 @pytest.mark.slow

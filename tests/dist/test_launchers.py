@@ -162,7 +162,7 @@ def test_trainer_takes_the_section_and_trains_the_same(tmp_path, trainer_in_pyto
     assert ours["evaluated"] == pytest.approx(theirs["evaluated"], abs=2e-4)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_trainer_with_gradient_checkpointing(tmp_path, trainer_in_pytorch, stage):
     ours = _trainer(tmp_path / "ort", {"enabled": True}, "gradient_checkpointing", stage=stage)
     _trained_in_units(ours)

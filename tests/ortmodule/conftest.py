@@ -3,4 +3,4 @@
 import os
 
 os.environ["ORT_ZERO_BACKEND"] = "ortmodule"
-os.environ["ORT_ZERO_WARM_IMPORTS"] = "ort_zero.ortmodule.testing.warm"
+os.environ["ORT_ZERO_WARM_IMPORTS"] += " ort_zero.ortmodule.testing.warm"

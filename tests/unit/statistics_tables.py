@@ -24,15 +24,18 @@ def measure(values: np.ndarray, offset: int = 0) -> dict:
     flat = np.asarray(values, dtype=np.float64).ravel()
     finite = np.where(np.isfinite(flat), flat, 0.0)
     good = flat[np.isfinite(flat)]
-    signed = np.pad(finite * _SIGNS[offset : offset + len(flat)], (offset % SKETCH, 0))
-    sketch = np.pad(signed, (0, -len(signed) % SKETCH)).reshape(-1, SKETCH).sum(0)
+    begin = offset % SKETCH
+    signed = np.zeros(-(-(begin + len(flat)) // SKETCH) * SKETCH)
+    signed[begin : begin + len(flat)] = finite * _SIGNS[offset : offset + len(flat)]
+    first = np.full(FIRST, np.nan)
+    first[: len(flat)] = flat[:FIRST]
     return dict(
         elements=len(flat), min=good.min(initial=np.inf), max=good.max(initial=-np.inf),
         mean=good.mean() if len(good) else np.nan, std=good.std() if len(good) else np.nan,
         abs_mean=np.abs(good).mean() if len(good) else 0.0, l2=float(np.sqrt((good**2).sum())),
         negative=int((good < 0).sum()), positive=int((good > 0).sum()), zero=int((good == 0).sum()),
         nan=int(np.isnan(flat).sum()), inf=int(np.isinf(flat).sum()),
-        first=np.pad(flat[:FIRST], (0, max(0, FIRST - len(flat))), constant_values=np.nan), sketch=sketch,
+        first=first, sketch=signed.reshape(-1, SKETCH).sum(0),
     )  # fmt: skip
 
 

@@ -93,3 +93,14 @@ def test_a_change_at_every_step_is_one_warning_and_the_limit_another(model, capl
     assert "no further one is made, and PyTorch runs the calls that none fits" in warnings[1]
     compiled = ort_zero.status()["models"][-1]["compiled"]
     assert compiled["units_at_limit"] == ["Block"] and compiled["dynamo_graphs"] == 12
+
+
+def test_a_new_graph_is_made_without_timing_its_guards(model, monkeypatch):
+    def timed(*_):
+        raise AssertionError("20 ms for a line of a debug log")
+
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", timed)
+    torch_compile._leave_guards_untimed.cache_clear()
+    again = ort_zero.wrap(Model(), backend="compile", compile={"place": "ort"})
+    step(again, torch.randn(4, 8))
+    assert ort_zero.status()["models"][-1]["compiled"]["dynamo_graphs"] == 1

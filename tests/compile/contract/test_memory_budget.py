@@ -119,7 +119,7 @@ def trained(name: str, monkeypatch: pytest.MonkeyPatch, **section: Any) -> tuple
     return losses, kept, status["memory"][0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "t5")) for name in MODELS])
 def test_a_budget_holds_as_predicted(name, monkeypatch):
     losses, all_kept, _ = trained(name, monkeypatch)
     with_budget, kept, memory = trained(name, monkeypatch, memory={"recompute": "auto", "budget": "55%"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lone_decisions import DECISIONS, SETTINGS, ZERO3, assert_trained_as_in_pytorch, is_possible
 
-COMMON = ("zero1", "zero2-overlap", "zero2-accumulation", "ddp", "zero3")
+COMMON = ("zero2-overlap", "zero2-accumulation", "ddp", "zero3")
 OTHERS = tuple(setting for setting in (*SETTINGS, *ZERO3) if setting not in COMMON)
 
 
