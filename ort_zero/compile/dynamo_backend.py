@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from ort_zero import env, log
 from ort_zero.compat import torch_compile
 from ort_zero.compat.torch_modules import without_base
-from ort_zero.compile import devices, records, sessions
+from ort_zero.compile import devices, records, sessions, view_chains
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
@@ -88,6 +88,7 @@ class Compiler:
             graph_passes.remove_pass_throughs(module.graph)
         for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
             node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
+        view_chains.shorten(module.graph)
         device = _device_of(module)
         symbols = SymbolReader([node for node in module.graph.nodes if node.op == "placeholder"])
         widen = device is not None and devices.computes_in_float32(device)

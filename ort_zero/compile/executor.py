@@ -78,7 +78,7 @@ class SegmentRunner:
         """
         trial = self.trial
         if trial.runner is Runner.TORCH:
-            return self.reference(*inputs)
+            return self.reference.forward(*inputs)
         sizes, shapes, empty = self._layouts.get(symbols) or self._layout(symbols)
         if empty:
             return self.reference(*inputs)
@@ -192,6 +192,8 @@ def program_of(
 def _call(node: Node, module: GraphModule, text: Callable[[Any], str]) -> str:
     if node.op == "get_attr":
         return text(operator.attrgetter(str(node.target))(module))
+    if node.target is operator.getitem:
+        return f"{text(node.args[0])}[{text(node.args[1])}]"
     read = functools.partial(_as_traced, text) if _depends_on_layout(node) else text
     arguments = [read(argument) for argument in node.args]
     arguments += [f"{name}={read(value)}" for name, value in node.kwargs.items()]
@@ -212,6 +214,8 @@ def _as_traced(text: Callable[[Any], str], value: Any) -> str:
     """Return the expression of an argument in the memory order that it had when the graph was traced."""
     tensor = value.meta.get("val") if isinstance(value, Node) else None
     order = dense_order(tensor) if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 else None
+    if order == tuple(range(len(order or ()))):
+        return f"{text(value)}.contiguous()"
     return text(value) if order is None else f"in_order({text(value)}, {order})"
 
 
