@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
+_ROOT = re.compile(r"^L\['args'\]\[\d+\]|^L\['\w+'\]")
+"""The unit itself: torch before 2.9 names it by its place among the arguments of a wrapper around the forward."""
 _PART = re.compile(r"\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
 
 
@@ -19,7 +21,7 @@ def module_path(node: Node) -> str:
 
 def _plain(path: str) -> str:
     """Return a path as ``named_modules`` writes it, of Dynamo's ``L['self']._modules['attn'].proj``."""
-    parts = [next(filter(None, match)) for match in _PART.findall(path)]
+    parts = [next(filter(None, match)) for match in _PART.findall(_ROOT.sub("", path))]
     return ".".join(part for part in parts if part not in ("self", "_modules"))
 
 

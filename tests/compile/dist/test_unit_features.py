@@ -17,6 +17,7 @@ import torch
 from comparison import Run, compare, trained_alike
 from launch_once import once
 from models import Batches, build
+from older_versions import older
 from stack_models import HIDDEN, IN, OUT, Actor, Block, CalledOften, Critic, Dangling, External, Stack, Switched, Tied
 from torch import nn
 from torch.nn import functional as F
@@ -476,7 +477,10 @@ def test_a_feature_leads_to_the_numbers_of_plain_deepspeed(name):
 def test_a_unit_that_reads_a_weight_of_another_module_runs_in_pytorch_and_is_named():
     for reports in _launch(0):
         failures = reports["external_in_unit"]["models"][0]["failures"]
-        assert list(failures) == ["tail"] and "size" in failures["tail"]
+        if older("deepspeed", than="0.19") and not older("deepspeed", than="0.18"):
+            assert not failures, "0.18 has the weight gathered when the unit is traced: ONNX Runtime runs it"
+        else:
+            assert list(failures) == ["tail"] and "size" in failures["tail"]
 
 
 def test_scenarios_are_about_what_they_say():
