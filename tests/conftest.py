@@ -63,7 +63,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the test modules have imported out of garbage collections: most of a second for each that a test asks for."""
+    """Leave what test modules have imported out of garbage collections: most of a second for each that a test runs."""
     gc.collect()
     gc.freeze()
 
