@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import linecache
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class SegmentRunner:
         def by_ort() -> Sequence[torch.Tensor]:
             return self.session.run(feeds, sizes, shapes)
 
-        def judges() -> tuple[Sequence[torch.Tensor], Sequence[Sequence[torch.Tensor]]]:
+        def judges() -> tuple[Sequence[torch.Tensor], Iterator[Sequence[torch.Tensor]]]:
             return in_float64(self.reference, list(inputs)), with_moved_inputs(self.reference, list(inputs))
 
         failed = trial.failed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ def in_float64(module: GraphModule, inputs: list[Any]) -> list[torch.Tensor]:
     return list(exact(*(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs)))
 
 
-def with_moved_inputs(module: GraphModule, inputs: list[Any]) -> list[list[torch.Tensor]]:
-    """Return the results of several runs of a segment whose float inputs are moved by a few roundings, up or down.
+def with_moved_inputs(module: GraphModule, inputs: list[Any]) -> Iterator[list[torch.Tensor]]:
+    """Yield the results of several runs of a segment whose float inputs are moved by a few roundings, up or down.
 
     They show how far rounding alone takes the results, as sums in another order do: one run can be near float64 by
     chance. Equal numbers move alike, since a segment may look for the elements that equal the largest. Inputs of 16
@@ -63,7 +63,8 @@ def with_moved_inputs(module: GraphModule, inputs: list[Any]) -> list[list[torch
             return value
         return value + value * ((value.view(bits) * factor >> 7) % 3 - 1) * torch.finfo(value.dtype).eps * 4
 
-    return [list(module(*(moved(value, factor) for value in inputs))) for factor in _FACTORS]
+    for factor in _FACTORS:
+        yield list(module(*(moved(value, factor) for value in inputs)))
 
 
 def _wider(argument: Any) -> Any:

@@ -120,12 +120,47 @@ def test_a_run_of_pytorch_that_is_exact_by_chance_is_no_measure():
     assert explain_difference([ours * 8], [theirs], lambda: ([exact], [[torch.tensor([5e-8])]])) is not None
 
 
+def test_runs_are_made_only_until_one_explains_the_difference():
+    made = []
+
+    def judges():
+        def more():
+            for distance in (5e-8, 1e-7, 2e-7):
+                made.append(distance)
+                yield [torch.tensor([distance]), torch.tensor([True])]
+
+        return [torch.tensor([0.0], dtype=torch.float64), torch.tensor([False])], more()
+
+    theirs = [torch.tensor([1e-9]), torch.tensor([False])]
+    assert explain_difference([torch.tensor([8e-9]), theirs[1]], theirs, judges) is None and made == []
+    assert explain_difference([torch.tensor([3e-7]), theirs[1]], theirs, judges) is None and made == [5e-8]
+    made.clear()
+    assert explain_difference([torch.tensor([7e-7]), torch.tensor([True])], theirs, judges) is None
+    assert made == [5e-8, 1e-7], "the second result is judged by the runs that the first one has asked for"
+
+
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
 def test_special_values_must_agree(special: float):
     theirs = torch.tensor([1.0, special])
     assert explain_difference([theirs.clone()], [theirs], _no_judges) is None
     assert "other places" in (explain_difference([torch.ones(2)], [theirs], _no_judges) or "")
     assert "other places" in (explain_difference([theirs], [torch.ones(2)], list) or "")
+
+
+@pytest.mark.parametrize("shape", [(3_000_000,), (3, 1_000_000), (1, 3_000_000), (2000, 3, 500)])
+@pytest.mark.parametrize("what", ["near", "far", "nan", "inf", "nan in both"])
+def test_large_results_are_compared_in_parts(shape, what):
+    theirs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    ours = theirs * (1 + 1e-6)
+    place = tuple(size - 1 for size in shape)  # in the last part
+    changes = {"far": theirs[place] + 1, "nan": float("nan"), "inf": float("inf"), "nan in both": float("nan")}
+    if what != "near":
+        ours[place] = changes[what]
+    if what == "nan in both":
+        theirs[place] = float("nan")
+    found = explain_difference([ours], [theirs], lambda: ([theirs.double()], []))
+    words = {"far": "is wrong by", "nan": "other places", "inf": "other places"}
+    assert found is None if what not in words else words[what] in found
 
 
 def test_integers_must_be_equal():
