@@ -20,8 +20,8 @@ from ort_zero.compile.agreement import Agreement
 
 Outputs = Sequence[torch.Tensor]
 Judges = Callable[[], tuple[Outputs, Iterable[Outputs]]]
-"""Returns a segment's results in float64, and those of PyTorch's runs with inputs changed by a few roundings, which may
-be made as they are read."""
+"""Returns a segment's results in float64, and the results of PyTorch's runs with inputs changed by a few roundings.
+These runs may be made as their results are read."""
 _TIMED_RUNS = 3
 """Timed runs of each of the two, taken by turns; the fastest counts, which noise disturbs least."""
 _POLLED = frozenset(1 << n for n in range(3, 40))
@@ -211,9 +211,9 @@ def explain_difference(results: Outputs, wanted: Outputs, judges: Judges) -> str
 
 
 class _Judged:
-    """What two results are judged by: those in float64, PyTorch's, and those of PyTorch's further runs.
+    """Holds the runs that judge two results: in float64, PyTorch's own, and PyTorch's further runs.
 
-    Each is computed once, and only if the ones before leave a difference unexplained: a wide layer would take a minute
+    Each is made once, and only if the ones before leave a difference unexplained: a wide layer would take a minute
     and twice its memory for all of them.
     """
 

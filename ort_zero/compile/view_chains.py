@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-_RESHAPES = frozenset((torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default))
+from ort_zero.compat.deferred_tensor import VIEWS as RESHAPES
+
 _PERMUTE = torch.ops.aten.permute.default
 
 
@@ -17,10 +18,10 @@ def shorten(graph: Graph) -> None:
     The gradient of a weight is transposed twice in the graphs of AOTAutograd.
     """
     for node in list(graph.nodes):
-        source = node.args[0] if node.target in _RESHAPES or node.target is _PERMUTE else None
+        source = node.args[0] if node.target in RESHAPES or node.target is _PERMUTE else None
         if not isinstance(source, Node):
             continue
-        if node.target in _RESHAPES and source.target in _RESHAPES:
+        if node.target in RESHAPES and source.target in RESHAPES:
             node.args = (source.args[0], *node.args[1:])
         elif node.target is _PERMUTE and source.target is _PERMUTE:
             _join(node, source)
