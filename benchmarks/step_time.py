@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import platform
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,16 @@ from typing import Any
 import torch
 from training_models import MODELS, batch, build, make_engine
 
-SIZES = {"4x256": {"layers": 4, "hidden": 256}, "8x512": {"layers": 8, "hidden": 512}}
+SIZES = {
+    "4x256": {"layers": 4, "hidden": 256},
+    "8x512": {"layers": 8, "hidden": 512},
+    "12x768": {"layers": 12, "hidden": 768},
+}
+"""The last is that of GPT-2 124M and BERT-base."""
 ENGINES = {"none": 0, "zero1": 1, "zero3": 3}
 """ZeRO stage by the name of the engine; 0 for none."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Of weights and activations; under ZeRO, bf16 has master weights in fp32."""
 VARIANTS = ("torch", "compile", "segments", "segments, all in ort", "ort", "ort, own kernels")
 """Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement and with all in ONNX Runtime;
 ORTModule. The last two need onnxruntime-training."""
@@ -46,7 +55,10 @@ class Variant:
     def __init__(self, name: str, kind: str, options: dict[str, Any]):
         self._trains_in_ortmodule = any(each.startswith("ort") for each in options["variants"])
         self._use_allocator(False)
-        model, self.stage = build(name, options), options["stage"]
+        model, self.stage = build(name, options).to(options["device"]), options["stage"]
+        if not self.stage:
+            model.to(DTYPES[options["dtype"]])
+        self._device = options["device"]
         if kind == "compile":
             model.compile()
         self.kind, ort = kind, kind not in ("torch", "compile")
@@ -64,8 +76,9 @@ class Variant:
             if self.stage == 3 and options["prefetch"] is not None:
                 zero["stage3_prefetch_bucket_size"] = options["prefetch"]
             self.engine, self.runtime = make_engine(
-                model, self.stage, ort=ort, batch_size=options["batch"], section=section, **zero
-            )
+                model, self.stage, ort=ort, batch_size=options["batch"], section=section,
+                bf16=options["dtype"] == "bf16", **zero
+            )  # fmt: skip
         else:
             self.engine = model
             if ort:
@@ -100,6 +113,8 @@ class Variant:
                 self.engine.step()
             else:
                 loss.backward()
+            if self._device == "cuda":
+                torch.cuda.synchronize()
             seconds = (time.perf_counter() - start, time.process_time() - cpu)
         finally:
             torch.nn.functional.linear = saved
@@ -133,9 +148,13 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     if options["stage"]:
         import deepspeed
 
-        deepspeed.init_distributed("gloo", verbose=False)
+        deepspeed.init_distributed("gloo" if options["device"] == "cpu" else "nccl", verbose=False)
         rank = torch.distributed.get_rank()
-    inputs = batch(options, rank, name)
+    if options["device"] == "cuda":
+        torch.cuda.set_device(rank)
+    inputs = {key: value.to(options["device"]) for key, value in batch(options, rank, name).items()}
+    dtype = DTYPES[options["dtype"]]
+    inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
     variants: dict[str, Variant] = {}
     warmup = max(options["warmup"], _SETTLING if any("segments" in each for each in options["variants"]) else 0)
     failed: dict[str, str] = {}
@@ -202,6 +221,13 @@ def summarize(reports: list[dict[str, Any]]) -> dict[str, Any]:
     return {"rounds": len(next(iter(clocks.values()))["cpu"]), "variants": figures, "failed": reports[0]["failed"]}
 
 
+def processor() -> str:
+    """Return maker and vector instructions of this processor: MKL's kernels depend on both."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    maker = next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), platform.machine())
+    return f"{maker}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def show(label: str, case: dict[str, Any]) -> None:
     """Print the figures of one case."""
     print(f"{label}, {case['rounds']} rounds", flush=True)
@@ -247,6 +273,8 @@ def main() -> int:
     parser.add_argument("--labels", type=float, default=1.0, help="share of tokens that have a label")
     parser.add_argument("--threshold", type=int, default=0, help="stage3_param_persistence_threshold")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size; DeepSpeed's default if not given")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each rank")
     parser.add_argument("--timeout", type=float, default=900)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help="JSON file to which the cases are added")
@@ -258,12 +286,14 @@ def main() -> int:
     cases: dict[str, Any] = {}
     for name, size, engine in itertools.product(args.models, args.sizes, args.engines):
         options = {**vars(args), **SIZES[size], "stage": ENGINES[engine], "out": None}
-        label = f"{name} {size} {engine}"
+        label = f"{name} {size} {engine}" + (f" {args.dtype}" if args.dtype != "fp32" else "")
         if name in ("gpt2", "bert", "llama"):
             label += f" vocab {args.vocab} {args.batch}x{args.seq} labels {args.labels:g}"
         ranks = args.ranks if ENGINES[engine] else 1
-        reports = run_on_ranks(measure, ranks, name, options, timeout=args.timeout)
-        cases[label] = {**summarize(reports), "processor": torch.backends.cpu.get_cpu_capability()}
+        with tempfile.TemporaryDirectory() as cache:  # segments are placed in this run, not in an earlier one
+            own = {"ORT_ZERO_CACHE_DIR": cache}
+            reports = run_on_ranks(measure, ranks, name, options, timeout=args.timeout, env=own)
+        cases[label] = {**summarize(reports), "processor": processor()}
         if not args.json:
             show(label, cases[label])
         if args.out is not None:

@@ -81,6 +81,7 @@ def make_engine(
     ort: bool,
     batch_size: int,
     section: dict[str, Any] | None = None,
+    bf16: bool = False,
     **zero: Any,
 ) -> tuple[Any, Any]:
     """Return a DeepSpeed engine and its ort_zero runtime (None without the section).
@@ -91,6 +92,7 @@ def make_engine(
         ort: run in ONNX Runtime.
         batch_size: of one rank.
         section: keys of ``"ort_zero"``.
+        bf16: train in bf16, with master weights in fp32.
         zero: more keys of ``"zero_optimization"``.
     """
     import deepspeed
@@ -103,6 +105,8 @@ def make_engine(
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, **zero},
     }
+    if bf16:
+        config["bf16"] = {"enabled": True}
     if ort:
         config["ort_zero"] = {"log_level": "ERROR", **(section or {})}
     before = registry.runtimes()

@@ -37,7 +37,7 @@ def test_a_ratio_above_the_margin_is_lost_and_named(bench):
 
 
 def test_ratios_of_another_kind_of_processor_are_not_compared(bench):
-    with pytest.raises(ValueError, match="AVX2, and this one has AVX512"):
+    with pytest.raises(ValueError, match=r"another processor \(AVX2\), and this one is AVX512"):
         bench.check(STORED, lambda case: {"ratio": 0.1, "processor": "AVX512"}, ["a"])
 
 
