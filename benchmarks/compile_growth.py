@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -79,15 +80,6 @@ def warm_up() -> None:
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
     ort_zero.wrap(model, backend="compile", log_level="ERROR", compile={"place": "ort"})
     model(torch.randn(2, 8)).sum().backward()
-    del model
-
-
-def fit(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return ``a`` and ``b`` of the line ``a + b * x`` with the least squares."""
-    n, xs, ys = len(points), [x for x, _ in points], [y for _, y in points]
-    mx, my = sum(xs) / n, sum(ys) / n
-    slope = sum((x - mx) * (y - my) for x, y in points) / sum((x - mx) ** 2 for x in xs)
-    return my - slope * mx, slope
 
 
 def main() -> int:
@@ -119,9 +111,9 @@ def main() -> int:
         return 0
     for kind, key in (("depth", "layers"), ("width", "parameters")):
         if len(report[kind]) > 1:
-            costs = [(row[key], row["first"] - row["second"]) for row in report[kind]]
-            a, b = fit(costs)
-            print(f"compiling by {key}: {a:.2f} s + {b * 1e3:.3g} ms each")
+            costs = [row["first"] - row["second"] for row in report[kind]]
+            slope, start = statistics.linear_regression([row[key] for row in report[kind]], costs)
+            print(f"compiling by {key}: {start:.2f} s + {slope * 1e3:.3g} ms each")
     return 0
 
 

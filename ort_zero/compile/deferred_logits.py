@@ -211,7 +211,7 @@ def _moved(function: Any, tensor: Any, *args: Any, **kwargs: Any) -> DeferredLog
     if function in VIEWS and like.shape[-1] == tensor.shape[-1]:
         states = states.reshape(*like.shape[:-1], states.shape[-1])
     elif function in (aten.slice.Tensor, aten.slice_backward.default) and like.shape == tensor.shape:
-        pass  # of ``logits[..., :-1, :]`` torch before 2.9 takes a slice of all classes as well
+        pass  # of ``logits[..., :-1, :]`` torch 2.8 takes a slice of all classes as well
     elif function is aten.slice.Tensor and args and args[0] % tensor.dim() != last:
         states = function(states, *args)
     elif function is aten.slice_backward.default and args[1] % tensor.dim() != last:

@@ -78,7 +78,7 @@ class SegmentRunner:
         """
         trial = self.trial
         if trial.runner is Runner.TORCH:
-            return self.reference.forward(*inputs)
+            return self.reference.forward(*inputs)  # without nn.Module's call, which takes as long as some segments
         sizes, shapes, empty = self._layouts.get(symbols) or self._layout(symbols)
         if empty:
             return self.reference(*inputs)
@@ -214,9 +214,9 @@ def _as_traced(text: Callable[[Any], str], value: Any) -> str:
     """Return the expression of an argument in the memory order that it had when the graph was traced."""
     tensor = value.meta.get("val") if isinstance(value, Node) else None
     order = dense_order(tensor) if isinstance(tensor, torch.Tensor) and tensor.dim() > 1 else None
-    if order == tuple(range(len(order or ()))):
-        return f"{text(value)}.contiguous()"
-    return text(value) if order is None else f"in_order({text(value)}, {order})"
+    if order is None:
+        return text(value)
+    return f"{text(value)}.contiguous()" if order == tuple(sorted(order)) else f"in_order({text(value)}, {order})"
 
 
 def _last_uses(plan: Plan) -> dict[int, list[Node]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 _ROOT = re.compile(r"^L\['args'\]\[\d+\]|^L\['\w+'\]")
-"""The unit itself: torch before 2.9 names it by its place among the arguments of a wrapper around the forward."""
+"""Dynamo's name of the compiled module: ``L['self']``, and with torch 2.8 ``L['args'][0]`` in a wrapped forward."""
 _PART = re.compile(r"\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
 
 

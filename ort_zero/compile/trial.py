@@ -27,7 +27,7 @@ _TIMED_RUNS = 3
 _POLLED = frozenset(1 << n for n in range(3, 40))
 """Numbers of runs after which a rank asks whether another rank has found the segment wrong."""
 _PART = 1 << 20
-"""Elements that are compared at once."""
+"""Number of elements of a large result that are compared at a time."""
 _FACTOR = 8
 """Error of ONNX Runtime that is accepted, as a multiple of PyTorch's own error against float64."""
 _SCALE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 2e-5, torch.float64: 1e-12}
@@ -211,10 +211,10 @@ def explain_difference(results: Outputs, wanted: Outputs, judges: Judges) -> str
 
 
 class _Judged:
-    """Holds the runs that judge two results: in float64, PyTorch's own, and PyTorch's further runs.
+    """Runs that tell rounding from an error: in float64, in PyTorch, and in PyTorch with slightly moved inputs.
 
-    Each is made once, and only if the ones before leave a difference unexplained: a wide layer would take a minute
-    and twice its memory for all of them.
+    Each run is made once, when it is read. All results together would not fit into memory for a layer of a large model,
+    whose gradients take a gigabyte a run.
     """
 
     def __init__(self, judges: Judges, wanted: Outputs):
@@ -233,7 +233,7 @@ class _Judged:
 
 
 def _is_near(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Return True if rounding explains the difference of two results in float32 or float64 without special values.
+    """Return True if two float32 or float64 results without NaN and infinity differ by rounding at most.
 
     This takes no memory of the results' size, and a fourth of the time of the comparison in float64: a layer of a large
     model has gradients of a gigabyte.

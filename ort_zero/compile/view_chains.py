@@ -13,9 +13,9 @@ _PERMUTE = torch.ops.aten.permute.default
 
 
 def shorten(graph: Graph) -> None:
-    """Have each view of a view read what the first one reads, and remove permutations that undo each other.
+    """Merge each ``view`` of a ``view``, and each ``permute`` of a ``permute``, into one; remove pairs that do nothing.
 
-    The gradient of a weight is transposed twice in the graphs of AOTAutograd.
+    AOTAutograd's graphs transpose the gradient of each weight twice.
     """
     for node in list(graph.nodes):
         source = node.args[0] if node.target in RESHAPES or node.target is _PERMUTE else None
@@ -29,13 +29,9 @@ def shorten(graph: Graph) -> None:
             graph.erase_node(source)
 
 
-def _arguments(node: Node) -> Any:
-    return node.args
-
-
-def _join(node: Node, source: Node) -> None:
-    """Make one permutation of two; uses of a permutation that changes nothing read the first one's source."""
-    (root, first), (_, second) = _arguments(source), _arguments(node)
+def _join(node: Any, source: Any) -> None:
+    """Merge two ``permute`` nodes of which `node` reads `source`; if the two undo each other, remove both."""
+    (root, first), (_, second) = source.args, node.args
     order = [first[dim] % len(first) for dim in second]
     node.args = (root, order)
     # an input of the graph must not become a result of it

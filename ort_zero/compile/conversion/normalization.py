@@ -23,7 +23,7 @@ def _layer_norm(
     if x.dtype is torch.float64:
         raise NotConvertibleError("a layer norm of float64, whose statistics ONNX Runtime returns as float32")
     if all(size == 1 for size in shape):
-        raise NotConvertibleError("a layer norm of single elements, which ONNX Runtime 1.20 to 1.22 refuses")
+        raise NotConvertibleError("a layer norm of single elements, which ONNX Runtime 1.22 refuses")
     if weight is None:
         weight = b.expand(b.constant(1, x.dtype), shape)
     return b.ops(

@@ -478,7 +478,7 @@ def test_a_unit_that_reads_a_weight_of_another_module_runs_in_pytorch_and_is_nam
     for reports in _launch(0):
         failures = reports["external_in_unit"]["models"][0]["failures"]
         if older("deepspeed", than="0.19") and not older("deepspeed", than="0.18"):
-            assert not failures, "0.18 has the weight gathered when the unit is traced: ONNX Runtime runs it"
+            assert not failures, "with 0.18 ONNX Runtime runs the unit"
         else:
             assert list(failures) == ["tail"] and "size" in failures["tail"]
 

@@ -32,7 +32,7 @@ CASES = {
         chain((ATEN.permute, [1, 2, 0]), (ATEN.permute, [0, 2, 1]), (ATEN.permute, [2, 1, 0])),
         ["mul", "permute"],
     ),
-    "a view of a permutation": (chain((ATEN.permute, [2, 0, 1]), (ATEN.reshape, [4, 6])), None),
+    "a view of a permutation": (chain((ATEN.permute, [2, 0, 1]), (ATEN.reshape, [4, 6])), ["mul", "permute", "view"]),
 }
 
 
@@ -41,14 +41,13 @@ def test_a_chain_means_the_same(name):
     function, left = CASES[name]
     x = torch.arange(24.0).reshape(2, 3, 4)
     module = make_fx(function)(x)
-    before = len(module.graph.nodes)
     shorten(module.graph)
     module.graph.lint()
     module.recompile()
     torch.testing.assert_close(module(x), function(x), rtol=0, atol=0)
     assert module(x).stride() == function(x).stride()
     called = [node.target.overloadpacket.__name__ for node in module.graph.nodes if node.op == "call_function"]
-    assert called == left if left is not None else len(module.graph.nodes) == before
+    assert called == left
 
 
 def test_a_view_that_others_read_stays():
