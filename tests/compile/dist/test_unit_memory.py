@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import tempfile
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,8 @@ SETTINGS = {
     "ahead": {},
     "bounded": dict(stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0, options={"max_unit_elements": 3500}),
 }
+_GLOO_LETS_GO = 2.0
+"""Seconds in which gloo's thread lets go of a collective's result."""
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 
@@ -51,8 +54,15 @@ def released_storages() -> Iterator[list[tuple[str, int, weakref.ref]]]:
 
 
 def alive(noted: list[tuple[str, int, weakref.ref]]) -> dict[str, int]:
-    """Return the bytes of memory that still lives, by the shape of its weight."""
+    """Return the bytes of memory that still lives, by the shape of its weight.
+
+    Gloo's thread holds the result of a collective until shortly after the wait for it has returned; on a busy machine
+    that takes milliseconds.
+    """
     gc.collect()
+    end = time.monotonic() + _GLOO_LETS_GO
+    while time.monotonic() < end and any(size and storage() is not None for _, size, storage in noted):
+        time.sleep(0.001)
     found: dict[str, int] = {}
     for shape, size, storage in noted:
         if size and storage() is not None:
