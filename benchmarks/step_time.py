@@ -143,7 +143,7 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     import ort_zero
 
     ort_zero.enable()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options["threads"])
     rank = 0
     if options["stage"]:
         import deepspeed
@@ -273,6 +273,7 @@ def main() -> int:
     parser.add_argument("--labels", type=float, default=1.0, help="share of tokens that have a label")
     parser.add_argument("--threshold", type=int, default=0, help="stage3_param_persistence_threshold")
     parser.add_argument("--prefetch", type=int, help="stage3_prefetch_bucket_size; DeepSpeed's default if not given")
+    parser.add_argument("--threads", type=int, default=1, help="of each rank")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each rank")
     parser.add_argument("--timeout", type=float, default=900)
@@ -287,6 +288,7 @@ def main() -> int:
     for name, size, engine in itertools.product(args.models, args.sizes, args.engines):
         options = {**vars(args), **SIZES[size], "stage": ENGINES[engine], "out": None}
         label = f"{name} {size} {engine}" + (f" {args.dtype}" if args.dtype != "fp32" else "")
+        label += f" {args.threads} threads" if args.threads != 1 else ""
         if name in ("gpt2", "bert", "llama"):
             label += f" vocab {args.vocab} {args.batch}x{args.seq} labels {args.labels:g}"
         ranks = args.ranks if ENGINES[engine] else 1
