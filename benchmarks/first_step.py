@@ -47,18 +47,32 @@ def start(name: str, kind: str, size: str) -> dict[str, float]:
         model.zero_grad(set_to_none=True)
         model(**inputs).loss.backward()
         if step == 0:
-            found = {"step": time.perf_counter() - begin, "process": time.time() - float(os.environ["STARTED_AT"])}
+            found = {
+                "step": time.perf_counter() - begin,
+                "process": time.time() - float(os.environ["STARTED_AT"]),
+            }
     if kind == "segments":
-        assert ort_zero.status()["models"][-1]["graph_runs"]["backward"], "ONNX Runtime ran nothing"
+        assert ort_zero.status()["models"][-1]["graph_runs"]["backward"], (
+            "ONNX Runtime ran nothing"
+        )
     return {**found, "steps": time.perf_counter() - begin}
 
 
 def measured(name: str, kind: str, size: str, caches: Path) -> dict[str, float]:
     """Return the seconds of one start in a process of its own, with the caches in a folder."""
-    own = {name: str(caches) for name in ("ORT_ZERO_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
-    environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "STARTED_AT": str(time.time())}
+    own = {
+        name: str(caches) for name in ("ORT_ZERO_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    }
+    environment = {
+        **os.environ,
+        **own,
+        "OMP_NUM_THREADS": "1",
+        "STARTED_AT": str(time.time()),
+    }
     command = [sys.executable, __file__, "--one", name, kind, size]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900
+    )
     if done.returncode:
         raise RuntimeError(f"{name} {kind}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -70,17 +84,24 @@ def show(report: dict[str, Any]) -> None:
         print(label)
         for which in STARTS:
             for kind, found in starts[which].items():
-                ratios = ", ".join(f"{found[k] / starts[which]['compile'][k]:.3f}" for k in ("step", "steps", "process"))
+                ratios = ", ".join(
+                    f"{found[k] / starts[which]['compile'][k]:.3f}"
+                    for k in ("step", "steps", "process")
+                )
                 print(f"  {which:6} start, {kind:8}: first step {found['step']:6.2f} s, {_STEPS} steps "
                       f"{found['steps']:6.2f} s, process {found['process']:6.2f} s; of Inductor's {ratios}")  # fmt: skip
 
 
 def main() -> int:
     """Print the measurements."""
-    parser = argparse.ArgumentParser(description="What a first step costs beside Inductor.")
+    parser = argparse.ArgumentParser(
+        description="What a first step costs beside Inductor."
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt2", "bert"])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x256"])
-    parser.add_argument("--repeat", type=int, default=1, help="starts of each kind; the median counts")
+    parser.add_argument(
+        "--repeat", type=int, default=1, help="starts of each kind; the median counts"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -90,14 +111,21 @@ def main() -> int:
     report: dict[str, Any] = {}
     for name in args.models:
         for size in args.sizes:
-            runs: dict[str, dict[str, list[dict[str, float]]]] = {which: {} for which in STARTS}
+            runs: dict[str, dict[str, list[dict[str, float]]]] = {
+                which: {} for which in STARTS
+            }
             for _ in range(args.repeat):
                 for kind in VARIANTS:
                     with tempfile.TemporaryDirectory() as caches:
                         for which in STARTS:
-                            runs[which].setdefault(kind, []).append(measured(name, kind, size, Path(caches)))
+                            runs[which].setdefault(kind, []).append(
+                                measured(name, kind, size, Path(caches))
+                            )
             report[f"{name} {size}"] = {
-                which: {kind: {k: statistics.median(f[k] for f in found) for k in found[0]} for kind, found in by.items()}
+                which: {
+                    kind: {k: statistics.median(f[k] for f in found) for k in found[0]}
+                    for kind, found in by.items()
+                }
                 for which, by in runs.items()
             }
     if args.json:
