@@ -1,8 +1,8 @@
 """Measures how long a training takes to its first step and its fifth: ONNX Runtime beside Inductor and eager PyTorch.
 
 Each start is a process of its own. A first start finds empty caches, a second one what the first has left in them:
-Inductor's kernels and graphs, our placements. Times are wall times in seconds: of the first forward and backward, of the
-first five, and of the whole process to the end of the first step, imports and the making of the model included.
+Inductor's kernels and graphs, our placements. Times are wall times in seconds: of the first forward and backward, of
+the first five, and of the whole process to the end of the first step, imports and the making of the model included.
 """
 
 from __future__ import annotations
@@ -52,17 +52,13 @@ def start(name: str, kind: str, size: str) -> dict[str, float]:
                 "process": time.time() - float(os.environ["STARTED_AT"]),
             }
     if kind == "segments":
-        assert ort_zero.status()["models"][-1]["graph_runs"]["backward"], (
-            "ONNX Runtime ran nothing"
-        )
+        assert ort_zero.status()["models"][-1]["graph_runs"]["backward"], "ONNX Runtime ran nothing"
     return {**found, "steps": time.perf_counter() - begin}
 
 
 def measured(name: str, kind: str, size: str, caches: Path) -> dict[str, float]:
     """Return the seconds of one start in a process of its own, with the caches in a folder."""
-    own = {
-        name: str(caches) for name in ("ORT_ZERO_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
-    }
+    own = {name: str(caches) for name in ("ORT_ZERO_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
     environment = {
         **os.environ,
         **own,
@@ -70,9 +66,7 @@ def measured(name: str, kind: str, size: str, caches: Path) -> dict[str, float]:
         "STARTED_AT": str(time.time()),
     }
     command = [sys.executable, __file__, "--one", name, kind, size]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=900
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"{name} {kind}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -84,24 +78,20 @@ def show(report: dict[str, Any]) -> None:
         print(label)
         for which in STARTS:
             for kind, found in starts[which].items():
-                ratios = ", ".join(
-                    f"{found[k] / starts[which]['compile'][k]:.3f}"
-                    for k in ("step", "steps", "process")
-                )
-                print(f"  {which:6} start, {kind:8}: first step {found['step']:6.2f} s, {_STEPS} steps "
-                      f"{found['steps']:6.2f} s, process {found['process']:6.2f} s; of Inductor's {ratios}")  # fmt: skip
+                inductors = starts[which]["compile"]
+                texts = [
+                    f"{found[key]:6.2f} s ({found[key] / inductors[key]:.3f})" for key in ("step", "steps", "process")
+                ]
+                print(f"  {which:6} start, {kind:8}: first step, {_STEPS} steps, process: {', '.join(texts)}")
+    print("In brackets: of Inductor's start of the same kind.")
 
 
 def main() -> int:
     """Print the measurements."""
-    parser = argparse.ArgumentParser(
-        description="What a first step costs beside Inductor."
-    )
+    parser = argparse.ArgumentParser(description="What a first step costs beside Inductor.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["gpt2", "bert"])
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["4x256"])
-    parser.add_argument(
-        "--repeat", type=int, default=1, help="starts of each kind; the median counts"
-    )
+    parser.add_argument("--repeat", type=int, default=1, help="starts of each kind; the median counts")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -111,20 +101,15 @@ def main() -> int:
     report: dict[str, Any] = {}
     for name in args.models:
         for size in args.sizes:
-            runs: dict[str, dict[str, list[dict[str, float]]]] = {
-                which: {} for which in STARTS
-            }
+            runs: dict[str, dict[str, list[dict[str, float]]]] = {which: {} for which in STARTS}
             for _ in range(args.repeat):
                 for kind in VARIANTS:
                     with tempfile.TemporaryDirectory() as caches:
                         for which in STARTS:
-                            runs[which].setdefault(kind, []).append(
-                                measured(name, kind, size, Path(caches))
-                            )
+                            runs[which].setdefault(kind, []).append(measured(name, kind, size, Path(caches)))
             report[f"{name} {size}"] = {
                 which: {
-                    kind: {k: statistics.median(f[k] for f in found) for k in found[0]}
-                    for kind, found in by.items()
+                    kind: {k: statistics.median(f[k] for f in found) for k in found[0]} for kind, found in by.items()
                 }
                 for which, by in runs.items()
             }
