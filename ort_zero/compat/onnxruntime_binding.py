@@ -17,6 +17,7 @@ from onnxruntime.capi import _pybind_state
 
 ElementType = Any
 """A type of NumPy, or the number of a type in ONNX."""
+Shapes = Sequence[Sequence[int]]
 _FAULTS = {"Sqrt": ((1, 22), "returns NaN for infinity")}
 """What an operator on CPUs does wrong before a release; 1.22 is the first one after 1.19 that was tried."""
 
@@ -34,8 +35,11 @@ def runner_of(
     inputs: Sequence[tuple[str, ElementType]],
     sizes: Sequence[str],
     outputs: Sequence[tuple[str, ElementType]],
-) -> Callable[[Sequence[Any], Sequence[Any]], None]:
-    """Return a function that runs a session: it takes contiguous tensors, the inputs and sizes, and the results.
+) -> Callable[[Sequence[Any], Shapes, Sequence[Any], Shapes], None]:
+    """Return a function that runs a session on dense tensors.
+
+    The function takes the inputs, then the sizes that change; the shapes of both as they lie in memory, outermost
+    dimension first; the results; and the shapes of the results as they lie in memory.
 
     Args:
         session: the session.
@@ -52,23 +56,23 @@ def runner_of(
     in_one_call = hasattr(_pybind_state.OrtValueVector, "push_back_batch")
     if not in_one_call or any(isinstance(kind, int) for kind in (*types, *result_types)):
 
-        def bind(feeds: Sequence[Any], results: Sequence[Any]) -> None:
+        def bind(feeds: Sequence[Any], shapes: Shapes, results: Sequence[Any], result_shapes: Shapes) -> None:
             binding = _pybind_state.SessionIOBinding(session._sess)
-            for name, where, kind, each in zip(names, devices, types, feeds):
-                binding.bind_input(name, where, kind, each.shape, each.data_ptr())
-            for name, kind, each in zip(result_names, result_types, results):
-                binding.bind_output(name, place, kind, each.shape, each.data_ptr())
+            for name, where, kind, each, shape in zip(names, devices, types, feeds, shapes):
+                binding.bind_input(name, where, kind, shape, each.data_ptr())
+            for name, kind, each, shape in zip(result_names, result_types, results, result_shapes):
+                binding.bind_output(name, place, kind, shape, each.data_ptr())
             session._sess.run_with_iobinding(binding, None)
 
         return bind
     run, options, make = session._sess.run_with_ortvaluevector, _pybind_state.RunOptions(), _pybind_state.OrtValueVector
 
-    def call(feeds: Sequence[Any], results: Sequence[Any]) -> None:
+    def call(feeds: Sequence[Any], shapes: Shapes, results: Sequence[Any], result_shapes: Shapes) -> None:
         read, made = make(), make()
-        addresses = [each.data_ptr() for each in feeds]
-        read.push_back_batch(feeds, addresses, types, [each.shape for each in feeds], devices)
-        addresses = [each.data_ptr() for each in results]
-        made.push_back_batch(results, addresses, result_types, [each.shape for each in results], result_devices)
+        read.push_back_batch(feeds, [each.data_ptr() for each in feeds], types, shapes, devices)
+        made.push_back_batch(
+            results, [each.data_ptr() for each in results], result_types, result_shapes, result_devices
+        )
         run(options, names, read, result_names, made, result_devices)
 
     return call

@@ -13,7 +13,6 @@ from torch.fx import GraphModule
 
 from ort_zero import env, log
 from ort_zero.compat import torch_compile
-from ort_zero.compat.torch_modules import without_base
 from ort_zero.compile import devices, records, sessions, view_chains
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
@@ -116,7 +115,7 @@ class Compiler:
                         refused.update(dict.fromkeys(segment.nodes, f"no session: {' '.join(str(error).split())}"))
             if len(refused) == before:
                 break
-        program = program_of(module, plan, runners, symbols)
+        program = program_of(module, plan, runners, symbols, views_leave=direction == "backward")
         graph = records.graph_record(plan, runners, direction, self._unit, reason)
         self.record.add(graph)
         log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())
@@ -127,8 +126,7 @@ class Compiler:
             if kept is not None and not torch_compile.in_backward():
                 kept.forwards += 1
             try:
-                results = program(arguments)
-                return results if direction == "backward" else [without_base(result) for result in results]
+                return program(arguments)
             except Exception as error:
                 setattr(error, IN_GRAPH, True)
                 raise

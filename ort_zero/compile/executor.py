@@ -13,13 +13,15 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ort_zero import log
+from ort_zero.compat.torch_compile import OpOverload
+from ort_zero.compat.torch_modules import without_base
 from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled
 from ort_zero.compile.layouts import dense_order, in_order
 from ort_zero.compile.plan import Plan, Segment
 from ort_zero.compile.reference import in_float64, reference_of, runnable, with_moved_inputs
 from ort_zero.compile.reproducer import write_reproducer
-from ort_zero.compile.sessions import Session
+from ort_zero.compile.sessions import Layout, Session
 from ort_zero.compile.sizes import SymbolReader, Symbols
 from ort_zero.compile.trial import Runner, Trial
 
@@ -60,7 +62,7 @@ class SegmentRunner:
         self._sizes = assembled.sizes
         self._edges = (*session.model.inputs, *session.model.outputs)
         self._reference: GraphModule | None = None
-        self._layouts: dict[Symbols, tuple[tuple[int, ...], list[tuple[int, ...]], bool]] = {}
+        self._layouts: dict[Symbols, tuple[Layout, bool]] = {}
 
     @property
     def reference(self) -> GraphModule:
@@ -79,22 +81,22 @@ class SegmentRunner:
         trial = self.trial
         if trial.runner is Runner.TORCH:
             return self.reference.forward(*inputs)  # without nn.Module's call, which takes as long as some segments
-        sizes, shapes, empty = self._layouts.get(symbols) or self._layout(symbols)
+        layout, empty = self._layouts.get(symbols) or self._layout(symbols)
         if empty:
             return self.reference(*inputs)
         feeds = [inputs[index] for index in self._inputs]
         if trial.is_settled and not trial.is_polled:
             trial.runs += 1
             try:
-                return self.session.run(feeds, sizes, shapes)
+                return self.session.run(feeds, layout)
             except Exception as error:  # ONNX Runtime's exceptions have no public base class
                 results = self.reference(*inputs)  # raises where the inputs are wrong
                 trial.fail(error, self._agreement)
-            self._tell(inputs, sizes)
+            self._tell(inputs, layout)
             return results
 
         def by_ort() -> Sequence[torch.Tensor]:
-            return self.session.run(feeds, sizes, shapes)
+            return self.session.run(feeds, layout)
 
         def judges() -> tuple[Sequence[torch.Tensor], Iterator[Sequence[torch.Tensor]]]:
             return in_float64(self.reference, list(inputs)), with_moved_inputs(self.reference, list(inputs))
@@ -102,16 +104,16 @@ class SegmentRunner:
         failed = trial.failed
         results = trial.run(by_ort, lambda: self.reference(*inputs), judges, self._agreement)
         if trial.failed and not failed:
-            self._tell(inputs, sizes)
+            self._tell(inputs, layout)
         return results
 
-    def _tell(self, inputs: Sequence[Any], sizes: Sequence[int]) -> None:
+    def _tell(self, inputs: Sequence[Any], layout: Layout) -> None:
         """Say that PyTorch runs the segment from now on, and write a reproducer."""
         operators = sorted({node.operator for node in self.session.model.nodes})
         folder = self._reproducers / self.trial.key
         try:
             feeds = self.session.feeds([inputs[index] for index in self._inputs])
-            write_reproducer(folder, self.trial.reason, self.session.model, self.reference, inputs, feeds, sizes)
+            write_reproducer(folder, self.trial.reason, self.session.model, self.reference, inputs, feeds, layout.sizes)
             where = f"; reproducer: {folder}"
         except OSError as error:
             where = f"; no reproducer, since {folder} cannot be written: {error}"
@@ -123,22 +125,22 @@ class SegmentRunner:
             where,
         )
 
-    def _layout(self, symbols: Symbols) -> tuple[tuple[int, ...], list[tuple[int, ...]], bool]:
-        """Return the values of the model's size inputs, the sizes of its results, and whether a tensor is empty."""
+    def _layout(self, symbols: Symbols) -> tuple[Layout, bool]:
+        """Return the layout of calls with the same symbols, and whether a tensor is empty."""
         shapes = [self._symbols.evaluate(edge.shape, symbols) for edge in self._edges]
-        layout = (
-            self._symbols.evaluate(self._sizes, symbols),
-            shapes[len(self.session.model.inputs) :],
-            any(0 in shape for shape in shapes),
-        )
+        layout = self.session.layout(self._symbols.evaluate(self._sizes, symbols), shapes)
         if len(self._layouts) >= _MAX_LAYOUTS:
             self._layouts.clear()
-        self._layouts[symbols] = layout
-        return layout
+        self._layouts[symbols] = layout, any(0 in shape for shape in shapes)
+        return self._layouts[symbols]
 
 
 def program_of(
-    module: GraphModule, plan: Plan, runners: Sequence[SegmentRunner], symbols: SymbolReader
+    module: GraphModule,
+    plan: Plan,
+    runners: Sequence[SegmentRunner],
+    symbols: SymbolReader,
+    views_leave: bool = True,
 ) -> Callable[[list[Any]], Any]:
     """Return a function that runs a planned graph: it takes a list of the graph's inputs and empties it.
 
@@ -149,8 +151,9 @@ def program_of(
         plan: the plan of the graph.
         runners: the runner of each segment.
         symbols: reads the graph's symbols.
+        views_leave: whether results may be views of other tensors, as gradients may.
     """
-    names: dict[Any, Any] = {"read": symbols.read, "in_order": in_order}
+    names: dict[Any, Any] = {"read": symbols.read, "in_order": in_order, "without_base": without_base}
     variables: dict[Node, str] = {node: f"a{index}" for index, node in enumerate(plan.placeholders)}
     for step in plan.steps:
         for node in step.outputs if isinstance(step, Segment) else (step.node,):
@@ -181,12 +184,25 @@ def program_of(
             lines.append(f"{variables[step.node]} = {_call(step.node, module, text)}")
         if index in last:
             lines.append(f"del {', '.join(variables[node] for node in last[index])}")
-    lines.append(f"return {text(plan.output.args[0])}")
+    returned = plan.output.args[0]
+    assert isinstance(returned, (list, tuple)), "AOTAutograd's graphs return a sequence"
+    leaving = (f"without_base({text(r)})" if not views_leave and _may_be_view(r) else text(r) for r in returned)
+    lines.append(f"return [{', '.join(leaving)}]")
     code = "\n    ".join(lines)
     filename = f"<graph of ort_zero {id(plan)}>"
     linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)  # for tracebacks
     exec(compile(code, filename, "exec"), names)
     return names["run"]
+
+
+def _may_be_view(node: Any) -> bool:
+    """Return False for a result of an operator that always makes new tensors, and for what is no tensor."""
+    if isinstance(node, Node) and node.target is operator.getitem:
+        return _may_be_view(node.args[0])
+    target = getattr(node, "target", None)
+    return isinstance(node, Node) and not (
+        isinstance(target, OpOverload) and all(result.alias_info is None for result in target._schema.returns)
+    )
 
 
 def _call(node: Node, module: GraphModule, text: Callable[[Any], str]) -> str:

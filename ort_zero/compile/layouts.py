@@ -26,6 +26,15 @@ def inverse(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(order.index(dim) for dim in range(len(order)))
 
 
+def permuted(shape: Sequence[int], order: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return sizes and strides of a dense tensor from its sizes in memory and the order of its dimensions there."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
+    back = range(len(shape)) if order is None else inverse(order)
+    return tuple(shape[dim] for dim in back), tuple(strides[dim] for dim in back)
+
+
 def in_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """Return a tensor whose dimensions lie in memory in an order: the tensor itself, or a copy."""
     outermost_first = tensor.permute(order)

@@ -45,7 +45,7 @@ def write_reproducer(
     reference: GraphModule,
     inputs: Sequence[Any],
     feeds: Sequence[torch.Tensor],
-    sizes: Sequence[int],
+    sizes: Sequence[torch.Tensor],
 ) -> Path:
     """Write model, inputs and script of a segment; return the folder.
 
@@ -65,7 +65,7 @@ def write_reproducer(
     write_bytes(folder / "segment.onnx", model.proto().SerializeToString())
     plain = [value.detach().cpu() if isinstance(value, torch.Tensor) else value for value in inputs]
     named = {edge.name: tensor.detach().cpu() for edge, tensor in zip(model.inputs, feeds)}
-    named |= {name: torch.tensor([size]) for name, size in zip(model.sizes, sizes)}
+    named |= zip(model.sizes, sizes)
     torch.save(plain, folder / "inputs.pt")
     torch.save(named, folder / "feeds.pt")
     script = _SCRIPT.format(

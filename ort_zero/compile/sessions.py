@@ -7,6 +7,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnxruntime
@@ -16,8 +17,24 @@ from ort_zero.compat import onnxruntime_binding
 from ort_zero.compile import devices
 from ort_zero.compile.assembly import SegmentModel
 from ort_zero.compile.conversion.fragments import NUMPY_TYPES, ONNX_TYPES
-from ort_zero.compile.layouts import inverse
+from ort_zero.compile.layouts import permuted
 from ort_zero.utils.named_ranges import SESSION, named_range
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The sizes and strides of a session's inputs and results in one call."""
+
+    sizes: tuple[torch.Tensor, ...]
+    """The values of ``model.sizes``."""
+    read: tuple[Sequence[int], ...]
+    """The sizes in memory of each tensor of ``model.inputs`` and ``model.sizes``."""
+    strides: tuple[tuple[int, ...], ...]
+    """The strides that the session reads each tensor of ``model.inputs`` with."""
+    written: tuple[Sequence[int], ...]
+    """The sizes in memory of each result."""
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+    """The sizes and strides of each result."""
 
 
 class Session:
@@ -40,12 +57,10 @@ class Session:
             raise ValueError(f"the installed ONNX Runtime has no provider for {device}")
         self._inputs = [(edge.order, edge.dtype) for edge in model.inputs]
         self._dtypes = [edge.dtype for edge in model.outputs]
-        self._changes = [
-            (index, None if edge.order is None else inverse(edge.order), edge.torch_dtype)
-            for index, edge in enumerate(model.outputs)
-            if edge.order is not None or edge.torch_dtype is not edge.dtype
+        self._casts = [
+            (i, edge.torch_dtype) for i, edge in enumerate(model.outputs) if edge.torch_dtype is not edge.dtype
         ]
-        """The results to permute or to cast after a run: number, permutation and dtype of each."""
+        """The results to cast after a run: number and dtype of each."""
         self.runs = 0
         """Number of runs."""
         self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -65,40 +80,57 @@ class Session:
 
     def feeds(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the inputs as the model reads them: contiguous, in memory order, in the model's dtypes."""
-        feeds = []
-        for (order, dtype), tensor in zip(self._inputs, inputs):
-            if order is not None:
-                tensor = tensor.permute(order)
-            if tensor.dtype is not dtype:
-                tensor = tensor.to(dtype)
-            feeds.append(tensor if tensor.is_contiguous() else tensor.contiguous())
-        return feeds
+        return [_read(tensor, order, dtype) for (order, dtype), tensor in zip(self._inputs, inputs)]
 
-    def run(
-        self, inputs: Sequence[torch.Tensor], sizes: Sequence[int], shapes: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
+    def layout(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> Layout:
+        """Return the layout of calls with the same sizes.
+
+        Args:
+            sizes: the values of ``model.sizes``.
+            shapes: the sizes in memory of ``model.inputs`` and ``model.outputs``.
+        """
+        inputs, outputs = shapes[: len(self._inputs)], shapes[len(self._inputs) :]
+        return Layout(
+            sizes=tuple(torch.tensor((size,), device="cpu") for size in sizes),
+            read=(*inputs, *((1,) for _ in sizes)),
+            strides=tuple(permuted(shape, order)[1] for shape, (order, _) in zip(inputs, self._inputs)),
+            written=tuple(outputs),
+            results=tuple(permuted(shape, edge.order) for shape, edge in zip(outputs, self.model.outputs)),
+        )
+
+    def run(self, inputs: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
         """Return the results of the model in new memory of torch.
 
         Args:
             inputs: the tensors of ``model.inputs``.
-            sizes: the values of ``model.sizes``.
-            shapes: the sizes in memory of each result.
+            layout: the layout of their sizes.
         """
-        feeds = self.feeds(inputs)
-        feeds += [torch.tensor((size,), device="cpu") for size in sizes]
-        results = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in zip(shapes, self._dtypes)]
+        feeds = [
+            tensor if tensor.dtype is dtype and tensor.stride() == strides else _read(tensor, order, dtype)
+            for tensor, strides, (order, dtype) in zip(inputs, layout.strides, self._inputs)
+        ]
+        feeds += layout.sizes
+        results = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+            for (shape, strides), dtype in zip(layout.results, self._dtypes)
+        ]
         self.runs += 1
         current = torch.cuda.current_stream(self.device) if self._stream is not None else None
         if current is not None:
             self._stream.wait_stream(current)
         with named_range(SESSION):
-            self._run(feeds, results)
+            self._run(feeds, layout.read, results, layout.written)
         if current is not None:
             current.wait_stream(self._stream)
-        for index, order, dtype in self._changes:
-            result = results[index] if order is None else results[index].permute(order)
-            results[index] = result.to(dtype)
+        for index, dtype in self._casts:
+            results[index] = results[index].to(dtype)
         return results
+
+
+def _read(tensor: torch.Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as a session reads it: contiguous once its dimensions are in memory order."""
+    tensor = (tensor if order is None else tensor.permute(order)).to(dtype)
+    return tensor.contiguous()
 
 
 def _element_type(dtype: torch.dtype) -> Any:

@@ -7,7 +7,7 @@ from older_versions import older
 from torch.fx import Graph, GraphModule
 
 from ort_zero.compile.executor import program_of
-from ort_zero.compile.layouts import dense_order, in_order, inverse
+from ort_zero.compile.layouts import dense_order, in_order, inverse, permuted
 from ort_zero.compile.plan import make_plan
 from ort_zero.compile.sizes import SymbolReader
 
@@ -33,10 +33,11 @@ def test_a_gradient_of_another_layout_does_not_spoil_a_group_norm():
     inputs = [graph.placeholder(f"input_{index}") for index in range(len(values))]
     for node, value in zip(inputs, values, strict=True):
         node.meta["val"] = value
-    graph.output(graph.call_function(backward, (*inputs, *rest)))
+    graph.output((graph.call_function(backward, (*inputs, *rest)),))
     plan = make_plan(graph, widen=False, supports=lambda node, fragment: "no", refusal=lambda node: None)
     program = program_of(GraphModule(torch.nn.Module(), graph), plan, [], SymbolReader(inputs))
-    torch.testing.assert_close(program([gradient, channels_last(x), mean, rstd, gain]), right, rtol=1e-4, atol=1e-4)
+    (ours,) = program([gradient, channels_last(x), mean, rstd, gain])
+    torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
 
 
 def test_the_order_of_dimensions():
@@ -45,6 +46,12 @@ def test_the_order_of_dimensions():
     assert dense_order(channels_last(tensor)) == (0, 2, 3, 1)
     assert dense_order(tensor[:, ::2]) is None and dense_order(tensor[:1].expand(SIZES)) is None
     assert inverse((0, 2, 3, 1)) == (0, 3, 1, 2)
+    for each in (tensor, channels_last(tensor), tensor[:, :1].contiguous()):
+        order = dense_order(each)
+        assert permuted([each.shape[dim] for dim in order], order)[0] == each.shape
+        dense = torch.empty_strided(*permuted([each.shape[dim] for dim in order], order))
+        assert dense.permute(order).is_contiguous()
+    assert permuted((4, 8, 8, 16), (0, 2, 3, 1)) == (tensor.shape, channels_last(tensor).stride())
     copied = in_order(tensor, (0, 2, 3, 1))
     assert torch.equal(copied, tensor) and copied.is_contiguous(memory_format=torch.channels_last)
     assert in_order(copied, (0, 2, 3, 1)) is copied and in_order(tensor, (0, 1, 2, 3)) is tensor
