@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,18 +68,30 @@ class Compiler:
         if self.settings.fuse_loss == "auto":
             fuse_head_and_loss(module)
         kept = self.record.memory.new_graph(self._unit)
+        returned: list[int] = []
+
+        def divide(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
+            returned.append(options["num_fwd_outputs"])
+            return self.record.memory.divide(kept, joint, inputs, **options)
+
         compiler = torch_compile.aot_autograd(
-            fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason, kept),
-            bw_compiler=lambda graph, inputs: self._compile(graph, "backward"),
+            fw_compiler=lambda graph, inputs: self._compile(graph, "forward", reason, kept, returned[-1]),
+            bw_compiler=lambda graph, inputs: self._compile(graph, "backward", returned=0),
             inference_compiler=lambda graph, inputs: self._compile(graph, "inference", reason),
             decompositions=decompositions(),
-            partition_fn=functools.partial(self.record.memory.divide, kept),
+            partition_fn=divide,
         )
         return compiler(module, example_inputs)
 
     def _compile(
-        self, module: GraphModule, direction: str, reason: str | None = None, kept: Kept | None = None
+        self,
+        module: GraphModule,
+        direction: str,
+        reason: str | None = None,
+        kept: Kept | None = None,
+        returned: int | None = None,
     ) -> Compiled:
+        """Compile a graph for one direction; `returned` is the number of results for the user, None for all."""
         if direction == "forward":
             torch_compile.allow_second_backwards()
         elif direction == "inference":
@@ -88,6 +99,7 @@ class Compiler:
         for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
             node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
         view_chains.shorten(module.graph)
+        (results,) = module.graph.find_nodes(op="output")[0].args
         device = _device_of(module)
         symbols = SymbolReader([node for node in module.graph.nodes if node.op == "placeholder"])
         widen = device is not None and devices.computes_in_float32(device)
@@ -115,7 +127,7 @@ class Compiler:
                         refused.update(dict.fromkeys(segment.nodes, f"no session: {' '.join(str(error).split())}"))
             if len(refused) == before:
                 break
-        program = program_of(module, plan, runners, symbols, views_leave=direction == "backward")
+        program = program_of(module, plan, runners, symbols, len(results) if returned is None else returned)
         graph = records.graph_record(plan, runners, direction, self._unit, reason)
         self.record.add(graph)
         log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())

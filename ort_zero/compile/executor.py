@@ -140,7 +140,7 @@ def program_of(
     plan: Plan,
     runners: Sequence[SegmentRunner],
     symbols: SymbolReader,
-    views_leave: bool = True,
+    returned: int = 0,
 ) -> Callable[[list[Any]], Any]:
     """Return a function that runs a planned graph: it takes a list of the graph's inputs and empties it.
 
@@ -151,7 +151,8 @@ def program_of(
         plan: the plan of the graph.
         runners: the runner of each segment.
         symbols: reads the graph's symbols.
-        views_leave: whether results may be views of other tensors, as gradients may.
+        returned: number of results that the user gets, the first ones: autograd refuses to change a view in place that
+            was made without gradients. Gradients, and what a forward keeps, may be views.
     """
     names: dict[Any, Any] = {"read": symbols.read, "in_order": in_order, "without_base": without_base}
     variables: dict[Node, str] = {node: f"a{index}" for index, node in enumerate(plan.placeholders)}
@@ -178,16 +179,16 @@ def program_of(
     last, waiting = _last_uses(plan), iter(runners)
     for index, step in enumerate(plan.steps):
         if isinstance(step, Segment):
-            results = "".join(f"{variables[node]}, " for node in step.outputs)
-            lines.append(f"{results}= {text(next(waiting))}({text(list(step.inputs))}, symbols)")
+            made = "".join(f"{variables[node]}, " for node in step.outputs)
+            lines.append(f"{made}= {text(next(waiting))}({text(list(step.inputs))}, symbols)")
         else:
             lines.append(f"{variables[step.node]} = {_call(step.node, module, text)}")
         if index in last:
             lines.append(f"del {', '.join(variables[node] for node in last[index])}")
-    returned = plan.output.args[0]
-    assert isinstance(returned, (list, tuple)), "AOTAutograd's graphs return a sequence"
-    leaving = (f"without_base({text(r)})" if not views_leave and _may_be_view(r) else text(r) for r in returned)
-    lines.append(f"return [{', '.join(leaving)}]")
+    results = plan.output.args[0]
+    assert isinstance(results, (list, tuple)), "AOTAutograd's graphs return a sequence"
+    leaving = [f"without_base({text(node)})" if _may_be_view(node) else text(node) for node in results[:returned]]
+    lines.append(f"return [{', '.join(leaving + [text(node) for node in results[returned:]])}]")
     code = "\n    ".join(lines)
     filename = f"<graph of ort_zero {id(plan)}>"
     linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)  # for tracebacks
