@@ -39,7 +39,7 @@ VARIANTS = ("torch", "compile", "segments", "segments, all in ort", "ort", "ort,
 """Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement and with all in ONNX Runtime;
 ORTModule. The last two need onnxruntime-training."""
 DEFAULT = ("torch", "compile", "segments")
-_SETTLING = 20
+_SETTLING = 36
 """Steps before the compile backend has placed all segments."""
 
 

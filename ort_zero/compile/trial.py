@@ -24,6 +24,10 @@ Judges = Callable[[], tuple[Outputs, Iterable[Outputs]]]
 These runs may be made as their results are read."""
 _TIMED_RUNS = 3
 """Timed runs of each of the two, taken by turns; the fastest counts, which noise disturbs least."""
+_CLOSE_RUNS = 8
+"""Timed runs of each where the two are close: after few noisy runs the winner seems to save more than it does."""
+_CLOSE = 0.8
+"""Ratio of the faster time to the slower from which on the two are close."""
 _POLLED = frozenset(1 << n for n in range(3, 40))
 """Numbers of runs after which a rank asks whether another rank has found the segment wrong."""
 _PART = 1 << 20
@@ -143,7 +147,11 @@ class Trial:
         seconds = self.clock() - begin
         self._turns += 1  # not of a run that an error or Ctrl-C has ended
         self.seconds[runner] = min(seconds, self.seconds.get(runner, seconds))
-        if self._turns == 2 * _TIMED_RUNS:
+        if self._turns == 2 * _CLOSE_RUNS or (
+            self._turns >= 2 * _TIMED_RUNS
+            and self._turns % 2 == 0
+            and min(self.seconds.values()) < _CLOSE * max(self.seconds.values())
+        ):
             gain = self.seconds[Runner.TORCH] - self.seconds[Runner.ONNXRUNTIME]
             faster = Runner.ONNXRUNTIME if gain >= 0 else Runner.TORCH
             self._place(agreement.propose(self.key, f"{faster.value} {gain:.3g}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -175,6 +176,18 @@ def test_a_bool_that_hangs_on_rounding_does_not_count():
     assert explain_difference([ours], [theirs], lambda: ([theirs], [[ours]])) is None
     other = torch.tensor([False, False, True])
     assert "1 of 3 elements" in (explain_difference([ours], [theirs], lambda: ([theirs], [[other]])) or "")
+
+
+@pytest.mark.parametrize(("ort", "torchs"), [([1.0] * 3, 2.0), ([1.3] * 3 + [1.0] * 5, 1.1)])
+def test_two_close_ones_are_timed_more_often(ort: list[float], torchs: float):
+    """Noise in the first three runs makes PyTorch look faster in the second case."""
+    clock = itertools.accumulate(itertools.chain([0.0], *([0.0, seconds, 0.0, torchs] for seconds in ort)))
+    next(clock)
+    trial = Trial("key", "off", "measured", is_checked=True, clock=lambda: next(clock))
+    for _ in range(2 * len(ort)):
+        assert trial.runner is None
+        correct().run(trial, Agreement())
+    assert trial.runner is Runner.ONNXRUNTIME and trial.gain == pytest.approx(torchs - 1.0)
 
 
 @pytest.mark.parametrize("seconds, faster", [((0.004, 0.0), Runner.TORCH), ((0.0, 0.004), Runner.ONNXRUNTIME)])
