@@ -15,11 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from step_time import SIZES
-from training_models import MODELS
+from training_models import MODELS, batch, build
 
 VARIANTS = ("torch", "compile", "segments")
 """Eager PyTorch; torch.compile by Inductor; the compile backend with measured placement."""
@@ -29,9 +31,6 @@ _STEPS = 5
 
 def start(name: str, kind: str, size: str) -> dict[str, float]:
     """Return the seconds of the first step, of five steps, and of this process until the first step is over."""
-    import torch
-    from training_models import batch, build
-
     torch.set_num_threads(1)
     options: dict[str, Any] = {**SIZES[size], "vocab": 8000, "batch": 4, "seq": 128}
     model, inputs = build(name, options), batch(options, 0, name)
@@ -47,10 +46,7 @@ def start(name: str, kind: str, size: str) -> dict[str, float]:
         model.zero_grad(set_to_none=True)
         model(**inputs).loss.backward()
         if step == 0:
-            found = {
-                "step": time.perf_counter() - begin,
-                "process": time.time() - float(os.environ["STARTED_AT"]),
-            }
+            found = {"step": time.perf_counter() - begin, "process": time.time() - float(os.environ["STARTED_AT"])}
     if kind == "segments":
         assert ort_zero.status()["models"][-1]["graph_runs"]["backward"], "ONNX Runtime ran nothing"
     return {**found, "steps": time.perf_counter() - begin}
@@ -58,18 +54,18 @@ def start(name: str, kind: str, size: str) -> dict[str, float]:
 
 def measured(name: str, kind: str, size: str, caches: Path) -> dict[str, float]:
     """Return the seconds of one start in a process of its own, with the caches in a folder."""
-    own = {name: str(caches) for name in ("ORT_ZERO_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
-    environment = {
-        **os.environ,
-        **own,
-        "OMP_NUM_THREADS": "1",
-        "STARTED_AT": str(time.time()),
-    }
+    own = {"ORT_ZERO_CACHE_DIR": str(caches), "TORCHINDUCTOR_CACHE_DIR": str(caches), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **own, "STARTED_AT": str(time.time())}
     command = [sys.executable, __file__, "--one", name, kind, size]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"{name} {kind}: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each of the seconds over several starts."""
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
 
 def show(report: dict[str, Any]) -> None:
@@ -101,17 +97,14 @@ def main() -> int:
     report: dict[str, Any] = {}
     for name in args.models:
         for size in args.sizes:
-            runs: dict[str, dict[str, list[dict[str, float]]]] = {which: {} for which in STARTS}
+            runs: dict[tuple[str, str], list[dict[str, float]]] = {key: [] for key in product(STARTS, VARIANTS)}
             for _ in range(args.repeat):
                 for kind in VARIANTS:
                     with tempfile.TemporaryDirectory() as caches:
                         for which in STARTS:
-                            runs[which].setdefault(kind, []).append(measured(name, kind, size, Path(caches)))
+                            runs[which, kind].append(measured(name, kind, size, Path(caches)))
             report[f"{name} {size}"] = {
-                which: {
-                    kind: {k: statistics.median(f[k] for f in found) for k in found[0]} for kind, found in by.items()
-                }
-                for which, by in runs.items()
+                which: {kind: medians(runs[which, kind]) for kind in VARIANTS} for which in STARTS
             }
     if args.json:
         print(json.dumps(report))

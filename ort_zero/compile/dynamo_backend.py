@@ -99,7 +99,6 @@ class Compiler:
         for node in module.graph.find_nodes(op="get_attr"):  # torch 2.6 notes no value of constants
             node.meta.setdefault("val", operator.attrgetter(str(node.target))(module))
         view_chains.shorten(module.graph)
-        (results,) = module.graph.find_nodes(op="output")[0].args
         device = _device_of(module)
         symbols = SymbolReader([node for node in module.graph.nodes if node.op == "placeholder"])
         widen = device is not None and devices.computes_in_float32(device)
@@ -127,7 +126,7 @@ class Compiler:
                         refused.update(dict.fromkeys(segment.nodes, f"no session: {' '.join(str(error).split())}"))
             if len(refused) == before:
                 break
-        program = program_of(module, plan, runners, symbols, len(results) if returned is None else returned)
+        program = program_of(module, plan, runners, symbols, returned)
         graph = records.graph_record(plan, runners, direction, self._unit, reason)
         self.record.add(graph)
         log.get_logger().log(log.DEVINFO, "%s, graph %d, %s", self._unit, self.recompilations.graphs, graph.text())

@@ -140,7 +140,7 @@ def program_of(
     plan: Plan,
     runners: Sequence[SegmentRunner],
     symbols: SymbolReader,
-    returned: int = 0,
+    returned: int | None = None,
 ) -> Callable[[list[Any]], Any]:
     """Return a function that runs a planned graph: it takes a list of the graph's inputs and empties it.
 
@@ -151,8 +151,8 @@ def program_of(
         plan: the plan of the graph.
         runners: the runner of each segment.
         symbols: reads the graph's symbols.
-        returned: number of results that the user gets, the first ones: autograd refuses to change a view in place that
-            was made without gradients. Gradients, and what a forward keeps, may be views.
+        returned: number of results that the user gets, the first ones; None for all. Autograd refuses to change a view
+            in place that was made without gradients. Gradients, and what a forward keeps, may be views.
     """
     names: dict[Any, Any] = {"read": symbols.read, "in_order": in_order, "without_base": without_base}
     variables: dict[Node, str] = {node: f"a{index}" for index, node in enumerate(plan.placeholders)}
@@ -187,8 +187,12 @@ def program_of(
             lines.append(f"del {', '.join(variables[node] for node in last[index])}")
     results = plan.output.args[0]
     assert isinstance(results, (list, tuple)), "AOTAutograd's graphs return a sequence"
-    leaving = [f"without_base({text(node)})" if _may_be_view(node) else text(node) for node in results[:returned]]
-    lines.append(f"return [{', '.join(leaving + [text(node) for node in results[returned:]])}]")
+    count = len(results) if returned is None else returned
+    leaving = [
+        f"without_base({text(node)})" if index < count and _may_be_view(node) else text(node)
+        for index, node in enumerate(results)
+    ]
+    lines.append(f"return [{', '.join(leaving)}]")
     code = "\n    ".join(lines)
     filename = f"<graph of ort_zero {id(plan)}>"
     linecache.cache[filename] = (len(code), None, code.splitlines(True), filename)  # for tracebacks
@@ -197,7 +201,7 @@ def program_of(
 
 
 def _may_be_view(node: Any) -> bool:
-    """Return False for a result of an operator that always makes new tensors, and for what is no tensor."""
+    """Return True for a node that can be a view: not for results of operators that make new tensors."""
     if isinstance(node, Node) and node.target is operator.getitem:
         return _may_be_view(node.args[0])
     target = getattr(node, "target", None)

@@ -26,13 +26,11 @@ def inverse(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(order.index(dim) for dim in range(len(order)))
 
 
-def permuted(shape: Sequence[int], order: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def sizes_and_strides(in_memory: Sequence[int], order: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return sizes and strides of a dense tensor from its sizes in memory and the order of its dimensions there."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * max(shape[dim], 1)
-    back = range(len(shape)) if order is None else inverse(order)
-    return tuple(shape[dim] for dim in back), tuple(strides[dim] for dim in back)
+    tensor = torch.empty(in_memory, device="meta")
+    tensor = tensor if order is None else tensor.permute(inverse(order))
+    return tuple(tensor.shape), tensor.stride()
 
 
 def in_order(tensor: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

@@ -23,7 +23,7 @@ _TENSORS: tuple[tuple[str, str], ...] = (
     (r"expected type of '(.+)' to be a tensor type, ' but found <class '([\w.]+)'>", r"\1 is \2, was a tensor"),
     (r"GLOBAL_STATE changed: (.*\S)", r"torch's setting changed: \1"),
 )
-"""Dynamo's texts about tensors (torch 2.6 to 2.15), and ours."""
+"""Patterns of Dynamo's messages about tensors (torch 2.6 to 2.15), and our words for each."""
 _CONSTANTS = {id(value): repr(value) for value in (True, False, None)}
 _WAYS_OUT: tuple[tuple[str, str], ...] = (
     (r"^size ", "pad batches to one size, or to few"),

@@ -17,7 +17,7 @@ from ort_zero.compat import onnxruntime_binding
 from ort_zero.compile import devices
 from ort_zero.compile.assembly import SegmentModel
 from ort_zero.compile.conversion.fragments import NUMPY_TYPES, ONNX_TYPES
-from ort_zero.compile.layouts import permuted
+from ort_zero.compile.layouts import sizes_and_strides
 from ort_zero.utils.named_ranges import SESSION, named_range
 
 
@@ -83,7 +83,7 @@ class Session:
         return [_read(tensor, order, dtype) for (order, dtype), tensor in zip(self._inputs, inputs)]
 
     def layout(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> Layout:
-        """Return the layout of calls with the same sizes.
+        """Return the sizes and strides of inputs and results for one set of sizes.
 
         Args:
             sizes: the values of ``model.sizes``.
@@ -93,9 +93,9 @@ class Session:
         return Layout(
             sizes=tuple(torch.tensor((size,), device="cpu") for size in sizes),
             read=(*inputs, *((1,) for _ in sizes)),
-            strides=tuple(permuted(shape, order)[1] for shape, (order, _) in zip(inputs, self._inputs)),
+            strides=tuple(sizes_and_strides(shape, order)[1] for shape, (order, _) in zip(inputs, self._inputs)),
             written=tuple(outputs),
-            results=tuple(permuted(shape, edge.order) for shape, edge in zip(outputs, self.model.outputs)),
+            results=tuple(sizes_and_strides(shape, edge.order) for shape, edge in zip(outputs, self.model.outputs)),
         )
 
     def run(self, inputs: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
@@ -128,7 +128,7 @@ class Session:
 
 
 def _read(tensor: torch.Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor as a session reads it: contiguous once its dimensions are in memory order."""
+    """Return a tensor in the dtype and the memory order that a session reads, copied if it lies otherwise."""
     tensor = (tensor if order is None else tensor.permute(order)).to(dtype)
     return tensor.contiguous()
 

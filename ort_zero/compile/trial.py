@@ -23,11 +23,11 @@ Judges = Callable[[], tuple[Outputs, Iterable[Outputs]]]
 """Returns a segment's results in float64, and the results of PyTorch's runs with inputs changed by a few roundings.
 These runs may be made as their results are read."""
 _TIMED_RUNS = 3
-"""Timed runs of each of the two, taken by turns; the fastest counts, which noise disturbs least."""
+"""Number of timed runs of each runtime, by turns; the fastest counts, which noise disturbs least."""
 _CLOSE_RUNS = 8
-"""Timed runs of each where the two are close: after few noisy runs the winner seems to save more than it does."""
+"""Number of timed runs of each runtime where their times are close: few noisy runs make the winner look better."""
 _CLOSE = 0.8
-"""Ratio of the faster time to the slower from which on the two are close."""
+"""Times are close where the faster one is more than this share of the slower one."""
 _POLLED = frozenset(1 << n for n in range(3, 40))
 """Numbers of runs after which a rank asks whether another rank has found the segment wrong."""
 _PART = 1 << 20

@@ -61,13 +61,14 @@ def alive(noted: list[tuple[str, int, weakref.ref]]) -> dict[str, int]:
     """
     gc.collect()
     end = time.monotonic() + _GLOO_LETS_GO
-    while time.monotonic() < end and any(size and storage() is not None for _, size, storage in noted):
+    while True:
+        found: dict[str, int] = {}
+        for shape, size, storage in noted:
+            if size and storage() is not None:
+                found[str(shape)] = found.get(str(shape), 0) + size
+        if not found or time.monotonic() > end:
+            return found
         time.sleep(0.001)
-    found: dict[str, int] = {}
-    for shape, size, storage in noted:
-        if size and storage() is not None:
-            found[str(shape)] = found.get(str(shape), 0) + size
-    return found
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from older_versions import older
 from torch.fx import Graph, GraphModule
 
 from ort_zero.compile.executor import program_of
-from ort_zero.compile.layouts import dense_order, in_order, inverse, permuted
+from ort_zero.compile.layouts import dense_order, in_order, inverse, sizes_and_strides
 from ort_zero.compile.plan import make_plan
 from ort_zero.compile.sizes import SymbolReader
 
@@ -48,10 +48,10 @@ def test_the_order_of_dimensions():
     assert inverse((0, 2, 3, 1)) == (0, 3, 1, 2)
     for each in (tensor, channels_last(tensor), tensor[:, :1].contiguous()):
         order = dense_order(each)
-        assert permuted([each.shape[dim] for dim in order], order)[0] == each.shape
-        dense = torch.empty_strided(*permuted([each.shape[dim] for dim in order], order))
+        assert sizes_and_strides([each.shape[dim] for dim in order], order)[0] == each.shape
+        dense = torch.empty_strided(*sizes_and_strides([each.shape[dim] for dim in order], order))
         assert dense.permute(order).is_contiguous()
-    assert permuted((4, 8, 8, 16), (0, 2, 3, 1)) == (tensor.shape, channels_last(tensor).stride())
+    assert sizes_and_strides((4, 8, 8, 16), (0, 2, 3, 1)) == (tensor.shape, channels_last(tensor).stride())
     copied = in_order(tensor, (0, 2, 3, 1))
     assert torch.equal(copied, tensor) and copied.is_contiguous(memory_format=torch.channels_last)
     assert in_order(copied, (0, 2, 3, 1)) is copied and in_order(tensor, (0, 1, 2, 3)) is tensor
