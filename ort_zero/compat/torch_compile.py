@@ -10,7 +10,7 @@ import functools
 import inspect
 import logging
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -25,6 +25,10 @@ from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -41,6 +45,8 @@ __all__ = (
 )
 
 _KNAPSACK = "_optimize_runtime_with_given_memory"
+_EXAMPLE = 3
+"""The value with which a size that can change is traced: torch takes 0 and 1 for sizes that cannot."""
 RECOMPILE_LIMIT = 64
 """Graphs of one function that Dynamo keeps; layers whose attributes differ need one each, and the default is 8."""
 
@@ -104,6 +110,29 @@ def _value_of(names: dict[str, Any], expression: str) -> str | None:
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return repr(value)[:60]
     return f"a {type(value).__name__}"
+
+
+def graph_of(
+    function: Callable[..., torch.Tensor],
+    shapes: Sequence[Sequence[int | None]],
+    decompositions: Mapping[OpOverload, Callable[..., Any]],
+) -> GraphModule:
+    """Return the graph of ATen calls of a function of float32 tensors on the CPU; the graph returns a list.
+
+    Args:
+        function: the function.
+        shapes: the shape of each tensor; None is a size that can change, the same one everywhere.
+        decompositions: how to write operators by others.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = []
+    for shape in shapes:
+        kinds = [DimDynamic.DUCK if size is None else DimDynamic.STATIC for size in shape]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=kinds)
+        example = torch.empty([_EXAMPLE if size is None else size for size in shape])
+        fakes.append(mode.from_tensor(example, symbolic_context=context))
+    with mode, torch.no_grad():
+        return make_fx(lambda *tensors: [function(*tensors)], dict(decompositions))(*fakes)
 
 
 def recompile_reason() -> str | None:

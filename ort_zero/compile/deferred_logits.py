@@ -24,7 +24,7 @@ from ort_zero.compat.deferred_tensor import (
     DeferredTensor,
     Values,
 )
-from ort_zero.compile.head_loss import DTYPES, LEAST_CLASSES, LossGradients, loss_and_gradients
+from ort_zero.compile.head_loss import DTYPES, LEAST_CLASSES, LossGradients, Products, ProductsOf, loss_and_gradients
 
 aten = torch.ops.aten
 _ENOUGH_READS = 3
@@ -43,11 +43,12 @@ class DeferringHead:
 
     Args:
         compiled: the head's compiled forward, called with the head and the arguments.
+        products_of: returns the products for the head's weight and bias.
         note_loss: called after each loss that was computed without all logits.
     """
 
-    def __init__(self, compiled: Callable[..., Any], note_loss: Callable[[], None]):
-        self._compiled = compiled
+    def __init__(self, compiled: Callable[..., Any], products_of: ProductsOf, note_loss: Callable[[], None]):
+        self._compiled, self._products_of = compiled, products_of
         self.note_loss = note_loss
         self._reads_in_a_row = 0
         self._was_read = False
@@ -58,7 +59,8 @@ class DeferringHead:
             return self._compiled(head, *args, **kwargs)
         self._reads_in_a_row = self._reads_in_a_row + 1 if self._was_read else 0
         self._was_read = False
-        return _Linear.apply(self, args[0], head.weight, head.bias)
+        products = self._products_of(head.weight, head.bias)
+        return _Linear.apply(self, products, args[0], head.weight, head.bias)
 
     def _can_defer(self, head: nn.Linear, hidden: torch.Tensor) -> bool:
         return (
@@ -83,8 +85,15 @@ class DeferringHead:
 class _Call:
     """One call of a head: what its logits are computed from, and the tensors that stand for them."""
 
-    def __init__(self, head: DeferringHead, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None):
-        self.head, self.hidden, self.weight, self.bias = head, hidden, weight, bias
+    def __init__(
+        self,
+        head: DeferringHead,
+        products: Products,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ):
+        self.head, self.products, self.hidden, self.weight, self.bias = head, products, hidden, weight, bias
         self.trains = False
         """Whether the head's parameters need gradients."""
         self.is_read = False
@@ -170,11 +179,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, head: DeferringHead, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any,
+        head: DeferringHead,
+        products: Products,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> Any:
         ctx.save_for_backward(hidden, weight)
-        ctx.call = call = _Call(head, hidden.detach(), weight.detach(), None if bias is None else bias.detach())
-        call.trains = any(ctx.needs_input_grad[2:])
+        ctx.call = call = _Call(
+            head, products, hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+        )
+        call.trains = any(ctx.needs_input_grad[3:])
         sizes, rows = (*hidden.shape[:-1], len(weight)), _Rows(call.hidden, "logits")
         return DeferredLogits(sizes, hidden.dtype, hidden.device, Values(call.logits), call, rows)
 
@@ -183,15 +199,16 @@ class _Linear(torch.autograd.Function):
         if ctx.call is not None:
             ctx.call.keep_for_later()
             ctx.call = None  # a loss that the user keeps would hold the weight
-        (gradient,), (hidden, weight), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad
+        (gradient,), (hidden, weight), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad[2:]
         if isinstance(gradient, DeferredLogits) and not gradient.content.are_computed and not torch.is_grad_enabled():
-            return None, gradient.rows.states.reshape(hidden.shape), *gradient.rows.of_parameters
+            return None, None, gradient.rows.states.reshape(hidden.shape), *gradient.rows.of_parameters
         flat, states = gradient.reshape(-1, len(weight)), hidden.reshape(-1, hidden.shape[-1])
         return (
             None,
-            (flat @ weight).reshape(hidden.shape) if needed[1] else None,
-            flat.t() @ states if needed[2] else None,
-            flat.sum(0) if needed[3] else None,
+            None,
+            (flat @ weight).reshape(hidden.shape) if needed[0] else None,
+            flat.t() @ states if needed[1] else None,
+            flat.sum(0) if needed[2] else None,
         )
 
 
@@ -238,8 +255,9 @@ def _loss(
     if weight is not None or reduction not in _REDUCTIONS or labels.dtype is not torch.int64:
         return None
     call = tensor.call
+    is_mean, states = _REDUCTIONS[reduction] == "mean", tensor.rows.states
     loss, gradients = loss_and_gradients(
-        tensor.rows.states, call.weight, call.bias, labels, ignored, _REDUCTIONS[reduction] == "mean", call.trains
+        states, call.weight, call.bias, labels, ignored, is_mean, call.trains, call.products
     )
     tensor.loss_gradients = gradients
     call.head.note_loss()

@@ -17,7 +17,7 @@ from ort_zero.compile.agreement import Agreement
 from ort_zero.compile.assembly import Assembled, assemble
 from ort_zero.compile.conversion.fragments import Fragment
 from ort_zero.compile.executor import SegmentRunner, program_of
-from ort_zero.compile.head_loss import fuse_head_and_loss
+from ort_zero.compile.head_loss import IN_PYTORCH, Product, Products, fuse_head_and_loss
 from ort_zero.compile.memory import Kept
 from ort_zero.compile.module_paths import is_below
 from ort_zero.compile.partition import decompositions
@@ -56,6 +56,7 @@ class Compiler:
         self._exclude = tuple(exclude)
         self.record = record if record is not None else records.ModelRecord()
         self._agreement = _agreement()
+        self._products: dict[Any, Products] = {}
         self.recompilations = Recompilations(unit or "the compiled function")
         self.record.recompilations.append(self.recompilations)
 
@@ -66,7 +67,7 @@ class Compiler:
         graph_passes.follow_gradients(module)
         replace_compositions(module)
         if self.settings.fuse_loss == "auto":
-            fuse_head_and_loss(module)
+            fuse_head_and_loss(module, self.products_of)
         kept = self.record.memory.new_graph(self._unit)
         returned: list[int] = []
 
@@ -82,6 +83,33 @@ class Compiler:
             partition_fn=divide,
         )
         return compiler(module, example_inputs)
+
+    def products_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Products:
+        """Return the products of a head and its loss, each in ONNX Runtime or PyTorch as segments are.
+
+        Args:
+            weight: the head's weight, or a fake tensor like it.
+            bias: the head's bias.
+        """
+        on_cpu = weight.device.type == "cpu" and weight.dtype is torch.float32
+        if not on_cpu or not all(isinstance(size, int) for size in weight.shape):
+            return IN_PYTORCH  # elsewhere ONNX Runtime has no such kernels, or the same library
+        key = (*weight.shape, bias is None, torch.get_num_threads())
+        if key not in self._products:
+            classes, width = weight.shape
+            states, gradient = (None, width), (None, classes)
+            linear = (states, (classes, width), *([] if bias is None else [(classes,)]))
+            self._products[key] = Products(
+                self._product(IN_PYTORCH.logits, *linear),
+                self._product(IN_PYTORCH.for_hidden, gradient, (classes, width)),
+                self._product(IN_PYTORCH.for_weight, gradient, states),
+            )
+        return self._products[key]
+
+    def _product(self, function: Product, *shapes: Sequence[int | None]) -> Product:
+        """Return a compiled function of float32 tensors of these shapes; None is the number of rows."""
+        program = self._compile(torch_compile.graph_of(function, shapes, decompositions()), "loss")
+        return lambda *tensors: program([tensor for tensor in tensors if tensor is not None])[0]
 
     def _compile(
         self,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +28,27 @@ _SAME_ROWS = frozenset("view reshape contiguous float to".split())
 _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
+Product = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Products:
+    """The products of matrices of a head and its loss."""
+
+    logits: Product
+    """Multiplies rows of hidden states with the head's weight, and adds a bias."""
+    for_hidden: Product
+    """Multiplies gradients of logits with the head's weight."""
+    for_weight: Product
+    """Multiplies the transpose of gradients of logits with rows of hidden states."""
+
+
+IN_PYTORCH = Products(F.linear, torch.mm, lambda gradient, states: gradient.T @ states)
+ProductsOf = Callable[[torch.Tensor, torch.Tensor | None], Products]
+"""Returns the products for a head's weight and bias."""
+_products: weakref.WeakValueDictionary[int, Products] = weakref.WeakValueDictionary()
+"""The products of the operators in graphs, by numbers: an operator takes no objects. A compiler holds them."""
+
 LossGradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """The gradients of hidden states, weight and bias; None for a weight or bias without one."""
 
@@ -38,6 +61,7 @@ def loss_and_gradients(
     ignored: int,
     mean: bool,
     trains: bool,
+    products: Products,
 ) -> tuple[torch.Tensor, LossGradients]:
     """Return the cross entropy of a linear layer's results, and its gradients.
 
@@ -49,6 +73,7 @@ def loss_and_gradients(
         ignored: the label of rows that do not count.
         mean: return the mean over the rows that count, else the sum.
         trains: compute the gradients of weight and bias.
+        products: multiply the matrices.
     """
     rows = (labels != ignored).nonzero().squeeze(1)
     factor = 1 / max(len(rows), 1) if mean else 1.0
@@ -57,7 +82,7 @@ def loss_and_gradients(
     for_weight = for_bias = None
     for chunk in rows.split(max(1, _CHUNK // len(weight))):
         states, right = hidden[chunk], labels[chunk].unsqueeze(1)
-        logits = F.linear(states, weight, bias).float()
+        logits = products.logits(states, weight, bias).float()
         largest, chosen = logits.amax(1, keepdim=True), logits.gather(1, right)
         powers = logits.sub_(largest).exp_()
         total = powers.sum(1, keepdim=True)
@@ -65,10 +90,10 @@ def loss_and_gradients(
         # a row's gradient times its total: the narrow factors of the products are divided instead
         gradient = powers.scatter_add_(1, right, -total).to(weight.dtype)
         share = factor / total
-        for_hidden[chunk] = (gradient @ weight * share).to(hidden.dtype)
+        for_hidden[chunk] = (products.for_hidden(gradient, weight) * share).to(hidden.dtype)
         scaled = (states * share).to(weight.dtype)
         if trains and for_weight is None:
-            for_weight = (gradient.T @ scaled).float()
+            for_weight = products.for_weight(gradient, scaled).float()
         elif for_weight is not None:
             is_whole = for_weight.dtype is weight.dtype
             for_weight.addmm_(gradient.T, scaled) if is_whole else for_weight.add_(gradient.T @ scaled)
@@ -88,9 +113,12 @@ def linear_cross_entropy(
     labels: torch.Tensor,
     ignored: int,
     mean: bool,
+    products: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the results of :func:`loss_and_gradients`, with an empty gradient for a bias that is None."""
-    loss, (for_hidden, for_weight, for_bias) = loss_and_gradients(hidden, weight, bias, labels, ignored, mean, True)
+    loss, (for_hidden, for_weight, for_bias) = loss_and_gradients(
+        hidden, weight, bias, labels, ignored, mean, True, _products.get(products, IN_PYTORCH)
+    )
     assert for_weight is not None, "the weight's gradient was asked for"
     return loss, for_hidden, for_weight, weight.new_empty(0) if for_bias is None else for_bias
 
@@ -109,14 +137,19 @@ def _keep_gradients(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, ...]) -
 
 def _backward(context: Any, loss: torch.Tensor, *unused: Any) -> tuple:
     hidden, weight, bias = (loss.to(kept.dtype) * kept for kept in context.saved_tensors)
-    return hidden, weight, bias if context.has_bias else None, None, None, None
+    return hidden, weight, bias if context.has_bias else None, None, None, None, None
 
 
 linear_cross_entropy.register_autograd(_backward, setup_context=_keep_gradients)
 
 
-def fuse_head_and_loss(module: GraphModule) -> None:
-    """Replace cross entropies of a linear layer's results that nothing else in a graph with gradients reads."""
+def fuse_head_and_loss(module: GraphModule, products_of: ProductsOf) -> None:
+    """Replace cross entropies of a linear layer's results that nothing else in a graph with gradients reads.
+
+    Args:
+        module: a graph of Dynamo.
+        products_of: returns the products for the sizes of a weight and a bias; the caller keeps them.
+    """
     if not torch.is_grad_enabled():
         return
     graph = module.graph
@@ -129,15 +162,19 @@ def fuse_head_and_loss(module: GraphModule) -> None:
             source = source.args[0]
         if not _can_be_fused(bound.arguments, source, path):
             continue
-        hidden, weight, *bias = source.args
+        hidden, weight, *rest = source.args
+        bias = rest[0] if rest else None
+        products = products_of(_value(weight), None if bias is None else _value(bias))
+        _products[id(products)] = products
         with graph.inserting_before(node):
             for each in filter(_is_slice_of_rows, reversed(path)):
                 hidden = graph.call_function(operator.getitem, (hidden, each.args[1]))
             hidden = graph.call_method("reshape", (hidden, -1, _value(weight).shape[1]))
             labels, ignored = bound.arguments["target"], bound.arguments["ignore_index"]
+            is_mean = bound.arguments["reduction"] == "mean"
             results = graph.call_function(
                 torch.ops.ort_zero.linear_cross_entropy.default,
-                (hidden, weight, *(bias or [None]), labels, ignored, bound.arguments["reduction"] == "mean"),
+                (hidden, weight, bias, labels, ignored, is_mean, id(products)),
             )
             loss = graph.call_function(operator.getitem, (results, 0))
             loss = graph.call_method("to", (loss, _value(node).dtype))

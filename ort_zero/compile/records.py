@@ -44,7 +44,7 @@ class GraphRecord:
     """One compiled graph."""
 
     direction: str
-    """``forward``, ``backward`` or ``inference``."""
+    """``forward``, ``backward`` or ``inference``; ``loss``: a product of a head and its loss in chunks."""
     segments: list[SegmentRecord]
     in_torch: Counter[str]
     """The operators that PyTorch runs between the segments, with their numbers."""
@@ -110,7 +110,7 @@ class ModelRecord:
 
     def prefers_torch(self, unit: str) -> bool:
         """Return True if the graphs of a class of units are placed, and ONNX Runtime does or saves too little."""
-        graphs = [graph for graph in self.graphs if graph.unit == unit]
+        graphs = [graph for graph in self.graphs if graph.unit == unit and graph.direction != "loss"]
         segments = [segment for graph in graphs for segment in graph.segments]
         if not graphs or any(s.trial.runner is None or s.trial.place != "measured" for s in segments):
             return False

@@ -15,6 +15,7 @@ from ort_zero.compile import explain, sessions
 from ort_zero.compile.caches import leave_out_caches
 from ort_zero.compile.deferred_logits import DeferringHead, is_head
 from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.head_loss import ProductsOf
 from ort_zero.compile.memory import MemoryBudget
 from ort_zero.compile.records import ModelRecord
 from ort_zero.compile.settings import Settings
@@ -68,7 +69,7 @@ class CompiledModel:
         self._excluded = {unit.path: unit.excluded for unit in units}
         # libraries change classes later: fully_shard, parametrizations
         self._classes = {unit.path: type(unit.module).__name__ for unit in units}
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compiled: dict[Any, tuple[Callable[..., Any], ProductsOf]] = {}
         self._settings = settings
         self._seen = weakref.WeakSet(module.modules())
         leave_out_caches(module)  # before the units: a model that is a unit itself stays compiled
@@ -136,12 +137,13 @@ class CompiledModel:
             if key not in self._compiled:
                 compiler = Compiler(self._settings, self.record, unit.excluded, name)
                 noted = compiler.recompilations
-                self._compiled[key] = torch_compile.compile_function(
+                compiled = torch_compile.compile_function(
                     function, compiler, noted.note_guard_failure, noted.note_guards
                 )
-            compiled = self._compiled[key]
+                self._compiled[key] = compiled, compiler.products_of
+            compiled, products_of = self._compiled[key]
             defers = self._settings.fuse_loss == "auto" and is_head(unit.module)
-            return DeferringHead(compiled, self.record.note_loss) if defers else compiled
+            return DeferringHead(compiled, products_of, self.record.note_loss) if defers else compiled
 
         reference = weakref.ref(self)
 

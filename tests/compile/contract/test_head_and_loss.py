@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ort_zero.compile import head_loss
 from ort_zero.compile.dynamo_backend import Compiler
+from ort_zero.compile.sessions import Session
 from ort_zero.compile.settings import Settings
 
 OPERATOR = "ort_zero.linear_cross_entropy.default"
@@ -75,9 +76,15 @@ def trained(loss_of: Callable[..., torch.Tensor], model: nn.Module, *inputs: Any
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def compare(loss_of: Callable[..., torch.Tensor], model: nn.Module, *inputs: Any, tolerance: float = 1e-5) -> bool:
+def compare(
+    loss_of: Callable[..., torch.Tensor],
+    model: nn.Module,
+    *inputs: Any,
+    tolerance: float = 1e-5,
+    backend: Compiler | None = None,
+) -> bool:
     """Compare a step with eager PyTorch's; return whether the operator ran."""
-    backend = Compiler(Settings(place="ort"))
+    backend = backend or Compiler(Settings(place="ort"))
     wanted = trained(loss_of, copy.deepcopy(model), *inputs)
     results = trained(torch.compile(loss_of, backend=backend), model, *inputs)
     sizes = [float(theirs.nan_to_num().abs().max()) for theirs in wanted]
@@ -95,6 +102,41 @@ def compare(loss_of: Callable[..., torch.Tensor], model: nn.Module, *inputs: Any
 def test_loss_and_gradients_are_those_of_pytorch(loss_of, options: dict[str, bool], share: float, monkeypatch):
     monkeypatch.setattr(head_loss, "_CHUNK", 13 * CLASSES)  # several chunks, the last one smaller
     assert compare(loss_of, Head(**options), *batch(share))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_run_in_onnxruntime_for_any_number_of_rows(bias: bool):
+    backend = Compiler(Settings(place="ort"))
+    for share in (1.0, 0.5, 0.0, 0.2):
+        assert compare(shifted, Head(bias=bias), *batch(share), backend=backend)
+    products = [graph for graph in backend.record.graphs if graph.direction == "loss"]
+    assert [len(graph.segments) for graph in products] == [1, 1, 1]
+    assert all(graph.segments[0].in_ort and graph.torch_flops == 0 for graph in products)
+    assert all(graph.segments[0].trial.runs >= 3 for graph in products)  # equal segments share a trial
+    assert backend.record.runs["loss"] == 12
+
+
+def test_products_of_another_dtype_or_of_sizes_that_change_are_pytorchs():
+    backend = Compiler(Settings(place="ort"))
+    assert backend.products_of(torch.empty(CLASSES, 16, dtype=torch.bfloat16), None) is head_loss.IN_PYTORCH
+    torch._dynamo.reset()
+    step = torch.compile(lambda x, w, y: F.cross_entropy(F.linear(x, w), y), backend=backend)
+    weight, states = torch.randn(CLASSES, 16), torch.randn(4, 16, requires_grad=True)
+    torch._dynamo.mark_dynamic(weight, 0)
+    step(states, weight.requires_grad_(), torch.tensor([1, 2, 3, 4])).backward()
+    assert OPERATOR in backend.record.as_dict()["in_torch"] and not backend.record.runs["loss"]
+
+
+def test_a_product_that_fails_runs_in_pytorch(monkeypatch, tmp_path):
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of threads")
+
+    backend = Compiler(Settings(place="ort", reproducers=str(tmp_path)))
+    states, weight = torch.randn(5, 24), torch.randn(CLASSES, 24)  # sizes of no other test: trials last
+    products = backend.products_of(weight, None)
+    monkeypatch.setattr(Session, "run", fail)
+    assert torch.equal(products.logits(states, weight, None), F.linear(states, weight))
+    assert list(backend.record.as_dict()["failed"].values()) == ["ONNX Runtime failed: out of threads"]
 
 
 def test_in_bf16():
@@ -126,5 +168,5 @@ def test_no_more_logits_exist_than_a_chunk_has(monkeypatch):
     labels = torch.randint(0, CLASSES, (60,))
     labels[10:] = -100
     with Largest() as largest:
-        head_loss.linear_cross_entropy._init_fn(hidden, weight, None, labels, -100, True)
+        head_loss.linear_cross_entropy._init_fn(hidden, weight, None, labels, -100, True, 0)
     assert largest.elements == weight.numel() == 4 * 4 * CLASSES

@@ -265,8 +265,11 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
     for direction, gain in zip(("forward", "backward"), gains, strict=True):
         trial = Trial(direction, "first", "measured", runner=Runner.ONNXRUNTIME, gain=gain)
         record.graphs.append(GraphRecord(direction, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0, "Block", None))
+    trial = Trial("loss", "first", "measured", runner=Runner.TORCH)
+    for unit in ("Block", "Linear"):
+        record.graphs.append(GraphRecord("loss", [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0, unit, None))
     assert record.prefers_torch("Block") is prefers
-    assert not record.prefers_torch("Another")
+    assert not record.prefers_torch("Another") and not record.prefers_torch("Linear")  # the loss stays in chunks
 
 
 def test_the_gain_of_a_placement_is_kept(tmp_path):
