@@ -34,8 +34,6 @@ def _threshold_backward(b: Builder, out: Value, gradient: Value, x: Value, thres
 def _gelu(b: Builder, out: Value, x: Value, approximate: str) -> Value:
     if out.dtype is torch.float64:  # ONNX Runtime 1.32 has its constants in float32
         raise NotConvertibleError("a GELU of float64")
-    if approximate == "tanh":
-        return b.op("FastGelu", x, domain=MICROSOFT)
     return b.op("Gelu", x, approximate=approximate)
 
 
