@@ -25,7 +25,8 @@ These runs may be made as their results are read."""
 _TIMED_RUNS = 3
 """Number of timed runs of each runtime, by turns; the fastest counts, which noise disturbs least."""
 _CLOSE_RUNS = 8
-"""Number of timed runs of each runtime where their times are close: few noisy runs make the winner look better."""
+"""Number of timed runs of each runtime where that is not clear: their times are close, or a slower run beside a faster
+one says the opposite, since another program took the processor in between."""
 _CLOSE = 0.8
 """Times are close where the faster one is more than this share of the slower one."""
 _POLLED = frozenset(1 << n for n in range(3, 40))
@@ -66,9 +67,8 @@ class Trial:
     """Whether PyTorch has checked a run; an error of PyTorch or Ctrl-C may end the first check early."""
     gain: float | None = None
     """Seconds that a run in ONNX Runtime saves, negative if it takes longer; None if nobody has measured it."""
-    seconds: dict[Runner, float] = field(default_factory=dict)
-    """The fastest timed run of each runtime, in seconds."""
-    _turns: int = 0
+    _times: list[float] = field(default_factory=list)
+    """Seconds of the timed runs: of ONNX Runtime and PyTorch by turns."""
 
     @property
     def is_settled(self) -> bool:
@@ -141,21 +141,22 @@ class Trial:
         if decided is not None:
             self._place(decided)
             return _in_ort(by_ort) if self.runner is Runner.ONNXRUNTIME else by_torch()
-        runner = (Runner.ONNXRUNTIME, Runner.TORCH)[self._turns % 2]
+        in_ort = len(self._times) % 2 == 0
         begin = self.clock()
-        results = _in_ort(by_ort) if runner is Runner.ONNXRUNTIME else by_torch()
-        seconds = self.clock() - begin
-        self._turns += 1  # not of a run that an error or Ctrl-C has ended
-        self.seconds[runner] = min(seconds, self.seconds.get(runner, seconds))
-        if self._turns == 2 * _CLOSE_RUNS or (
-            self._turns >= 2 * _TIMED_RUNS
-            and self._turns % 2 == 0
-            and min(self.seconds.values()) < _CLOSE * max(self.seconds.values())
-        ):
-            gain = self.seconds[Runner.TORCH] - self.seconds[Runner.ONNXRUNTIME]
+        results = _in_ort(by_ort) if in_ort else by_torch()
+        self._times.append(self.clock() - begin)  # not of a run that an error or Ctrl-C has ended
+        if len(self._times) == 2 * _CLOSE_RUNS or (not in_ort and self._is_clear()):
+            gain = min(self._times[1::2]) - min(self._times[::2])
             faster = Runner.ONNXRUNTIME if gain >= 0 else Runner.TORCH
             self._place(agreement.propose(self.key, f"{faster.value} {gain:.3g}"))
         return results
+
+    def _is_clear(self) -> bool:
+        """Return True if one runtime was much faster, and faster each time."""
+        ort, in_torch = self._times[::2], self._times[1::2]
+        faster, slower = sorted((min(ort), min(in_torch)))
+        agree = len({a < b for a, b in zip(ort, in_torch)}) == 1
+        return len(ort) >= _TIMED_RUNS and faster < _CLOSE * slower and agree
 
     def _place(self, decision: str) -> None:
         runner, _, gain = decision.partition(" ")
