@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,9 @@ class Compiler:
             decompositions=decompositions(),
             partition_fn=divide,
         )
-        return compiler(module, example_inputs)
+        compiled = compiler(module, example_inputs)
+        weakref.finalize(compiled, list(self._products.values()).clear)  # holds them as long as the graph lives
+        return compiled
 
     def products_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Products:
         """Return the products of a head and its loss, each in ONNX Runtime or PyTorch as segments are.

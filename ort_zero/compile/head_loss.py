@@ -7,6 +7,7 @@ chunk into its own gradient at once. Rows whose label is ignored are never compu
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +48,8 @@ IN_PYTORCH = Products(F.linear, torch.mm, lambda gradient, states: gradient.T @ 
 ProductsOf = Callable[[torch.Tensor, torch.Tensor | None], Products]
 """Returns the products for a head's weight and bias."""
 _products: weakref.WeakValueDictionary[int, Products] = weakref.WeakValueDictionary()
-"""The products of the operators in graphs, by numbers: an operator takes no objects. A compiler holds them."""
+"""The products of the operators in graphs, by number, since an operator takes no objects."""
+_numbers = itertools.count()
 
 LossGradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """The gradients of hidden states, weight and bias; None for a weight or bias without one."""
@@ -148,7 +150,8 @@ def fuse_head_and_loss(module: GraphModule, products_of: ProductsOf) -> None:
 
     Args:
         module: a graph of Dynamo.
-        products_of: returns the products for the sizes of a weight and a bias; the caller keeps them.
+        products_of: returns the products for the sizes of a weight and a bias. The caller keeps them as long as the
+            graph runs: without them PyTorch multiplies.
     """
     if not torch.is_grad_enabled():
         return
@@ -164,8 +167,8 @@ def fuse_head_and_loss(module: GraphModule, products_of: ProductsOf) -> None:
             continue
         hidden, weight, *rest = source.args
         bias = rest[0] if rest else None
-        products = products_of(_value(weight), None if bias is None else _value(bias))
-        _products[id(products)] = products
+        number = next(_numbers)
+        _products[number] = products_of(_value(weight), None if bias is None else _value(bias))
         with graph.inserting_before(node):
             for each in filter(_is_slice_of_rows, reversed(path)):
                 hidden = graph.call_function(operator.getitem, (hidden, each.args[1]))
@@ -174,7 +177,7 @@ def fuse_head_and_loss(module: GraphModule, products_of: ProductsOf) -> None:
             is_mean = bound.arguments["reduction"] == "mean"
             results = graph.call_function(
                 torch.ops.ort_zero.linear_cross_entropy.default,
-                (hidden, weight, bias, labels, ignored, is_mean, id(products)),
+                (hidden, weight, bias, labels, ignored, is_mean, number),
             )
             loss = graph.call_function(operator.getitem, (results, 0))
             loss = graph.call_method("to", (loss, _value(node).dtype))

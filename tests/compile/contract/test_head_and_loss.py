@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ort_zero.compile import head_loss
+from ort_zero.compile.bare_backend import bare_record
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.sessions import Session
 from ort_zero.compile.settings import Settings
@@ -114,6 +116,21 @@ def test_products_run_in_onnxruntime_for_any_number_of_rows(bias: bool):
     assert all(graph.segments[0].in_ort and graph.torch_flops == 0 for graph in products)
     assert all(graph.segments[0].trial.runs >= 3 for graph in products)  # equal segments share a trial
     assert backend.record.runs["loss"] == 12
+
+
+def test_products_live_as_long_as_the_graph():
+    loss_of = torch.compile(shifted, backend="ort_zero", options={"place": "ort"})
+    before, others = bare_record().runs["loss"], set(head_loss._products)
+    model, inputs = Head(), batch(1.0)
+    trained(loss_of, model, *inputs)
+    gc.collect()
+    trained(loss_of, model, *inputs)
+    assert bare_record().runs["loss"] == before + 6
+    assert set(head_loss._products) - others
+    del loss_of
+    torch._dynamo.reset()
+    gc.collect()
+    assert not set(head_loss._products) - others
 
 
 def test_products_of_another_dtype_or_of_sizes_that_change_are_pytorchs():
