@@ -24,7 +24,7 @@ from ort_zero.compat.deferred_tensor import (
     DeferredTensor,
     Values,
 )
-from ort_zero.compile.head_loss import DTYPES, LEAST_CLASSES, LossGradients, Products, ProductsOf, loss_and_gradients
+from ort_zero.compile.head_loss import DTYPES, LEAST_CLASSES, LossGradients, ProductsOf, loss_and_gradients
 
 aten = torch.ops.aten
 _ENOUGH_READS = 3
@@ -48,8 +48,8 @@ class DeferringHead:
     """
 
     def __init__(self, compiled: Callable[..., Any], products_of: ProductsOf, note_loss: Callable[[], None]):
-        self._compiled, self._products_of = compiled, products_of
-        self.note_loss = note_loss
+        self._compiled = compiled
+        self.products_of, self.note_loss = products_of, note_loss
         self._reads_in_a_row = 0
         self._was_read = False
 
@@ -59,8 +59,7 @@ class DeferringHead:
             return self._compiled(head, *args, **kwargs)
         self._reads_in_a_row = self._reads_in_a_row + 1 if self._was_read else 0
         self._was_read = False
-        products = self._products_of(head.weight, head.bias)
-        return _Linear.apply(self, products, args[0], head.weight, head.bias)
+        return _Linear.apply(self, args[0], head.weight, head.bias)
 
     def _can_defer(self, head: nn.Linear, hidden: torch.Tensor) -> bool:
         return (
@@ -85,15 +84,9 @@ class DeferringHead:
 class _Call:
     """One call of a head: what its logits are computed from, and the tensors that stand for them."""
 
-    def __init__(
-        self,
-        head: DeferringHead,
-        products: Products,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-    ):
-        self.head, self.products, self.hidden, self.weight, self.bias = head, products, hidden, weight, bias
+    def __init__(self, head: DeferringHead, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None):
+        self.head, self.hidden, self.weight, self.bias = head, hidden, weight, bias
+        self.products = head.products_of(weight, bias)  # not below autograd: the first call traces them
         self.trains = False
         """Whether the head's parameters need gradients."""
         self.is_read = False
@@ -179,18 +172,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        head: DeferringHead,
-        products: Products,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        ctx: Any, head: DeferringHead, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> Any:
         ctx.save_for_backward(hidden, weight)
-        ctx.call = call = _Call(
-            head, products, hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-        )
-        call.trains = any(ctx.needs_input_grad[3:])
+        ctx.call = call = _Call(head, hidden.detach(), weight.detach(), None if bias is None else bias.detach())
+        call.trains = any(ctx.needs_input_grad[2:])
         sizes, rows = (*hidden.shape[:-1], len(weight)), _Rows(call.hidden, "logits")
         return DeferredLogits(sizes, hidden.dtype, hidden.device, Values(call.logits), call, rows)
 
@@ -199,16 +185,15 @@ class _Linear(torch.autograd.Function):
         if ctx.call is not None:
             ctx.call.keep_for_later()
             ctx.call = None  # a loss that the user keeps would hold the weight
-        (gradient,), (hidden, weight), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad[2:]
+        (gradient,), (hidden, weight), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad
         if isinstance(gradient, DeferredLogits) and not gradient.content.are_computed and not torch.is_grad_enabled():
-            return None, None, gradient.rows.states.reshape(hidden.shape), *gradient.rows.of_parameters
+            return None, gradient.rows.states.reshape(hidden.shape), *gradient.rows.of_parameters
         flat, states = gradient.reshape(-1, len(weight)), hidden.reshape(-1, hidden.shape[-1])
         return (
             None,
-            None,
-            (flat @ weight).reshape(hidden.shape) if needed[0] else None,
-            flat.t() @ states if needed[1] else None,
-            flat.sum(0) if needed[2] else None,
+            (flat @ weight).reshape(hidden.shape) if needed[1] else None,
+            flat.t() @ states if needed[2] else None,
+            flat.sum(0) if needed[3] else None,
         )
 
 

@@ -88,7 +88,7 @@ class Compiler:
         return compiled
 
     def products_of(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Products:
-        """Return the products of a head and its loss, each in ONNX Runtime or PyTorch as segments are.
+        """Return functions for the three products of a head and its loss, each checked and placed like a segment.
 
         Args:
             weight: the head's weight, or a fake tensor like it.

@@ -201,7 +201,7 @@ def program_of(
 
 
 def _may_be_view(node: Any) -> bool:
-    """Return True for a node that can be a view: not for results of operators that make new tensors."""
+    """Return True for a node whose result can be a view; operators that always make new tensors have none."""
     if isinstance(node, Node) and node.target is operator.getitem:
         return _may_be_view(node.args[0])
     target = getattr(node, "target", None)

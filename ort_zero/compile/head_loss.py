@@ -46,9 +46,9 @@ class Products:
 
 IN_PYTORCH = Products(F.linear, torch.mm, lambda gradient, states: gradient.T @ states)
 ProductsOf = Callable[[torch.Tensor, torch.Tensor | None], Products]
-"""Returns the products for a head's weight and bias."""
+"""Returns the functions that multiply a head's matrices, for the head's weight and bias."""
 _products: weakref.WeakValueDictionary[int, Products] = weakref.WeakValueDictionary()
-"""The products of the operators in graphs, by number, since an operator takes no objects."""
+"""Maps the last argument of ``ort_zero::linear_cross_entropy`` to functions, which no operator of torch takes."""
 _numbers = itertools.count()
 
 LossGradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -146,7 +146,7 @@ linear_cross_entropy.register_autograd(_backward, setup_context=_keep_gradients)
 
 
 def fuse_head_and_loss(module: GraphModule, products_of: ProductsOf) -> None:
-    """Replace cross entropies of a linear layer's results that nothing else in a graph with gradients reads.
+    """Compute linear layers and their cross entropies as one operator, where nothing else reads the logits.
 
     Args:
         module: a graph of Dynamo.

@@ -83,7 +83,7 @@ class Session:
         return [_read(tensor, order, dtype) for (order, dtype), tensor in zip(self._inputs, inputs)]
 
     def layout(self, sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> Layout:
-        """Return the sizes and strides of inputs and results for one set of sizes.
+        """Return the sizes and strides of the model's inputs and results for one value of each size that changes.
 
         Args:
             sizes: the values of ``model.sizes``.

@@ -23,12 +23,12 @@ Judges = Callable[[], tuple[Outputs, Iterable[Outputs]]]
 """Returns a segment's results in float64, and the results of PyTorch's runs with inputs changed by a few roundings.
 These runs may be made as their results are read."""
 _TIMED_RUNS = 3
-"""Number of timed runs of each runtime, by turns; the fastest counts, which noise disturbs least."""
+"""Number of timed runs of a segment in each runtime, by turns; the fastest counts, which noise disturbs least."""
 _CLOSE_RUNS = 8
-"""Number of timed runs of each runtime where that is not clear: their times are close, or a slower run beside a faster
-one says the opposite, since another program took the processor in between."""
+"""Number of timed runs of a segment in each runtime where the times are close, or where the winner lost
+one of the turns. That happens when another program takes the processor for a while."""
 _CLOSE = 0.8
-"""Times are close where the faster one is more than this share of the slower one."""
+"""The times of two runtimes are close where the shorter one is more than this share of the longer one."""
 _POLLED = frozenset(1 << n for n in range(3, 40))
 """Numbers of runs after which a rank asks whether another rank has found the segment wrong."""
 _PART = 1 << 20
