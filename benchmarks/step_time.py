@@ -28,7 +28,7 @@ from training_models import MODELS, batch, build, make_engine
 SIZES = {
     "4x256": {"layers": 4, "hidden": 256},
     "8x512": {"layers": 8, "hidden": 512},
-    "12x768": {"layers": 12, "hidden": 768},
+    "12x768": {"layers": 12, "hidden": 768, "heads": 12},
 }
 """The last is that of GPT-2 124M and BERT-base."""
 ENGINES = {"none": 0, "zero1": 1, "zero3": 3}

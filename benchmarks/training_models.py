@@ -16,13 +16,14 @@ def build(name: str, options: dict[str, Any]) -> torch.nn.Module:
 
     Args:
         name: one of :data:`MODELS`.
-        options: ``hidden``, ``layers``, ``vocab`` and ``seq``; the last two count for text only.
+        options: ``hidden``, ``layers``, ``vocab`` and ``seq``; the last two count for text only. ``heads`` of BERT and
+            GPT-2, 4 if left out.
     """
     import transformers as hf
 
     torch.manual_seed(0)
     hidden, layers = options["hidden"], options["layers"]
-    heads = max(1, hidden // 64)
+    heads, few = max(1, hidden // 64), options.get("heads", 4)
     if name == "vit":
         return hf.ViTForImageClassification(hf.ViTConfig(
             hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
@@ -43,12 +44,12 @@ def build(name: str, options: dict[str, Any]) -> torch.nn.Module:
         ))  # fmt: skip
     if name == "bert":
         return hf.BertForMaskedLM(hf.BertConfig(
-            vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
+            vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=few,
             intermediate_size=4 * hidden, max_position_embeddings=seq, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         ))  # fmt: skip
     return hf.GPT2LMHeadModel(hf.GPT2Config(
-        vocab_size=vocab, n_embd=hidden, n_layer=layers, n_head=4, n_positions=seq, bos_token_id=0, eos_token_id=0,
+        vocab_size=vocab, n_embd=hidden, n_layer=layers, n_head=few, n_positions=seq, bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     ))  # fmt: skip
 

@@ -69,8 +69,9 @@ class CompileConfig(_Strict):
     """Compare each segment with PyTorch at its first run, at every run, or never."""
     place: Literal["measured", "ort"] = "measured"
     """"measured": the faster of ONNX Runtime and PyTorch runs a segment. "ort": ONNX Runtime runs all that it can."""
-    fuse_loss: Literal["auto", "off"] = "auto"
-    """"auto": heads of 4,096 classes or more and their cross entropy are computed together, chunk by chunk."""
+    fuse_loss: Literal["auto", "on", "off"] = "auto"
+    """"on": heads of 4,096 classes or more and their cross entropy are computed together, chunk by chunk.
+    "auto": on CPUs; on GPUs that saves memory and takes more time."""
     max_unit_elements: int | None = Field(default=None, ge=1)
     """Maximum number of parameter elements that are gathered together; larger blocks are divided. None: no limit."""
     reproducers: str | None = None

@@ -8,7 +8,7 @@ gradients of hidden states and weight. Any other operator computes the logits fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,17 @@ class DeferringHead:
         compiled: the head's compiled forward, called with the head and the arguments.
         products_of: returns the products for the head's weight and bias.
         note_loss: called after each loss that was computed without all logits.
+        devices: types of the devices on which logits are left to the loss.
     """
 
-    def __init__(self, compiled: Callable[..., Any], products_of: ProductsOf, note_loss: Callable[[], None]):
-        self._compiled = compiled
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        products_of: ProductsOf,
+        note_loss: Callable[[], None],
+        devices: Sequence[str],
+    ):
+        self._compiled, self._devices = compiled, devices
         self.products_of, self.note_loss = products_of, note_loss
         self._reads_in_a_row = 0
         self._was_read = False
@@ -73,6 +80,7 @@ class DeferringHead:
             and hidden.dtype == head.weight.dtype
             and hidden.dtype in DTYPES
             and hidden.device == head.weight.device
+            and hidden.device.type in self._devices
             and not torch.is_autocast_enabled(hidden.device.type)
         )
 

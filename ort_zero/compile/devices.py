@@ -15,22 +15,39 @@ from ort_zero.compat import onnxruntime_binding
 from ort_zero.compile.assembly import model_of
 from ort_zero.compile.conversion.fragments import ONNX_TYPES, Fragment
 
-_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+"""Names of ONNX Runtime's providers by torch's types of devices."""
+_ERRORS = 3
+"""ONNX Runtime's level of messages that are no warnings."""
+_DEFAULT_STREAM = 1
+"""CUDA's handle of the default stream (cudaStreamLegacy); for torch's 0, a session makes a stream of its own."""
 
 
 def provider_of(device: torch.device) -> tuple[str, dict[str, Any]] | None:
     """Return the name and the options of the provider for a device; None if the installed ONNX Runtime has none."""
-    name = _PROVIDERS.get(device.type)
+    name = PROVIDERS.get(device.type)
     if name is None or name not in onnxruntime.get_available_providers():
         return None
     if device.type == "cpu":
         return name, {}
-    stream = torch.cuda.current_stream(device).cuda_stream
+    if not _loads(name):
+        return None
     return name, {
         "device_id": str(device.index or 0),
-        "user_compute_stream": str(stream),
+        "user_compute_stream": str(torch.cuda.current_stream(device).cuda_stream or _DEFAULT_STREAM),
         "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "HEURISTIC",
+        "use_tf32": str(int(torch.backends.cuda.matmul.allow_tf32)),
     }
+
+
+@functools.cache
+def _loads(provider: str) -> bool:
+    """Return True if the provider's libraries load; ONNX Runtime makes sessions for CPUs where they do not."""
+    # 1.31 warns for each session that CUDA's provider is no plugin
+    onnxruntime.set_default_logger_severity(_ERRORS)
+    session = _probe("Identity", "", (), (torch.float32,), (torch.float32,), provider)
+    return session is not None and session.get_providers()[0] == provider
 
 
 def computes_in_float32(device: torch.device) -> bool:
@@ -56,10 +73,10 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 def unsupported(fragment: Fragment, device: torch.device) -> str | None:
     """Return which operator of a fragment the device's provider has no right kernel for; None if it has all."""
     for node in fragment.nodes:
-        fault = onnxruntime_binding.fault_of(node.operator) if device.type == "cpu" else None
+        dtypes = tuple(fragment.dtypes[name] if name else None for name in node.inputs)
+        fault = onnxruntime_binding.fault_of(node.operator, device.type, dtypes)
         if fault is not None:
             return fault
-        dtypes = tuple(fragment.dtypes[name] if name else None for name in node.inputs)
         results = tuple(fragment.dtypes[name] for name in node.outputs)
         if not _has_kernel(node.operator, node.domain, node.attributes, dtypes, results, device.type):
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes if dtype is not None)
@@ -80,6 +97,18 @@ def _has_kernel(
 
     A kernel can still refuse a call, and the first run of a segment would tell.
     """
+    return _probe(operator, domain, attributes, dtypes, results, PROVIDERS[device]) is not None
+
+
+def _probe(
+    operator: str,
+    domain: str,
+    attributes: tuple[tuple[str, Any], ...],
+    dtypes: Sequence[torch.dtype | None],
+    results: Sequence[torch.dtype],
+    provider: str,
+) -> Any:
+    """Return a session of one operator whose nodes all run on the provider; None if ONNX Runtime refuses it."""
     names = [f"in{index}" if dtype is not None else "" for index, dtype in enumerate(dtypes)]
     outputs = [f"out{index}" for index in range(len(results))]
     graph = helper.make_graph(
@@ -96,8 +125,9 @@ def _has_kernel(
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if provider != PROVIDERS["cpu"]:
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
-        onnxruntime.InferenceSession(model_of(graph).SerializeToString(), options, providers=[_PROVIDERS[device]])
+        return onnxruntime.InferenceSession(model_of(graph).SerializeToString(), options, providers=[provider])
     except Exception:  # ONNX Runtime's exceptions have no public base class
-        return False
-    return True
+        return None

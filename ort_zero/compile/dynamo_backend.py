@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,7 @@ class Compiler:
         reason = self.recompilations.note_graph()
         graph_passes.follow_gradients(module)
         replace_compositions(module)
-        if self.settings.fuse_loss == "auto":
-            fuse_head_and_loss(module, self.products_of)
+        fuse_head_and_loss(module, self.products_of, self.settings.loss_devices)
         kept = self.record.memory.new_graph(self._unit)
         returned: list[int] = []
 
@@ -137,6 +136,8 @@ class Compiler:
         def supports(node: torch.fx.Node, fragment: Fragment) -> str | None:
             if device is None or devices.provider_of(device) is None:
                 return f"ONNX Runtime has no provider for {device}"
+            if _devices_of((node, *node.all_input_nodes)) - {device}:
+                return f"a tensor that is not on {device}"
             if not all(symbols.knows(expression) for expression in fragment.sizes.values()):
                 return "a size that the inputs of the graph do not tell"
             return devices.unsupported(fragment, device)
@@ -206,6 +207,13 @@ def _agreement() -> Agreement:
 
 
 def _device_of(module: GraphModule) -> torch.device | None:
-    """Return the device of a graph's tensors; None if there are several devices, or none."""
-    seen = {value.device for node in module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}
+    """Return the device of a graph's tensors, some of which may be on the CPU; None if there are several, or none."""
+    seen = _devices_of(module.graph.nodes)
+    if len(seen) > 1:
+        seen.discard(torch.device("cpu"))
     return seen.pop() if len(seen) == 1 else None
+
+
+def _devices_of(nodes: Iterable[torch.fx.Node]) -> set[torch.device]:
+    """Return the devices of the tensors that nodes make."""
+    return {value.device for node in nodes if isinstance(value := node.meta.get("val"), torch.Tensor)}

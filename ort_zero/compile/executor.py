@@ -54,7 +54,7 @@ class SegmentRunner:
     ):
         self.segment = segment
         self.trial = trial
-        self.session = session
+        self._session: Session | None = session
         self._agreement = agreement
         self._symbols = symbols
         self._reproducers = reproducers
@@ -63,6 +63,12 @@ class SegmentRunner:
         self._edges = (*session.model.inputs, *session.model.outputs)
         self._reference: GraphModule | None = None
         self._layouts: dict[Symbols, tuple[Layout, bool]] = {}
+
+    @property
+    def session(self) -> Session:
+        """The session of the segment's model, until the segment is placed in PyTorch."""
+        assert self._session is not None, "PyTorch runs the segment"
+        return self._session
 
     @property
     def reference(self) -> GraphModule:
@@ -80,6 +86,7 @@ class SegmentRunner:
         """
         trial = self.trial
         if trial.runner is Runner.TORCH:
+            self._session = None  # takes 70 MiB on a GPU, for the libraries' workspaces
             return self.reference.forward(*inputs)  # without nn.Module's call, which takes as long as some segments
         layout, empty = self._layouts.get(symbols) or self._layout(symbols)
         if empty:

@@ -23,7 +23,9 @@ LEAST_CLASSES = 4096
 DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of hidden states and weight. Not float16: gradients are computed before a loss scale could multiply them."""
 _CHUNK = 1 << 23
-"""Logits of a chunk: 32 MiB in float32. Products of few rows are slow."""
+"""Logits of a chunk on a CPU: 32 MiB in float32. Products of few rows are slow."""
+_CHUNK_ON_GPU = 1 << 26
+"""Logits of a chunk on a GPU, where many small calls take longer than their kernels."""
 _SAME_ROWS = frozenset("view reshape contiguous float to".split())
 """Tensor methods after which a row of logits is still a row, in the same order."""
 _SIGNATURE = inspect.signature(F.cross_entropy)
@@ -82,7 +84,8 @@ def loss_and_gradients(
     loss = torch.zeros((), device=hidden.device)
     for_hidden = torch.zeros_like(hidden)
     for_weight = for_bias = None
-    for chunk in rows.split(max(1, _CHUNK // len(weight))):
+    logits_at_once = _CHUNK if hidden.device.type == "cpu" else _CHUNK_ON_GPU
+    for chunk in rows.split(max(1, logits_at_once // len(weight))):
         states, right = hidden[chunk], labels[chunk].unsqueeze(1)
         logits = products.logits(states, weight, bias).float()
         largest, chosen = logits.amax(1, keepdim=True), logits.gather(1, right)
@@ -145,13 +148,14 @@ def _backward(context: Any, loss: torch.Tensor, *unused: Any) -> tuple:
 linear_cross_entropy.register_autograd(_backward, setup_context=_keep_gradients)
 
 
-def fuse_head_and_loss(module: GraphModule, products_of: ProductsOf) -> None:
+def fuse_head_and_loss(module: GraphModule, products_of: ProductsOf, devices: Sequence[str]) -> None:
     """Compute linear layers and their cross entropies as one operator, where nothing else reads the logits.
 
     Args:
         module: a graph of Dynamo.
         products_of: returns the products for the sizes of a weight and a bias. The caller keeps them as long as the
             graph runs: without them PyTorch multiplies.
+        devices: types of the devices on which that is done.
     """
     if not torch.is_grad_enabled():
         return
@@ -163,7 +167,7 @@ def fuse_head_and_loss(module: GraphModule, products_of: ProductsOf) -> None:
         while (source.op == "call_method" and source.target in _SAME_ROWS) or _is_slice_of_rows(source):
             path.append(source)
             source = source.args[0]
-        if not _can_be_fused(bound.arguments, source, path):
+        if not _can_be_fused(bound.arguments, source, path, devices):
             continue
         hidden, weight, *rest = source.args
         bias = rest[0] if rest else None
@@ -187,13 +191,14 @@ def fuse_head_and_loss(module: GraphModule, products_of: ProductsOf) -> None:
         module.recompile()
 
 
-def _can_be_fused(loss: Mapping[str, Any], source: Node, path: Sequence[Node]) -> bool:
+def _can_be_fused(loss: Mapping[str, Any], source: Node, path: Sequence[Node], devices: Sequence[str]) -> bool:
     """Return True if the operator computes this loss of these results of `source`, and nothing else reads them."""
     if source.target is not F.linear or source.kwargs or any(len(each.users) > 1 for each in (source, *path)):
         return False
     logits, labels = _value(loss["input"]), _value(loss["target"])
     return (
-        logits.dim() == 2
+        logits.device.type in devices
+        and logits.dim() == 2
         and logits.shape[1] == _value(source).shape[-1] >= LEAST_CLASSES
         and labels.dtype is torch.int64
         and len({_value(each).dtype for each in (source, *source.args) if isinstance(each, Node)}) == 1

@@ -142,8 +142,10 @@ class CompiledModel:
                 )
                 self._compiled[key] = compiled, compiler.products_of
             compiled, products_of = self._compiled[key]
-            defers = self._settings.fuse_loss == "auto" and is_head(unit.module)
-            return DeferringHead(compiled, products_of, self.record.note_loss) if defers else compiled
+            where = self._settings.loss_devices
+            if not where or not is_head(unit.module):
+                return compiled
+            return DeferringHead(compiled, products_of, self.record.note_loss, where)
 
         reference = weakref.ref(self)
 
@@ -289,5 +291,5 @@ def compile_model(
     Raises:
         ConfigError: a pattern of `exclude` matches no module.
     """
-    units = find_units(module, exclude=exclude, max_elements=max_elements, heads=settings.fuse_loss == "auto")
+    units = find_units(module, exclude=exclude, max_elements=max_elements, heads=bool(settings.loss_devices))
     return CompiledModel(module, settings, units, stage, raises, memory), units

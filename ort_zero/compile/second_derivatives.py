@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ort_zero.compat.torch_compile import keeps_graph, tree_flatten, tree_leaves, tree_unflatten
 from ort_zero.compat.torch_modules import version_of
@@ -39,6 +40,10 @@ class Call:
         self._versions = [version_of(tensor) for tensor in tensors]
         self._random = torch.get_rng_state()
         kinds = {tensor.device.type for tensor in tensors}
+        self._random_of_devices: tuple[list[int], list[torch.Tensor]] = ([], [])
+        """Numbers of other devices than the CPU, and the states of their generators."""
+        if kinds - {"cpu"}:
+            self._random_of_devices = get_device_states(*{tensor.device: tensor for tensor in tensors}.values())
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -77,8 +82,9 @@ class Call:
         leaves = [views.get(id(leaf), leaf) for leaf in self._leaves]
         state = {name: views.get(id(weight), weight) for name, weight in weights.items()}
         state |= {name: buffer.clone() for name, buffer in repeat.named_buffers()}
-        with torch.random.fork_rng(devices=()), contextlib.ExitStack() as stack:
+        with torch.random.fork_rng(devices=self._random_of_devices[0]), contextlib.ExitStack() as stack:
             torch.set_rng_state(self._random)
+            set_device_states(*self._random_of_devices)
             for device, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype, enabled))
             results = functional_call(repeat, state, *tree_unflatten(leaves, self._structure))

@@ -63,8 +63,6 @@ class Session:
         """The results to cast after a run: number and dtype of each."""
         self.runs = 0
         """Number of runs."""
-        self._stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        """The stream that the session is made for; None for a CPU."""
         self._session = onnxruntime.InferenceSession(self.serialized, _options(threads), providers=[provider])
         self._run = onnxruntime_binding.runner_of(
             self._session,
@@ -73,6 +71,8 @@ class Session:
             model.sizes,
             [(edge.name, _element_type(edge.dtype)) for edge in model.outputs],
         )
+        if device.type == "cuda":
+            self._run = _on_stream(torch.cuda.current_stream(device), self._run)
 
     def end_profiling(self) -> str:
         """End the recording of nodes, and return the file with the profile."""
@@ -115,16 +115,26 @@ class Session:
             for (shape, strides), dtype in zip(layout.results, self._dtypes)
         ]
         self.runs += 1
-        current = torch.cuda.current_stream(self.device) if self._stream is not None else None
-        if current is not None:
-            self._stream.wait_stream(current)
         with named_range(SESSION):
             self._run(feeds, layout.read, results, layout.written)
-        if current is not None:
-            current.wait_stream(self._stream)
         for index, dtype in self._casts:
             results[index] = results[index].to(dtype)
         return results
+
+
+def _on_stream(stream: torch.cuda.Stream, run: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that runs a session of one stream after the calls of the current stream, which waits for it."""
+
+    def call(*arguments: Any) -> None:
+        current = torch.cuda.current_stream(stream.device)
+        if current == stream:
+            run(*arguments)
+            return
+        stream.wait_stream(current)
+        run(*arguments)
+        current.wait_stream(stream)
+
+    return call
 
 
 def _read(tensor: torch.Tensor, order: tuple[int, ...] | None, dtype: torch.dtype) -> torch.Tensor:
@@ -167,14 +177,15 @@ _profiling: dict[str, Any] = {"prefix": None, "session_made": None}
 _numbers = itertools.count()
 _sessions: weakref.WeakValueDictionary[tuple[SegmentModel, torch.device, int], Session] = weakref.WeakValueDictionary()
 _making = threading.Lock()
-_registered = False
+_with_arena: set[torch.device] = set()
+"""Devices whose allocator is registered."""
 
 
 def session_of(model: SegmentModel, device: torch.device) -> Session:
     """Return the session of a model, the same for equal models."""
     key = (model, device, torch.get_num_threads())
     with _making:
-        _register_arena()
+        _register_arena(device)
         session = _sessions.get(key)
         if session is None:
             session = _sessions[key] = Session(model, device, key[2])
@@ -188,13 +199,16 @@ def count() -> int:
     return len(_sessions)
 
 
-def _register_arena() -> None:
-    """Register ONNX Runtime's CPU allocator of this process, from which all sessions take memory."""
-    global _registered
-    if _registered:
+def _register_arena(device: torch.device) -> None:
+    """Register ONNX Runtime's allocator of a device in this process, from which all sessions take memory."""
+    if device in _with_arena:
         return
-    _registered = True
-    memory = onnxruntime.OrtMemoryInfo(
-        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
-    )
-    onnxruntime.create_and_register_allocator(memory, onnxruntime.OrtArenaCfg(0, 1, -1, -1))
+    _with_arena.add(device)
+    arena, kind = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
+    as_requested = onnxruntime.OrtArenaCfg(0, 1, -1, -1)
+    if device.type == "cpu":
+        memory = onnxruntime.OrtMemoryInfo("Cpu", arena, 0, kind)
+        onnxruntime.create_and_register_allocator(memory, as_requested)
+        return
+    memory = onnxruntime.OrtMemoryInfo(device.type.capitalize(), arena, device.index or 0, kind)
+    onnxruntime.create_and_register_allocator_v2(devices.PROVIDERS[device.type], memory, {}, as_requested)

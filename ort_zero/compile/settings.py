@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from ort_zero.errors import ConfigError
 
 VERIFY = ("first", "always", "off")
 PLACE = ("measured", "ort")
-FUSE_LOSS = ("auto", "off")
+FUSE_LOSS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,8 @@ class Settings:
     place: str = "measured"
     """``measured``: the faster of ONNX Runtime and PyTorch runs a segment. ``ort``: ONNX Runtime runs all it can."""
     fuse_loss: str = "auto"
-    """``auto``: heads of 4,096 classes or more and their cross entropy are computed together, chunk by chunk."""
+    """``on``: heads of 4,096 classes or more and their cross entropy are computed together, chunk by chunk.
+    ``auto``: on CPUs; on GPUs that saves memory and takes more time."""
     save_onnx: str | None = None
     """Folder into which rank 0 writes the model of each segment; None writes none."""
     reproducers: str | None = None
@@ -39,6 +40,11 @@ class Settings:
             value = getattr(self, name)
             if value not in valid:
                 raise ConfigError(f"{name}: must be one of {', '.join(valid)}, got {value!r}")
+
+    @property
+    def loss_devices(self) -> Sequence[str]:
+        """The types of devices on which a head and its cross entropy are computed together."""
+        return {"auto": ("cpu",), "on": ("cpu", "cuda")}.get(self.fuse_loss, ())
 
     @property
     def reproducer_folder(self) -> Path:

@@ -18,6 +18,7 @@ from ort_zero.compile import sessions
 from ort_zero.compile.bare_backend import ort_zero
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.settings import Settings
+from ort_zero.compile.trial import Runner
 from ort_zero.errors import ConfigError
 
 
@@ -125,6 +126,20 @@ def test_sizes_that_change_make_no_more_sessions():
         torch.testing.assert_close(mine.grad, theirs.grad)
     call(torch.randn(1, 4, 8), torch.rand(1, 4) > 0.5)  # torch specialises on 1
     ran(backend)
+
+
+def test_a_segment_that_pytorch_runs_keeps_no_session():
+    layer, x = Layer(width=24), torch.randn(5, 24)
+    call, backend = compiled(layer)
+    gc.collect()
+    before = sessions.count()
+    call(x).sum().backward()
+    trials = [segment.trial for graph in backend.record.graphs for segment in graph.segments]
+    assert sessions.count() - before == len(trials) > 0
+    for trial in trials:
+        trial.runner = Runner.TORCH
+    call(x).sum().backward()
+    assert sessions.count() == before
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -1,4 +1,4 @@
-"""The backend on a CUDA device: written, and skipped with the reason where there is none."""
+"""The backend on a CUDA device; skipped with the reason where there is none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import onnxruntime
 import pytest
 import torch
 
+import ort_zero
 from ort_zero.compile.dynamo_backend import Compiler
 from ort_zero.compile.settings import Settings
+from ort_zero.testing.ranks import run_on_ranks
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
@@ -60,3 +62,101 @@ def test_a_segment_runs_on_the_current_stream():
             result = compiled(x * 1)
         stream.synchronize()
     torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_segment_waits_for_the_default_stream():
+    layer = model()
+    compiled = torch.compile(layer, backend=Compiler(Settings(place="ort", verify="off")))
+    with torch.no_grad():
+        compiled(torch.zeros(4096, 64, device="cuda"))
+        for _ in range(5):
+            x, late = torch.randn(4096, 64, device="cuda"), torch.zeros(4096, 64, device="cuda")
+            wanted = layer(x)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(10_000_000)
+            late.copy_(x)
+            result = compiled(late)
+            late.zero_()  # what follows must not run before either
+            torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_reads_a_tensor_of_another_device_stays_in_pytorch():
+    half, x = torch.tensor(0.5), torch.randn(8, 64, device="cuda")
+    compiler = Compiler(Settings(place="ort"))
+    result = torch.compile(lambda x: (x @ x.mT).tanh() * half, backend=compiler)(x)
+    torch.testing.assert_close(result, (x @ x.mT).tanh() * half, rtol=1e-4, atol=1e-4)
+    record = compiler.record.as_dict()
+    assert record["segments"] and record["reasons"] == {"aten.mul.Tensor": "a tensor that is not on cuda:0"}, record
+
+
+@pytest.mark.parametrize("fuse_loss, losses_in_chunks", [("auto", 0), ("on", 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_language_model_trains_as_in_pytorch(dtype: torch.dtype, fuse_loss: str, losses_in_chunks: int):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=8000, n_embd=128, n_layer=2, n_head=2, n_positions=64)
+    eager = transformers.GPT2LMHeadModel(config).cuda().to(dtype).eval()
+    options = {"place": "ort", "verify": "always", "fuse_loss": fuse_loss}
+    model = ort_zero.wrap(copy.deepcopy(eager), backend="compile", compile=options)
+    losses: list[list[float]] = [[], []]
+    for step in range(6):
+        ids = torch.randint(0, 8000, (2, 64), generator=torch.Generator().manual_seed(step)).cuda()
+        for each, kept in zip((model, eager), losses):
+            loss = each(input_ids=ids, labels=ids).loss
+            each.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for weight in each.parameters():
+                    weight -= 0.1 * weight.grad
+            kept.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if dtype is torch.float32 else 1e-2)
+    status = ort_zero.status()["models"][-1]
+    assert status["fallbacks"] == 0 and status["graph_runs"]["backward"], status
+    assert status["compiled"]["segments"] and not status["compiled"]["failed"], status["compiled"]
+    assert status["compiled"]["losses_in_chunks"] == losses_in_chunks
+
+
+def zero3_losses(ort: bool) -> tuple[list[float], dict]:
+    """Return the losses of a ZeRO-3 engine on one GPU, and what ran."""
+    import deepspeed
+
+    deepspeed.init_distributed("nccl", verbose=False)
+    torch.cuda.set_device(0)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) if n % 2 == 0 else torch.nn.GELU() for n in range(8)))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    if ort:
+        ort_zero.enable()
+        config["ort_zero"] = {"log_level": "ERROR", "compile": {"place": "ort"}}
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    losses = []
+    for step in range(6):
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(step)).cuda().bfloat16()
+        loss = (engine(x) - x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, ort_zero.status()["models"][-1] if ort else {}
+
+
+def test_zero3_trains_as_in_deepspeed():
+    (ours, status), (theirs, _) = (run_on_ranks(zero3_losses, 1, ort, timeout=300)[0] for ort in (True, False))
+    assert ours == pytest.approx(theirs, rel=1e-2)
+    assert status["fallbacks"] == 0 and status["graph_runs"]["backward"] and not status["compiled"]["failed"], status
+
+
+def test_a_second_derivative_draws_the_same_dropout():
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.Tanh()).cuda()
+    gradients = []
+    for each in (layer, ort_zero.wrap(copy.deepcopy(layer), backend="compile", compile={"place": "ort"})):
+        x = torch.linspace(-1, 1, 8 * 64, device="cuda").view(8, 64).requires_grad_()
+        torch.manual_seed(1)
+        (first,) = torch.autograd.grad(each(x).sum(), x, create_graph=True)
+        first.square().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ort_zero
 from ort_zero.compile import head_loss
-from ort_zero.compile.deferred_logits import DeferredLogits, is_head
+from ort_zero.compile.deferred_logits import DeferredLogits, DeferringHead, is_head
 from ort_zero.compile.units import find_units
 
 CLASSES, WIDTH = 4096, 16
@@ -350,6 +350,13 @@ def test_where_logits_are_computed_at_once(how: str):
     ids, _ = batch()
     with torch.set_grad_enabled(how != "no gradients"), torch.autocast("cpu", enabled=how == "autocast"):
         assert type(compiled(ids)) is torch.Tensor
+
+
+def test_a_head_on_another_kind_of_device_computes_its_logits():
+    head, hidden = nn.Linear(16, CLASSES), torch.randn(3, 16)
+    for devices, kind in ((("cpu",), DeferredLogits), (("cuda",), torch.Tensor)):
+        call = DeferringHead(nn.Linear.forward, lambda *weights: head_loss.IN_PYTORCH, lambda: None, devices)
+        assert type(call(head, hidden)) is kind
 
 
 def test_which_modules_are_heads():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ort_zero.compile import devices
 from ort_zero.compile.conversion import registry
 from ort_zero.compile.partition import decompositions
 from ort_zero.compile.plan import Plan, Segment, TorchCall, make_plan
@@ -135,3 +136,18 @@ def test_an_unread_segment_is_left_out():
 
     plan = plan_of(unread, torch.randn(3, 3))
     assert not any(isinstance(step, Segment) for step in plan.steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("function", [lambda x: x.sum(0), lambda x: x.mean((0, 1))])
+def test_sums_in_16_bits_on_a_gpu_stay_in_pytorch(function: Callable, dtype: torch.dtype):
+    traced = make_fx(function, decomposition_table=decompositions(), tracing_mode="fake")
+    graph = traced(torch.ones(4, 4, dtype=dtype)).graph
+    gpu = torch.device("cuda")
+    plan = make_plan(
+        graph,
+        widen=False,
+        supports=lambda node, fragment: devices.unsupported(fragment, gpu),
+        refusal=lambda node: None,
+    )
+    assert any("partial sums in 16 bits" in reason for reason in plan.reasons.values()), plan.reasons
