@@ -69,10 +69,12 @@ def run_for_engine(model: Any, section: config.Config, zero: Mapping[str, Any]) 
 def connect(running: Any, engine: Any) -> None:
     """Note the engine's ZeRO stage, hand its optimizer gradients in one order on all ranks, bound its prefetch.
 
+    From now on the process keeps freed memory for the next step.
     The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
     """
-    from ort_zero.compat import deepspeed, deepspeed_gradient_order, deepspeed_units
+    from ort_zero.compat import deepspeed, deepspeed_gradient_order, deepspeed_units, glibc
 
+    glibc.keep_freed_memory()
     running.stage = int(engine.zero_optimization_stage())
     deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
     if running.stage == 3:
