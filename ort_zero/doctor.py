@@ -26,7 +26,10 @@ from ort_zero.utils.sizes import binary_size
 _ASK_PROVIDERS = "import onnxruntime; print('providers', *onnxruntime.get_available_providers())"
 _ASK_SECONDS = 300
 _PREFIXES = ("ORT_ZERO_", "ORTMODULE_", "DS_", "TORCH_EXTENSIONS", "TORCH_DEVICE", "CUDA_", "ROCM_")
-_NAMES = frozenset("CC CXX HOME LD_LIBRARY_PATH MALLOC_MMAP_THRESHOLD_ OMP_NUM_THREADS TMPDIR XDG_CACHE_HOME".split())
+_NAMES = frozenset(
+    "CC CXX GLIBC_TUNABLES HOME LD_LIBRARY_PATH MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_ OMP_NUM_THREADS TMPDIR "
+    "XDG_CACHE_HOME".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``'s parameters in ``malloc.h``."""
 _KEPT = 1 << 30
-"""Bytes of free memory at the end of the heap from which on glibc gives memory back; 64 MiB at most if it chooses."""
+"""Bytes of free memory at the end of the heap from which on glibc gives memory back; it chooses 128 KiB to 64 MiB."""
 _MAPPED = 32 << 20
 """Bytes of a block from which on it is mapped alone, and given back when it is freed: the largest value that glibc
 chooses itself."""
