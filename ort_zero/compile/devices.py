@@ -12,6 +12,7 @@ import torch
 from onnx import helper
 
 from ort_zero.compat import onnxruntime_binding
+from ort_zero.compat.torch_precision import computes_in_tf32
 from ort_zero.compile.assembly import model_of
 from ort_zero.compile.conversion.fragments import ONNX_TYPES, Fragment
 
@@ -37,7 +38,7 @@ def provider_of(device: torch.device) -> tuple[str, dict[str, Any]] | None:
         "user_compute_stream": str(torch.cuda.current_stream(device).cuda_stream or _DEFAULT_STREAM),
         "arena_extend_strategy": "kSameAsRequested",
         "cudnn_conv_algo_search": "HEURISTIC",
-        "use_tf32": str(int(torch.backends.cuda.matmul.allow_tf32)),
+        "use_tf32": str(int(computes_in_tf32())),
     }
 
 
