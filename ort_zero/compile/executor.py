@@ -55,6 +55,7 @@ class SegmentRunner:
         self.segment = segment
         self.trial = trial
         self._session: Session | None = session
+        """None once the segment is placed in PyTorch."""
         self._agreement = agreement
         self._symbols = symbols
         self._reproducers = reproducers
@@ -63,12 +64,6 @@ class SegmentRunner:
         self._edges = (*session.model.inputs, *session.model.outputs)
         self._reference: GraphModule | None = None
         self._layouts: dict[Symbols, tuple[Layout, bool]] = {}
-
-    @property
-    def session(self) -> Session:
-        """The session of the segment's model, until the segment is placed in PyTorch."""
-        assert self._session is not None, "PyTorch runs the segment"
-        return self._session
 
     @property
     def reference(self) -> GraphModule:
@@ -84,26 +79,26 @@ class SegmentRunner:
             inputs: the values of ``segment.inputs``.
             symbols: the values of the graph's symbols.
         """
-        trial = self.trial
-        if trial.runner is Runner.TORCH:
+        trial, session = self.trial, self._session
+        if trial.runner is Runner.TORCH or session is None:
             self._session = None  # takes 70 MiB on a GPU, for the libraries' workspaces
             return self.reference.forward(*inputs)  # without nn.Module's call, which takes as long as some segments
-        layout, empty = self._layouts.get(symbols) or self._layout(symbols)
+        layout, empty = self._layouts.get(symbols) or self._layout(symbols, session)
         if empty:
             return self.reference(*inputs)
         feeds = [inputs[index] for index in self._inputs]
         if trial.is_settled and not trial.is_polled:
             trial.runs += 1
             try:
-                return self.session.run(feeds, layout)
+                return session.run(feeds, layout)
             except Exception as error:  # ONNX Runtime's exceptions have no public base class
                 results = self.reference(*inputs)  # raises where the inputs are wrong
                 trial.fail(error, self._agreement)
-            self._tell(inputs, layout)
+            self._tell(inputs, layout, session)
             return results
 
         def by_ort() -> Sequence[torch.Tensor]:
-            return self.session.run(feeds, layout)
+            return session.run(feeds, layout)
 
         def judges() -> tuple[Sequence[torch.Tensor], Iterator[Sequence[torch.Tensor]]]:
             return in_float64(self.reference, list(inputs)), with_moved_inputs(self.reference, list(inputs))
@@ -111,16 +106,16 @@ class SegmentRunner:
         failed = trial.failed
         results = trial.run(by_ort, lambda: self.reference(*inputs), judges, self._agreement)
         if trial.failed and not failed:
-            self._tell(inputs, layout)
+            self._tell(inputs, layout, session)
         return results
 
-    def _tell(self, inputs: Sequence[Any], layout: Layout) -> None:
+    def _tell(self, inputs: Sequence[Any], layout: Layout, session: Session) -> None:
         """Say that PyTorch runs the segment from now on, and write a reproducer."""
-        operators = sorted({node.operator for node in self.session.model.nodes})
+        operators = sorted({node.operator for node in session.model.nodes})
         folder = self._reproducers / self.trial.key
         try:
-            feeds = self.session.feeds([inputs[index] for index in self._inputs])
-            write_reproducer(folder, self.trial.reason, self.session.model, self.reference, inputs, feeds, layout.sizes)
+            feeds = session.feeds([inputs[index] for index in self._inputs])
+            write_reproducer(folder, self.trial.reason, session.model, self.reference, inputs, feeds, layout.sizes)
             where = f"; reproducer: {folder}"
         except OSError as error:
             where = f"; no reproducer, since {folder} cannot be written: {error}"
@@ -132,10 +127,10 @@ class SegmentRunner:
             where,
         )
 
-    def _layout(self, symbols: Symbols) -> tuple[Layout, bool]:
+    def _layout(self, symbols: Symbols, session: Session) -> tuple[Layout, bool]:
         """Return the layout of calls with the same symbols, and whether a tensor is empty."""
         shapes = [self._symbols.evaluate(edge.shape, symbols) for edge in self._edges]
-        layout = self.session.layout(self._symbols.evaluate(self._sizes, symbols), shapes)
+        layout = session.layout(self._symbols.evaluate(self._sizes, symbols), shapes)
         if len(self._layouts) >= _MAX_LAYOUTS:
             self._layouts.clear()
         self._layouts[symbols] = layout, any(0 in shape for shape in shapes)
