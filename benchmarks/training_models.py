@@ -23,7 +23,7 @@ def build(name: str, options: dict[str, Any]) -> torch.nn.Module:
 
     torch.manual_seed(0)
     hidden, layers = options["hidden"], options["layers"]
-    heads, few = max(1, hidden // 64), options.get("heads", 4)
+    heads, wide_heads = max(1, hidden // 64), options.get("heads", 4)
     if name == "vit":
         return hf.ViTForImageClassification(hf.ViTConfig(
             hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
@@ -44,13 +44,13 @@ def build(name: str, options: dict[str, Any]) -> torch.nn.Module:
         ))  # fmt: skip
     if name == "bert":
         return hf.BertForMaskedLM(hf.BertConfig(
-            vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=few,
+            vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=wide_heads,
             intermediate_size=4 * hidden, max_position_embeddings=seq, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         ))  # fmt: skip
     return hf.GPT2LMHeadModel(hf.GPT2Config(
-        vocab_size=vocab, n_embd=hidden, n_layer=layers, n_head=few, n_positions=seq, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=vocab, n_embd=hidden, n_layer=layers, n_head=wide_heads, n_positions=seq, bos_token_id=0,
+        eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     ))  # fmt: skip
 
 

@@ -9,23 +9,22 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``'s parameters in ``malloc.h``."""
 _KEPT = 1 << 30
-"""Bytes of free memory at the end of the heap from which on glibc gives memory back; it chooses 128 KiB to 64 MiB."""
+"""Bytes of free memory at the end of the heap beyond which glibc returns it; glibc itself chooses 128 KiB to 64 MiB."""
 _MAPPED = 32 << 20
-"""Bytes of a block from which on it is mapped alone, and given back when it is freed: the largest value that glibc
-chooses itself."""
+"""Bytes from which glibc maps an allocation alone and returns it when it is freed: glibc's own largest choice."""
 _CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Variables by which a user chooses."""
 
 
-def keep_freed_memory() -> bool:
-    """Have this process keep up to 1 GiB of what it frees; return whether the C library does so from now on.
+def keep_freed_memory() -> None:
+    """Have this process keep up to 1 GiB of freed memory for later allocations.
 
     Nothing changes where a variable of glibc chooses already, or with another C library.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _CHOICES):
-        return False
+        return
     library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
-        return False
-    # the first call alone would end glibc's own choice of the other threshold, at 128 KiB
-    return bool(library.mallopt(_MMAP_THRESHOLD, _MAPPED)) and bool(library.mallopt(_TRIM_THRESHOLD, _KEPT))
+    if hasattr(library, "gnu_get_libc_version"):
+        # the second call alone would end glibc's own choice of the other threshold, at 128 KiB
+        library.mallopt(_MMAP_THRESHOLD, _MAPPED)
+        library.mallopt(_TRIM_THRESHOLD, _KEPT)

@@ -31,7 +31,10 @@ def provider_of(device: torch.device) -> tuple[str, dict[str, Any]] | None:
         return None
     if device.type == "cpu":
         return name, {}
-    if not _loads(name):
+    # 1.31 warns for each session that CUDA's provider is no plugin
+    onnxruntime.set_default_logger_severity(_ERRORS)
+    copies = ("Identity", "", (), (torch.float32,), (torch.float32,))
+    if not _has_kernel(*copies, device.type):  # the provider's libraries do not load
         return None
     return name, {
         "device_id": str(device.index or 0),
@@ -40,15 +43,6 @@ def provider_of(device: torch.device) -> tuple[str, dict[str, Any]] | None:
         "cudnn_conv_algo_search": "HEURISTIC",
         "use_tf32": str(int(computes_in_tf32())),
     }
-
-
-@functools.cache
-def _loads(provider: str) -> bool:
-    """Return True if the provider's libraries load; ONNX Runtime makes sessions for CPUs where they do not."""
-    # 1.31 warns for each session that CUDA's provider is no plugin
-    onnxruntime.set_default_logger_severity(_ERRORS)
-    session = _probe("Identity", "", (), (torch.float32,), (torch.float32,), provider)
-    return session is not None and session.get_providers()[0] == provider
 
 
 def computes_in_float32(device: torch.device) -> bool:
@@ -96,20 +90,9 @@ def _has_kernel(
 ) -> bool:
     """Return True if ONNX Runtime makes a session of the operator alone; it refuses one without a kernel.
 
-    A kernel can still refuse a call, and the first run of a segment would tell.
+    On a GPU the session must not fall back to the CPU. A kernel can still refuse a call, and the first run of a segment
+    would tell.
     """
-    return _probe(operator, domain, attributes, dtypes, results, PROVIDERS[device]) is not None
-
-
-def _probe(
-    operator: str,
-    domain: str,
-    attributes: tuple[tuple[str, Any], ...],
-    dtypes: Sequence[torch.dtype | None],
-    results: Sequence[torch.dtype],
-    provider: str,
-) -> Any:
-    """Return a session of one operator whose nodes all run on the provider; None if ONNX Runtime refuses it."""
     names = [f"in{index}" if dtype is not None else "" for index, dtype in enumerate(dtypes)]
     outputs = [f"out{index}" for index in range(len(results))]
     graph = helper.make_graph(
@@ -126,9 +109,10 @@ def _probe(
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    if provider != PROVIDERS["cpu"]:
+    if device != "cpu":
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     try:
-        return onnxruntime.InferenceSession(model_of(graph).SerializeToString(), options, providers=[provider])
+        onnxruntime.InferenceSession(model_of(graph).SerializeToString(), options, providers=[PROVIDERS[device]])
     except Exception:  # ONNX Runtime's exceptions have no public base class
-        return None
+        return False
+    return True

@@ -207,7 +207,7 @@ def _agreement() -> Agreement:
 
 
 def _device_of(module: GraphModule) -> torch.device | None:
-    """Return the device of a graph's tensors, some of which may be on the CPU; None if there are several, or none."""
+    """Return the device that a graph computes on; None without tensors, or with several devices beside the CPU."""
     seen = _devices_of(module.graph.nodes)
     if len(seen) > 1:
         seen.discard(torch.device("cpu"))

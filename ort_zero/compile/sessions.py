@@ -123,7 +123,12 @@ class Session:
 
 
 def _on_stream(stream: torch.cuda.Stream, run: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that runs a session of one stream after the calls of the current stream, which waits for it."""
+    """Return a function that runs a session on its CUDA stream in order with the calls on the current stream.
+
+    Args:
+        stream: the stream that the session was made for.
+        run: runs the session.
+    """
 
     def call(*arguments: Any) -> None:
         current = torch.cuda.current_stream(stream.device)
@@ -178,7 +183,7 @@ _numbers = itertools.count()
 _sessions: weakref.WeakValueDictionary[tuple[SegmentModel, torch.device, int], Session] = weakref.WeakValueDictionary()
 _making = threading.Lock()
 _with_arena: set[torch.device] = set()
-"""Devices whose allocator is registered."""
+"""Devices for which ONNX Runtime's shared allocator of this process is registered."""
 
 
 def session_of(model: SegmentModel, device: torch.device) -> Session:

@@ -11,17 +11,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ort_zero.compile import devices
 from ort_zero.compile.conversion import registry
 from ort_zero.compile.partition import decompositions
-from ort_zero.compile.plan import Plan, Segment, TorchCall, make_plan
+from ort_zero.compile.plan import Plan, Segment, Supports, TorchCall, make_plan
 
 aten = torch.ops.aten
 
 
 def plan_of(
-    function: Callable, *arguments: torch.Tensor, refusal: Callable[[torch.fx.Node], str | None] = lambda node: None
+    function: Callable,
+    *arguments: torch.Tensor,
+    refusal: Callable[[torch.fx.Node], str | None] = lambda node: None,
+    supports: Supports = lambda node, fragment: None,
 ) -> Plan:
-    """Return the plan of a function, traced with fake tensors, for a provider with all kernels."""
+    """Return the plan of a function, traced with fake tensors; without `supports` the provider has all kernels."""
     graph = make_fx(function, decomposition_table=decompositions(), tracing_mode="fake")(*arguments).graph
-    return make_plan(graph, widen=False, supports=lambda node, fragment: None, refusal=refusal)
+    return make_plan(graph, widen=False, supports=supports, refusal=refusal)
 
 
 def targets(step: Segment | TorchCall) -> list[str]:
@@ -141,13 +144,6 @@ def test_an_unread_segment_is_left_out():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("function", [lambda x: x.sum(0), lambda x: x.mean((0, 1))])
 def test_sums_in_16_bits_on_a_gpu_stay_in_pytorch(function: Callable, dtype: torch.dtype):
-    traced = make_fx(function, decomposition_table=decompositions(), tracing_mode="fake")
-    graph = traced(torch.ones(4, 4, dtype=dtype)).graph
-    gpu = torch.device("cuda")
-    plan = make_plan(
-        graph,
-        widen=False,
-        supports=lambda node, fragment: devices.unsupported(fragment, gpu),
-        refusal=lambda node: None,
-    )
+    gpu, x = torch.device("cuda"), torch.ones(4, 4, dtype=dtype)
+    plan = plan_of(function, x, supports=lambda node, fragment: devices.unsupported(fragment, gpu))
     assert any("partial sums in 16 bits" in reason for reason in plan.reasons.values()), plan.reasons
