@@ -203,6 +203,12 @@ _ABOUT_3_13_0 = r"^.*RuntimeWarning: Guards may run slower on Python 3\.13\.0.*\
 """Torch's advice on one release of Python, with the line of torch that gives it."""
 
 
+_COMPARED = 14
+"""Steps that ``make train`` compares. Step 15 (gradient norm 5.5) and step 19 (29.0) tell little of a runtime: losses
+of PyTorch itself come to 1.7e-4 apart there when each weight is changed by its last bit. Up to step 14 the losses of
+float32 and of float64 are within 5e-7."""
+
+
 def test_the_command_of_make_train_prints_a_screenful_and_compares_with_pytorch(tmp_path):
     text = _printed_by(_commands_of_make_train(tmp_path, "20")[0])
     rest = re.sub(_ABOUT_3_13_0, "", text, flags=re.M)
@@ -213,10 +219,10 @@ def test_the_command_of_make_train_prints_a_screenful_and_compares_with_pytorch(
     assert sum(line.startswith("step ") for line in lines) == 20
     assert not [line for line in lines if "Warning" in line or "deprecated" in line or "[WARNING]" in line]
     apart, ours, theirs, ratio = re.search(
-        r"^PyTorch on the same 20 steps: losses within (\S+) of these; a step takes (\S+) s in ONNX Runtime, "
+        rf"^PyTorch on the same {_COMPARED} steps: losses within (\S+) of these; a step takes (\S+) s in ONNX Runtime, "
         r"(\S+) s in PyTorch, ratio (\S+)$", text, flags=re.M,
     ).groups()  # fmt: skip
-    assert 0 <= float(apart) < 2e-4
+    assert 0 <= float(apart) < 5e-6
     assert float(ratio) == pytest.approx(float(ours) / float(theirs), rel=0.1)
 
 
