@@ -1,12 +1,12 @@
 """Measures the step time of ONNX Runtime beside eager PyTorch and torch.compile, case by case.
 
 A case is a model, a size and an engine: none (one process, forward and backward), ZeRO-1 or ZeRO-3 on several ranks
-(forward, backward and optimizer step; every weight is partitioned unless --threshold says otherwise). The variants of a
-case live in the same processes and take turns of a few steps, in an order that rotates: whatever else the machine does
-meets all alike. The first step of a turn finds the caches full of another variant's data and is not counted. The peers'
-tensors are allocated by PyTorch's own allocator, as in a program without ort_zero. Ratios to eager PyTorch are taken
-within a round; printed are their median, the smallest and the largest. CPU time (all threads, mean of the ranks) tells
-more than wall time (of the slowest rank) on a busy machine.
+(forward, backward and optimizer step; every weight is partitioned unless --threshold says otherwise). Each variant of a
+case has processes of its own, so that no allocator and no patch of another variant is in them. The variants take turns
+of a few steps, in an order that rotates: whatever else the machine does meets all alike. The first step of a turn finds
+the caches full of another variant's data and is not counted. Ratios to eager PyTorch are taken within a round; printed
+are their median, the smallest and the largest. CPU time (all threads, mean of the ranks) tells more than wall time (of
+the slowest rank) on a busy machine.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 from training_models import MODELS, batch, build, make_engine
 
 SIZES = {
@@ -44,7 +47,7 @@ _SETTLING = 36
 
 
 class Variant:
-    """One engine, or a bare model, that takes turns with the others.
+    """One engine, or a bare model.
 
     Args:
         name: of the model.
@@ -53,8 +56,6 @@ class Variant:
     """
 
     def __init__(self, name: str, kind: str, options: dict[str, Any]):
-        self._trains_in_ortmodule = any(each.startswith("ort") for each in options["variants"])
-        self._use_allocator(False)
         model, self.stage = build(name, options).to(options["device"]), options["stage"]
         if not self.stage:
             model.to(DTYPES[options["dtype"]])
@@ -88,36 +89,22 @@ class Variant:
                 self.engine = ort_zero.wrap(model, log_level="ERROR", **section)
                 self.runtime = registry.runtimes()[-1]
         self.engine.train()
-        # DeepSpeed replaces it for the whole process when a ZeRO-3 model comes
-        self.linear = torch.nn.functional.linear
         self.steps = 0
-
-    def _use_allocator(self, use: bool) -> None:
-        """Have tensors allocated as in a program with ORTModule, or by PyTorch's own allocator."""
-        if self._trains_in_ortmodule:
-            from ort_zero.ortmodule.compat import cpu_allocator
-
-            cpu_allocator.use(use)
 
     def step(self, inputs: dict[str, torch.Tensor]) -> tuple[float, float]:
         """Train one step and return its time and CPU time in seconds."""
-        saved, torch.nn.functional.linear = torch.nn.functional.linear, self.linear
-        self._use_allocator(self.runtime is not None and not self.segments)
-        try:
-            if not self.stage:
-                self.engine.zero_grad(set_to_none=True)
-            start, cpu = time.perf_counter(), time.process_time()
-            loss = self.engine(**inputs).loss
-            if self.stage:
-                self.engine.backward(loss)
-                self.engine.step()
-            else:
-                loss.backward()
-            if self._device == "cuda":
-                torch.cuda.synchronize()
-            seconds = (time.perf_counter() - start, time.process_time() - cpu)
-        finally:
-            torch.nn.functional.linear = saved
+        if not self.stage:
+            self.engine.zero_grad(set_to_none=True)
+        start, cpu = time.perf_counter(), time.process_time()
+        loss = self.engine(**inputs).loss
+        if self.stage:
+            self.engine.backward(loss)
+            self.engine.step()
+        else:
+            loss.backward()
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start, time.process_time() - cpu)
         self.steps += 1
         self.loss = loss.item()
         return seconds
@@ -138,8 +125,17 @@ class Variant:
         return {**done, "kernels": dict(graph["kernels"]), "nodes": graph["nodes"], "python_ops": graph["python_ops"]}
 
 
-def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Run on each rank: return wall and CPU seconds of each round by variant, losses, and what ORT did in a step."""
+def measure(name: str, kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Run on each rank: train in the turns that the store gives; return seconds of each turn, the loss, what ORT did.
+
+    Args:
+        name: of the model.
+        kind: one of :data:`VARIANTS`.
+        options: sizes, and ``stage``, ``threshold``, ``prefetch``, ``turn``, ``port``, ``timeout``.
+
+    Returns:
+        Wall and CPU seconds of each turn, loss, what :meth:`Variant.report` returns; or why torch.compile does not run.
+    """
     import ort_zero
 
     ort_zero.enable()
@@ -155,62 +151,97 @@ def measure(name: str, options: dict[str, Any]) -> dict[str, Any]:
     inputs = {key: value.to(options["device"]) for key, value in batch(options, rank, name).items()}
     dtype = DTYPES[options["dtype"]]
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
-    variants: dict[str, Variant] = {}
-    warmup = max(options["warmup"], _SETTLING if any("segments" in each for each in options["variants"]) else 0)
+    warmup = max(options["warmup"], _SETTLING if kind.startswith("segments") else 0)
+    try:
+        variant = Variant(name, kind, options)
+        for _ in range(warmup):  # the first step compiles; DeepSpeed's prefetch needs a traced step
+            variant.step(inputs)
+    except Exception as error:
+        if kind != "compile":
+            raise
+        return {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+    store = TCPStore("127.0.0.1", options["port"], is_master=False, timeout=timedelta(seconds=options["timeout"]))
+    store.set(f"{kind}/0/{rank}", "done")
+    times: list[tuple[float, ...]] = []
+    while store.get(f"{kind}/{len(times) + 1}") == b"go":  # waits for the word
+        turn = []
+        for _ in range(options["turn"]):
+            if options["stage"]:
+                torch.distributed.barrier()
+            turn.append(variant.step(inputs))
+        times.append(tuple(statistics.median(column) for column in zip(*(turn[1:] or turn), strict=True)))
+        store.set(f"{kind}/{len(times)}/{rank}", "done")
+    return {"times": times, "loss": variant.loss, "did": variant.report()}
+
+
+def measure_in_turns(
+    name: str, options: dict[str, Any], ranks: int, env: dict[str, str]
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """Measure the variants of one case in turns, each in processes of its own.
+
+    Args:
+        name: of the model.
+        options: as for :func:`measure`, and ``variants``, ``rounds``, ``seconds``.
+        ranks: of each variant.
+        env: more environment variables of all processes.
+
+    Returns:
+        By variant, what :func:`measure` returns on each rank; and by variant, why it does not run.
+
+    Raises:
+        RuntimeError: a rank has failed, or time ran out.
+    """
+    from ort_zero.testing.ranks import run_on_ranks
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    options = {**options, "port": store.port}
+    running: dict[str, Future] = {}
     failed: dict[str, str] = {}
-    for kind in options["variants"]:
+    rounds = 0
+    with ThreadPoolExecutor(len(options["variants"])) as pool:
         try:
-            variant = Variant(name, kind, options)
-            for _ in range(warmup):  # the first step exports; DeepSpeed's prefetch needs a traced step
-                variant.step(inputs)
-            variants[kind] = variant
-        except Exception as error:
-            if kind != "compile":
-                raise
-            failed[kind] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    order = list(variants)
-    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in order}
-    started = time.perf_counter()
-    for number in itertools.count():
-        if number >= options["rounds"] or (number >= 3 and _passed(started, options)):
-            break
-        shift = number % len(order)
-        for kind in order[shift:] + order[:shift]:
-            turn = []
-            for _ in range(options["turn"]):
-                if options["stage"]:
-                    torch.distributed.barrier()
-                turn.append(variants[kind].step(inputs))
-            counted = turn[1:] or turn
-            times[kind].append(tuple(statistics.median(column) for column in zip(*counted, strict=True)))
-    return {
-        "times": times,
-        "failed": failed,
-        "losses": {kind: variant.loss for kind, variant in variants.items()},
-        "did": {kind: variant.report() for kind, variant in variants.items()},
-    }
+            for kind in options["variants"]:  # one after another: segments are placed by their times
+                running[kind] = pool.submit(
+                    run_on_ranks, measure, ranks, name, kind, options, timeout=options["timeout"], env=env
+                )
+                if not _done(store, kind, 0, ranks, running[kind]):
+                    failed[kind] = running.pop(kind).result()[0]["failed"]
+            order, started = list(running), time.perf_counter()
+            while rounds < options["rounds"] and (rounds < 3 or time.perf_counter() - started < options["seconds"]):
+                shift = rounds % len(order)
+                rounds += 1
+                for kind in order[shift:] + order[:shift]:
+                    store.set(f"{kind}/{rounds}", "go")
+                    _done(store, kind, rounds, ranks, running[kind])
+        finally:  # after a failure too: the pool waits for all processes
+            for kind in running:
+                for number in (rounds, rounds + 1):
+                    store.compare_set(f"{kind}/{number}", "", "end")
+        return {kind: future.result() for kind, future in running.items()}, failed
 
 
-def _passed(started: float, options: dict[str, Any]) -> bool:
-    """Return whether the time for rounds is over, for all ranks alike."""
-    over = torch.tensor(float(time.perf_counter() - started > options["seconds"]))
-    if options["stage"]:
-        torch.distributed.broadcast(over, 0)
-    return bool(over)
+def _done(store: TCPStore, kind: str, number: int, ranks: int, running: Future) -> bool:
+    """Wait until all ranks have done a turn; return False if the variant does not run."""
+    while not store.check([f"{kind}/{number}/{rank}" for rank in range(ranks)]):
+        if running.done():
+            running.result()  # raises what a rank has raised
+            return False
+        time.sleep(0.01)
+    return True
 
 
-def summarize(reports: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(reports: dict[str, list[dict[str, Any]]], failed: dict[str, str]) -> dict[str, Any]:
     """Return milliseconds and ratios to eager PyTorch (median, smallest, largest) by variant."""
     figures: dict[str, Any] = {}
     clocks: dict[str, dict[str, list[float]]] = {}
-    for kind in reports[0]["times"]:
-        rounds = list(zip(*(report["times"][kind] for report in reports), strict=True))
+    for kind, of_ranks in reports.items():
+        rounds = list(zip(*(report["times"] for report in of_ranks), strict=True))
         clocks[kind] = {
             "wall": [max(seconds for seconds, _ in ranks) for ranks in rounds],
             "cpu": [statistics.mean(seconds for _, seconds in ranks) for ranks in rounds],
         }
     for kind, clock in clocks.items():
-        figures[kind] = {"loss": reports[0]["losses"][kind], **reports[0]["did"][kind]}
+        figures[kind] = {"loss": reports[kind][0]["loss"], **reports[kind][0]["did"]}
         for which, values in clock.items():
             ratios = [a / b for a, b in zip(values, clocks["torch"][which], strict=True)]
             figures[kind][which] = {
@@ -218,7 +249,7 @@ def summarize(reports: list[dict[str, Any]]) -> dict[str, Any]:
                 "ratio": statistics.median(ratios), "min": min(ratios), "max": max(ratios),
                 "of_fastest": min(values) / min(clocks["torch"][which]),
             }  # fmt: skip
-    return {"rounds": len(next(iter(clocks.values()))["cpu"]), "variants": figures, "failed": reports[0]["failed"]}
+    return {"rounds": len(next(iter(clocks.values()))["cpu"]), "variants": figures, "failed": failed}
 
 
 def processor() -> str:
@@ -282,8 +313,6 @@ def main() -> int:
     args = parser.parse_args()
     if "torch" not in args.variants:
         parser.error("--variants needs torch, which the others are compared with")
-    from ort_zero.testing.ranks import run_on_ranks
-
     cases: dict[str, Any] = {}
     for name, size, engine in itertools.product(args.models, args.sizes, args.engines):
         options = {**vars(args), **SIZES[size], "stage": ENGINES[engine], "out": None}
@@ -294,8 +323,8 @@ def main() -> int:
         ranks = args.ranks if ENGINES[engine] else 1
         with tempfile.TemporaryDirectory() as cache:  # segments are placed in this run, not in an earlier one
             own = {"ORT_ZERO_CACHE_DIR": cache}
-            reports = run_on_ranks(measure, ranks, name, options, timeout=args.timeout, env=own)
-        cases[label] = {**summarize(reports), "processor": processor()}
+            reports, failed = measure_in_turns(name, options, ranks, own)
+        cases[label] = {**summarize(reports, failed), "processor": processor()}
         if not args.json:
             show(label, cases[label])
         if args.out is not None:
