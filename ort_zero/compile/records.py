@@ -82,6 +82,8 @@ class ModelRecord:
     on_first_step: Callable[[], None] | None = None
     """The function to call once the first step is over: at the next forward, or after the engine's step."""
 
+    units_in_torch: set[str] = field(default_factory=set)
+    """Classes of units that run in PyTorch as a whole, since ONNX Runtime did or saved too little."""
     are_stale: bool = False
     """Whether the units are to be compiled again: the next graph replaces all that are here."""
 
@@ -89,6 +91,7 @@ class ModelRecord:
         """Add a compiled graph."""
         if self.are_stale:
             self.graphs.clear()
+            self.units_in_torch.clear()
             self.are_stale = False
         self.graphs.append(graph)
 
@@ -108,6 +111,12 @@ class ModelRecord:
             call, self.on_first_step = self.on_first_step, None
             call()
 
+    def goes_to_torch(self, unit: str) -> bool:
+        """Return whether a class of units runs in PyTorch from now on, and note it if so."""
+        if self.prefers_torch(unit):
+            self.units_in_torch.add(unit)
+        return unit in self.units_in_torch
+
     def prefers_torch(self, unit: str) -> bool:
         """Return True if the graphs of a class of units are placed, and ONNX Runtime does or saves too little."""
         graphs = [graph for graph in self.graphs if graph.unit == unit and graph.direction != "loss"]
@@ -124,9 +133,13 @@ class ModelRecord:
 
     def flop_share(self) -> float | None:
         """Return the share of floating-point operations that ONNX Runtime runs, of one run of each graph."""
-        ort = sum(s.flops for g in self.graphs for s in g.segments if s.in_ort)
+        ort = sum(segment.flops for segment in self._segments_in_ort())
         total = sum(g.torch_flops + sum(s.flops for s in g.segments) for g in self.graphs)
         return ort / total if total else None
+
+    def _segments_in_ort(self) -> list[SegmentRecord]:
+        running = (g for g in self.graphs if g.direction == "loss" or g.unit not in self.units_in_torch)
+        return [segment for graph in running for segment in graph.segments if segment.in_ort]
 
     def transitions(self) -> list[dict[str, str]]:
         """Return each graph that was made since no earlier one fitted, with the change that Dynamo names."""
@@ -148,7 +161,7 @@ class ModelRecord:
             "dynamo_graphs": self.dynamo_graphs,
             "losses_in_chunks": self.losses,
             "segments": len(segments),
-            "segments_in_torch": sum(not segment.in_ort for segment in segments),
+            "segments_in_torch": len(segments) - len(self._segments_in_ort()),
             "runs": sum(trial.runs for trial in {id(s.trial): s.trial for s in segments}.values()),
             "flop_share": self.flop_share(),
             "in_torch": dict(sum((graph.in_torch for graph in self.graphs), Counter())),

@@ -159,7 +159,7 @@ class CompiledModel:
             if model is not None:
                 model.note_second_derivative()
 
-        is_slower = functools.partial(self.record.prefers_torch, name)
+        is_slower = functools.partial(self.record.goes_to_torch, name)
         replace_forward(unit.module, compile_function, failed, is_slower, differentiated)
 
     def note_second_derivative(self) -> None:

@@ -65,7 +65,7 @@ class UnitForward:
             return self.original(self.unit, *args, **kwargs)
         self.calls += 1
         # not in a backward: activation checkpointing must compute again what the forward has computed
-        if self.calls in _ASKED and self.is_slower() and not in_backward():
+        if self.calls in _ASKED and not in_backward() and self.is_slower():
             self.compiled = None
             return self.original(self.unit, *args, **kwargs)
         call = None

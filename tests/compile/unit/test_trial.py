@@ -289,6 +289,14 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
         record.graphs.append(GraphRecord("loss", [SegmentRecord(trial, 2, 10**12)], Counter(), {}, 0, unit, None))
     assert record.prefers_torch("Block") is prefers
     assert not record.prefers_torch("Another") and not record.prefers_torch("Linear")  # the loss stays in chunks
+    before = record.as_dict()
+    assert record.goes_to_torch("Block") is prefers
+    after = record.as_dict()
+    assert before["segments_in_torch"] == 2 and before["flop_share"] == pytest.approx(2e9 / 2.002e12)
+    assert (after["segments_in_torch"], after["flop_share"]) == ((4, 0) if prefers else (2, before["flop_share"]))
+    record.are_stale = True
+    record.add(record.graphs[0])
+    assert record.as_dict()["flop_share"] == 1, "the units are compiled again"
 
 
 def test_the_gain_of_a_placement_is_kept(tmp_path):
