@@ -213,7 +213,7 @@ def measure_in_turns(
                 for kind in order[shift:] + order[:shift]:
                     store.set(f"{kind}/{rounds}", "go")
                     _done(store, kind, rounds, ranks, running[kind])
-        finally:  # after a failure too: the pool waits for all processes
+        finally:  # after a failure too: the pool waits for all processes, which wait for this round's word or the next
             for kind in running:
                 for number in (rounds, rounds + 1):
                     store.compare_set(f"{kind}/{number}", "", "end")

@@ -9,15 +9,16 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Numbers of ``mallopt``'s parameters in ``malloc.h``."""
 _KEPT = 1 << 30
-"""Bytes of free memory at the end of the heap beyond which glibc returns it; glibc itself chooses 128 KiB to 64 MiB."""
+"""Bytes of free memory at the top of the heap beyond which ``free`` returns it to the system. glibc itself chooses
+128 KiB to 64 MiB."""
 _MAPPED = 32 << 20
-"""Bytes from which glibc maps an allocation alone and returns it when it is freed: glibc's own largest choice."""
+"""Size in bytes from which ``malloc`` maps each allocation separately: the largest that glibc itself chooses."""
 _CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Variables by which a user chooses."""
 
 
 def keep_freed_memory() -> None:
-    """Have this process keep up to 1 GiB of freed memory for later allocations.
+    """Tell glibc to keep up to 1 GiB of freed memory in this process, instead of returning it to the system.
 
     Nothing changes where a variable of glibc chooses already, or with another C library.
     """

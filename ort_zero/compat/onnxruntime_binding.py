@@ -22,8 +22,9 @@ Shapes = Sequence[Sequence[int]]
 _FAULTS = {"Sqrt": ((1, 22), "returns NaN for infinity")}
 """What an operator on CPUs does wrong before a release; 1.22 is the first one after 1.19 that was tried."""
 _SUMS = frozenset({"ReduceSum", "ReduceMean"})
-"""Operators that add in 16 bits on a GPU. ReduceSum has an error of 1e-2 over 4,096 rows in bfloat16, another one in
-each run, where PyTorch's is 3e-3 (onnxruntime-gpu 1.31.1); ReduceMean was not measured."""
+"""Operators that PyTorch runs in 16 bits on a GPU: ONNX Runtime's ReduceSum adds in 16 bits, with an error of 1e-2 over
+4,096 rows in bfloat16, another one in each run, where PyTorch's is 3e-3 (onnxruntime-gpu 1.31.1). ReduceMean was not
+measured."""
 
 
 def fault_of(operator: str, device: str, dtypes: Sequence[torch.dtype | None]) -> str | None:

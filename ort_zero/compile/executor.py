@@ -55,7 +55,7 @@ class SegmentRunner:
         self.segment = segment
         self.trial = trial
         self._session: Session | None = session
-        """None once the segment is placed in PyTorch."""
+        """The session that runs the segment in ONNX Runtime; None once PyTorch runs it."""
         self._agreement = agreement
         self._symbols = symbols
         self._reproducers = reproducers

@@ -83,7 +83,8 @@ class ModelRecord:
     """The function to call once the first step is over: at the next forward, or after the engine's step."""
 
     units_in_torch: set[str] = field(default_factory=set)
-    """Classes of units that run in PyTorch as a whole, since ONNX Runtime did or saved too little."""
+    """Names of the classes whose units PyTorch runs entirely, since ONNX Runtime ran or saved too little of them."""
+
     are_stale: bool = False
     """Whether the units are to be compiled again: the next graph replaces all that are here."""
 
@@ -112,7 +113,7 @@ class ModelRecord:
             call()
 
     def goes_to_torch(self, unit: str) -> bool:
-        """Return whether a class of units runs in PyTorch from now on, and note it if so."""
+        """Decide whether PyTorch runs all units of a class from now on, and return the decision."""
         if self.prefers_torch(unit):
             self.units_in_torch.add(unit)
         return unit in self.units_in_torch

@@ -123,7 +123,9 @@ class Session:
 
 
 def _on_stream(stream: torch.cuda.Stream, run: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that runs a session on its CUDA stream in order with the calls on the current stream.
+    """Return a function that runs a session on its own CUDA stream, after all that the current stream has to do.
+
+    Later work on the current stream waits for the run.
 
     Args:
         stream: the stream that the session was made for.
@@ -183,7 +185,7 @@ _numbers = itertools.count()
 _sessions: weakref.WeakValueDictionary[tuple[SegmentModel, torch.device, int], Session] = weakref.WeakValueDictionary()
 _making = threading.Lock()
 _with_arena: set[torch.device] = set()
-"""Devices for which ONNX Runtime's shared allocator of this process is registered."""
+"""GPUs for which ONNX Runtime has an allocator that all sessions of this process share."""
 
 
 def session_of(model: SegmentModel, device: torch.device) -> Session:
