@@ -40,6 +40,17 @@ def give_back() -> None:
         extension.empty()
 
 
+def use(wanted: bool) -> None:
+    """Let new tensors be allocated by the allocator, or by PyTorch's own; without effect where it was not installed."""
+    extension = extensions.loaded("cpu_allocator")
+    if extension is None:
+        return
+    if wanted:
+        install(extension)
+    else:
+        extension.remove()
+
+
 def _has_glibc() -> bool:
     try:
         return bool(os.confstr("CS_GNU_LIBC_VERSION"))
