@@ -36,6 +36,8 @@ class _Order:
             parameters = [each for each in unit.parameters() if id(each) not in self._unit_of]
             self._unit_of.update((id(each), parameters) for each in parameters)
         self._current: list[nn.Parameter] | None = None
+        self._awaited = 0
+        """Number of gradients of the current unit."""
         self._waiting: dict[int, tuple[Any, ...]] = {}
 
     def arrived(self, parameter: nn.Parameter, *group: Any) -> None:
@@ -48,9 +50,10 @@ class _Order:
         if unit is None or not self._is_complete(parameter):
             getattr(self._class, _HAND_ON)(self._optimizer(), parameter, *group)
             return
-        self._current = unit
+        if self._current is None:
+            self._current, self._awaited = unit, sum(each.requires_grad for each in unit)
         self._waiting[id(parameter)] = group
-        if len(self._waiting) == sum(each.requires_grad for each in unit):
+        if len(self._waiting) == self._awaited:
             self._flush()
 
     def _is_complete(self, parameter: nn.Parameter) -> bool:

@@ -96,9 +96,9 @@ class DeferredTensor(torch.Tensor):
         # an operator that changes its argument in place returns it
         return tree_map_only(torch.Tensor, lambda tensor: read.get(id(tensor), tensor), function(*args, **kwargs))
 
-    def meta(self) -> torch.Tensor:
-        """Return a meta tensor of the same sizes and dtype."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+    def meta(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a meta tensor of the same sizes, and of the same dtype unless another is given."""
+        return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
 
     def _as_plain(self) -> torch.Tensor:
         return self.content.now().detach().requires_grad_(self.requires_grad)

@@ -72,9 +72,10 @@ def connect(running: Any, engine: Any) -> None:
     From now on the process keeps freed memory for the next step.
     The step whose operations DeepSpeed's flops profiler counts runs in PyTorch: the profiler counts calls of Python.
     """
-    from ort_zero.compat import deepspeed, deepspeed_gradient_order, deepspeed_units, glibc
+    from ort_zero.compat import deepspeed, deepspeed_buckets, deepspeed_gradient_order, deepspeed_units, glibc
 
-    glibc.keep_freed_memory()
+    if glibc.keep_freed_memory():
+        deepspeed_buckets.keep_buckets(engine.optimizer)
     running.stage = int(engine.zero_optimization_stage())
     deepspeed_gradient_order.keep_order(engine.optimizer, running.unit_modules())
     if running.stage == 3:
@@ -85,7 +86,13 @@ def connect(running: Any, engine: Any) -> None:
 
 
 def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:
-    """Compile the units of `model` in place; return what runs the model, and the model."""
+    """Compile the units of `model` in place; return what runs the model, and the model.
+
+    From now on the process keeps freed memory for the next step.
+    """
+    from ort_zero.compat import glibc
+
+    glibc.keep_freed_memory()
     return run_for_engine(model, section, {})
 
 

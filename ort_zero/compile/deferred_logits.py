@@ -236,7 +236,9 @@ def _log_softmax(function: Any, tensor: Any, dim: int, to_float: bool) -> Deferr
     if not _is_pending(tensor, "logits") or tensor.dim() != 2 or dim % 2 != 1:
         return None
     values, rows = tensor.content, _Rows(tensor.rows.states, "log-probabilities")
-    return tensor.derived(function(tensor.meta(), dim, to_float), rows, lambda: function(values.now(), dim, to_float))
+    # not by torch's meta kernel, which is Python and takes a millisecond
+    like = tensor.meta(torch.float32 if to_float else None)
+    return tensor.derived(like, rows, lambda: function(values.now(), dim, to_float))
 
 
 def _loss(
