@@ -13,7 +13,7 @@ from typing import Any
 import onnxruntime
 import torch
 
-from ort_zero.compat import onnxruntime_binding
+from ort_zero.compat import onnxruntime_binding, torch_compile
 from ort_zero.compile import devices
 from ort_zero.compile.assembly import SegmentModel
 from ort_zero.compile.conversion.fragments import NUMPY_TYPES, ONNX_TYPES
@@ -55,6 +55,7 @@ class Session:
         provider = devices.provider_of(device)
         if provider is None:
             raise ValueError(f"the installed ONNX Runtime has no provider for {device}")
+        self._allocate = torch_compile.allocation_on(device)
         self._inputs = [(edge.order, edge.dtype) for edge in model.inputs]
         self._dtypes = [edge.dtype for edge in model.outputs]
         self._casts = [
@@ -73,6 +74,7 @@ class Session:
         )
         if device.type == "cuda":
             self._run = _on_stream(torch.cuda.current_stream(device), self._run)
+        self._run = named_range(SESSION)(self._run)
 
     def end_profiling(self) -> str:
         """End the recording of nodes, and return the file with the profile."""
@@ -110,13 +112,10 @@ class Session:
             for tensor, strides, (order, dtype) in zip(inputs, layout.strides, self._inputs)
         ]
         feeds += layout.sizes
-        results = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-            for (shape, strides), dtype in zip(layout.results, self._dtypes)
-        ]
+        allocate = self._allocate
+        results = [allocate(shape, strides, dtype) for (shape, strides), dtype in zip(layout.results, self._dtypes)]
         self.runs += 1
-        with named_range(SESSION):
-            self._run(feeds, layout.read, results, layout.written)
+        self._run(feeds, layout.read, results, layout.written)
         for index, dtype in self._casts:
             results[index] = results[index].to(dtype)
         return results
