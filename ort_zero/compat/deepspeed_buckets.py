@@ -33,7 +33,7 @@ class _Buckets:
         self._elements = min(int(optimizer.reduce_bucket_size), gradients)
 
     def set_up(self) -> None:
-        """Set the buckets up at the first gradient of a backward; a bucket that a tensor still reads is a new one."""
+        """Set up the buckets at the first gradient of a backward; those that a tensor still reads are replaced."""
         optimizer: Any = self._optimizer()
         if optimizer.ready_for_gradients:
             return
