@@ -14,7 +14,7 @@ _SET_UP = "setup_buckets"
 
 
 def keep_buckets(optimizer: Any) -> None:
-    """Have a ZeRO-1 or 2 optimizer use the memory of its buckets again in each backward, on a CPU.
+    """Have DeepSpeed's ZeRO-1 or 2 optimizer reuse its gradient buckets (``ipg_buckets``) in each backward on CPUs.
 
     DeepSpeed allocates them for each backward, with ``reduce_bucket_size`` elements. Gradients that fill more than
     1 GiB go back to the system, as without this function. ZeRO-3 keeps its bucket itself.
@@ -24,7 +24,7 @@ def keep_buckets(optimizer: Any) -> None:
 
 
 class _Buckets:
-    """The buckets of the last backward."""
+    """Buckets of gradients that an optimizer has filled in its last backward, kept for the next one."""
 
     def __init__(self, optimizer: Any):
         self._optimizer = weakref.ref(optimizer)
@@ -33,7 +33,7 @@ class _Buckets:
         self._elements = min(int(optimizer.reduce_bucket_size), gradients)
 
     def set_up(self) -> None:
-        """Set up the buckets at the first gradient of a backward; those that a tensor still reads are replaced."""
+        """Set up the buckets at the first gradient of a backward; replace a bucket whose memory a tensor still uses."""
         optimizer: Any = self._optimizer()
         if optimizer.ready_for_gradients:
             return

@@ -97,7 +97,7 @@ class DeferredTensor(torch.Tensor):
         return tree_map_only(torch.Tensor, lambda tensor: read.get(id(tensor), tensor), function(*args, **kwargs))
 
     def meta(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a meta tensor of the same sizes, and of the same dtype unless another is given."""
+        """Return a tensor on torch's meta device with this tensor's sizes, in its dtype or a given one."""
         return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
 
     def _as_plain(self) -> torch.Tensor:

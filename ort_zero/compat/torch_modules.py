@@ -38,7 +38,7 @@ def is_view(tensor: Any) -> bool:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Return True if another tensor uses the memory of `tensor`."""
+    """Return True if `tensor` shares its storage with another tensor."""
     return _uses(tensor) > _uses(torch.empty(0))  # 1 or, with the storage's Python object, 2
 
 

@@ -96,7 +96,7 @@ def _told(key: str) -> str | None:
 
 
 def _context() -> str:
-    """Return a hash of the versions, processor, number of threads and GPU for which a measured placement holds."""
+    """Return a hash of what the times of segments depend on: versions, processor, number of threads, GPU."""
     facts = [torch.__version__, onnxruntime.__version__, platform.processor(), _processor(), torch.get_num_threads()]
     if torch.cuda.is_available():
         facts.append(torch.cuda.get_device_name())

@@ -86,7 +86,7 @@ def connect(running: Any, engine: Any) -> None:
 
 
 def run_alone(model: Any, section: config.Config) -> tuple[CompiledModel, Any]:
-    """Compile the units of `model` in place; return what runs the model, and the model.
+    """Compile the units of `model` in place, for training without DeepSpeed; return what runs the model, and the model.
 
     From now on the process keeps freed memory for the next step.
     """

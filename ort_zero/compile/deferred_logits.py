@@ -278,8 +278,9 @@ def _log_softmax_backward(
     if not _is_pending(gradient, "gradient") or not isinstance(result, DeferredLogits):
         return None
     values, of_result = gradient.content, result.content
-    like = torch.empty(gradient.shape, dtype=dtype, device="meta")
-    return gradient.derived(like, gradient.rows, lambda: function(values.now(), of_result.now(), dim, dtype))
+    return gradient.derived(
+        gradient.meta(dtype), gradient.rows, lambda: function(values.now(), of_result.now(), dim, dtype)
+    )
 
 
 _SHORT: dict[Any, Callable[..., Any]] = {

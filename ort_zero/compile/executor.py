@@ -55,7 +55,7 @@ class SegmentRunner:
         self.segment = segment
         self.trial = trial
         self._session: Session | None = session
-        """The session that runs the segment in ONNX Runtime; None once PyTorch runs it."""
+        """The segment's session of ONNX Runtime; set to None, and freed, once PyTorch runs the segment."""
         self._agreement = agreement
         self._symbols = symbols
         self._reproducers = reproducers

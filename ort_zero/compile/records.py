@@ -83,7 +83,7 @@ class ModelRecord:
     """The function to call once the first step is over: at the next forward, or after the engine's step."""
 
     units_in_torch: set[str] = field(default_factory=set)
-    """Names of the classes whose units PyTorch runs entirely, since ONNX Runtime ran or saved too little of them."""
+    """Class names of units that PyTorch runs whole: ONNX Runtime ran too little of them, or saved too little time."""
 
     are_stale: bool = False
     """Whether the units are to be compiled again: the next graph replaces all that are here."""
@@ -113,7 +113,7 @@ class ModelRecord:
             call()
 
     def goes_to_torch(self, unit: str) -> bool:
-        """Decide whether PyTorch runs all units of a class from now on, and return the decision."""
+        """Return True if PyTorch runs all units of a class from now on; once True, the answer stays True."""
         if self.prefers_torch(unit):
             self.units_in_torch.add(unit)
         return unit in self.units_in_torch

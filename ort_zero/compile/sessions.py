@@ -122,9 +122,9 @@ class Session:
 
 
 def _on_stream(stream: torch.cuda.Stream, run: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that runs a session on its own CUDA stream, after all that the current stream has to do.
+    """Return a function that runs a session on its CUDA stream and synchronizes that with torch's current stream.
 
-    Later work on the current stream waits for the run.
+    The run waits for earlier work on the current stream, and later work on the current stream waits for the run.
 
     Args:
         stream: the stream that the session was made for.
@@ -184,7 +184,7 @@ _numbers = itertools.count()
 _sessions: weakref.WeakValueDictionary[tuple[SegmentModel, torch.device, int], Session] = weakref.WeakValueDictionary()
 _making = threading.Lock()
 _with_arena: set[torch.device] = set()
-"""GPUs for which ONNX Runtime has an allocator that all sessions of this process share."""
+"""Devices whose allocator is registered with ONNX Runtime, for all sessions of this process."""
 
 
 def session_of(model: SegmentModel, device: torch.device) -> Session:
