@@ -178,10 +178,16 @@ def is_dynamos(error: Exception) -> bool:
     return isinstance(error, AssertionError) and str(frame.f_globals.get("__name__")).startswith("torch._dynamo.")
 
 
-def memory_budget(fraction: float) -> AbstractContextManager[Any]:
-    """Have the min-cut partitioner keep a fraction of what it would keep, and what it must, in a ``with`` block."""
+def partitioner_options(fraction: float, joins_equal_calls: bool) -> AbstractContextManager[Any]:
+    """Set what the min-cut partitioner does in a ``with`` block.
+
+    Args:
+        fraction: what it keeps of what it would keep; it keeps what it must in any case.
+        joins_equal_calls: it makes one call of several with the same arguments. In torch 2.13 that imports Inductor's
+            lowerings, which takes more than a second.
+    """
     budget = ExitStack()
-    budget.enter_context(functorch_config.patch(activation_memory_budget=fraction))
+    budget.enter_context(functorch_config.patch(activation_memory_budget=fraction, cse=joins_equal_calls))
     if Version(torch.__version__) < Version("2.8"):
         budget.enter_context(_saving_what_must_be_saved())
     return budget

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ort_zero.compat.torch_compile import (
     core_aten_decompositions,
-    memory_budget,
     min_cut_rematerialization_partition,
+    partitioner_options,
     tree_leaves,
 )
 from ort_zero.compile.conversion.creation import CONSTANTS
@@ -78,7 +78,7 @@ def partition(
         must_stay = is_ordered(node) if fraction < 1 else not _is_free(node)
         if node.op == "call_function" and "recompute" not in node.meta and must_stay:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    with memory_budget(fraction):
+    with partitioner_options(fraction, _has_equal_calls(joint)):
         divided = min_cut_rematerialization_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
     graph_passes.erase_from_backward(divided[1].graph)
     return divided
@@ -109,6 +109,16 @@ def computed_again(forward: GraphModule, backward: GraphModule) -> list[torch.fx
     """Return the calls of a forward that its backward makes a second time; views and constants cost nothing."""
     calls = {node.name for node in forward.graph.nodes if node.op == "call_function" and not _is_free(node)}
     return [node for node in backward.graph.nodes if node.op == "call_function" and node.name in calls]
+
+
+def _has_equal_calls(joint: GraphModule) -> bool:
+    """Return True if a graph has two calls of an operator with the same arguments, views and constants aside."""
+    calls = [
+        (node.target, str(node.args), str(node.kwargs))
+        for node in joint.graph.nodes
+        if node.op == "call_function" and (not _is_free(node) or isinstance(node.meta.get("val"), tuple))
+    ]
+    return len(set(calls)) < len(calls)
 
 
 def _keep_what_is_compared(joint: GraphModule, num_fwd_outputs: int) -> None:

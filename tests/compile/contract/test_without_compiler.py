@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 TRAIN = """
-import json, shutil
+import json, shutil, sys
 assert shutil.which("c++") is None and shutil.which("g++") is None and shutil.which("cc") is None
 import torch
 import ort_zero
@@ -30,7 +30,8 @@ for _ in range(3):
     optimizer.zero_grad()
     losses.append(loss.item())
 (status,) = ort_zero.status()["models"]
-print(json.dumps({{"losses": losses, "status": status}}))
+lowerings = "torch._inductor.lowering" in sys.modules
+print(json.dumps({{"losses": losses, "status": status, "lowerings": lowerings}}))
 """
 
 
@@ -53,6 +54,7 @@ def test_the_bare_backend_trains_without_a_compiler(tmp_path: Path, name: str):
     result = json.loads(run(TRAIN.format(name=name), PATH=str(empty), ORT_ZERO_CACHE_DIR=str(tmp_path / "cache")))
     status, losses = result["status"], result["losses"]
     assert losses[0] > losses[1] > losses[2]
+    assert not result["lowerings"], "Inductor's lowerings take more than a second of the first step"
     assert status["engine"] == "compile" and status["backend"] == "onnxruntime" and status["fallbacks"] == 0
     assert status["graph_runs"]["forward"] == status["graph_runs"]["backward"] == 3
     compiled = status["compiled"]
