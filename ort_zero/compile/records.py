@@ -19,9 +19,12 @@ if TYPE_CHECKING:
 
 _MIN_SHARE = 0.1
 """Share of a unit's operations in ONNX Runtime below which Dynamo's and AOTAutograd's time is not worth it."""
-_MIN_GAIN = 4e-4
+_MIN_OVERHEAD, _MAX_OVERHEAD = 4e-4, 1.5e-3
 """Seconds that Dynamo's guards, AOTAutograd's code and calls of operators from Python take in a forward and a backward
-of a unit: 0.25 to 0.5 ms in layers of five architectures that are too small for any other time."""
+of a unit: 0.25 to 0.5 ms in layers of five architectures that are too small for any other time, 1.5 ms beside products
+of 40 ms, which leave nothing of Python in the processor's caches."""
+_OVERHEAD_SHARE = 0.04
+"""The same between these two, as a share of the time of the unit's segments in PyTorch."""
 
 
 @dataclass(slots=True)
@@ -128,7 +131,9 @@ class ModelRecord:
         calls = sum(graph.direction != "backward" for graph in graphs)
         in_ort = [segment.trial for segment in segments if segment.in_ort]
         gains = [trial.gain for trial in in_ort if trial.gain is not None]
-        if len(gains) == len(in_ort) and sum(gains) < _MIN_GAIN * calls:
+        seconds = sum(segment.trial.torch_seconds for segment in segments)
+        least = min(max(_OVERHEAD_SHARE * seconds, _MIN_OVERHEAD * calls), _MAX_OVERHEAD * calls)
+        if len(gains) == len(in_ort) and sum(gains) < least:
             return True
         return sum(segment.flops for segment in segments if segment.in_ort) <= _MIN_SHARE * total
 

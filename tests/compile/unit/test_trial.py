@@ -277,12 +277,22 @@ def test_placements_are_kept_on_disk(tmp_path, monkeypatch: pytest.MonkeyPatch):
     assert trial.runner is Runner.ONNXRUNTIME
 
 
-@pytest.mark.parametrize("gains, prefers", [((1e-3, -2e-4), False), ((1e-4, 5e-5), True), ((None, 1e-5), False)])
-def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains, prefers):
+@pytest.mark.parametrize(
+    "gains, seconds, prefers",
+    [
+        ((1e-3, -2e-4), 0.0, False),
+        ((1e-4, 5e-5), 0.0, True),
+        ((None, 1e-5), 0.0, False),
+        ((1e-3, -2e-4), 9e-3, False),
+        ((1e-3, 2e-4), 20e-3, True),
+        ((1e-3, 7e-4), 1.0, False),
+    ],
+)
+def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains, seconds, prefers):
     """Gains are of the forward's and the backward's segment; None is a placement that nobody has timed."""
     record = ModelRecord()
     for direction, gain in zip(("forward", "backward"), gains, strict=True):
-        trial = Trial(direction, "first", "measured", runner=Runner.ONNXRUNTIME, gain=gain)
+        trial = Trial(direction, "first", "measured", runner=Runner.ONNXRUNTIME, gain=gain, torch_seconds=seconds)
         record.graphs.append(GraphRecord(direction, [SegmentRecord(trial, 3, 10**9)], Counter(), {}, 0, "Block", None))
     trial = Trial("loss", "first", "measured", runner=Runner.TORCH)
     for unit in ("Block", "Linear"):
@@ -301,8 +311,8 @@ def test_a_unit_that_saves_less_than_its_graphs_cost_goes_back_to_pytorch(gains,
 
 def test_the_gain_of_a_placement_is_kept(tmp_path):
     agreement = Agreement(tmp_path)
-    agreement.propose("key", "onnxruntime 0.0015")
+    agreement.propose("key", "onnxruntime 0.0015 0.01")
     trial = Trial("key", "first", "measured", is_checked=True)
     calls = correct()
     calls.run(trial, Agreement(tmp_path))
-    assert trial.runner is Runner.ONNXRUNTIME and trial.gain == 0.0015
+    assert (trial.runner, trial.gain, trial.torch_seconds) == (Runner.ONNXRUNTIME, 0.0015, 0.01)
