@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 _MIN_SHARE = 0.1
 """Share of a unit's operations in ONNX Runtime below which Dynamo's and AOTAutograd's time is not worth it."""
 _MIN_OVERHEAD, _MAX_OVERHEAD = 4e-4, 1.5e-3
-"""Seconds that Dynamo's guards, AOTAutograd's code and calls of operators from Python take in a forward and a backward
-of a unit: 0.25 to 0.5 ms in layers of five architectures that are too small for any other time, 1.5 ms beside products
-of 40 ms, which leave nothing of Python in the processor's caches."""
+"""Seconds that Dynamo's guards, AOTAutograd's code and calls from Python take in a forward and a backward of a unit.
+
+They are 0.25 to 0.5 ms in layers of five architectures that are too small for any other time. Beside products of 40 ms
+they are 1.5 ms, since such products leave nothing of Python in the processor's caches.
+"""
 _OVERHEAD_SHARE = 0.04
 """The same between these two, as a share of the time of the unit's segments in PyTorch."""
 
